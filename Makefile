@@ -1,0 +1,33 @@
+# One command each. PYTHON makes the environment; everything else runs inside it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two processes of one thread each: torch's own threads would fight over the cores.
+PYTEST := $(BIN)/python -m pytest -n 2
+
+.PHONY: quickstart check test test-slow install clean
+
+quickstart: install
+	$(BIN)/python scripts/quickstart.py
+
+check: install
+	$(BIN)/ruff format --check doppler_hf scripts tests
+	$(BIN)/ruff check doppler_hf scripts tests
+	$(BIN)/mypy
+
+test: install
+	$(PYTEST)
+
+test-slow: install
+	$(PYTEST) -m "slow"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out .mypy_cache .pytest_cache .ruff_cache
