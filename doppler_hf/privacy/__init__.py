@@ -1,0 +1,18 @@
+"""Left of the privacy boundary: everything that touches an example."""
+
+from doppler_hf.privacy.accounting import default_delta, get_epsilon, get_noise_multiplier
+from doppler_hf.privacy.clipping import ClippedGradients
+from doppler_hf.privacy.ledger import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.mechanism import GaussianMechanism
+from doppler_hf.privacy.sampling import PoissonSampler
+
+__all__ = [
+    "LEDGER_NAME",
+    "ClippedGradients",
+    "GaussianMechanism",
+    "PoissonSampler",
+    "PrivacyLedger",
+    "default_delta",
+    "get_epsilon",
+    "get_noise_multiplier",
+]

@@ -1,0 +1,257 @@
+"""Per-sample gradients from Opacus's `GradSampleHooks`, for models as transformers writes them.
+
+Opacus hooks each layer that owns parameters, keeps its input, and forms the per-sample gradient from it and the gradient
+of its output. Three habits of transformers break that, and are mended here without a word about any model:
+
+* position embeddings looked up once for the whole batch, with indices of shape (1, length): the look-up is repeated for
+  each example, so that the gradient keeps its batch dimension (BERT, DistilBERT, GPT-2);
+* bare parameters of shape (1, ...) that broadcast over the batch (ViT's `cls_token`): during the forward pass the
+  parameter is replaced by one copy per example, whose ordinary gradient is the per-sample gradient;
+* gradient checkpointing, which runs the forward hooks twice: what Opacus's counting of calls would miss is collected
+  after the backward pass.
+
+A batch dimension is never guessed from a shape: a layer whose input does not start with the batch is an error.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from opacus.grad_sample import GradSampleHooks
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+
+class OpacusEngine:
+    """Hooks on a model that give the gradient of each example's loss, until `detach`.
+
+    Args:
+        model: The model, not wrapped in anything.
+
+    Raises:
+        ValueError: A layer that mixes examples, or one whose per-sample gradient cannot be had; by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        refuse_unsupported_layers(model)
+        self._model = model
+        self._batch_size: int | None = None
+        self._cleanup = contextlib.ExitStack()
+        # Per-example copies of bare parameters, by parameter name: one for each forward pass since the last backward.
+        self._copies: dict[str, list[Tensor]] = {}
+        # Checkpointing stops recomputing once it has all it needs; a layer may then have run its hook once or twice.
+        # Without the early stop every layer of a checkpointed block runs it twice, and the last input is the right one.
+        self._cleanup.enter_context(set_checkpoint_early_stop(False))
+        with without_bare_parameters(model):
+            # Not strict: Opacus's own check is for buffers anywhere, which most transformers have.
+            hooks = GradSampleHooks(model, loss_reduction="sum", strict=False)
+            self._layers = list(hooks.iterate_submodules(model))
+        self._cleanup.callback(hooks.cleanup)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._hook(model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True, prepend=True))
+        for layer in self._layers:
+            self._hook(layer.register_forward_pre_hook(self._check_input))
+        for module, names in bare_parameters(model).items():
+            self._hook(module.register_forward_pre_hook(self._substitute_copies))
+            self._hook(module.register_forward_hook(self._restore_parameters, always_call=True))
+            self._copies.update({self._full_name(module, name): [] for name in names})
+
+    def detach(self) -> None:
+        """Take every hook and attribute off the model."""
+        self._forget()
+        self._cleanup.close()
+
+    def per_sample_gradients(self, losses: Float[Tensor, " batch"]) -> dict[str, Float[Tensor, "batch ..."]]:
+        """Back-propagate `losses` and return each example's gradient.
+
+        Args:
+            losses: One loss per example, shape (batch,), from one forward pass.
+
+        Returns:
+            Parameter name → gradient of each example's loss, shape (batch, *parameter.shape). A parameter that the
+            forward pass did not use is left out.
+
+        Raises:
+            ValueError: A gradient without the batch dimension, or a parameter that has an ordinary gradient but no
+                per-sample one; by name.
+        """
+        batch_size = len(losses)
+        if self._batch_size != batch_size:
+            raise ValueError(
+                f"There are {batch_size} losses, but the model was called with a batch of {self._batch_size}. Call the "
+                "model once with the whole micro-batch and return one loss per example."
+            )
+        try:
+            losses.sum().backward()
+            gradients = {}
+            for name, parameter in self._model.named_parameters():
+                if not parameter.requires_grad:
+                    continue
+                parts = [*opacus_gradients(parameter), *(copy.grad for copy in self._copies.get(name, ()))]
+                used = [part.float() if part.itemsize < 4 else part for part in parts if part is not None]
+                if used:
+                    gradients[name] = self._with_batch(name, used, parameter=parameter, batch_size=batch_size)
+                elif parameter.grad is not None:
+                    raise ValueError(
+                        f"No per-sample gradient for the parameter {name!r}, although the loss depends on it: it is "
+                        "used outside its module's forward. Freeze it with requires_grad_(False)."
+                    )
+            return gradients
+        finally:
+            self._forget()
+
+    def _with_batch(self, name: str, parts: list[Tensor], *, parameter: Tensor, batch_size: int) -> Tensor:
+        for part in parts:
+            # Opacus adds a part with fewer rows to the first rows of the others; that is a guess, not a gradient.
+            if part.shape[0] != batch_size or part.numel() != batch_size * parameter.numel():
+                raise ValueError(
+                    f"The per-sample gradient of {name!r} has shape {tuple(part.shape)} for a batch of {batch_size} and "
+                    f"a parameter of shape {tuple(parameter.shape)}: its layer does not see one row per example. Freeze "
+                    "it with requires_grad_(False)."
+                )
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total.reshape(batch_size, *parameter.shape)
+
+    def _forget(self) -> None:
+        """Drop what this forward and backward pass left behind: it is raw, and must not meet the next batch."""
+        self._batch_size = None
+        for layer in self._layers:
+            for attribute in ("activations", "max_batch_len"):
+                layer.__dict__.pop(attribute, None)
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+                parameter.grad_sample = None  # type: ignore[attr-defined]
+                parameter._forward_counter = 0  # type: ignore[attr-defined]
+                parameter.__dict__.pop("_current_grad_sample", None)
+        for copies in self._copies.values():
+            copies.clear()
+
+    def _hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        self._cleanup.callback(handle.remove)
+
+    def _full_name(self, module: nn.Module, name: str) -> str:
+        prefix = self._names[module]
+        return f"{prefix}.{name}" if prefix else name
+
+    def _note_batch_size(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
+        self._batch_size = tensors[0].shape[0] if tensors else None
+
+    def _check_input(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        if not (layer.training and torch.is_grad_enabled()):
+            return None
+        name = self._names[layer]
+        if self._batch_size is None:
+            raise ValueError(f"The layer {name!r} was called on its own; call the model as a whole.")
+        if not args or not isinstance(args[0], Tensor):
+            raise ValueError(
+                f"The layer {name!r} ({type(layer).__name__}) is not called with a tensor as its first argument, so its "
+                "per-sample gradient cannot be had. Freeze it with requires_grad_(False)."
+            )
+        rows = args[0].shape[0] if args[0].ndim > 0 else None
+        if rows == self._batch_size:
+            return None
+        if rows == 1 and isinstance(layer, nn.Embedding):
+            return (args[0].expand(self._batch_size, *args[0].shape[1:]), *args[1:])
+        raise ValueError(
+            f"The layer {name!r} ({type(layer).__name__}) gets an input of shape {tuple(args[0].shape)} for a batch of "
+            f"{self._batch_size}: it does not see one row per example, so its per-sample gradient would be a guess. "
+            "Freeze it with requires_grad_(False)."
+        )
+
+    def _substitute_copies(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if self._batch_size is None:
+            raise ValueError(f"The layer {self._names[module]!r} was called on its own; call the model as a whole.")
+        for name, parameter in trainable_of(module):
+            copy = parameter.detach().expand(self._batch_size, *parameter.shape[1:]).requires_grad_()
+            copy.original = parameter  # type: ignore[attr-defined]
+            self._copies[self._full_name(module, name)].append(copy)
+            # Straight into the dictionary, so that the parameter keeps its place in the order that optimizers rely on.
+            module._parameters[name] = copy  # type: ignore[assignment]
+
+    def _restore_parameters(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for name, value in module._parameters.items():
+            module._parameters[name] = getattr(value, "original", value)
+
+
+def opacus_gradients(parameter: Tensor) -> Iterator[Tensor]:
+    """Yield what Opacus's hooks left on a parameter: finished sums, one for each use, and the unfinished one."""
+    finished = parameter.grad_sample if hasattr(parameter, "grad_sample") else None
+    if finished is not None:
+        yield from finished if isinstance(finished, list) else [finished]
+    # Its counter of forward calls stands above zero when checkpointing ran them twice, and then it never finishes.
+    if "_current_grad_sample" in parameter.__dict__:
+        yield parameter.__dict__["_current_grad_sample"]
+
+
+def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the trainable parameters that the module itself owns."""
+    return [(name, p) for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+
+
+def bare_parameters(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return the modules that own trainable parameters beside having sub-modules, with those parameters' names."""
+    owners = (module for module in model.modules() if next(module.children(), None) is not None)
+    return {
+        module: [name for name, _ in trainable_of(module)]
+        for module in owners
+        if trainable_of(module) and type(module) not in GradSampleHooks.GRAD_SAMPLERS
+    }
+
+
+@contextlib.contextmanager
+def without_bare_parameters(model: nn.Module) -> Iterator[None]:
+    """Hide bare parameters while Opacus chooses what to hook: it would treat their module as one opaque layer."""
+    bare = [p for module in bare_parameters(model) for _, p in trainable_of(module)]
+    for parameter in bare:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in bare:
+            parameter.requires_grad_(True)
+
+
+def refuse_unsupported_layers(model: nn.Module) -> None:
+    """Raise for layers that mix examples, or whose per-sample gradients neither Opacus nor this module can form.
+
+    Raises:
+        ValueError: With the layer's name and what to do instead.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        # Frozen or not: in training mode such a layer normalizes one example by the others, or remembers them.
+        if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):
+            raise ValueError(
+                f"The layer {name!r} ({kind}) mixes the examples of a batch, which no clipping can bound. Replace it "
+                "by GroupNorm or LayerNorm."
+            )
+        if not trainable_of(module) or type(module) in GradSampleHooks.GRAD_SAMPLERS:
+            continue
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            raise ValueError(
+                f"The layer {name!r} ({kind}) has no per-sample gradients; replace it by its namesake in opacus.layers."
+            )
+        if next(module.children(), None) is None:
+            if next(module.buffers(), None) is not None:
+                raise ValueError(
+                    f"The layer {name!r} ({kind}) has parameters and buffers, for which Opacus has no per-sample "
+                    "gradients. Freeze it with requires_grad_(False)."
+                )
+            continue
+        for parameter_name, parameter in trainable_of(module):
+            if parameter.ndim == 0 or parameter.shape[0] != 1:
+                raise ValueError(
+                    f"The parameter {name}.{parameter_name} of shape {tuple(parameter.shape)} belongs to {kind} itself "
+                    "and does not start with a dimension of 1 that could hold the batch, so it has no per-sample "
+                    "gradient. Freeze it with requires_grad_(False)."
+                )

@@ -1,0 +1,401 @@
+"""The clipped sum equals a plain float64 loop over single examples, for the models that people fine-tune."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.clipping import AUTOMATIC_CLIPPING_GAMMA, clip_factors
+
+BATCH, LENGTH, CLASSES = 6, 8, 3
+
+# Opacus's hooks on layers whose input needs no gradient (embeddings, the first adapter) make torch warn; the gradient of
+# the output, which is what they need, is right.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+
+
+def roberta():
+    config = RobertaConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=CLASSES,
+    )  # fmt: skip
+    return RobertaForSequenceClassification(config)
+
+
+def bert():
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=CLASSES,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def distilbert():
+    config = DistilBertConfig(
+        vocab_size=40, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=20, dropout=0.0,
+        attention_dropout=0.0, seq_classif_dropout=0.0, num_labels=CLASSES,
+    )  # fmt: skip
+    return DistilBertForSequenceClassification(config)
+
+
+def gpt2():
+    config = GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=20, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        num_labels=CLASSES, pad_token_id=0,
+    )  # fmt: skip
+    return GPT2ForSequenceClassification(config)
+
+
+def vit(**overrides):
+    options = dict(
+        image_size=8, patch_size=4, num_channels=3, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=CLASSES,
+    )  # fmt: skip
+    return ViTForImageClassification(ViTConfig(**(options | overrides)))
+
+
+def with_lora(model):
+    config = LoraConfig(r=4, target_modules=["query", "value"] if "rob" in type(model).__name__.lower() else "all-linear",
+                        modules_to_save=["classifier"], lora_dropout=0.0)  # fmt: skip
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():  # B starts at zero, which would hide A's gradient.
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapted
+
+
+MODELS = {
+    "roberta": roberta,
+    "bert": bert,
+    "distilbert": distilbert,
+    "gpt2": gpt2,
+    "vit": vit,
+    "roberta-lora": lambda: with_lora(roberta()),
+    "vit-lora": lambda: with_lora(vit()),
+}
+
+
+def build(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    return MODELS[name]().to(dtype).train()
+
+
+def batch_for(model, dtype=torch.float64):
+    torch.manual_seed(1)
+    labels = torch.arange(BATCH) % CLASSES
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(BATCH, 3, 8, 8, dtype=dtype)}, labels
+    ids = torch.randint(2, 40, (BATCH, LENGTH))
+    ids[:, 2] = ids[:, 1]  # a repeated token
+    lengths = torch.tensor([LENGTH, 5, 6, LENGTH, 3, 7])
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    return {"input_ids": torch.where(mask == 1, ids, 0), "attention_mask": mask}, labels
+
+
+def rows(inputs, labels, index):
+    return {name: value[index] for name, value in inputs.items()}, labels[index]
+
+
+def losses_of(model, inputs, labels):
+    return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+
+
+def loop_over_examples(model, inputs, labels, *, max_grad_norm, clipping, granularity):
+    """Clip and sum one example at a time with ordinary autograd: the definition, written out."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layer = {name: "all" if granularity == "flat" else name.rpartition(".")[0] for name in parameters}
+    bound = max_grad_norm / math.sqrt(len(set(layer.values())))
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    norms = []
+    for index in range(len(labels)):
+        loss = losses_of(model, *rows(inputs, labels, slice(index, index + 1))).sum()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        gradients = {
+            name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), gradients, strict=True)
+        }
+        norms.append(math.sqrt(sum(g.square().sum().item() for g in gradients.values())))
+        for name, gradient in gradients.items():
+            norm = math.sqrt(sum(gradients[n].square().sum().item() for n in gradients if layer[n] == layer[name]))
+            factor = min(1.0, bound / norm) if clipping == "vanilla" else bound / (norm + 0.01)
+            sums[name] += factor * gradient
+    return torch.tensor(norms, dtype=torch.float64), sums
+
+
+@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
+@pytest.mark.parametrize("clipping", ["vanilla", "automatic"])
+@pytest.mark.parametrize("name", MODELS)
+def test_clipped_sum_equals_a_loop_over_single_examples(name, clipping, granularity):
+    model = build(name)
+    inputs, labels = batch_for(model)
+    norms, _ = loop_over_examples(model, inputs, labels, max_grad_norm=1.0, clipping="vanilla", granularity="flat")
+    options = dict(max_grad_norm=norms.median().item(), clipping=clipping, granularity=granularity)
+    norms, sums = loop_over_examples(model, inputs, labels, **options)
+    with ClippedGradients(model, **options) as clipped:
+        ours = clipped.backward(losses_of(model, inputs, labels))
+        torch.testing.assert_close(ours, norms, atol=1e-10, rtol=1e-10)
+        assert clipped.sums.keys() == sums.keys()
+        for parameter, total in sums.items():
+            torch.testing.assert_close(clipped.sums[parameter], total, atol=1e-10, rtol=1e-10, msg=parameter)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["roberta", "bert", "gpt2", "vit"])
+def test_gradient_checkpointing_changes_nothing(name, reentrant):
+    model = build(name)
+    inputs, labels = batch_for(model)
+    sums = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with ClippedGradients(model, max_grad_norm=0.5) as clipped:
+            for _ in range(2):  # nothing of the first pass may stay for the second
+                clipped.backward(losses_of(model, inputs, labels))
+            sums.append(clipped.sums)
+    for parameter in sums[0]:
+        torch.testing.assert_close(sums[1][parameter], sums[0][parameter], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("parts", [(1,) * BATCH, (4, 2), (BATCH,)])
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_cutting_a_batch_changes_nothing(name, parts):
+    model = build(name)
+    inputs, labels = batch_for(model)
+    _, sums = loop_over_examples(model, inputs, labels, max_grad_norm=0.5, clipping="vanilla", granularity="flat")
+    with ClippedGradients(model, max_grad_norm=0.5) as clipped:
+        for index in torch.arange(BATCH).split(parts):
+            clipped.backward(losses_of(model, *rows(inputs, labels, index)))
+        for parameter, total in sums.items():
+            torch.testing.assert_close(clipped.sums[parameter], total, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
+@pytest.mark.parametrize("clipping", ["vanilla", "automatic"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["roberta", "vit", "roberta-lora"])
+def test_one_example_contributes_at_most_the_clip_norm(name, autocast, clipping, granularity):
+    model = build(name, torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    for scale in (1e-3, 1.0, 1e4):  # far below, near and far above C
+        with ClippedGradients(model, max_grad_norm=0.1, clipping=clipping, granularity=granularity) as clipped:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                losses = losses_of(model, *rows(inputs, labels, slice(0, 1)))
+            clipped.backward(scale * losses.float())
+            norm = math.sqrt(sum(total.double().square().sum().item() for total in clipped.sums.values()))
+            assert 0.0 < norm <= 0.1 * (1 + 1e-6)
+
+
+def test_dropout_trains_and_stays_bounded():
+    model = vit(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train()
+    inputs, labels = batch_for(model, torch.float32)
+    with ClippedGradients(model, max_grad_norm=1.0) as clipped:
+        norms = clipped.backward(losses_of(model, inputs, labels))
+    assert (norms > 0).all()
+
+
+def test_evaluation_in_between_leaves_no_trace():
+    model = build("vit")
+    inputs, labels = batch_for(model)
+    with ClippedGradients(model, max_grad_norm=0.5) as clipped:
+        clipped.backward(losses_of(model, inputs, labels))
+        before = {name: total.clone() for name, total in clipped.sums.items()}
+        model.eval()
+        with torch.no_grad():
+            losses_of(model, *rows(inputs, labels, slice(0, 2)))
+        model.train()
+        clipped.reset()
+        clipped.backward(losses_of(model, inputs, labels))
+        for name, total in before.items():
+            torch.testing.assert_close(clipped.sums[name], total, atol=1e-12, rtol=1e-12)
+
+
+def test_model_is_left_as_it_was():
+    model = build("vit")
+    names, order = list(model.state_dict()), [id(p) for p in model.parameters()]
+    attributes = {id(p): set(p.__dict__) for p in model.parameters()}
+    inputs, labels = batch_for(model)
+    with ClippedGradients(model) as clipped:
+        clipped.backward(losses_of(model, inputs, labels))
+        assert list(model.state_dict()) == names
+    assert [id(p) for p in model.parameters()] == order
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert {id(p): set(p.__dict__) for p in model.parameters()} == attributes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    losses_of(model, inputs, labels).sum().backward()  # ordinary training works again
+
+
+def test_raw_gradients_never_reach_grad():
+    model = build("bert")
+    inputs, labels = batch_for(model)
+    with ClippedGradients(model) as clipped:
+        clipped.backward(losses_of(model, inputs, labels))
+        assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clipping", ["vanilla", "automatic"])
+def test_an_example_without_a_finite_gradient_contributes_nothing(bad, clipping):
+    model = build("vit")
+    inputs, labels = batch_for(model)
+    poisoned = {"pixel_values": inputs["pixel_values"].clone()}
+    poisoned["pixel_values"][2] = bad
+    with ClippedGradients(model, max_grad_norm=0.5, clipping=clipping) as clipped:
+        norms = clipped.backward(losses_of(model, poisoned, labels))
+        assert not norms[2].isfinite()
+        assert clipped.num_non_finite == 1
+        others = torch.tensor([0, 1, 3, 4, 5])
+        sums = {name: total.clone() for name, total in clipped.sums.items()}
+        clipped.reset()
+        clipped.backward(losses_of(model, *rows(inputs, labels, others)))
+        for name, total in sums.items():
+            torch.testing.assert_close(total, clipped.sums[name], atol=1e-10, rtol=1e-10)
+
+
+def test_a_model_where_every_example_is_bad_gives_zero():
+    model = build("vit")
+    inputs, labels = batch_for(model)
+    with ClippedGradients(model) as clipped:
+        clipped.backward(losses_of(model, {"pixel_values": inputs["pixel_values"] * float("nan")}, labels))
+        assert all(not total.any() for total in clipped.sums.values())
+
+
+def test_an_unused_parameter_gets_zero():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.used(x)[:, 0]
+
+    model = Half()
+    with ClippedGradients(model) as clipped:
+        clipped.backward(model(torch.randn(4, 3)))
+        assert not clipped.sums["unused.weight"].any()
+        assert clipped.sums["used.weight"].any()
+
+
+def test_no_losses_change_nothing():
+    model = build("vit")
+    with ClippedGradients(model) as clipped:
+        assert clipped.backward(torch.zeros(0)).shape == (0,)
+        assert all(not total.any() for total in clipped.sums.values())
+
+
+def test_factors_at_zero_and_at_the_bound():
+    norms = torch.tensor([0.0, 1.0, 2.0, 4.0])
+    torch.testing.assert_close(
+        clip_factors(norms, max_grad_norm=2.0, clipping="vanilla"), torch.tensor([1.0, 1.0, 1.0, 0.5])
+    )
+    torch.testing.assert_close(
+        clip_factors(norms, max_grad_norm=2.0, clipping="automatic"), 2.0 / (norms + AUTOMATIC_CLIPPING_GAMMA)
+    )
+
+
+# --- refused, by name ---------------------------------------------------------------------------------------------------
+
+
+def refused(model, message, call=lambda model: model(torch.randn(4, 3)).sum(dim=-1)):
+    with pytest.raises(ValueError, match=message), ClippedGradients(model) as clipped:
+        clipped.backward(call(model))
+
+
+def test_batch_norm_is_refused_even_frozen():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    refused(model, r"'1' \(BatchNorm1d\) mixes the examples .* GroupNorm")
+    model[1].requires_grad_(False)
+    refused(model, "BatchNorm1d")
+
+
+def test_a_relative_bias_without_a_batch_dimension_is_refused():
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_labels=2,
+                      decoder_start_token_id=0, dropout_rate=0.0)  # fmt: skip
+    model = T5ForSequenceClassification(config).train()
+    ids = torch.randint(2, 40, (3, 5))
+    ids[:, -1] = 1
+    refused(model, "relative_attention_bias.*shape .5, 5. for a batch of 3", lambda m: m(input_ids=ids).logits.sum(dim=-1))
+
+
+def test_a_parameter_used_outside_its_module_is_refused():
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList([nn.Parameter(torch.ones(3))])
+
+        def forward(self, x):
+            return x * self.weights[0]
+
+    refused(Outside(), "No per-sample gradient for the parameter 'weights.0'")
+
+
+def test_a_bare_parameter_without_room_for_the_batch_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.scale * self.linear(x)
+
+    refused(Scaled(), r"scale of shape \(3,\) belongs to Scaled itself")
+
+
+def test_a_layer_that_sees_flattened_rows_is_refused():
+    class Flattened(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.linear(x.reshape(-1, 3)).reshape(len(x), -1).sum(dim=-1)
+
+    refused(Flattened(), r"'linear' \(Linear\) gets an input of shape \(8, 3\) for a batch of 4",
+            lambda m: m(torch.randn(4, 2, 3)))  # fmt: skip
+
+
+def test_losses_must_be_one_per_example():
+    model = nn.Sequential(nn.Linear(3, 1))
+    refused(model, r"shape \(batch,\), one per example, got \(4, 1\)", lambda m: m(torch.randn(4, 3)))
+    refused(model, "2 losses, but the model was called with a batch of 4", lambda m: m(torch.randn(4, 3))[:2, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(max_grad_norm=0.0), "max_grad_norm must be a finite number > 0, got 0"),
+        (dict(clipping="soft"), "clipping must be one of automatic, vanilla, got 'soft'"),
+        (dict(granularity="layer"), "granularity must be one of flat, per_layer, got 'layer'"),
+        (dict(engine="ghost"), "engine must be one of opacus, got 'ghost'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ClippedGradients(nn.Linear(1, 1), **arguments)
+
+
+def test_a_frozen_model_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        ClippedGradients(nn.Linear(1, 1).requires_grad_(False))
+
+
+def test_backward_outside_the_context_is_refused():
+    with pytest.raises(RuntimeError, match="with"):
+        ClippedGradients(nn.Linear(1, 1)).backward(torch.zeros(1))

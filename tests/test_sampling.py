@@ -1,0 +1,111 @@
+"""The draws are Poisson, disjoint over processes, cut and never dropped. False-alarm rates are stated."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from doppler_hf.privacy import PoissonSampler
+
+
+def draws(sampler, steps):
+    """Whole draws, put together from their micro-batches, over as many epochs as it takes."""
+    found, epoch = [], 0
+    while len(found) < steps:
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        found += [
+            sum(batches[start : start + sampler.micro_batches], [])
+            for start in range(0, len(batches), sampler.micro_batches)
+        ]
+        epoch += 1
+    return found[:steps]
+
+
+def test_batch_sizes_are_binomial():
+    n, b = 200, 20
+    sizes = [len(draw) for draw in draws(PoissonSampler(num_examples=n, expected_batch_size=b), 4000)]
+    support = np.arange(10, 31)
+    expected = 4000 * scipy.stats.binom.pmf(support, n, b / n)
+    observed = np.array([sizes.count(size) for size in support])
+    rest = 4000 - expected.sum(), 4000 - observed.sum()
+    # χ² goodness of fit, one false alarm in a million runs.
+    assert scipy.stats.chisquare([*observed, rest[1]], [*expected, rest[0]]).pvalue > 1e-6
+
+
+def test_every_example_is_as_likely_and_independent_of_its_neighbour():
+    n, b, steps = 50, 10, 5000
+    member = np.zeros((steps, n), dtype=bool)
+    for step, draw in enumerate(draws(PoissonSampler(num_examples=n, expected_batch_size=b), steps)):
+        member[step, draw] = True
+    counts = member.sum(axis=0)
+    # Each count is Binomial(5000, 0.2): z-scores beyond 6 have probability 2e-9, times 50 examples 1e-7.
+    assert np.all(np.abs(counts - steps * 0.2) < 6 * np.sqrt(steps * 0.2 * 0.8))
+    together = (member[:, :-1] & member[:, 1:]).mean()
+    assert abs(together - 0.04) < 6 * np.sqrt(0.04 * 0.96 / (steps * (n - 1) / 3))
+    again = (member[:-1] & member[1:]).mean()  # and independent of the step before
+    assert abs(again - 0.04) < 6 * np.sqrt(0.04 * 0.96 / (steps * n / 3))
+
+
+def test_an_example_is_at_most_once_in_a_draw():
+    for draw in draws(PoissonSampler(num_examples=30, expected_batch_size=20, micro_batches=7), 200):
+        assert max(Counter(draw).values(), default=1) == 1
+
+
+def test_empty_draws_and_micro_batches_are_kept():
+    sampler = PoissonSampler(num_examples=100, expected_batch_size=1, micro_batches=4)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == 400  # 100 draws, of which about 37 are empty
+    assert any(not any(batches[start : start + 4]) for start in range(0, 400, 4))
+
+
+def test_processes_draw_from_disjoint_shards_that_cover_everything():
+    n, world = 103, 3
+    seen = [set(), set(), set()]
+    for rank in range(world):
+        sampler = PoissonSampler(num_examples=n, expected_batch_size=50, rank=rank, world_size=world)
+        assert sampler.sample_rate == 50 / n
+        for draw in draws(sampler, 60):  # an example is missed by all 60 draws with probability 1e-17
+            seen[rank].update(draw)
+    assert seen[0] | seen[1] | seen[2] == set(range(n))
+    assert sum(map(len, seen)) == n
+
+
+def test_steps_per_epoch_are_those_of_a_shuffling_loader():
+    sampler = PoissonSampler(num_examples=55_584, expected_batch_size=1024, micro_batches=32)
+    assert sampler.steps_per_epoch == 55
+    assert len(sampler) == 55 * 32
+
+
+def test_two_samplers_draw_differently_and_a_seed_makes_them_equal():
+    def first_draw(seed):
+        return tuple(PoissonSampler(num_examples=200, expected_batch_size=100, seed=seed).draw(0))
+
+    assert first_draw(None) != first_draw(None)  # equal with probability 1e-40
+    assert first_draw(3) == first_draw(3)
+    assert first_draw(3) != first_draw(4)
+
+
+def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
+    lengths = np.random.default_rng(0).integers(1, 100, size=500).tolist()
+    options = dict(num_examples=500, expected_batch_size=200, micro_batches=5, seed=0)
+    plain, by_length = PoissonSampler(**options), PoissonSampler(**options, lengths=lengths)
+    for left, right in zip(draws(plain, 9), draws(by_length, 9), strict=True):
+        assert sorted(left) == sorted(right)
+        assert [lengths[index] for index in right] == sorted(lengths[index] for index in left)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(expected_batch_size=11), "between 1 and the number of training examples, 10, got 11"),
+        (dict(expected_batch_size=0), "got 0"),
+        (dict(micro_batches=0), "micro_batches must be at least 1, got 0"),
+        (dict(rank=2, world_size=2), "got rank 2 of 2"),
+        (dict(lengths=[1, 2]), "one entry per example, 10, got 2"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PoissonSampler(**(dict(num_examples=10, expected_batch_size=5) | arguments))
