@@ -1,0 +1,275 @@
+"""`DopplerTrainer`: HF's `Trainer`, whose optimizer sees private gradients only.
+
+One training step, from top to bottom: `PoissonSampler` draws and cuts into micro-batches (`get_train_dataloader`); each
+micro-batch's per-example losses are clipped and summed (`training_step`); after the last one, noise turns the sum into
+`p.grad` (`_privatize`). There the privacy boundary lies: the stock loop then logs the norm of `p.grad`, calls
+`DopplerOptimizer.step`, schedules, evaluates and saves.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from doppler_hf.callbacks import PrivacyCallback
+from doppler_hf.data import collate_or_skip, lengths_of
+from doppler_hf.losses import classification_losses
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.plan import PrivacyPlan
+from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler
+from doppler_hf.training_args import DopplerTrainingArguments
+
+
+class DopplerTrainer(Trainer):
+    """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
+
+    A task beyond sequence and image classification overrides `compute_per_sample_loss`. With `args.disable_dp` every
+    method is the stock one.
+
+    Args:
+        args: `DopplerTrainingArguments`.
+        **kwargs: As `Trainer`. `train_dataset` must have a length.
+
+    Raises:
+        ValueError: What cannot be private, by name: an iterable training set, `compute_loss_func`, an optimizer of one's
+            own, a model with layers that mix examples.
+
+    Example:
+        >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
+        >>> trainer.train()
+    """
+
+    args: DopplerTrainingArguments
+    optimizer: Any
+
+    def __init__(self, model: Any = None, args: DopplerTrainingArguments | None = None, **kwargs: Any) -> None:
+        if not isinstance(args, DopplerTrainingArguments):
+            raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
+        super().__init__(model=model, args=args, **kwargs)
+        self._plan: PrivacyPlan | None = None
+        if not args.disable_dp:
+            self._refuse_what_cannot_be_private()
+            self.privacy = PrivacyCallback(self.privacy_plan)
+            self.add_callback(self.privacy)
+
+    def _refuse_what_cannot_be_private(self) -> None:
+        if self.compute_loss_func is not None:
+            raise ValueError(
+                "compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
+                "compute_per_sample_loss instead, which returns one loss per example."
+            )
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            raise ValueError(
+                "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` to its "
+                "scheduler alone, (None, scheduler), and set base_optimizer."
+            )
+        if self.train_dataset is not None and not has_length(self.train_dataset):
+            raise ValueError(
+                f"{type(self.train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "
+                "streaming."
+            )
+
+    def privacy_plan(self) -> PrivacyPlan:
+        """Return what the run does to the data and what that costs; computed once, before the first step."""
+        if self._plan is None:
+            self._plan = PrivacyPlan.from_arguments(self.args, sampler=self._poisson_sampler())
+        return self._plan
+
+    # --- left of the privacy boundary -------------------------------------------------------------------------------
+
+    def _poisson_sampler(self, lengths: list[int] | None = None) -> PoissonSampler:
+        return PoissonSampler(
+            num_examples=len(self.train_dataset),
+            expected_batch_size=self.get_total_train_batch_size(self.args),
+            micro_batches=self.args.gradient_accumulation_steps,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            lengths=lengths,
+            seed=self.args.noise_seed,
+        )
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of Poisson draws, each cut into `gradient_accumulation_steps` micro-batches."""
+        if self.args.disable_dp or self.train_dataset is None:
+            return super().get_train_dataloader()
+        # The host's `_get_dataloader` ends in `accelerator.prepare`, which shards any batch sampler and repeats examples
+        # to even the shards out: an example could then count twice. The two helpers that it starts with are its own.
+        dataset, collator = self.train_dataset, self.data_collator
+        if hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        sampler = self._poisson_sampler(lengths_of(self.train_dataset))
+        self.privacy.watch(sampler)
+        return DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=functools.partial(collate_or_skip, collator=collator),
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Return one draw's micro-batches. The batch's tokens are not counted: no loss may be scaled by them."""
+        if self.args.disable_dp:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        self._micro_batches_left = len(batches)
+        return batches, None
+
+    def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
+        """Return one loss per example. Override it for tasks other than sequence and image classification.
+
+        Each entry must depend on its own example alone: no mean over the batch or over the batch's tokens. `model` must
+        be called once, with the whole micro-batch.
+
+        Args:
+            model: The model, in training mode.
+            inputs: One micro-batch, as the collator makes it, on the model's device.
+
+        Returns:
+            Losses, shape (batch,), attached to the graph.
+
+        Raises:
+            ValueError: A task without a rule, by the model's class.
+        """
+        labels = inputs.get("labels")
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        logits = outputs.get("logits") if isinstance(outputs, dict) else None
+        num_labels = getattr(self.model.config, "num_labels", None)
+        if labels is None or logits is None or logits.ndim != 2 or logits.shape[-1] != num_labels:
+            raise ValueError(
+                f"There is no per-example loss for {type(self.model).__name__}: it needs `labels` and logits of shape "
+                "(batch, num_labels), as sequence and image classification have them. Override compute_per_sample_loss."
+            )
+        return classification_losses(logits, labels, problem_type=self.model.config.problem_type)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Float[Tensor, ""]:
+        """Add one micro-batch to the clipped sum; after a draw's last one, put the private gradient into `p.grad`."""
+        if self.args.disable_dp:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        loss = torch.zeros((), device=self.args.device)
+        if inputs:  # Models of transformers cannot be called with an empty batch.
+            losses = self._add_micro_batch(model, inputs)
+            loss = losses.detach().float().mean() / self.current_gradient_accumulation_steps
+        self._micro_batches_left -= 1
+        if self._micro_batches_left == 0:
+            self._privatize()
+        return loss
+
+    def _add_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            losses = self.compute_per_sample_loss(model, inputs)
+        self._clipped.backward(losses)
+        return losses
+
+    def _privatize(self) -> None:
+        gradients = self._mechanism.privatize(self._clipped.sums, step=self.state.global_step)
+        for name, parameter in self.model.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.dtype)
+        self._clipped.reset()
+
+    # --- right of the privacy boundary ------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return the `DopplerOptimizer` of `args`: HF's weight-decay groups, the filter, and the base optimizer."""
+        if self.args.disable_dp or self.optimizer is not None:
+            return super().create_optimizer(model)
+        trained = self.model if model is None else model
+        decayed = set(self.get_decay_parameter_names(trained))
+        named = [(name, p) for name, p in trained.named_parameters() if p.requires_grad]
+        groups = (
+            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        )
+        self.optimizer = DopplerOptimizer(
+            [group for group in groups if group["params"]],
+            lr=self.args.learning_rate,
+            low_pass_filter=self.privacy_plan().low_pass_filter,
+            base=self.args.base_optimizer,
+            beta2=self.args.adam_beta2,
+            eps=self.args.adam_epsilon,
+            floor=self.args.adam_bc_floor,
+            noise_std=self.privacy_plan().noise_std,
+        )
+        return self.optimizer
+
+    # --- the host's frame -------------------------------------------------------------------------------------------
+
+    def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
+        """Let the host count its steps, and hold them against the plan that the noise was computed for."""
+        values = super().set_initial_training_values(args, dataloader)
+        if not args.disable_dp:
+            assert values[-1] == self.privacy_plan().steps, "the host plans another number of steps than was accounted"
+            self._check_layers(dataloader)
+        return values
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # The host's only frame around the loop in which the model is the final one (`train` may still make it, and
+        # load a checkpoint into it).
+        if self.args.disable_dp:
+            return super()._inner_training_loop(*args, **kwargs)
+        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients only
+        # for them to be thrown away, and `prepare` leaves alone what has been prepared.
+        self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        self._synchronize_replicas()
+        self._plan = None  # The arguments may have changed since the last run.
+        plan = self.privacy_plan()
+        self._mechanism = GaussianMechanism(
+            noise_multiplier=plan.noise_multiplier,
+            max_grad_norm=plan.max_grad_norm,
+            expected_batch_size=plan.expected_batch_size,
+            seed=self.args.noise_seed,
+        )
+        with ClippedGradients(
+            self.model,
+            max_grad_norm=plan.max_grad_norm,
+            clipping=self.args.clipping,
+            granularity=self.args.clipping_granularity,
+            engine=self.args.grad_sample_engine,
+        ) as self._clipped:
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def _synchronize_replicas(self) -> None:
+        """Give every process the weights of process 0, as DDP would."""
+        if self.args.world_size > 1:
+            for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
+                torch.distributed.broadcast(tensor.data, src=0)
+
+    def _check_layers(self, dataloader: DataLoader[Any]) -> None:
+        """Run the engine on two and on three examples, so that a layer without per-sample gradients is refused now.
+
+        A layer that does not see one row per example can be mistaken for one that does when its first dimension happens
+        to equal the batch size. It cannot equal two sizes. Nothing about the examples is released: the outcome depends
+        on the architecture alone.
+        """
+        with torch.random.fork_rng():  # Dropout of the check must not shift the user's random numbers.
+            for size in (2, 3):
+                examples = [dataloader.dataset[index % self.privacy_plan().num_examples] for index in range(size)]
+                self.model.train()
+                self._add_micro_batch(self.model, dataloader.collate_fn(examples))
+        self._clipped.reset()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as the host does; add ε so far to evaluations, and leave the training loss out if asked to."""
+        if not self.args.disable_dp:
+            if any(name.startswith("eval_") for name in logs):
+                logs["epsilon"] = self.privacy.epsilon()
+            if self.args.report_train_loss == "none":
+                logs.pop("loss", None)
+                logs.pop("train_loss", None)
+        super().log(logs, start_time)

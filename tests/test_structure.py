@@ -1,0 +1,66 @@
+"""The house keeps its shape: who may import whom, and which names are public."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import doppler_hf
+import doppler_hf.filters
+import doppler_hf.optim
+import doppler_hf.privacy
+
+PACKAGE = Path(doppler_hf.__file__).parent
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+# What a folder must not import. The privacy boundary runs between `privacy` and `optim`: one float crosses it.
+FORBIDDEN = {
+    "filters": ("doppler_hf.privacy", "doppler_hf.optim", "torch", "opacus", "transformers", "accelerate"),
+    "optim": ("doppler_hf.privacy", "opacus", "transformers", "accelerate"),
+    "privacy": ("doppler_hf.optim", "doppler_hf.filters", "transformers", "accelerate"),
+}
+
+
+def imported(path):
+    names = set()
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute, so that this test sees them"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_no_import_crosses_the_boundary(path):
+    for forbidden in FORBIDDEN.get(path.parts[0], ()):
+        crossing = [name for name in imported(path) if name == forbidden or name.startswith(forbidden + ".")]
+        assert not crossing, f"{path} imports {crossing}"
+
+
+def test_inner_floors_do_not_import_the_roof():
+    for path in MODULES:
+        if len(path.parts) == 2:  # filters/, optim/, privacy/
+            own = {name.split(".")[1] for name in imported(path) if name.startswith("doppler_hf.")}
+            assert own <= {"filters", "optim", "privacy"}, path
+
+
+def test_public_names():
+    assert doppler_hf.__all__ == ["DopplerTrainer", "DopplerTrainingArguments"]
+    assert sorted(doppler_hf.filters.__all__) == [
+        "LowPassFilter", "PAPER_FILTERS", "butterworth", "chebyshev1", "impulse_response", "momentum", "noise_gain",
+        "step_response",
+    ]  # fmt: skip
+    assert doppler_hf.optim.__all__ == ["DopplerOptimizer"]
+    assert sorted(doppler_hf.privacy.__all__) == [
+        "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PoissonSampler", "PrivacyLedger", "default_delta",
+        "get_epsilon", "get_noise_multiplier",
+    ]  # fmt: skip
+
+
+def test_plotting_and_metrics_are_imported_where_they_are_used():
+    code = "import sys, doppler_hf; print({'matplotlib', 'evaluate'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

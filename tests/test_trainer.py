@@ -1,0 +1,420 @@
+"""The trainer keeps its promises: private `p.grad`, honest accounting, and the stock behaviour of everything else."""
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BertForTokenClassification,
+    T5Config,
+    T5ForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
+from tests.conftest import pad, text_data, tiny_bert
+
+pytestmark = [
+    # Opacus's hooks on layers whose input needs no gradient, see test_clipping.
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+    # The host pins memory without a device to pin it for.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
+]
+
+
+def arguments(tmp_path, **overrides):
+    defaults = dict(
+        output_dir=str(tmp_path / "out"), noise_multiplier=1.0, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2, save_strategy="no", report_to="none",
+        disable_tqdm=True, logging_steps=1, use_cpu=True,
+    )  # fmt: skip
+    return DopplerTrainingArguments(**(defaults | overrides))
+
+
+def trainer_of(tmp_path, *, model=None, cls=DopplerTrainer, data=None, callbacks=None, **overrides):
+    return cls(
+        model=tiny_bert() if model is None else model,
+        args=arguments(tmp_path, **overrides),
+        train_dataset=text_data() if data is None else data,
+        eval_dataset=text_data(8, seed=1),
+        data_collator=pad,
+        callbacks=callbacks,
+    )
+
+
+class Recorder(TrainerCallback):
+    """Keeps every private gradient, flattened, as the optimizer sees it."""
+
+    def __init__(self):
+        self.gradients = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double())
+
+
+class NoSignal(DopplerTrainer):
+    """Every per-example gradient is zero, so that `p.grad` is the bare noise."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        return 0.0 * super().compute_per_sample_loss(model, inputs)
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+# --- what reaches p.grad --------------------------------------------------------------------------------------------------
+
+
+def test_noise_in_grad_has_the_promised_deviation_and_no_memory(tmp_path):
+    recorder = Recorder()
+    trainer = trainer_of(
+        tmp_path, cls=NoSignal, callbacks=[recorder], noise_multiplier=1.7, per_sample_max_grad_norm=0.3, max_steps=6
+    )
+    trainer.train()
+    std = 1.7 * 0.3 / 8  # σC/B with B = 4 × 2 × 1
+    noise = torch.stack(recorder.gradients).numpy()
+    assert trainer.optimizer.optimizer.noise_std == pytest.approx(std)
+    # χ² over all coordinates and steps, two-sided at 1e-6; 15 correlations beyond 5.5 standard deviations: 6e-7.
+    low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], noise.size)
+    assert low < np.sum((noise / std) ** 2) < high
+    correlations = np.corrcoef(noise)[np.triu_indices(len(noise), 1)]
+    assert np.all(np.abs(correlations) < 5.5 / math.sqrt(noise.shape[1]))
+
+
+def test_the_same_seed_gives_other_noise_and_other_batches(tmp_path):
+    runs, drawn = [], []
+    for run in range(2):
+        recorder = Recorder()
+        trainer = trainer_of(tmp_path / str(run), cls=NoSignal, callbacks=[recorder], seed=42, max_steps=2)
+        trainer.train()
+        runs.append(torch.stack(recorder.gradients))
+        drawn.append([tuple(batch) for batch in trainer.get_train_dataloader().batch_sampler])
+    assert not torch.any(runs[0] == runs[1])
+    assert drawn[0] != drawn[1]  # equal with a probability below 1e-12
+
+
+def test_without_noise_grad_is_the_clipped_sum_over_the_expected_batch(tmp_path):
+    recorder = Recorder()
+    trainer = trainer_of(
+        tmp_path, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", per_sample_max_grad_norm=1e-3,
+        max_steps=1, noise_seed=5,
+    )  # fmt: skip
+    drawn = PoissonSampler(num_examples=24, expected_batch_size=8, seed=5).draw(0)
+    model, expected = tiny_bert().train(), 0.0
+    for index in drawn:
+        inputs = pad([trainer.train_dataset[int(index)]])
+        gradients = torch.autograd.grad(model(**inputs).loss, list(model.parameters()))
+        flat = torch.cat([g.flatten() for g in gradients]).double()
+        expected = expected + flat * min(1.0, 1e-3 / flat.norm())
+    trainer.train()
+    torch.testing.assert_close(recorder.gradients[0], expected / 8, atol=1e-10, rtol=1e-4)
+    assert not trainer.privacy.ledger.private
+
+
+def test_an_empty_draw_is_a_noisy_step_that_never_reaches_the_model(tmp_path, monkeypatch):
+    recorder = Recorder()
+    trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=3)
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.zeros(0, dtype=int))
+    calls, check = [], trainer._check_layers
+    monkeypatch.setattr(
+        trainer,
+        "_check_layers",
+        lambda loader: (check(loader), trainer.model.register_forward_pre_hook(lambda *args: calls.append(args))),
+    )
+    trainer.train()
+    assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 3
+    assert all(torch.all(gradient != 0) for gradient in recorder.gradients)
+    assert calls == []
+
+
+@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
+def test_cutting_into_micro_batches_changes_nothing(tmp_path, granularity):
+    ends = []
+    for per_device, accumulation in ((12, 1), (4, 3), (1, 12)):
+        trainer = trainer_of(
+            tmp_path / str(per_device), per_device_train_batch_size=per_device, noise_seed=1,
+            gradient_accumulation_steps=accumulation, clipping_granularity=granularity, base_optimizer="sgd",
+            low_pass_filter="first-order-v1",
+        )  # fmt: skip
+        trainer.train()
+        ends.append(weights(trainer))
+    torch.testing.assert_close(ends[1], ends[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ends[2], ends[0], atol=1e-6, rtol=1e-5)
+
+
+def test_the_order_inside_a_draw_does_not_matter(tmp_path, monkeypatch):
+    ends = []
+    for run in range(2):
+        if run:
+            monkeypatch.setattr("doppler_hf.trainer.lengths_of", lambda dataset: None)
+        trainer = trainer_of(tmp_path / str(run), noise_seed=1, base_optimizer="sgd")
+        trainer.train()
+        ends.append(weights(trainer))
+    torch.testing.assert_close(ends[1], ends[0], atol=1e-6, rtol=1e-5)
+
+
+# --- accounting -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (dict(max_steps=5), 5),
+        (dict(max_steps=-1, num_train_epochs=2), 6),  # ⌈24/8⌉ = 3 an epoch
+        (dict(max_steps=-1, num_train_epochs=1.5), 5),
+        (dict(max_steps=-1, num_train_epochs=1, per_device_train_batch_size=5), 3),  # ⌈24/10⌉
+    ],
+)
+def test_steps_planned_run_and_accounted_are_one_number(tmp_path, overrides, steps):
+    trainer = trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0, **overrides)
+    trainer.train()
+    ledger = trainer.privacy.ledger
+    assert trainer.state.global_step == ledger.steps_run == ledger.steps_planned == steps
+    assert 3.0 * 0.999 <= ledger.epsilon() <= 3.0
+
+
+def test_ledger_lies_beside_the_model_and_in_every_checkpoint(tmp_path):
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=2)
+    trainer.train()
+    for step in (2, 4):
+        assert PrivacyLedger.load(tmp_path / "out" / f"checkpoint-{step}").steps_run == step
+    written = json.loads((tmp_path / "out" / LEDGER_NAME).read_text())
+    assert written["steps_run"] == 4
+    assert written["private"]
+    assert written["num_examples"] == 24
+    assert written["expected_batch_size"] == 8
+    assert written["target_delta"] == pytest.approx(24**-1.1)
+
+
+def test_every_evaluation_logs_epsilon_so_far(tmp_path):
+    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    logged = [entry["epsilon"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(logged) == 2
+    assert 0.0 < logged[0] < logged[1] == trainer.privacy.ledger.epsilon()
+
+
+def test_training_loss_can_be_left_out_of_the_logs(tmp_path):
+    with_loss, without = (trainer_of(tmp_path / choice, report_train_loss=choice, max_steps=2) for choice in ("raw", "none"))
+    for trainer in (with_loss, without):
+        trainer.train()
+    assert any("loss" in entry for entry in with_loss.state.log_history)
+    assert not any("loss" in entry or "train_loss" in entry for entry in without.state.log_history)
+    assert with_loss.privacy.ledger.train_loss_reported
+    assert not without.privacy.ledger.train_loss_reported
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filter_name", ["none", "second-order"])
+@pytest.mark.parametrize("saved_at", [2, 3, 4])  # 3 steps an epoch: within, at the end of, and after the first
+def test_resumed_equals_uninterrupted(tmp_path, filter_name, saved_at):
+    options = dict(
+        noise_seed=1, max_steps=7, low_pass_filter=filter_name, save_strategy="steps", save_steps=saved_at,
+        lr_scheduler_type="cosine",
+    )  # fmt: skip
+    whole = trainer_of(tmp_path, **options)
+    whole.train()
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{saved_at}"))
+    assert torch.equal(weights(resumed), weights(whole))
+    assert resumed.state.global_step == 7
+
+
+def test_resuming_draws_fresh_noise(tmp_path):
+    options = dict(cls=NoSignal, max_steps=4, save_strategy="steps", save_steps=2)
+    first, second = Recorder(), Recorder()
+    trainer_of(tmp_path, callbacks=[first], **options).train()
+    resumed = trainer_of(tmp_path, callbacks=[second], **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert len(second.gradients) == 2
+    assert not torch.any(torch.stack(second.gradients) == torch.stack(first.gradients[2:]))
+
+
+def test_steps_undone_by_a_crash_count_and_the_run_stops_within_its_budget(tmp_path):
+    options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=8, save_strategy="steps", save_steps=2)
+
+    class Crash(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, callbacks=[Crash()], **options).train()
+    crashed = PrivacyLedger.load(tmp_path / "out").steps_run
+    assert crashed in (4, 5)  # the last logged step, at least
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    ledger = resumed.privacy.ledger
+    assert ledger.restarts == [2]
+    assert ledger.steps_run == crashed + resumed.state.global_step - 2
+    assert ledger.epsilon() <= 3.0
+    assert resumed.state.global_step < 8
+
+
+def test_a_spent_budget_refuses_to_go_on(tmp_path):
+    options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer_of(tmp_path, **options).train()
+    with pytest.raises(ValueError, match="budget is spent"):
+        trainer_of(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_resuming_without_a_ledger_is_refused(tmp_path):
+    trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        (folder / LEDGER_NAME).unlink()
+    with pytest.raises(ValueError, match="unknown what the run has spent"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+# --- the host's behaviour -------------------------------------------------------------------------------------------------
+
+
+def test_disable_dp_is_the_stock_trainer_to_the_last_bit(tmp_path):
+    options = dict(
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=6, learning_rate=1e-2, logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=7,
+    )  # fmt: skip
+    data = dict(train_dataset=text_data(), eval_dataset=text_data(8, seed=1), data_collator=pad)
+    stock = Trainer(model=tiny_bert(hidden_dropout_prob=0.1), args=TrainingArguments(str(tmp_path / "a"), **options), **data)
+    ours = DopplerTrainer(
+        model=tiny_bert(hidden_dropout_prob=0.1),
+        args=DopplerTrainingArguments(str(tmp_path / "b"), disable_dp=True, **options),
+        **data,
+    )
+    for trainer in (stock, ours):
+        set_seed(7)
+        trainer.train()
+    assert torch.equal(weights(ours), weights(stock))
+    kept = ("loss", "grad_norm", "learning_rate")
+    assert [{k: e[k] for k in kept if k in e} for e in ours.state.log_history] == [
+        {k: e[k] for k in kept if k in e} for e in stock.state.log_history
+    ]
+    assert type(ours.optimizer.optimizer) is type(stock.optimizer.optimizer)
+    assert not (tmp_path / "b" / LEDGER_NAME).exists()
+
+
+def test_learning_rate_schedule_and_weight_decay_reach_the_optimizer(tmp_path):
+    trainer = trainer_of(tmp_path, weight_decay=0.1, lr_scheduler_type="linear", max_steps=4)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    assert isinstance(trainer.optimizer.optimizer, DopplerOptimizer)
+    assert sorted(group["weight_decay"] for group in trainer.optimizer.param_groups) == [0.0, 0.1]
+
+
+def test_it_learns_when_there_is_little_noise(tmp_path):
+    trainer = trainer_of(
+        tmp_path, data=text_data(200), noise_multiplier=0.1, per_device_train_batch_size=50, max_steps=40,
+        low_pass_filter="momentum", logging_steps=40,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
+    before = trainer.evaluate(text_data(100, seed=2))["eval_accuracy"]
+    trainer.train()
+    assert trainer.evaluate(text_data(100, seed=2))["eval_accuracy"] > max(before, 0.9)
+
+
+def test_saved_model_loads_into_the_plain_class(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    loaded = type(trainer.model).from_pretrained(trainer.args.output_dir)
+    assert loaded.state_dict().keys() == tiny_bert().state_dict().keys()
+    assert torch.equal(torch.cat([p.detach().flatten() for p in loaded.parameters()]), weights(trainer))
+
+
+def test_nothing_stays_on_the_model_after_training(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in trainer.model.modules())
+    trainer.train()  # and a second run starts afresh
+    assert trainer.privacy.ledger.steps_run == 4
+
+
+def test_bf16_autocast_and_gradient_checkpointing_train(tmp_path):
+    trainer = trainer_of(tmp_path, bf16=True, gradient_checkpointing=True, max_steps=2)
+    trainer.train()
+    assert weights(trainer).isfinite().all()
+    assert weights(trainer).dtype == torch.float32
+
+
+def test_lora_trains_its_adapters_and_saves_them(tmp_path):
+    adapted = get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    trainer = trainer_of(tmp_path, model=adapted, save_strategy="steps", save_steps=4)
+    trainer.train()
+    for name, parameter in adapted.named_parameters():
+        assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
+    assert (tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors").exists()
+
+
+def test_worker_processes_and_plain_lists_of_examples_work(tmp_path):
+    trainer = trainer_of(tmp_path, data=list(text_data()), dataloader_num_workers=1, max_steps=2)
+    with warnings.catch_warnings():  # of fork in a process with threads, which is torch's own affair
+        warnings.simplefilter("ignore", DeprecationWarning)
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_no_state_of_the_secret_streams_is_saved(tmp_path):
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
+    trainer.train()
+    rng = torch.load(tmp_path / "out" / "checkpoint-4" / "rng_state.pth", weights_only=False)
+    assert set(rng) <= {"python", "numpy", "cpu", "cuda"}
+    names = {path.name for path in (tmp_path / "out" / "checkpoint-4").iterdir()}
+    assert names == {
+        "config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
+        "training_args.bin", LEDGER_NAME,
+    }  # fmt: skip
+
+
+# --- refused --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_without_a_rule_is_refused_by_name_before_the_first_step(tmp_path):
+    model = BertForTokenClassification(tiny_bert().config)
+    trainer = trainer_of(tmp_path, model=model)
+    with pytest.raises(ValueError, match=r"no per-example loss for BertForTokenClassification.*compute_per_sample_loss"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_path, length):
+    # With T5's relative bias of shape (length, length) a batch of `length` examples looks right and is wrong.
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_labels=2,
+                      decoder_start_token_id=0, dropout_rate=0.0)  # fmt: skip
+    rows = [{"input_ids": [9] * (length - 1) + [1], "attention_mask": [1] * length, "labels": 0}] * 24
+    trainer = trainer_of(tmp_path, model=T5ForSequenceClassification(config), data=Dataset.from_list(rows))
+    with pytest.raises(ValueError, match="relative_attention_bias"):
+        trainer.train()
+
+
+def test_what_could_bypass_privacy_is_refused(tmp_path):
+    options = dict(model=tiny_bert(), args=arguments(tmp_path), train_dataset=text_data(), data_collator=pad)
+    with pytest.raises(ValueError, match="compute_loss_func sees the whole batch"):
+        DopplerTrainer(**options, compute_loss_func=lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match="would bypass low_pass_filter"):
+        DopplerTrainer(**options, optimizers=(torch.optim.SGD(options["model"].parameters(), lr=0.1), None))
+    with pytest.raises(ValueError, match="cannot be Poisson-sampled"):
+        DopplerTrainer(**(options | {"train_dataset": text_data().to_iterable_dataset()}))
+    with pytest.raises(ValueError, match="args must be DopplerTrainingArguments, got TrainingArguments"):
+        DopplerTrainer(**(options | {"args": TrainingArguments(str(tmp_path))}))
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="between 1 and the number of training examples, 24, got 64"):
+        trainer_of(tmp_path, per_device_train_batch_size=32).train()

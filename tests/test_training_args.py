@@ -1,0 +1,93 @@
+"""Every contradictory, ineffective or unsafe argument is refused with its value and the mend."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from doppler_hf import DopplerTrainingArguments
+from doppler_hf.filters import PAPER_FILTERS
+
+
+def arguments(tmp_path, **overrides):
+    return DopplerTrainingArguments(output_dir=str(tmp_path), **({"target_epsilon": 3.0} | overrides))
+
+
+REFUSED = [
+    (dict(target_epsilon=None), "exactly one of target_epsilon .got None. and noise_multiplier .got None."),
+    (dict(noise_multiplier=1.0), "exactly one"),
+    (dict(target_epsilon=0.0), "target_epsilon must be a finite number > 0, got 0"),
+    (dict(target_epsilon=float("inf")), "got inf"),
+    (dict(target_epsilon=None, noise_multiplier=-1.0), "noise_multiplier must be a finite number ≥ 0, got -1"),
+    (dict(target_delta=1.5), r"target_delta must lie in \(0, 1\), got 1.5"),
+    (dict(accountant="gdp"), "accountant must be one of prv, rdp, got 'gdp'"),
+    (dict(per_sample_max_grad_norm=0.0), "per_sample_max_grad_norm must be a finite number > 0, got 0"),
+    (dict(clipping="soft"), "clipping must be one of"),
+    (dict(clipping_granularity="block"), "clipping_granularity must be one of"),
+    (dict(grad_sample_engine="ghost"), "grad_sample_engine must be one of"),
+    (dict(low_pass_filter="butter"), "butter"),
+    (dict(low_pass_filter="b=0.1;a=1,-0.8"), "multiply b by"),
+    (dict(base_optimizer="lion"), "base_optimizer must be one of"),
+    (dict(report_train_loss="private"), "report_train_loss must be one of"),
+    (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 is without effect"),
+    (dict(adam_bc_floor=0.0), "adam_bc_floor must be a finite number > 0, got 0"),
+    (dict(max_grad_norm=1.0), "max_grad_norm=1.0 would rescale the private gradient"),
+    (dict(optim="sgd"), "optim='sgd' is without effect"),
+    (dict(adam_beta1=0.8), "adam_beta1=0.8 is without effect.*b=0.2;a=1,-0.8"),
+    (dict(train_sampling_strategy="group_by_length"), "Poisson"),
+    (dict(label_smoothing_factor=0.1), "label_smoothing_factor cannot be used"),
+    (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha cannot be used"),
+    (dict(dataloader_drop_last=True), "dataloader_drop_last cannot be used"),
+    (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used"),
+    (dict(torch_compile=True), "torch_compile cannot be used"),
+    (dict(torch_empty_cache_steps=2), "torch_empty_cache_steps cannot be used"),
+    (dict(ignore_data_skip=True), "ignore_data_skip cannot be used"),
+    (dict(use_liger_kernel=True), "use_liger_kernel cannot be used"),
+    (dict(disable_dp=True), "target_epsilon=3.0 asks for it"),
+    (dict(disable_dp=True, target_epsilon=None, low_pass_filter="momentum"), "noise_multiplier=0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused(tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **overrides)
+
+
+@pytest.mark.parametrize("name", ["fp16", "n_gpu", "deepspeed", "fsdp", "parallelism_config"])
+def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, name, monkeypatch):
+    args = arguments(tmp_path)
+    if name == "n_gpu":
+        monkeypatch.setattr(type(args), "n_gpu", 2)
+    else:
+        setattr(args, name, True)
+    with pytest.raises(ValueError, match="DataParallel" if name == "n_gpu" else name):
+        args._refuse_what_breaks_privacy()
+
+
+@pytest.mark.parametrize("name", [*PAPER_FILTERS, "b=0.1,0.1;a=1,-0.8"])
+def test_filters_are_kept_in_their_canonical_form(tmp_path, name):
+    args = arguments(tmp_path, low_pass_filter=name)
+    assert args.low_pass_filter == ("f3" if name.startswith("b=") else name)
+
+
+def test_every_field_has_help():
+    own = {field.name for field in dataclasses.fields(DopplerTrainingArguments)} - {
+        field.name for field in dataclasses.fields(DopplerTrainingArguments.__mro__[1])
+    }
+    assert len(own) == 14
+    for field in dataclasses.fields(DopplerTrainingArguments):
+        if field.name in own:
+            assert field.metadata["help"], field.name
+
+
+def test_max_grad_norm_is_hfs_without_privacy_and_off_with_it(tmp_path):
+    assert arguments(tmp_path).max_grad_norm == 0.0
+    assert arguments(tmp_path, target_epsilon=None, disable_dp=True).max_grad_norm == 1.0
+
+
+def test_arguments_survive_the_checkpoints_file(tmp_path):
+    args = arguments(tmp_path, low_pass_filter="second-order")
+    torch.save(args, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert loaded.to_json_string() == args.to_json_string()
