@@ -24,12 +24,17 @@ class PrivacyCallback(TrainerCallback):
 
     Args:
         plan: Returns the run's plan; called when training begins.
+
+    Attributes:
+        checkpoint: The folder from which the next run is resumed, or None.
+        ledger: What has been spent; None before training.
     """
 
     def __init__(self, plan: Callable[[], PrivacyPlan]) -> None:
         self._plan = plan
         self._sampler: PoissonSampler | None = None
         self._affordable_steps = 0
+        self.checkpoint: str | None = None
         self.ledger: PrivacyLedger | None = None
 
     def watch(self, sampler: PoissonSampler) -> None:
@@ -51,9 +56,13 @@ class PrivacyCallback(TrainerCallback):
         """Open the ledger, or take over the one of the run that is resumed; print the summary."""
         plan = self._plan()
         self._epsilon_after.cache_clear()
+        # A second run of the same trainer goes on from what the first one released, whether resumed or not.
+        earlier = [self.ledger] if self.ledger is not None else []
+        if self.checkpoint is not None:
+            earlier += ledgers_of(Path(self.checkpoint))
         self.ledger = plan.open_ledger(args)
-        if state.global_step > 0:
-            self.ledger.resume(latest_ledger(Path(args.output_dir), state.global_step), from_step=state.global_step)
+        if earlier:
+            self.ledger.resume(max(earlier, key=lambda ledger: ledger.steps_run), from_step=state.global_step)
         remaining = plan.steps - state.global_step
         self._affordable_steps = self.ledger.affordable_steps(remaining)
         if state.is_world_process_zero:
@@ -64,7 +73,6 @@ class PrivacyCallback(TrainerCallback):
                     "earlier run count: training will stop there."
                 )
         if remaining > 0 and self._affordable_steps == 0:
-            control.should_training_stop = True
             raise ValueError(
                 f"The privacy budget is spent: ε = {self.ledger.epsilon():.4g} of target_epsilon = "
                 f"{plan.target_epsilon}. Raise target_epsilon to go on."
@@ -115,20 +123,20 @@ class PrivacyCallback(TrainerCallback):
             )
 
 
-def latest_ledger(output_dir: Path, step: int) -> PrivacyLedger:
-    """Return the ledger that has counted most: the checkpoint's, or the one of the run that went on after it.
+def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
+    """Return the ledgers of a checkpoint: its own, and that of its run, which may have gone on after it.
 
     Raises:
         ValueError: Neither exists, so nobody knows what has been spent.
     """
-    folders = (output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}", output_dir)
+    folders = (checkpoint, checkpoint.parent)
     ledgers = [PrivacyLedger.load(folder) for folder in folders if (folder / LEDGER_NAME).exists()]
     if not ledgers:
         raise ValueError(
-            f"There is no {LEDGER_NAME} in {folders[0]} or {folders[1]}, so it is unknown what the run has spent. "
+            f"There is no {LEDGER_NAME} in {checkpoint} or the folder above it, so it is unknown what the run has spent. "
             "Train from the start, or put the ledger back."
         )
-    return max(ledgers, key=lambda ledger: ledger.steps_run)
+    return ledgers
 
 
 def print_summary(plan: PrivacyPlan, ledger: PrivacyLedger, *, model: Any, resumed_at: int) -> None:

@@ -218,15 +218,16 @@ class DopplerTrainer(Trainer):
             self._check_layers(dataloader)
         return values
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def _inner_training_loop(self, **kwargs: Any) -> Any:
         # The host's only frame around the loop in which the model is the final one (`train` may still make it, and
         # load a checkpoint into it).
         if self.args.disable_dp:
-            return super()._inner_training_loop(*args, **kwargs)
+            return super()._inner_training_loop(**kwargs)
         # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients only
         # for them to be thrown away, and `prepare` leaves alone what has been prepared.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self._synchronize_replicas()
+        self.privacy.checkpoint = kwargs.get("resume_from_checkpoint")
         self._plan = None  # The arguments may have changed since the last run.
         plan = self.privacy_plan()
         self._mechanism = GaussianMechanism(
@@ -242,7 +243,7 @@ class DopplerTrainer(Trainer):
             granularity=self.args.clipping_granularity,
             engine=self.args.grad_sample_engine,
         ) as self._clipped:
-            return super()._inner_training_loop(*args, **kwargs)
+            return super()._inner_training_loop(**kwargs)
 
     def _synchronize_replicas(self) -> None:
         """Give every process the weights of process 0, as DDP would."""
@@ -257,12 +258,24 @@ class DopplerTrainer(Trainer):
         to equal the batch size. It cannot equal two sizes. Nothing about the examples is released: the outcome depends
         on the architecture alone.
         """
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         with torch.random.fork_rng():  # Dropout of the check must not shift the user's random numbers.
             for size in (2, 3):
                 examples = [dataloader.dataset[index % self.privacy_plan().num_examples] for index in range(size)]
                 self.model.train()
                 self._add_micro_batch(self.model, dataloader.collate_fn(examples))
         self._clipped.reset()
+        saved = self.model.state_dict().keys()
+        for name, buffer in self.model.named_buffers():
+            if name in saved and not torch.equal(buffer, buffers[name]):
+                raise ValueError(
+                    f"The forward pass writes the buffer {name!r}, which is saved with the model but neither clipped nor "
+                    "noised. Replace the layer by one that keeps no statistics of the data."
+                )
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Count nothing in a private run: the host's count follows the lengths of the examples drawn, and is saved."""
+        return super().floating_point_ops(inputs) if self.args.disable_dp else 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does; add ε so far to evaluations, and leave the training loss out if asked to."""

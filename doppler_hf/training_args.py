@@ -219,6 +219,11 @@ class DopplerTrainingArguments(TrainingArguments):
                 "torch_empty_cache_steps",
                 "the private step does not implement it",
             ),
+            (
+                self.include_num_input_tokens_seen != "no",
+                "include_num_input_tokens_seen",
+                "the number of tokens drawn depends on the data and would be logged without noise",
+            ),
             (self.ignore_data_skip, "ignore_data_skip", "it makes the steps run differ from the steps planned"),
         )
         for refused, name, reason in refusals:

@@ -27,10 +27,6 @@ from doppler_hf.privacy.clipping import AUTOMATIC_CLIPPING_GAMMA, clip_factors
 
 BATCH, LENGTH, CLASSES = 6, 8, 3
 
-# Opacus's hooks on layers whose input needs no gradient (embeddings, the first adapter) make torch warn; the gradient of
-# the output, which is what they need, is right.
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-
 
 def roberta():
     config = RobertaConfig(
@@ -323,6 +319,10 @@ def test_batch_norm_is_refused_even_frozen():
     refused(model, r"'1' \(BatchNorm1d\) mixes the examples .* GroupNorm")
     model[1].requires_grad_(False)
     refused(model, "BatchNorm1d")
+
+
+def test_an_embedding_that_renormalizes_is_refused():
+    refused(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)), "max_norm=1.0, which rewrites the rows")
 
 
 def test_a_relative_bias_without_a_batch_dimension_is_refused():

@@ -25,13 +25,6 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from tests.conftest import pad, text_data, tiny_bert
 
-pytestmark = [
-    # Opacus's hooks on layers whose input needs no gradient, see test_clipping.
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
-    # The host pins memory without a device to pin it for.
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
-]
-
 
 def arguments(tmp_path, **overrides):
     defaults = dict(
@@ -272,6 +265,27 @@ def test_a_spent_budget_refuses_to_go_on(tmp_path):
         trainer_of(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
+def test_training_again_goes_on_spending(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    once = trainer.privacy.epsilon()
+    trainer.train()  # on the same data, from the weights of the first run
+    assert trainer.privacy.ledger.steps_run == 8
+    assert trainer.privacy.epsilon() > once
+    within_target = trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0)
+    within_target.train()
+    with pytest.raises(ValueError, match="budget is spent"):
+        within_target.train()
+
+
+def test_a_checkpoint_may_be_resumed_into_another_folder(tmp_path):
+    trainer_of(tmp_path / "a", save_strategy="steps", save_steps=2).train()
+    resumed = trainer_of(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "out" / "checkpoint-2"))
+    # The first run went on to step 4: its steps 3 and 4 are counted beside the new ones.
+    assert PrivacyLedger.load(tmp_path / "b" / "out").steps_run == 6
+
+
 def test_resuming_without_a_ledger_is_refused(tmp_path):
     trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
@@ -340,8 +354,6 @@ def test_nothing_stays_on_the_model_after_training(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.train()
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in trainer.model.modules())
-    trainer.train()  # and a second run starts afresh
-    assert trainer.privacy.ledger.steps_run == 4
 
 
 def test_bf16_autocast_and_gradient_checkpointing_train(tmp_path):
@@ -401,6 +413,27 @@ def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_pa
     trainer = trainer_of(tmp_path, model=T5ForSequenceClassification(config), data=Dataset.from_list(rows))
     with pytest.raises(ValueError, match="relative_attention_bias"):
         trainer.train()
+
+
+def test_a_buffer_that_remembers_the_data_is_refused(tmp_path):
+    class Remembering(type(tiny_bert())):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, input_ids=None, attention_mask=None, labels=None):
+            self.seen += input_ids.sum()
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    trainer = trainer_of(tmp_path, model=Remembering(tiny_bert().config))
+    with pytest.raises(ValueError, match="writes the buffer 'seen'"):
+        trainer.train()
+
+
+def test_the_size_of_the_draws_is_not_saved(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    assert trainer.state.total_flos == 0
 
 
 def test_what_could_bypass_privacy_is_refused(tmp_path):

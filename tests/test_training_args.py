@@ -42,6 +42,7 @@ REFUSED = [
     (dict(torch_compile=True), "torch_compile cannot be used"),
     (dict(torch_empty_cache_steps=2), "torch_empty_cache_steps cannot be used"),
     (dict(ignore_data_skip=True), "ignore_data_skip cannot be used"),
+    (dict(include_num_input_tokens_seen="all"), "include_num_input_tokens_seen cannot be used"),
     (dict(use_liger_kernel=True), "use_liger_kernel cannot be used"),
     (dict(disable_dp=True), "target_epsilon=3.0 asks for it"),
     (dict(disable_dp=True, target_epsilon=None, low_pass_filter="momentum"), "noise_multiplier=0"),

@@ -14,6 +14,7 @@ A batch dimension is never guessed from a shape: a layer whose input does not st
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,7 +87,11 @@ class OpacusEngine:
                 "model once with the whole micro-batch and return one loss per example."
             )
         try:
-            losses.sum().backward()
+            with warnings.catch_warnings():
+                # Hooks on a layer whose input needs no gradient, such as an embedding, get the gradient of its output
+                # alone, which is all that Opacus uses; torch warns of it in every step.
+                warnings.filterwarnings("ignore", message="Full backward hook is firing")
+                losses.sum().backward()
             gradients = {}
             for name, parameter in self._model.named_parameters():
                 if not parameter.requires_grad:
@@ -234,6 +239,11 @@ def refuse_unsupported_layers(model: nn.Module) -> None:
             raise ValueError(
                 f"The layer {name!r} ({kind}) mixes the examples of a batch, which no clipping can bound. Replace it "
                 "by GroupNorm or LayerNorm."
+            )
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise ValueError(
+                f"The layer {name!r} ({kind}) has max_norm={module.max_norm}, which rewrites the rows that a batch looks "
+                "up, without clipping or noise. Set max_norm to None."
             )
         if not trainable_of(module) or type(module) in GradSampleHooks.GRAD_SAMPLERS:
             continue
