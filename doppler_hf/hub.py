@@ -1,0 +1,32 @@
+"""What to say when the Hugging Face hub cannot be reached: one line, with the argument that takes a local folder."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def hub_or_folder(source: str, flag: str) -> Iterator[None]:
+    """Turn the failure of a download, or of a folder that lacks its files, into one line that says what to do.
+
+    `datasets`, `huggingface_hub` and `transformers` each raise their own subclass of `OSError` there.
+
+    Args:
+        source: The hub name or folder that the block loads.
+        flag: The argument that takes a local folder instead.
+
+    Raises:
+        ValueError: If the block raised an `OSError`.
+
+    Example:
+        >>> with hub_or_folder("nyu-mll/glue", "--dataset_dir"):
+        ...     raise ConnectionError("offline")
+        Traceback (most recent call last):
+        ValueError: cannot load 'nyu-mll/glue' (offline); without network access give a local folder with --dataset_dir
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
+        raise ValueError(
+            f"cannot load {source!r} ({reason}); without network access give a local folder with {flag}"
+        ) from error

@@ -1,0 +1,59 @@
+"""Low-rank adapters through PEFT: train A and B of W + (α/r)·B·A (Hu et al., *LoRA*, ICLR 2022), and the head in full.
+
+Fewer trainable parameters carry less noise, since every coordinate of the private gradient gets its own.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LoraArguments:
+    """The arguments of low-rank adaptation."""
+
+    lora_r: int = field(default=0, metadata={"help": "Rank of the adapters; 0 trains the whole model."})
+    lora_alpha: int = field(default=16, metadata={"help": "Scale α of the adapters, which are multiplied by α/r."})
+    lora_target_modules: str | None = field(
+        default=None,
+        metadata={"help": "Modules to adapt, comma separated, e.g. query,value; by default PEFT's choice for the model."},
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.lora_r < 0:
+            raise ValueError(f"lora_r={self.lora_r} is negative; 0 trains the whole model")
+        if self.lora_r == 0 and self.lora_target_modules is not None:
+            raise ValueError(f"lora_target_modules={self.lora_target_modules!r} has no effect without lora_r > 0")
+
+
+def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: Literal["SEQ_CLS"] | None) -> Any:
+    """Freeze the model except for new adapters and its head.
+
+    Args:
+        model: The model to adapt (modified in place).
+        args: Rank, scale and target modules.
+        task_type: PEFT's name of the task, which tells it where the head is; for images it has none, and the head is
+            `classifier`.
+
+    Returns:
+        `model` itself if `args.lora_r` is 0, otherwise a `peft.PeftModel` around it.
+
+    Raises:
+        ValueError: If PEFT finds no module by the given names.
+    """
+    if args.lora_r == 0:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    names = None if args.lora_target_modules is None else args.lora_target_modules.split(",")
+    config = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        # PEFT knows all-linear only as a plain string.
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        task_type=task_type,
+        modules_to_save=["classifier"] if task_type is None else None,
+    )
+    return get_peft_model(model, config)

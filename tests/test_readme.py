@@ -1,0 +1,51 @@
+"""Every snippet of the README runs, and every path in it exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import torch
+
+from tests.conftest import pad, text_data, tiny_bert
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_python_snippets_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    x = torch.randn(500, 4)
+    names = {
+        "torch": torch, "model": tiny_bert(), "train": text_data(1100), "dev": text_data(8), "tokenizer": None,
+        "metrics": lambda prediction: {}, "x": x, "y": (x.sum(dim=1) > 0).long(), "network": torch.nn.Linear(4, 2),
+    }  # fmt: skip
+    snippets = blocks("python")
+    assert len(snippets) == 3
+    for snippet in snippets:
+        exec(snippet.replace("processing_class=tokenizer", "data_collator=pad"), names | {"pad": pad}, names)
+    assert (tmp_path / "out" / "privacy_ledger.json").exists()
+    assert names["trainer"].privacy.epsilon() <= 3.0
+    trainer = names["Contrast"](model=tiny_bert(), args=names["args"], train_dataset=text_data(1100), data_collator=pad)
+    assert trainer.compute_per_sample_loss(trainer.model, pad(text_data(3))).shape == (3,)
+    # The hand-written loop learns a linear rule: 500 examples, 10 steps, ε = 3.
+    assert (names["network"](x).argmax(dim=1) == names["y"]).float().mean() > 0.7
+
+
+def test_commands_name_files_that_exist():
+    words = [word for block in blocks("sh") for line in block.splitlines() for word in shlex.split(line, comments=True)]
+    assert words.count("make") == 2
+    paths = [word for word in words if "/" in word]
+    assert len(paths) == 4
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+def test_map_names_every_file():
+    listed = set(re.findall(r"[a-z_]+\.py", README.split("## Map")[1]))
+    package = {path.name for path in (ROOT / "doppler_hf").rglob("*.py")} - {"__init__.py"}
+    assert listed == package | {path.name for path in (ROOT / "scripts").glob("*.py")}
