@@ -14,6 +14,7 @@ from transformers import (
     DistilBertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
     RobertaConfig,
     RobertaForSequenceClassification,
     T5Config,
@@ -304,6 +305,53 @@ def test_factors_at_zero_and_at_the_bound():
     torch.testing.assert_close(
         clip_factors(norms, max_grad_norm=2.0, clipping="automatic"), 2.0 / (norms + AUTOMATIC_CLIPPING_GAMMA)
     )
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0])
+def test_an_embedding_used_twice_and_its_padding_row(padding_idx):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(6, 3, padding_idx=padding_idx), nn.Linear(3, 1)
+
+        def forward(self, first, second):
+            return self.head(torch.tanh(self.table(first).sum(dim=1) * self.table(second)))[:, 0]
+
+    torch.manual_seed(0)
+    model = Twice().double()
+    first, second = torch.tensor([[0, 1, 1], [2, 0, 0], [5, 5, 5]]), torch.tensor([1, 0, 2])
+    losses = model(first, second)
+    expected_norms, expected = [], {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for loss in losses:
+        gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+        expected_norms.append(norm)
+        for name, gradient in zip(expected, gradients, strict=True):
+            expected[name] += gradient * min(1.0, 0.5 / norm)
+    with ClippedGradients(model, max_grad_norm=0.5) as clipped:
+        norms = clipped.backward(model(first, second))
+        torch.testing.assert_close(norms, torch.tensor(expected_norms, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+        for name, total in expected.items():
+            torch.testing.assert_close(clipped.sums[name], total, atol=1e-12, rtol=1e-12)
+
+
+def test_a_tied_embedding_counts_both_of_its_uses():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(gpt2().config).double().train()
+    ids = torch.randint(0, 40, (3, 5))
+
+    def lm_losses(rows):
+        logits = model(input_ids=rows).logits[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(dim=1)
+
+    expected = 0.0
+    for row in ids:
+        gradients = torch.autograd.grad(lm_losses(row[None]).sum(), list(model.parameters()))
+        norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+        expected = expected + gradients[0] * min(1.0, 0.5 / norm)
+    with ClippedGradients(model, max_grad_norm=0.5) as clipped:
+        clipped.backward(lm_losses(ids))
+        torch.testing.assert_close(clipped.sums["transformer.wte.weight"], expected, atol=1e-10, rtol=1e-10)
 
 
 # --- refused, by name ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from doppler_hf.privacy.engine import OpacusEngine
+from doppler_hf.privacy.engine import OpacusEngine, PerSampleGradient
 
 Clipping = Literal["automatic", "vanilla"]
 Granularity = Literal["flat", "per_layer"]
@@ -141,16 +141,13 @@ class ClippedGradients:
         self.num_non_finite = 0
 
     @torch.no_grad()
-    def _add_clipped(
-        self, gradients: Mapping[str, Float[Tensor, "batch ..."]], *, batch_size: int
-    ) -> Float[Tensor, " batch"]:
+    def _add_clipped(self, gradients: Mapping[str, PerSampleGradient], *, batch_size: int) -> Float[Tensor, " batch"]:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same
         # float32 numbers, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
         # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        by_name = {name: gradient.to(self.sums[name].dtype) for name, gradient in gradients.items()}
         squares: dict[str, Tensor] = {}
-        for name, gradient in by_name.items():
-            square = torch.linalg.vector_norm(gradient.reshape(batch_size, -1), dim=1).square()
+        for name, gradient in gradients.items():
+            square = torch.linalg.vector_norm(gradient.values.reshape(batch_size, -1), dim=1).square()
             group = self._group_of[name]
             squares[group] = squares[group] + square if group in squares else square
         norms = torch.stack(tuple(squares.values())).sum(dim=0).sqrt()
@@ -158,16 +155,20 @@ class ClippedGradients:
         # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Selecting
         # rows, since 0·NaN would still be NaN.
         finite = norms.isfinite()
-        all_finite = bool(finite.all())
         self.num_non_finite += batch_size - int(finite.sum())
+        kept = slice(None) if finite.all() else finite
 
         layers = len(set(self._group_of.values()))
         bound = self._max_grad_norm / layers**0.5
         factors = {
-            group: clip_factors(square.sqrt()[finite], max_grad_norm=bound, clipping=self._clipping)
+            group: clip_factors(square.sqrt()[kept], max_grad_norm=bound, clipping=self._clipping)
             for group, square in squares.items()
         }
-        for name, gradient in by_name.items():
-            rows = gradient if all_finite else gradient[finite]
-            self.sums[name].add_(torch.tensordot(factors[self._group_of[name]].to(rows.dtype), rows, dims=1))
+        for name, (values, rows) in gradients.items():
+            factor = factors[self._group_of[name]].to(values.dtype)
+            if rows is None:
+                self.sums[name].add_(torch.tensordot(factor, values[kept], dims=1))
+            else:
+                clipped = values[kept] * factor[:, None, None]
+                self.sums[name].index_add_(0, rows[kept].reshape(-1), clipped.reshape(-1, clipped.shape[-1]))
         return norms

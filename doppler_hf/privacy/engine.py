@@ -1,8 +1,10 @@
 """Per-sample gradients from Opacus's `GradSampleHooks`, for models as transformers writes them.
 
 Opacus hooks each layer that owns parameters, keeps its input, and forms the per-sample gradient from it and the gradient
-of its output. Three habits of transformers break that, and are mended here without a word about any model:
+of its output. Some habits of transformers break that, and are mended here without a word about any model:
 
+* large vocabularies, whose per-sample gradients are nearly all zeros: for an embedding of its own (not tied to a head) only
+  the rows that an example looked up are kept, from the gradient of the layer's output;
 * position embeddings looked up once for the whole batch, with indices of shape (1, length): the look-up is repeated for
   each example, so that the gradient keeps its batch dimension (BERT, DistilBERT, GPT-2);
 * bare parameters of shape (1, ...) that broadcast over the batch (ViT's `cls_token`): during the forward pass the
@@ -15,16 +17,30 @@ A batch dimension is never guessed from a shape: a layer whose input does not st
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from opacus.grad_sample import GradSampleHooks
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.checkpoint import set_checkpoint_early_stop
+
+
+class PerSampleGradient(NamedTuple):
+    """The gradient of each example's loss with respect to one parameter.
+
+    Attributes:
+        values: Shape (batch, *parameter.shape); or, if there are `rows`, (batch, length, dim), all other rows being zero.
+        rows: Which row of the parameter each of `values` belongs to, shape (batch, length). A row that an example has
+            several times has its whole gradient in one place and zeros in the others, so that norms come out right.
+    """
+
+    values: Float[Tensor, "batch ..."]
+    rows: Int[Tensor, "batch length"] | None = None
 
 
 class OpacusEngine:
@@ -47,34 +63,42 @@ class OpacusEngine:
         # Checkpointing stops recomputing once it has all it needs; a layer may then have run its hook once or twice.
         # Without the early stop every layer of a checkpointed block runs it twice, and the last input is the right one.
         self._cleanup.enter_context(set_checkpoint_early_stop(False))
-        with without_bare_parameters(model):
+        # Indices and outputs of the embeddings that are not left to Opacus, by parameter name, likewise.
+        self._lookups: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._padding_idx: dict[str, int | None] = {}
+        embeddings = untied_embeddings(model)
+        bare = owners_of_bare_parameters(model)
+        with hidden([p for module in (*embeddings, *bare) for _, p in trainable_of(module)]):
             # Not strict: Opacus's own check is for buffers anywhere, which most transformers have.
             hooks = GradSampleHooks(model, loss_reduction="sum", strict=False)
             self._layers = list(hooks.iterate_submodules(model))
         self._cleanup.callback(hooks.cleanup)
         self._names = {module: name for name, module in model.named_modules()}
         self._hook(model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True, prepend=True))
-        for layer in self._layers:
+        for layer in (*self._layers, *embeddings):
             self._hook(layer.register_forward_pre_hook(self._check_input))
-        for module, names in bare_parameters(model).items():
+        for layer in embeddings:
+            self._hook(layer.register_forward_hook(self._record_lookup))
+            self._lookups[self._full_name(layer, "weight")] = []
+            self._padding_idx[self._full_name(layer, "weight")] = layer.padding_idx
+        for module in bare:
             self._hook(module.register_forward_pre_hook(self._substitute_copies))
             self._hook(module.register_forward_hook(self._restore_parameters, always_call=True))
-            self._copies.update({self._full_name(module, name): [] for name in names})
+            self._copies.update({self._full_name(module, name): [] for name, _ in trainable_of(module)})
 
     def detach(self) -> None:
         """Take every hook and attribute off the model."""
         self._forget()
         self._cleanup.close()
 
-    def per_sample_gradients(self, losses: Float[Tensor, " batch"]) -> dict[str, Float[Tensor, "batch ..."]]:
+    def per_sample_gradients(self, losses: Float[Tensor, " batch"]) -> dict[str, PerSampleGradient]:
         """Back-propagate `losses` and return each example's gradient.
 
         Args:
             losses: One loss per example, shape (batch,), from one forward pass.
 
         Returns:
-            Parameter name → gradient of each example's loss, shape (batch, *parameter.shape). A parameter that the
-            forward pass did not use is left out.
+            Parameter name → gradient of each example's loss. A parameter that the forward pass did not use is left out.
 
         Raises:
             ValueError: A gradient without the batch dimension, or a parameter that has an ordinary gradient but no
@@ -96,9 +120,12 @@ class OpacusEngine:
             for name, parameter in self._model.named_parameters():
                 if not parameter.requires_grad:
                     continue
+                lookups = [(ids, output.grad) for ids, output in self._lookups.get(name, ()) if output.grad is not None]
                 parts = [*opacus_gradients(parameter), *(copy.grad for copy in self._copies.get(name, ()))]
-                used = [part.float() if part.itemsize < 4 else part for part in parts if part is not None]
-                if used:
+                used = [in_float32(part) for part in parts if part is not None]
+                if lookups:
+                    gradients[name] = looked_up_rows(lookups, padding_idx=self._padding_idx[name])
+                elif used:
                     gradients[name] = self._with_batch(name, used, parameter=parameter, batch_size=batch_size)
                 elif parameter.grad is not None:
                     raise ValueError(
@@ -109,7 +136,7 @@ class OpacusEngine:
         finally:
             self._forget()
 
-    def _with_batch(self, name: str, parts: list[Tensor], *, parameter: Tensor, batch_size: int) -> Tensor:
+    def _with_batch(self, name: str, parts: list[Tensor], *, parameter: Tensor, batch_size: int) -> PerSampleGradient:
         for part in parts:
             # Opacus adds a part with fewer rows to the first rows of the others; that is a guess, not a gradient.
             if part.shape[0] != batch_size or part.numel() != batch_size * parameter.numel():
@@ -121,7 +148,7 @@ class OpacusEngine:
         total = parts[0]
         for part in parts[1:]:
             total = total + part
-        return total.reshape(batch_size, *parameter.shape)
+        return PerSampleGradient(total.reshape(batch_size, *parameter.shape))
 
     def _forget(self) -> None:
         """Drop what this forward and backward pass left behind: it is raw, and must not meet the next batch."""
@@ -137,6 +164,8 @@ class OpacusEngine:
                 parameter.__dict__.pop("_current_grad_sample", None)
         for copies in self._copies.values():
             copies.clear()
+        for lookups in self._lookups.values():
+            lookups.clear()
 
     def _hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         self._cleanup.callback(handle.remove)
@@ -171,6 +200,14 @@ class OpacusEngine:
             "Freeze it with requires_grad_(False)."
         )
 
+    def _record_lookup(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if not (layer.training and torch.is_grad_enabled()):
+            return None
+        # Cut off here, so that the ordinary gradient of the whole table is never formed.
+        leaf = output.detach().requires_grad_()
+        self._lookups[self._full_name(layer, "weight")].append((args[0], leaf))
+        return leaf
+
     def _substitute_copies(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
@@ -203,26 +240,65 @@ def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters(recurse=False) if p.requires_grad]
 
 
-def bare_parameters(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return the modules that own trainable parameters beside having sub-modules, with those parameters' names."""
-    owners = (module for module in model.modules() if next(module.children(), None) is not None)
-    return {
-        module: [name for name, _ in trainable_of(module)]
-        for module in owners
-        if trainable_of(module) and type(module) not in GradSampleHooks.GRAD_SAMPLERS
-    }
+def in_float32(gradient: Tensor) -> Tensor:
+    """Return the gradient in float32 at least: norms and sums must come from the same numbers, and not be rounded."""
+    return gradient.float() if gradient.itemsize < 4 else gradient
+
+
+def looked_up_rows(
+    lookups: list[tuple[Int[Tensor, "batch ..."], Float[Tensor, "batch ..."]]], *, padding_idx: int | None
+) -> PerSampleGradient:
+    """Return the per-sample gradient of an embedding from the gradients of its outputs.
+
+    Args:
+        lookups: Indices, shape (batch, ...), and the gradient of what was looked up, shape (batch, ..., dim); one pair
+            for each call of the layer.
+        padding_idx: The row that is not trained, or None.
+
+    Returns:
+        Values of shape (batch, length, dim) and their rows, over all calls.
+    """
+    batch_size, dim = lookups[0][1].shape[0], lookups[0][1].shape[-1]
+    rows = torch.cat([ids.reshape(batch_size, -1) for ids, _ in lookups], dim=1)
+    values = torch.cat([in_float32(gradient).reshape(batch_size, -1, dim) for _, gradient in lookups], dim=1)
+    if padding_idx is not None:
+        values = values.masked_fill((rows == padding_idx).unsqueeze(-1), 0.0)
+    # Move every occurrence of a row to its first place in the example.
+    first = (rows.unsqueeze(2) == rows.unsqueeze(1)).to(torch.int8).argmax(dim=2)
+    merged = torch.zeros_like(values).scatter_add_(1, first.unsqueeze(-1).expand_as(values), values)
+    return PerSampleGradient(merged, rows)
+
+
+def untied_embeddings(model: nn.Module) -> list[nn.Embedding]:
+    """Return the trainable embeddings whose table no other module uses."""
+    owners: Counter[Tensor] = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Embedding and module.weight.requires_grad and owners[module.weight] == 1
+    ]
+
+
+def owners_of_bare_parameters(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that own trainable parameters beside having sub-modules."""
+    return [
+        module
+        for module in model.modules()
+        if next(module.children(), None) is not None
+        and trainable_of(module)
+        and type(module) not in GradSampleHooks.GRAD_SAMPLERS
+    ]
 
 
 @contextlib.contextmanager
-def without_bare_parameters(model: nn.Module) -> Iterator[None]:
-    """Hide bare parameters while Opacus chooses what to hook: it would treat their module as one opaque layer."""
-    bare = [p for module in bare_parameters(model) for _, p in trainable_of(module)]
-    for parameter in bare:
+def hidden(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Hide parameters while Opacus chooses what to hook."""
+    for parameter in parameters:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in bare:
+        for parameter in parameters:
             parameter.requires_grad_(True)
 
 
