@@ -7,7 +7,7 @@ more under privacy than without, because the noise leaves no budget to learn ano
 let the head move as fast as the adapters at one learning rate.
 """
 
-from typing import Any, Self
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
 
     config_class = PreTrainedConfig
     base_model_prefix = "encoder"
+    accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -42,7 +43,9 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_encoder(cls, name_or_path: str, *, ignore_mismatched_sizes: bool = False, **config_kwargs: Any) -> Self:
+    def from_encoder(
+        cls, name_or_path: str, *, ignore_mismatched_sizes: bool = False, **config_kwargs: Any
+    ) -> "MeanPoolingForSequenceClassification":
         """Load a pretrained encoder, or a checkpoint of this class, from the hub or a folder.
 
         Args:

@@ -9,7 +9,7 @@ the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum i
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -99,7 +99,7 @@ class ClippedGradients:
         self.num_non_finite = 0
         self._engine: OpacusEngine | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ClippedGradients":
         self._engine = OpacusEngine(self._model)
         return self
 

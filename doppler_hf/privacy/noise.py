@@ -9,7 +9,7 @@ the operating system; normals are made from them by the Box–Muller transform,
 
 import math
 import os
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -21,17 +21,21 @@ from torch import Tensor
 _CHUNK = 1 << 20
 
 
-class BitStream(Protocol):
-    """Where secret bits come from."""
+class BitStream(ABC):
+    """Where random bits come from.
+
+    Attributes:
+        is_secret: Whether nobody can reproduce them.
+    """
 
     is_secret: bool
 
+    @abstractmethod
     def bits(self, count: int, *, step: int) -> np.ndarray:
         """Return `count` uniform 64-bit words, shape (count,), dtype uint64, for optimizer step `step`."""
-        ...
 
 
-class SecretBits:
+class SecretBits(BitStream):
     """A keystream of AES-256-CTR, keyed from the operating system when it is made.
 
     The key lives in this process alone: it is never pickled, saved or logged, and a resumed run makes a new one. What a
@@ -56,7 +60,7 @@ class SecretBits:
         raise TypeError("SecretBits holds a secret key and cannot be pickled or copied; make a new one instead.")
 
 
-class ReproducibleBits:
+class ReproducibleBits(BitStream):
     """Words that depend on `seed`, `purpose` and the step alone. For tests: such noise protects nobody."""
 
     is_secret = False
