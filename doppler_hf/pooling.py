@@ -7,6 +7,7 @@ more under privacy than without, because the noise leaves no budget to learn ano
 let the head move as fast as the adapters at one learning rate.
 """
 
+from os import PathLike
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -44,7 +45,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
 
     @classmethod
     def from_encoder(
-        cls, name_or_path: str, *, ignore_mismatched_sizes: bool = False, **config_kwargs: Any
+        cls, name_or_path: str | PathLike[str], *, ignore_mismatched_sizes: bool = False, **config_kwargs: Any
     ) -> "MeanPoolingForSequenceClassification":
         """Load a pretrained encoder, or a checkpoint of this class, from the hub or a folder.
 
