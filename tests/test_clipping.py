@@ -394,6 +394,18 @@ def test_a_parameter_used_outside_its_module_is_refused():
     refused(Outside(), "No per-sample gradient for the parameter 'weights.0'")
 
 
+def test_an_embedding_whose_table_is_also_a_head_is_refused():
+    class FunctionallyTied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(6, 3)
+
+        def forward(self, ids):
+            return F.linear(self.table(ids), self.table.weight).sum(dim=(1, 2))
+
+    refused(FunctionallyTied(), "'table.weight', although the loss depends on it", lambda m: m(torch.tensor([[1], [2]])))
+
+
 def test_a_bare_parameter_without_room_for_the_batch_is_refused():
     class Scaled(nn.Module):
         def __init__(self):

@@ -120,18 +120,18 @@ class OpacusEngine:
             for name, parameter in self._model.named_parameters():
                 if not parameter.requires_grad:
                     continue
-                lookups = [(ids, output.grad) for ids, output in self._lookups.get(name, ()) if output.grad is not None]
-                parts = [*opacus_gradients(parameter), *(copy.grad for copy in self._copies.get(name, ()))]
-                used = [in_float32(part) for part in parts if part is not None]
-                if lookups:
-                    gradients[name] = looked_up_rows(lookups, padding_idx=self._padding_idx[name])
-                elif used:
-                    gradients[name] = self._with_batch(name, used, parameter=parameter, batch_size=batch_size)
-                elif parameter.grad is not None:
+                from_hooks = list(opacus_gradients(parameter))
+                if parameter.grad is not None and not from_hooks:
                     raise ValueError(
                         f"No per-sample gradient for the parameter {name!r}, although the loss depends on it: it is "
                         "used outside its module's forward. Freeze it with requires_grad_(False)."
                     )
+                lookups = [(ids, output.grad) for ids, output in self._lookups.get(name, ()) if output.grad is not None]
+                parts = [*from_hooks, *(copy.grad for copy in self._copies.get(name, ()) if copy.grad is not None)]
+                if lookups:
+                    gradients[name] = looked_up_rows(lookups, padding_idx=self._padding_idx[name])
+                elif parts:
+                    gradients[name] = self._with_batch(name, parts, parameter=parameter, batch_size=batch_size)
             return gradients
         finally:
             self._forget()
@@ -145,7 +145,7 @@ class OpacusEngine:
                     f"a parameter of shape {tuple(parameter.shape)}: its layer does not see one row per example. Freeze "
                     "it with requires_grad_(False)."
                 )
-        total = parts[0]
+        total = in_float32(parts[0])
         for part in parts[1:]:
             total = total + part
         return PerSampleGradient(total.reshape(batch_size, *parameter.shape))
