@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -169,6 +170,30 @@ def test_gradient_checkpointing_changes_nothing(name, reentrant):
             sums.append(clipped.sums)
     for parameter in sums[0]:
         torch.testing.assert_close(sums[1][parameter], sums[0][parameter], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_used_twice_in_a_checkpointed_block(reentrant):
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.linear = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def block(self, x):
+            return self.linear(torch.tanh(self.linear(x)))
+
+        def forward(self, x, checkpointed):
+            x = self.first(x)
+            return (checkpoint(self.block, x, use_reentrant=reentrant) if checkpointed else self.block(x)).sum(dim=1)
+
+    torch.manual_seed(0)
+    model, x, sums = Repeated().double(), torch.randn(4, 3).double(), []
+    for checkpointed in (False, True):
+        with ClippedGradients(model, max_grad_norm=0.5) as clipped:
+            clipped.backward(model(x, checkpointed))
+            sums.append(clipped.sums)
+    for name in sums[0]:
+        torch.testing.assert_close(sums[1][name], sums[0][name], atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("parts", [(1,) * BATCH, (4, 2), (BATCH,)])
