@@ -451,3 +451,13 @@ def test_what_could_bypass_privacy_is_refused(tmp_path):
 def test_a_batch_larger_than_the_data_is_refused(tmp_path):
     with pytest.raises(ValueError, match="between 1 and the number of training examples, 24, got 64"):
         trainer_of(tmp_path, per_device_train_batch_size=32).train()
+
+
+@pytest.mark.gpu
+def test_one_gpu_trains_in_bf16_with_the_promised_noise(tmp_path):
+    recorder = Recorder()
+    trainer = trainer_of(tmp_path, cls=NoSignal, callbacks=[recorder], use_cpu=False, bf16=True, max_steps=3)
+    trainer.train()
+    noise = torch.stack(recorder.gradients)
+    assert noise.is_cuda
+    assert noise.std().item() == pytest.approx(1.0 / 8, rel=6 / (2 * noise.numel()) ** 0.5)

@@ -1,0 +1,22 @@
+"""The quick start does what the README shows."""
+
+import json
+
+import pytest
+
+from scripts import quickstart
+
+
+@pytest.mark.slow
+def test_quickstart_prints_one_table_and_draws_the_curves(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    quickstart.main()
+    printed = capsys.readouterr().out
+    assert printed.count("┏") == 1
+    ledgers = sorted((tmp_path / "out" / "quickstart").glob("*/privacy_ledger.json"))
+    assert len(ledgers) == 6
+    for ledger in ledgers:
+        written = json.loads(ledger.read_text())
+        assert written["private"]
+        assert 1.99 < written["epsilon_spent"] <= 2.0
+    assert (tmp_path / "out" / "quickstart" / "learning_curves.png").stat().st_size > 10_000
