@@ -3,7 +3,6 @@
 And the budget guard: the run stops before a step that would overrun the target.
 """
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,19 +42,13 @@ class PrivacyCallback(TrainerCallback):
 
     def epsilon(self) -> float:
         """Return an upper bound on ε spent so far; 0 before training."""
-        return 0.0 if self.ledger is None else self._epsilon_after(self.ledger.steps_run)
-
-    @functools.lru_cache(maxsize=1)  # noqa: B019 (one value, for the several logs of one step)
-    def _epsilon_after(self, steps_run: int) -> float:
-        assert self.ledger is not None
-        return self.ledger.epsilon()
+        return 0.0 if self.ledger is None else self.ledger.epsilon()
 
     def on_train_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the ledger, or take over the one of the run that is resumed; print the summary."""
         plan = self._plan()
-        self._epsilon_after.cache_clear()
         # A second run of the same trainer goes on from what the first one released, whether resumed or not.
         earlier = [self.ledger] if self.ledger is not None else []
         if self.checkpoint is not None:

@@ -57,8 +57,9 @@ def train(filter_name: str, seed: int, splits: DatasetDict) -> DopplerTrainer:
         per_device_train_batch_size=256,
         per_device_eval_batch_size=512,
         num_train_epochs=30,
-        eval_strategy="epoch",
-        logging_strategy="epoch",
+        eval_strategy="steps",
+        eval_steps=18,  # every three epochs
+        logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

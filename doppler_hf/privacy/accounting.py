@@ -5,6 +5,7 @@ nothing of it appears here. Both functions report upper bounds, from Opacus's ac
 https://arxiv.org/abs/2106.02848) or *rdp* (Mironov et al. 2019, https://arxiv.org/abs/1908.10530).
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable
@@ -86,7 +87,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
     Raises:
         ValueError: As `get_epsilon`.
     """
-    spent = [entry for entry in history if entry.steps > 0]
+    spent = tuple(entry for entry in history if entry.steps > 0)
     for noise_multiplier, sample_rate, _ in spent:
         if not 0.0 <= noise_multiplier < math.inf:
             raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
@@ -113,7 +114,8 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
         return _bound(spent, delta=delta, accountant="rdp")
 
 
-def _bound(spent: list[Releases], *, delta: float, accountant: Accountant) -> float:
+@functools.lru_cache(maxsize=64)  # The log, the ledger and the guard ask for the same ε, and PRV takes a while.
+def _bound(spent: tuple[Releases, ...], *, delta: float, accountant: Accountant) -> float:
     composed = create_accountant(mechanism=accountant)
     composed.history = [tuple(entry) for entry in spent]
     with warnings.catch_warnings():
