@@ -14,7 +14,7 @@ def test_quickstart_prints_one_table_and_draws_the_curves(tmp_path, monkeypatch,
     printed = capsys.readouterr().out
     assert printed.count("┏") == 1
     ledgers = sorted((tmp_path / "out" / "quickstart").glob("*/privacy_ledger.json"))
-    assert len(ledgers) == 10
+    assert len(ledgers) == 6
     for ledger in ledgers:
         written = json.loads(ledger.read_text())
         assert written["private"]
