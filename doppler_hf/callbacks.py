@@ -53,9 +53,10 @@ class PrivacyCallback(TrainerCallback):
         earlier = [self.ledger] if self.ledger is not None else []
         if self.checkpoint is not None:
             earlier += ledgers_of(Path(self.checkpoint))
-        self.ledger = plan.open_ledger(args)
+        ledger = plan.open_ledger(args)
         if earlier:
-            self.ledger.resume(max(earlier, key=lambda ledger: ledger.steps_run), from_step=state.global_step)
+            ledger.resume(max(earlier, key=lambda ledger: ledger.steps_run), from_step=state.global_step)
+        self.ledger = ledger  # Only now: a refusal must not lose what was spent before.
         remaining = plan.steps - state.global_step
         self._affordable_steps = self.ledger.affordable_steps(remaining)
         if state.is_world_process_zero:

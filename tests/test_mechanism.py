@@ -52,15 +52,6 @@ def test_same_step_twice_gets_fresh_noise():
     assert not torch.any(first == second)
 
 
-def test_private_only_with_secret_noise():
-    def mechanism(sigma, seed):
-        return GaussianMechanism(noise_multiplier=sigma, max_grad_norm=C, expected_batch_size=B, seed=seed)
-
-    assert mechanism(1.0, None).is_private
-    assert not mechanism(1.0, 0).is_private
-    assert not mechanism(0.0, None).is_private
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

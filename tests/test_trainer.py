@@ -278,6 +278,15 @@ def test_training_again_goes_on_spending(tmp_path):
         within_target.train()
 
 
+def test_a_refused_second_run_does_not_forget_the_first(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    trainer.args.target_delta = 1e-3  # another δ than the first run's: the two cannot be added up
+    with pytest.raises(ValueError, match="target_delta"):
+        trainer.train()
+    assert trainer.privacy.ledger.steps_run == 4
+
+
 def test_a_checkpoint_may_be_resumed_into_another_folder(tmp_path):
     trainer_of(tmp_path / "a", save_strategy="steps", save_steps=2).train()
     resumed = trainer_of(tmp_path / "b")

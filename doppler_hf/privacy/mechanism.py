@@ -55,11 +55,6 @@ class GaussianMechanism:
         """Standard deviation of the noise per coordinate of the mean gradient, σC/B (the paper's σ_DP)."""
         return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
 
-    @property
-    def is_private(self) -> bool:
-        """Whether there is noise, and nobody can reproduce it."""
-        return self.noise_multiplier > 0.0 and self._stream.is_secret
-
     def privatize(self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int) -> dict[str, Float[Tensor, "..."]]:
         """Return the private gradient of step `step`.
 
