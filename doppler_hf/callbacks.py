@@ -3,7 +3,7 @@
 And the budget guard: the run stops before a step that would overrun the target.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class PrivacyCallback(TrainerCallback):
         plan: Returns the run's plan; called when training begins.
 
     Attributes:
+        fallbacks: Layers without a rule in the engine, by name, and how their gradient is had.
         checkpoint: The folder from which the next run is resumed, or None.
         ledger: What has been spent; None before training.
     """
@@ -33,6 +34,7 @@ class PrivacyCallback(TrainerCallback):
         self._plan = plan
         self._sampler: PoissonSampler | None = None
         self._affordable_steps = 0
+        self.fallbacks: dict[str, str] = {}
         self.checkpoint: str | None = None
         self.ledger: PrivacyLedger | None = None
 
@@ -60,7 +62,7 @@ class PrivacyCallback(TrainerCallback):
         remaining = plan.steps - state.global_step
         self._affordable_steps = self.ledger.affordable_steps(remaining)
         if state.is_world_process_zero:
-            print_summary(plan, self.ledger, model=kwargs["model"], resumed_at=state.global_step)
+            print_summary(plan, self.ledger, model=kwargs["model"], resumed_at=state.global_step, fallbacks=self.fallbacks)
             if self._affordable_steps < remaining:
                 print(
                     f"The budget allows {self._affordable_steps} of the {remaining} steps left, because steps of the "
@@ -133,7 +135,9 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
     return ledgers
 
 
-def print_summary(plan: PrivacyPlan, ledger: PrivacyLedger, *, model: Any, resumed_at: int) -> None:
+def print_summary(
+    plan: PrivacyPlan, ledger: PrivacyLedger, *, model: Any, resumed_at: int, fallbacks: Mapping[str, str]
+) -> None:
     """Print what is about to be done to the data, as a table."""
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
@@ -155,7 +159,17 @@ def print_summary(plan: PrivacyPlan, ledger: PrivacyLedger, *, model: Any, resum
     table = Table(title="Private training", show_header=False)
     for row in rows:
         table.add_row(*row)
+    for how, (number, first) in counted(fallbacks).items():
+        table.add_row(f"without a rule: {number}, such as" if number > 1 else "without a rule", f"{first} ({how})")
     console = Console()
     console.print(table)
     if ledger.train_loss_reported:
         console.print("The training loss in the logs is not private; report_train_loss='none' leaves it out.")
+
+
+def counted(fallbacks: Mapping[str, str]) -> dict[str, tuple[int, str]]:
+    """Return, for each way in which layers are treated, how many there are and the first one's name."""
+    groups: dict[str, list[str]] = {}
+    for name, how in fallbacks.items():
+        groups.setdefault(how, []).append(name)
+    return {how: (len(names), names[0]) for how, names in groups.items()}

@@ -1,17 +1,21 @@
 """One loss per example, over that example alone.
 
-A model's own loss is a mean over the batch, and for some tasks over the batch's tokens: there one example changes the
-weight of another's gradient, and clipping bounds nothing. Here each example's loss depends on its own logits and label.
+A model's own loss is a mean over the batch, and for language models over the batch's tokens: there a long example takes
+weight from a short one, so that what one example contributes depends on the others and clipping bounds nothing. Here
+each example's loss depends on its own logits and labels. A mean over an example's own tokens is allowed; a division by
+`num_items_in_batch`, or by any other count of the batch, is not.
 """
 
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+
+IGNORED_LABEL = -100  # of transformers' collators and losses, and of torch's cross_entropy
 
 
 def classification_losses(
@@ -65,3 +69,45 @@ def classification_losses(
     if problem_type == "single_label_classification":
         return F.cross_entropy(logits, labels, reduction="none")
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
+
+
+def token_losses(
+    logits: Float[Tensor, "batch length classes"], labels: Int[Tensor, "batch length"], *, shift: bool
+) -> Float[Tensor, " batch"]:
+    """Return the loss of each example of a task with one label per token: language models and token classifiers.
+
+        loss_i = Σ_t [y_it ≠ −100] · CE(logits_it, y_it) / Σ_t [y_it ≠ −100]
+
+    The mean is over the example's own labelled tokens, so neither its neighbours nor the length to which they are padded
+    change it. An example without a labelled token has loss 0 and a zero gradient.
+
+    Args:
+        logits: Shape (batch, length, classes).
+        labels: Token or class indices, shape (batch, length); −100 is no label.
+        shift: True for causal language models, whose labels are their inputs: the logits at t are held against the label
+            at t + 1. False where labels are aligned with logits: seq2seq, masked language models, token classification.
+
+    Returns:
+        Losses, shape (batch,), in float32 or better.
+
+    Raises:
+        ValueError: Shapes that do not fit each other, or labels that are no integers.
+
+    Example:
+        >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]]), shift=True)
+        tensor([1.3863, 0.0000])
+    """
+    if logits.ndim != 3 or labels.shape != logits.shape[:2]:
+        raise ValueError(
+            "A loss per token needs logits of shape (batch, length, classes) and labels of shape (batch, length), got "
+            f"{tuple(logits.shape)} and {tuple(labels.shape)}. Let the collator pad labels as it pads the inputs, with "
+            f"{IGNORED_LABEL}."
+        )
+    if labels.is_floating_point():
+        raise ValueError(f"Labels of tokens are indices of classes, got {labels.dtype}. Convert them to torch.long.")
+    if shift:  # The labels move and not the logits, which are too large to be copied.
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none")
+    # At least one: 0/0 would be NaN, and make the clipped sum of all examples NaN.
+    return flat.view(labels.shape).sum(dim=1) / (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)

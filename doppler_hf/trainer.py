@@ -1,11 +1,12 @@
 """`DopplerTrainer`: HF's `Trainer`, whose optimizer sees private gradients only.
 
-One training step, from top to bottom: `PoissonSampler` draws and cuts into micro-batches (`get_train_dataloader`); each
-micro-batch's per-example losses are clipped and summed (`training_step`); after the last one, noise turns the sum into
-`p.grad` (`_privatize`). There the privacy boundary lies: the stock loop then logs the norm of `p.grad`, calls
-`DopplerOptimizer.step`, schedules, evaluates and saves.
+One training step, from top to bottom: `PoissonSampler` draws and cuts into `gradient_accumulation_steps` pieces, which
+`collate_piece` turns into micro-batches (`get_train_dataloader`); each micro-batch's per-example gradients are clipped and
+summed (`training_step`); after the last one, noise turns the sum into `p.grad` (`_privatize`). There the privacy boundary
+lies: the stock loop then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
@@ -13,25 +14,26 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from doppler_hf.callbacks import PrivacyCallback
-from doppler_hf.data import collate_or_skip, lengths_of
-from doppler_hf.losses import classification_losses
+from doppler_hf.data import check_token_budget, collate_piece, lengths_of
 from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.per_sample_loss import per_sample_losses
 from doppler_hf.plan import PrivacyPlan
-from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler
+from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, check_per_sample_gradients
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
 class DopplerTrainer(Trainer):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
-    A task beyond sequence and image classification overrides `compute_per_sample_loss`. With `args.disable_dp` every
-    method is the stock one.
+    Sequence, image and token classification, causal, masked and seq2seq language models have a loss per example; another
+    task overrides `compute_per_sample_loss`. With `args.disable_dp` every method is the stock one.
 
     Args:
         args: `DopplerTrainingArguments`.
@@ -96,7 +98,7 @@ class DopplerTrainer(Trainer):
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of Poisson draws, each cut into `gradient_accumulation_steps` micro-batches."""
+        """Return a loader of Poisson draws: `gradient_accumulation_steps` items a draw, each a list of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
         # The host's `_get_dataloader` ends in `accelerator.prepare`, which shards any batch sampler and repeats examples
@@ -106,12 +108,15 @@ class DopplerTrainer(Trainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        sampler = self._poisson_sampler(lengths_of(self.train_dataset))
+        lengths, max_tokens = lengths_of(self.train_dataset), self.args.max_tokens_per_micro_batch
+        sampler = self._poisson_sampler(lengths)
+        if max_tokens is not None:
+            check_token_budget(lengths, max_tokens=max_tokens)
         self.privacy.watch(sampler)
         return DataLoader(
             dataset,
             batch_sampler=sampler,
-            collate_fn=functools.partial(collate_or_skip, collator=collator),
+            collate_fn=functools.partial(collate_piece, collator=collator, max_tokens=max_tokens),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers,
@@ -121,18 +126,19 @@ class DopplerTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return one draw's micro-batches. The batch's tokens are not counted: no loss may be scaled by them."""
+        """Return one draw's pieces. Their tokens are not counted: no loss may be scaled by them."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = list(itertools.islice(epoch_iterator, num_batches))
-        self._micro_batches_left = len(batches)
-        return batches, None
+        pieces = list(itertools.islice(epoch_iterator, num_batches))
+        self._pieces_left = len(pieces)
+        return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return one loss per example. Override it for tasks other than sequence and image classification.
+        """Return one loss per example. Override it for a task that `doppler_hf.per_sample_loss` has no rule for.
 
         Each entry must depend on its own example alone: no mean over the batch or over the batch's tokens. `model` must
-        be called once, with the whole micro-batch.
+        be called once, with the whole micro-batch. Text is padded on the right: a model with absolute positions counts
+        padding on the left, and that follows the other examples.
 
         Args:
             model: The model, in training mode.
@@ -144,37 +150,40 @@ class DopplerTrainer(Trainer):
         Raises:
             ValueError: A task without a rule, by the model's class.
         """
-        labels = inputs.get("labels")
-        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        logits = outputs.get("logits") if isinstance(outputs, dict) else None
-        num_labels = getattr(self.model.config, "num_labels", None)
-        if labels is None or logits is None or logits.ndim != 2 or logits.shape[-1] != num_labels:
-            raise ValueError(
-                f"There is no per-example loss for {type(self.model).__name__}: it needs `labels` and logits of shape "
-                "(batch, num_labels), as sequence and image classification have them. Override compute_per_sample_loss."
-            )
-        return classification_losses(logits, labels, problem_type=self.model.config.problem_type)
+        base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return per_sample_losses(model, inputs, base_model=base_model)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Float[Tensor, ""]:
-        """Add one micro-batch to the clipped sum; after a draw's last one, put the private gradient into `p.grad`."""
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
+        """Add one piece of a draw to the clipped sum; after the draw's last one, put the private gradient into `p.grad`.
+
+        Args:
+            model: The model.
+            inputs: The piece, a list of micro-batches; without privacy one batch, as in the host.
+            num_items_in_batch: As in the host; without effect here.
+
+        Returns:
+            The mean loss of the piece over the number of pieces, so that a step's sum is a mean, as in the host.
+        """
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         loss = torch.zeros((), device=self.args.device)
-        if inputs:  # Models of transformers cannot be called with an empty batch.
-            losses = self._add_micro_batch(model, inputs)
-            loss = losses.detach().float().mean() / self.current_gradient_accumulation_steps
-        self._micro_batches_left -= 1
-        if self._micro_batches_left == 0:
+        losses = [self._add_micro_batch(micro_batch) for micro_batch in inputs]
+        if losses:  # None in an empty piece: models of transformers cannot be called with an empty batch.
+            loss = torch.cat(losses).float().mean() / self.current_gradient_accumulation_steps
+        self._pieces_left -= 1
+        if self._pieces_left == 0:
             self._privatize()
         return loss
 
-    def _add_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        inputs = self._prepare_inputs(inputs)
+    def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         with self.compute_loss_context_manager():
-            losses = self.compute_per_sample_loss(model, inputs)
+            return self.compute_per_sample_loss(self.model, inputs)
+
+    def _add_micro_batch(self, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
+        losses = self._losses(self._prepare_inputs(inputs))
         self._clipped.backward(losses)
-        return losses
+        return losses.detach()
 
     def _privatize(self) -> None:
         gradients = self._mechanism.privatize(self._clipped.sums, step=self.state.global_step)
@@ -215,7 +224,7 @@ class DopplerTrainer(Trainer):
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
             assert values[-1] == self.privacy_plan().steps, "the host plans another number of steps than was accounted"
-            self._check_layers(dataloader)
+            self._attach_engine(dataloader)
         return values
 
     def _inner_training_loop(self, **kwargs: Any) -> Any:
@@ -236,13 +245,7 @@ class DopplerTrainer(Trainer):
             expected_batch_size=plan.expected_batch_size,
             seed=self.args.noise_seed,
         )
-        with ClippedGradients(
-            self.model,
-            max_grad_norm=plan.max_grad_norm,
-            clipping=self.args.clipping,
-            granularity=self.args.clipping_granularity,
-            engine=self.args.grad_sample_engine,
-        ) as self._clipped:
+        with contextlib.ExitStack() as self._while_training:
             return super()._inner_training_loop(**kwargs)
 
     def _synchronize_replicas(self) -> None:
@@ -251,20 +254,38 @@ class DopplerTrainer(Trainer):
             for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
 
-    def _check_layers(self, dataloader: DataLoader[Any]) -> None:
-        """Run the engine on two and on three examples, so that a layer without per-sample gradients is refused now.
+    def _attach_engine(self, dataloader: DataLoader[Any]) -> None:
+        """Hold the engine against plain autograd, attach it to the model, and run it once.
 
-        A layer that does not see one row per example can be mistaken for one that does when its first dimension happens
-        to equal the batch size. It cannot equal two sizes. Nothing about the examples is released: the outcome depends
-        on the architecture alone.
+        Nothing about the examples that this takes is released: the outcome depends on the architecture alone.
         """
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        with torch.random.fork_rng():  # Dropout of the check must not shift the user's random numbers.
-            for size in (2, 3):
-                examples = [dataloader.dataset[index % self.privacy_plan().num_examples] for index in range(size)]
-                self.model.train()
-                self._add_micro_batch(self.model, dataloader.collate_fn(examples))
+        with torch.random.fork_rng():  # Dropout of these runs must not shift the user's random numbers.
+            if self.args.grad_sample_self_check:
+                check_per_sample_gradients(
+                    self.model,
+                    self._losses,
+                    self._first_examples(2, dataloader),
+                    engine=self.args.grad_sample_engine,
+                    norm_rule=self.args.grad_sample_norm_rule,
+                    # Batches of one and of two are rounded differently.
+                    tolerance=0.1 if self.args.bf16 or self.model.dtype == torch.bfloat16 else 1e-3,
+                )
+            self._clipped = self._while_training.enter_context(
+                ClippedGradients(
+                    self.model,
+                    max_grad_norm=self.privacy_plan().max_grad_norm,
+                    clipping=self.args.clipping,
+                    granularity=self.args.clipping_granularity,
+                    engine=self.args.grad_sample_engine,
+                    norm_rule=self.args.grad_sample_norm_rule,
+                )
+            )
+            # As in training, dropout included: a layer that the engine cannot do is refused now.
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            self.model.train()
+            self._clipped.backward(self._losses(self._first_examples(3, dataloader)))
         self._clipped.reset()
+        self.privacy.fallbacks = self._clipped.fallbacks
         saved = self.model.state_dict().keys()
         for name, buffer in self.model.named_buffers():
             if name in saved and not torch.equal(buffer, buffers[name]):
@@ -272,6 +293,12 @@ class DopplerTrainer(Trainer):
                     f"The forward pass writes the buffer {name!r}, which is saved with the model but neither clipped nor "
                     "noised. Replace the layer by one that keeps no statistics of the data."
                 )
+
+    def _first_examples(self, number: int, dataloader: Any) -> dict[str, Any]:
+        examples = [dataloader.dataset[index % self.privacy_plan().num_examples] for index in range(number)]
+        # Whatever the budget of tokens, in one micro-batch: cut into single examples it would prove nothing.
+        (micro_batch,) = dataloader.collate_fn(examples, max_tokens=None)
+        return self._prepare_inputs(micro_batch)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: the host's count follows the lengths of the examples drawn, and is saved."""

@@ -15,6 +15,7 @@ from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.optimizer import Base
 from doppler_hf.privacy.accounting import Accountant
 from doppler_hf.privacy.clipping import Clipping, Engine, Granularity
+from doppler_hf.privacy.gradients import NormRule
 
 
 @dataclass
@@ -63,7 +64,35 @@ class DopplerTrainingArguments(TrainingArguments):
             "help": "flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L.",
         },
     )
-    grad_sample_engine: Engine = field(default="opacus", metadata={"help": "Where per-sample gradients come from."})
+    grad_sample_engine: Engine = field(
+        default="book_keeping",
+        metadata={
+            "help": "Where per-sample gradients come from: book_keeping, at about the price of ordinary ones, or opacus, a "
+            "slow reference.",
+        },
+    )
+    grad_sample_norm_rule: NormRule = field(
+        default="auto",
+        metadata={
+            "help": "How book_keeping has the norm of a matrix's gradient: ghost from Gram matrices, direct from the "
+            "matrix, auto the cheaper one for each layer and sequence length.",
+        },
+    )
+    grad_sample_self_check: bool = field(
+        default=True,
+        metadata={
+            "help": "Before the first step, hold the per-sample gradients of two examples against plain autograd, and stop "
+            "if they differ.",
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "The most padded tokens, examples × longest length, that one forward pass gets: each of the "
+            "gradient_accumulation_steps pieces of a draw is cut further to fit. Lengths count before the collator rounds "
+            "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass."
+        },
+    )
     low_pass_filter: str = field(
         default="none",
         metadata={
@@ -124,7 +153,8 @@ class DopplerTrainingArguments(TrainingArguments):
     def _check_choices(self) -> None:
         hints = get_type_hints(DopplerTrainingArguments)
         for name in (
-            "accountant", "clipping", "clipping_granularity", "grad_sample_engine", "base_optimizer", "report_train_loss",
+            "accountant", "clipping", "clipping_granularity", "grad_sample_engine", "grad_sample_norm_rule",
+            "base_optimizer", "report_train_loss",
         ):  # fmt: skip
             if getattr(self, name) not in get_args(hints[name]):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(hints[name]))}, got {getattr(self, name)!r}.")
@@ -140,6 +170,12 @@ class DopplerTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"disable_dp=True is the stock Trainer, which has no filter, but low_pass_filter is "
                 f"{self.low_pass_filter!r}. For a filter without noise use noise_multiplier=0."
+            )
+
+        if self.max_tokens_per_micro_batch is not None:
+            raise ValueError(
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} is without effect with disable_dp=True: "
+                "the stock Trainer cuts by count. Leave it out, and set per_device_train_batch_size."
             )
 
     def _check_privacy(self) -> None:
@@ -159,6 +195,11 @@ class DopplerTrainingArguments(TrainingArguments):
             raise ValueError(f"target_delta must lie in (0, 1), got {self.target_delta}; about 1/N or less is usual.")
         if not 0.0 < self.per_sample_max_grad_norm < math.inf:
             raise ValueError(f"per_sample_max_grad_norm must be a finite number > 0, got {self.per_sample_max_grad_norm}.")
+        if self.max_tokens_per_micro_batch is not None and self.max_tokens_per_micro_batch < 1:
+            raise ValueError(
+                f"max_tokens_per_micro_batch must be at least 1, got {self.max_tokens_per_micro_batch}; leave it out for "
+                "no limit."
+            )
         if self.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} would rescale the private gradient and its noise as a whole, which "

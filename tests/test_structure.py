@@ -23,6 +23,10 @@ FORBIDDEN = {
 }
 
 
+# The layers that transformers defines have their rules in one file.
+ALLOWED = {"privacy/host_layers.py": "transformers.pytorch_utils.Conv1D"}
+
+
 def imported(path):
     names = set()
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
@@ -37,7 +41,8 @@ def imported(path):
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_no_import_crosses_the_boundary(path):
     for forbidden in FORBIDDEN.get(path.parts[0], ()):
-        crossing = [name for name in imported(path) if name == forbidden or name.startswith(forbidden + ".")]
+        names = imported(path) - {ALLOWED.get(path.as_posix())}
+        crossing = [name for name in names if name == forbidden or name.startswith(forbidden + ".")]
         assert not crossing, f"{path} imports {crossing}"
 
 
@@ -56,7 +61,8 @@ def test_public_names():
     ]  # fmt: skip
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer"]
     assert sorted(doppler_hf.privacy.__all__) == [
-        "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PoissonSampler", "PrivacyLedger", "default_delta",
+        "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PoissonSampler", "PrivacyLedger",
+        "check_per_sample_gradients", "default_delta",
         "get_epsilon", "get_noise_multiplier",
     ]  # fmt: skip
 

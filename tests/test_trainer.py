@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
-    BertForTokenClassification,
+    BertForPreTraining,
     T5Config,
     T5ForSequenceClassification,
     Trainer,
@@ -120,11 +120,11 @@ def test_an_empty_draw_is_a_noisy_step_that_never_reaches_the_model(tmp_path, mo
     recorder = Recorder()
     trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=3)
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.zeros(0, dtype=int))
-    calls, check = [], trainer._check_layers
+    calls, attach = [], trainer._attach_engine
     monkeypatch.setattr(
         trainer,
-        "_check_layers",
-        lambda loader: (check(loader), trainer.model.register_forward_pre_hook(lambda *args: calls.append(args))),
+        "_attach_engine",
+        lambda loader: (attach(loader), trainer.model.register_forward_pre_hook(lambda *args: calls.append(args))),
     )
     trainer.train()
     assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 3
@@ -145,6 +145,66 @@ def test_cutting_into_micro_batches_changes_nothing(tmp_path, granularity):
         ends.append(weights(trainer))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(ends[2], ends[0], atol=1e-6, rtol=1e-5)
+
+
+class MicroBatches(DopplerTrainer):
+    """Keeps the shape of every micro-batch, those of the check before the first step apart."""
+
+    def _attach_engine(self, dataloader):
+        self.shapes = []
+        super()._attach_engine(dataloader)
+        self.checked, self.shapes = self.shapes, []
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.shapes.append(tuple(inputs["input_ids"].shape))
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_cutting_by_tokens_changes_nothing_but_the_micro_batches(tmp_path):
+    runs = []
+    for number, (accumulation, budget) in enumerate([(1, None), (1, 8), (1, 20), (2, 8), (2, 33), (4, 10), (4, 1000)]):
+        recorder = Recorder()
+        trainer = trainer_of(
+            tmp_path / str(number), model=tiny_bert().double(), cls=MicroBatches, callbacks=[recorder], noise_seed=1,
+            noise_multiplier=0.0, per_device_train_batch_size=12 // accumulation, max_tokens_per_micro_batch=budget,
+            gradient_accumulation_steps=accumulation, low_pass_filter="first-order-v1",
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.checked == [(1, 8), (1, 8), (2, 8), (3, 8)]  # a layer is refused or not whatever the budget
+        assert all(rows * length <= (budget or math.inf) for rows, length in trainer.shapes)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((accumulation, trainer.shapes, losses, torch.stack(recorder.gradients), weights(trainer)))
+    examples = sum(rows for rows, _ in runs[0][1])
+    whole_loss = {accumulation: losses for accumulation, _, losses, _, _ in reversed(runs)}
+    for accumulation, shapes, losses, gradients, ends in runs[1:]:
+        assert sum(rows for rows, _ in shapes) == examples
+        torch.testing.assert_close(gradients, runs[0][3], atol=1e-13, rtol=1e-10)
+        torch.testing.assert_close(ends, runs[0][4], atol=1e-12, rtol=1e-10)
+        assert losses == pytest.approx(whole_loss[accumulation], abs=1e-6, rel=1e-6)
+    passes = [len(shapes) for _, shapes, *_ in runs]
+    assert passes[0] == 4  # one a step
+    assert passes[1] > passes[2] > passes[0]
+    assert passes[6] == 16
+
+
+def test_pieces_of_a_draw_may_be_empty_within_a_budget_of_tokens(tmp_path, monkeypatch):
+    recorder = Recorder()
+    trainer = trainer_of(
+        tmp_path, callbacks=[recorder], cls=MicroBatches, gradient_accumulation_steps=4, per_device_train_batch_size=1,
+        max_tokens_per_micro_batch=8, max_steps=3,
+    )  # fmt: skip
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(step))  # 0, 1 and 2 examples
+    trainer.train()
+    assert [rows for rows, _ in trainer.shapes] == [1, 1, 1]
+    assert all(torch.all(gradient != 0) for gradient in recorder.gradients)
+
+
+def test_worker_processes_cut_by_tokens_too(tmp_path):
+    trainer = trainer_of(tmp_path, cls=MicroBatches, dataloader_num_workers=1, max_steps=2, max_tokens_per_micro_batch=8)
+    with warnings.catch_warnings():  # of fork in a process with threads, which is torch's own affair
+        warnings.simplefilter("ignore", DeprecationWarning)
+        trainer.train()
+    assert max(rows * length for rows, length in trainer.shapes) <= 8
 
 
 def test_the_order_inside_a_draw_does_not_matter(tmp_path, monkeypatch):
@@ -406,22 +466,68 @@ def test_no_state_of_the_secret_streams_is_saved(tmp_path):
 
 
 def test_a_task_without_a_rule_is_refused_by_name_before_the_first_step(tmp_path):
-    model = BertForTokenClassification(tiny_bert().config)
+    model = BertForPreTraining(tiny_bert().config)
     trainer = trainer_of(tmp_path, model=model)
-    with pytest.raises(ValueError, match=r"no per-example loss for BertForTokenClassification.*compute_per_sample_loss"):
+    with pytest.raises(ValueError, match=r"no per-example loss for BertForPreTraining.*compute_per_sample_loss"):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
+class TokensFirst(type(tiny_bert())):
+    """A layer sees (length, batch, features), which looks right for a batch of `length` examples."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.mixer = torch.nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        hidden = self.mixer(self.bert.embeddings(input_ids).transpose(0, 1)).tanh().transpose(0, 1)
+        return {"logits": self.classifier(hidden.mean(dim=1))}
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("engine", ["book_keeping", "opacus"])
 @pytest.mark.parametrize("length", [2, 3, 4])
-def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_path, length):
-    # With T5's relative bias of shape (length, length) a batch of `length` examples looks right and is wrong.
-    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_labels=2,
-                      decoder_start_token_id=0, dropout_rate=0.0)  # fmt: skip
-    rows = [{"input_ids": [9] * (length - 1) + [1], "attention_mask": [1] * length, "labels": 0}] * 24
-    trainer = trainer_of(tmp_path, model=T5ForSequenceClassification(config), data=Dataset.from_list(rows))
-    with pytest.raises(ValueError, match="relative_attention_bias"):
+def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_path, length, engine, self_check):
+    rows = [{"input_ids": [9] * (length - 1) + [7], "attention_mask": [1] * length, "labels": 0}] * 24
+    options = dict(grad_sample_engine=engine, grad_sample_self_check=self_check)
+    trainer = trainer_of(tmp_path, model=TokensFirst(tiny_bert().config), data=Dataset.from_list(rows), **options)
+    with pytest.raises(ValueError, match="mixer"):
         trainer.train()
+
+
+def test_the_relative_bias_of_t5_trains(tmp_path):
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_labels=2,
+                      decoder_start_token_id=0, dropout_rate=0.1)  # fmt: skip
+    rows = [{"input_ids": [9] * length + [1], "attention_mask": [1] * (length + 1), "labels": 0} for length in range(1, 25)]
+    trainer = trainer_of(tmp_path, model=T5ForSequenceClassification(config), data=Dataset.from_list(rows), max_steps=3)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_the_summary_names_what_has_no_rule(tmp_path, capsys):
+    class Scaled(type(tiny_bert())):
+        def __init__(self, config):
+            super().__init__(config)
+            self.scales = torch.nn.ModuleList([Scale(config.num_labels), Scale(config.num_labels)])
+
+        def forward(self, input_ids=None, attention_mask=None, labels=None):
+            logits = super().forward(input_ids=input_ids, attention_mask=attention_mask).logits
+            return {"logits": self.scales[1](self.scales[0](logits))}
+
+    class Scale(torch.nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.matrix = torch.nn.Parameter(torch.eye(size))
+
+        def forward(self, x):
+            return x @ torch.linalg.matrix_exp(self.matrix)
+
+    trainer_of(tmp_path, model=Scaled(tiny_bert().config), max_steps=1).train()
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "2, such as" in printed
+    assert "scales.0 (Scale: functorch" in printed
+    assert "1.53e-05 MiB for each example" in printed
 
 
 def test_a_buffer_that_remembers_the_data_is_refused(tmp_path):
@@ -455,6 +561,20 @@ def test_what_could_bypass_privacy_is_refused(tmp_path):
         DopplerTrainer(**(options | {"train_dataset": text_data().to_iterable_dataset()}))
     with pytest.raises(ValueError, match="args must be DopplerTrainingArguments, got TrainingArguments"):
         DopplerTrainer(**(options | {"args": TrainingArguments(str(tmp_path))}))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, r"max_tokens_per_micro_batch=7 is less than the length of a single example\. Truncate"),
+        (list(text_data()), "max_tokens_per_micro_batch=7 needs a datasets.Dataset with a column 'input_ids'"),
+    ],
+)
+def test_a_budget_of_tokens_that_cannot_be_kept_is_refused_before_the_first_step(tmp_path, data, message):
+    trainer = trainer_of(tmp_path, cls=MicroBatches, data=data, max_tokens_per_micro_batch=7)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert not hasattr(trainer, "shapes")
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path):

@@ -22,6 +22,7 @@ REFUSED = [
     (dict(target_delta=1.5), r"target_delta must lie in \(0, 1\), got 1.5"),
     (dict(accountant="gdp"), "accountant must be one of prv, rdp, got 'gdp'"),
     (dict(per_sample_max_grad_norm=0.0), "per_sample_max_grad_norm must be a finite number > 0, got 0"),
+    (dict(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch must be at least 1, got 0"),
     (dict(clipping="soft"), "clipping must be one of"),
     (dict(clipping_granularity="block"), "clipping_granularity must be one of"),
     (dict(grad_sample_engine="ghost"), "grad_sample_engine must be one of"),
@@ -46,6 +47,7 @@ REFUSED = [
     (dict(use_liger_kernel=True), "use_liger_kernel cannot be used"),
     (dict(disable_dp=True), "target_epsilon=3.0 asks for it"),
     (dict(disable_dp=True, target_epsilon=None, low_pass_filter="momentum"), "noise_multiplier=0"),
+    (dict(disable_dp=True, target_epsilon=None, max_tokens_per_micro_batch=64), "per_micro_batch=64 is without effect"),
 ]
 
 
@@ -76,7 +78,7 @@ def test_every_field_has_help():
     own = {field.name for field in dataclasses.fields(DopplerTrainingArguments)} - {
         field.name for field in dataclasses.fields(DopplerTrainingArguments.__mro__[1])
     }
-    assert len(own) == 14
+    assert len(own) == 17
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in own:
             assert field.metadata["help"], field.name

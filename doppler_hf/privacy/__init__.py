@@ -5,6 +5,7 @@ from doppler_hf.privacy.clipping import ClippedGradients
 from doppler_hf.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.mechanism import GaussianMechanism
 from doppler_hf.privacy.sampling import PoissonSampler
+from doppler_hf.privacy.self_check import check_per_sample_gradients
 
 __all__ = [
     "LEDGER_NAME",
@@ -12,6 +13,7 @@ __all__ = [
     "GaussianMechanism",
     "PoissonSampler",
     "PrivacyLedger",
+    "check_per_sample_gradients",
     "default_delta",
     "get_epsilon",
     "get_noise_multiplier",

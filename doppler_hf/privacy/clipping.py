@@ -7,7 +7,8 @@
 the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum is C in all four cases.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Literal, get_args
 
@@ -15,11 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from doppler_hf.privacy.engine import OpacusEngine, PerSampleGradient
+from doppler_hf.privacy.book_keeping import BookKeepingEngine
+from doppler_hf.privacy.gradients import NormRule, PerSampleGradient, squared_norms
 
 Clipping = Literal["automatic", "vanilla"]
 Granularity = Literal["flat", "per_layer"]
-Engine = Literal["opacus"]
+Engine = Literal["book_keeping", "opacus"]
 
 AUTOMATIC_CLIPPING_GAMMA = 0.01
 
@@ -49,11 +51,16 @@ class ClippedGradients:
         max_grad_norm: C, the most that one example contributes.
         clipping: "vanilla" or "automatic".
         granularity: "flat" or "per_layer".
-        engine: Where per-sample gradients come from; "opacus" is Opacus's `GradSampleHooks`.
+        engine: Where per-sample gradients come from. "book_keeping" keeps them as factors and costs about as much as
+            ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
+        norm_rule: How "book_keeping" has the norm of a matrix's gradient: "ghost" from Gram matrices, "direct" from the
+            matrix itself, "auto" the cheaper one for each layer and sequence length; see `gradients.outer_products`.
 
     Attributes:
         sums: Parameter name → Σ clip(gᵢ), of the parameter's shape, in float32 (float64 for float64 parameters),
             accumulated over calls of `backward` until `reset`. Not private: it has no noise yet.
+        fallbacks: Layers without a rule of their own, by name, and how their gradient is had at what cost; complete after
+            the first backward pass.
         num_non_finite: How many examples since the last `reset` had a gradient with a NaN or an infinity. They
             contribute nothing.
 
@@ -74,7 +81,8 @@ class ClippedGradients:
         max_grad_norm: float = 1.0,
         clipping: Clipping = "vanilla",
         granularity: Granularity = "flat",
-        engine: Engine = "opacus",
+        engine: Engine = "book_keeping",
+        norm_rule: NormRule = "auto",
     ) -> None:
         if not 0.0 < max_grad_norm < float("inf"):
             raise ValueError(f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
@@ -82,25 +90,40 @@ class ClippedGradients:
             ("clipping", clipping, get_args(Clipping)),
             ("granularity", granularity, get_args(Granularity)),
             ("engine", engine, get_args(Engine)),
+            ("norm_rule", norm_rule, get_args(NormRule)),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+        if engine == "opacus" and norm_rule != "auto":
+            raise ValueError(f"norm_rule={norm_rule!r} is without effect for engine='opacus'; leave it out.")
         self._model = model
         self._max_grad_norm = max_grad_norm
         self._clipping = clipping
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter; set requires_grad on what is to be trained.")
+        self._engine_name, self._norm_rule = engine, norm_rule
+        self._trainable = trainable
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
-        self.sums = {
-            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
-            for name, p in trainable.items()
-        }
+        self._sums: dict[str, Tensor] = {}
         self.num_non_finite = 0
-        self._engine: OpacusEngine | None = None
+        self._engine: BookKeepingEngine | None = None
+
+    @property
+    def sums(self) -> dict[str, Float[Tensor, "..."]]:
+        """Parameter name → Σ clip(gᵢ) since the last `reset`."""
+        for name in self._trainable.keys() - self._sums.keys():
+            self._sums[name] = self._empty_sum(name).zero_()
+        return {name: self._sums[name] for name in self._trainable}
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Layer name → how its per-sample gradient is had without a rule."""
+        return {} if self._engine is None else self._engine.fallbacks
 
     def __enter__(self) -> "ClippedGradients":
-        self._engine = OpacusEngine(self._model)
+        by_rules = self._engine_name == "book_keeping"
+        self._engine = BookKeepingEngine(self._model, norm_rule=self._norm_rule, by_rules=by_rules)
         return self
 
     def __exit__(
@@ -132,43 +155,63 @@ class ClippedGradients:
             raise ValueError(f"losses must have shape (batch,), one per example, got {tuple(losses.shape)}.")
         if len(losses) == 0:
             return losses.detach()
-        return self._add_clipped(self._engine.per_sample_gradients(losses), batch_size=len(losses))
+        # Outside of autocast and of every mode that rounds the factors of a product: the bound is about float32 numbers.
+        with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
+            return self._add_clipped(self._engine.per_sample_gradients(losses), batch_size=len(losses))
 
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""
-        for total in self.sums.values():
-            total.zero_()
+        self._sums.clear()
         self.num_non_finite = 0
 
+    def _empty_sum(self, name: str) -> Tensor:
+        # Made when first written to, like the gradients of ordinary training: not there during the forward pass.
+        parameter = self._trainable[name]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+
     @torch.no_grad()
-    def _add_clipped(self, gradients: Mapping[str, PerSampleGradient], *, batch_size: int) -> Float[Tensor, " batch"]:
+    def _add_clipped(self, gradients: dict[str, PerSampleGradient], *, batch_size: int) -> Float[Tensor, " batch"]:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same
-        # float32 numbers, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
+        # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
         # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
         squares: dict[str, Tensor] = {}
-        for name, gradient in gradients.items():
-            square = torch.linalg.vector_norm(gradient.values.reshape(batch_size, -1), dim=1).square()
+        for name, square in squared_norms(gradients).items():
             group = self._group_of[name]
             squares[group] = squares[group] + square if group in squares else square
         norms = torch.stack(tuple(squares.values())).sum(dim=0).sqrt()
 
-        # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Selecting
-        # rows, since 0·NaN would still be NaN.
+        # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Its rows are
+        # left out, since 0·NaN would still be NaN.
         finite = norms.isfinite()
-        self.num_non_finite += batch_size - int(finite.sum())
-        kept = slice(None) if finite.all() else finite
+        num_non_finite = batch_size - int(finite.sum())
+        self.num_non_finite += num_non_finite
+        if num_non_finite == batch_size:
+            return norms
 
         layers = len(set(self._group_of.values()))
         bound = self._max_grad_norm / layers**0.5
         factors = {
-            group: clip_factors(square.sqrt()[kept], max_grad_norm=bound, clipping=self._clipping)
+            group: clip_factors(square[finite].sqrt(), max_grad_norm=bound, clipping=self._clipping)
             for group, square in squares.items()
         }
-        for name, (values, rows) in gradients.items():
-            factor = factors[self._group_of[name]].to(values.dtype)
-            if rows is None:
-                self.sums[name].add_(torch.tensordot(factor, values[kept], dims=1))
-            else:
-                clipped = values[kept] * factor[:, None, None]
-                self.sums[name].index_add_(0, rows[kept].reshape(-1), clipped.reshape(-1, clipped.shape[-1]))
+        for name in tuple(gradients):
+            gradient = gradients.pop(name)  # and its memory with it
+            if num_non_finite:
+                gradient = gradient.of_examples(finite)
+            beta = 1 if name in self._sums else 0
+            if beta == 0:
+                self._sums[name] = self._empty_sum(name)
+            gradient.add_weighted(self._sums[name], factors[self._group_of[name]], beta=beta)
         return norms
+
+
+@contextlib.contextmanager
+def highest_matmul_precision() -> Iterator[None]:
+    """Multiply float32 matrices in float32, whatever the user has allowed (TF32, bfloat16) for the model."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,8 +1,9 @@
-"""Which layers of a model need a treatment of their own, and which cannot be trained privately at all."""
+"""What the engine asks of a model's layers: what they own, and whether they can be trained privately at all."""
 
-from collections import Counter
+import contextlib
+from collections.abc import Iterator, Mapping
 
-from opacus.grad_sample import GradSampleHooks
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -13,29 +14,34 @@ def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters(recurse=False) if p.requires_grad]
 
 
-def untied_embeddings(model: nn.Module) -> list[nn.Embedding]:
-    """Return the trainable embeddings whose table no other module uses."""
-    owners: Counter[Tensor] = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
-    return [
-        module
-        for module in model.modules()
-        if type(module) is nn.Embedding and module.weight.requires_grad and owners[module.weight] == 1
-    ]
+@contextlib.contextmanager
+def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let tensors stand in for some of the parameters that the module itself owns."""
+    before = {name: module._parameters[name] for name in tensors}
+    # Straight into the dictionary, so that the parameters keep their places in the order that optimizers rely on.
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
 
 
-def owners_of_bare_parameters(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that own trainable parameters beside having sub-modules."""
-    return [
-        module
-        for module in model.modules()
-        if next(module.children(), None) is not None
-        and trainable_of(module)
-        and type(module) not in GradSampleHooks.GRAD_SAMPLERS
-    ]
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise for a compiled model, whose layers' forwards are not called any more.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"The module {name or 'itself'!r} is compiled, and per-sample gradients are had from the layers' own "
+                "forwards. Pass the model without torch.compile."
+            )
 
 
-def refuse_unsupported_layers(model: nn.Module) -> None:
-    """Raise for layers that mix examples, or whose per-sample gradients neither Opacus nor this module can form.
+def refuse_layers_that_mix_examples(model: nn.Module) -> None:
+    """Raise for layers that mix examples or write what no noise covers, and for those that nobody has gradients for.
 
     Raises:
         ValueError: With the layer's name and what to do instead.
@@ -53,23 +59,7 @@ def refuse_unsupported_layers(model: nn.Module) -> None:
                 f"The layer {name!r} ({kind}) has max_norm={module.max_norm}, which rewrites the rows that a batch looks "
                 "up, without clipping or noise. Set max_norm to None."
             )
-        if not trainable_of(module) or type(module) in GradSampleHooks.GRAD_SAMPLERS:
-            continue
-        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             raise ValueError(
                 f"The layer {name!r} ({kind}) has no per-sample gradients; replace it by its namesake in opacus.layers."
             )
-        if next(module.children(), None) is None:
-            if next(module.buffers(), None) is not None:
-                raise ValueError(
-                    f"The layer {name!r} ({kind}) has parameters and buffers, for which Opacus has no per-sample "
-                    "gradients. Freeze it with requires_grad_(False)."
-                )
-            continue
-        for parameter_name, parameter in trainable_of(module):
-            if parameter.ndim == 0 or parameter.shape[0] != 1:
-                raise ValueError(
-                    f"The parameter {name}.{parameter_name} of shape {tuple(parameter.shape)} belongs to {kind} itself "
-                    "and does not start with a dimension of 1 that could hold the batch, so it has no per-sample "
-                    "gradient. Freeze it with requires_grad_(False)."
-                )

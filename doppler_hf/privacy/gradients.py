@@ -1,0 +1,298 @@
+"""One parameter's per-sample gradient, in the form that costs least, and what clipping asks of it.
+
+    Dense           g_i itself                         values (batch, *shape)
+    OuterProducts   g_i = Σ_t l_it r_itᵀ               left (batch, time, p), right (batch, time, q)
+    LookedUpRows    g_i = Σ_t e(id_it) v_itᵀ           ids (batch, time), values (batch, time, dim), e(k) a unit vector
+
+Clipping needs ‖g_i‖² and Σ w_i g_i. The last two forms give both without any p×q matrix for each example: the norm from
+Gram matrices of time × time, ‖Σ_t l_t r_tᵀ‖² = Σ_st ⟨l_s, l_t⟩⟨r_s, r_t⟩ (the *ghost norm*: Li et al. 2022,
+https://arxiv.org/abs/2110.05679), the sum from one matrix product over examples and time (*book-keeping*: Bu et al. 2023,
+https://arxiv.org/abs/2210.00038).
+
+Sensitivity: row i of every tensor depends on example i alone, and the norm and the weighted sum are computed from the very
+same tensors in float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. A
+ghost norm can lose digits when the outer products nearly cancel; it is raised by what rounding may have taken.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+NormRule = Literal["auto", "ghost", "direct"]
+
+# What moving one number to memory and back costs, in multiply-adds: a direct per-sample gradient is written once and read
+# twice. Measured on two x86-64 cores, where anything between 45 and 800 makes the same choices for the models tried.
+MEMORY_COST = 50
+# How much more memory than its two factors a direct per-sample gradient may take.
+MEMORY_SLACK = 1.0
+
+
+class PerSampleGradient(ABC):
+    """The gradient of each example's loss with respect to one parameter."""
+
+    @abstractmethod
+    def squared_norms(self) -> Float[Tensor, " batch"]:
+        """Return ‖g_i‖² of every example, shape (batch,), in float64."""
+
+    @abstractmethod
+    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "PerSampleGradient":
+        """Return the gradients of the examples that are kept."""
+
+    @abstractmethod
+    def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
+        """Set `total` to beta·total + Σ w_i g_i, of the parameter's shape (modified in place).
+
+        Args:
+            total: The sum so far.
+            weights: w, shape (batch,).
+            beta: 1 to add; 0 to overwrite, whatever `total` held.
+        """
+
+
+class Dense(PerSampleGradient):
+    """Per-sample gradients as they are.
+
+    Args:
+        values: Shape (batch, *shape of the parameter).
+    """
+
+    def __init__(self, values: Float[Tensor, "batch ..."]) -> None:
+        self.values = values
+        self._squares = sum_of_squares(values)  # at once, while the values are still in the cache
+
+    def squared_norms(self) -> Float[Tensor, " batch"]:
+        """Return ‖g_i‖², shape (batch,)."""
+        return self._squares
+
+    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "Dense":
+        """Return the gradients of the examples that are kept."""
+        return Dense(self.values[kept])
+
+    def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
+        """Set `total` to beta·total + Σ w_i g_i (modified in place)."""
+        values = in_float32(self.values).reshape(len(self.values), -1)
+        total.view(-1).addmv_(values.t(), weights.to(values.dtype), beta=beta)
+
+
+class OuterProducts(PerSampleGradient):
+    """The gradient of a weight that multiplies, kept as what it multiplied and what came back.
+
+    Args:
+        left: Shape (batch, time, p).
+        right: Shape (batch, time, q). The parameter has p·q elements, in this order.
+    """
+
+    def __init__(self, left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"]) -> None:
+        self.left, self.right = left, right
+
+    def squared_norms(self, gram: "Callable[[Tensor], Tensor] | None" = None) -> Float[Tensor, " batch"]:
+        """Return Σ_st ⟨l_s, l_t⟩⟨r_s, r_t⟩ of every example, shape (batch,).
+
+        Args:
+            gram: How to get the Gram matrix of `right`, for layers that share it.
+        """
+        if self.left.shape[1] == 1:
+            return sum_of_squares(self.left) * sum_of_squares(self.right)
+        length = self.left.shape[2] + self.right.shape[2]
+        return squared_norm_from_grams(gram_matrix(self.left), (gram or gram_matrix)(self.right), length=length)
+
+    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "OuterProducts":
+        """Return the gradients of the examples that are kept."""
+        return OuterProducts(self.left[kept], self.right[kept])
+
+    def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
+        """Set `total` to beta·total + Σ_i w_i Σ_t l_it r_itᵀ (modified in place)."""
+        left, right = in_float32(self.left), in_float32(self.right)
+        # Not in place: other layers of a residual stream share these tensors.
+        scale = weights.to(left.dtype)[:, None, None]
+        left, right = (left * scale, right) if left.shape[2] <= right.shape[2] else (left, right * scale)
+        total.view(left.shape[2], right.shape[2]).addmm_(left.flatten(0, 1).t(), right.flatten(0, 1), beta=beta)
+
+    def densified(self, shape: torch.Size) -> Dense:
+        """Return the same gradient with its matrix formed, for a parameter of this shape."""
+        return Dense(torch.bmm(in_float32(self.left).mT, in_float32(self.right)).view(len(self.left), *shape))
+
+
+class LookedUpRows(PerSampleGradient):
+    """The gradient of an embedding, kept as the rows that were looked up.
+
+    Args:
+        ids: Row of the table, shape (batch, time).
+        values: Gradient of what was looked up, shape (batch, time, dim).
+    """
+
+    def __init__(self, ids: Int[Tensor, "batch time"], values: Float[Tensor, "batch time dim"]) -> None:
+        self.ids, self.values = ids, values
+
+    def squared_norms(self) -> Float[Tensor, " batch"]:
+        """Return Σ_st [id_s = id_t]⟨v_s, v_t⟩ of every example, shape (batch,)."""
+        same_row = (self.ids.unsqueeze(2) == self.ids.unsqueeze(1)).to(in_float32(self.values).dtype)
+        return squared_norm_from_grams(gram_matrix(self.values), same_row, length=self.values.shape[2])
+
+    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "LookedUpRows":
+        """Return the gradients of the examples that are kept."""
+        return LookedUpRows(self.ids[kept], self.values[kept])
+
+    def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
+        """Set `total` to beta·total, with w_i v_it added to row id_it (modified in place)."""
+        values = in_float32(self.values)
+        if beta == 0:
+            total.zero_()
+        total.index_add_(0, self.ids.flatten(), (values * weights.to(values.dtype)[:, None, None]).flatten(0, 1))
+
+    def densified(self, shape: torch.Size) -> Dense:
+        """Return the same gradient as one table per example, for a parameter of this shape."""
+        values = in_float32(self.values)
+        tables = values.new_zeros(len(values), *shape)
+        return Dense(tables.scatter_add_(1, self.ids.unsqueeze(-1).expand_as(values), values))
+
+
+class Tied(PerSampleGradient):
+    """The gradient of a table that is looked up and also multiplies, such as a language model's embedding and head.
+
+    Args:
+        products: The part from multiplying; p is the number of rows.
+        rows: The part from looking up.
+    """
+
+    def __init__(self, products: OuterProducts, rows: LookedUpRows) -> None:
+        self.products, self.rows = products, rows
+
+    def squared_norms(self) -> Float[Tensor, " batch"]:
+        """Return ‖products‖² + ‖rows‖² + 2⟨products, rows⟩ of every example, shape (batch,).
+
+        The last is Σ_st l_s[id_t]⟨r_s, v_t⟩: only the looked-up rows of the product meet anything.
+        """
+        left, right, values = (in_float32(x) for x in (self.products.left, self.products.right, self.rows.values))
+        ids = self.rows.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
+        cross = (left.gather(2, ids) * torch.bmm(right, values.mT)).sum(dim=(1, 2))
+        # The rounding allowances of the two norms cover that of the cross term, by 2xy ≤ x² + y².
+        return (self.products.squared_norms() + self.rows.squared_norms() + 2 * cross.double()).clamp(min=0.0)
+
+    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "Tied":
+        """Return the gradients of the examples that are kept."""
+        return Tied(self.products.of_examples(kept), self.rows.of_examples(kept))
+
+    def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
+        """Set `total` to beta·total + the weighted sum of both parts (modified in place)."""
+        self.products.add_weighted(total, weights, beta=beta)
+        self.rows.add_weighted(total, weights)
+
+
+def outer_products(left: Tensor, right: Tensor, *, shape: torch.Size, rule: NormRule) -> OuterProducts | Dense:
+    """Return Σ_t l_t r_tᵀ in the cheaper form.
+
+    Per example, with p·q elements and T positions: the ghost norm costs T²(p + q) multiply-adds on top of the one product
+    that the sum needs. The direct gradient *is* that product, and costs MEMORY_COST·pq for being written and read again;
+    it takes pq numbers of memory instead of T(p + q). It is chosen where both are in its favour.
+
+    Args:
+        left: Shape (batch, time, p).
+        right: Shape (batch, time, q).
+        shape: Shape of the parameter.
+        rule: "ghost" or "direct" to decide oneself.
+    """
+    time, p, q = left.shape[1], left.shape[2], right.shape[2]
+    if rule == "auto":
+        cheaper = MEMORY_COST * p * q <= time * time * (p + q)
+        smaller = p * q <= MEMORY_SLACK * time * (p + q)
+        rule = "direct" if cheaper and smaller else "ghost"
+    products = OuterProducts(left, right)
+    return products if rule == "ghost" else products.densified(shape)
+
+
+def combined(uses: Iterable[PerSampleGradient], *, shape: torch.Size) -> PerSampleGradient:
+    """Return one gradient for all uses of a parameter in one forward pass.
+
+    The norm is that of the sum, so uses are never treated apart: products and look-ups of several calls are joined along
+    time, where the cross terms between the calls are terms like any other.
+    """
+    uses = list(uses)
+    if len(uses) == 1:
+        return uses[0]
+    products = [use for use in uses if isinstance(use, OuterProducts)]
+    rows = [use for use in uses if isinstance(use, LookedUpRows)]
+    dense = [use.values for use in uses if isinstance(use, Dense)]
+    if dense:
+        dense += [use.densified(shape).values for use in products] + [use.densified(shape).values for use in rows]
+        return Dense(torch.stack([in_float32(values) for values in dense]).sum(dim=0))
+    joined_products = OuterProducts(*joined((use.left, use.right) for use in products)) if products else None
+    joined_rows = LookedUpRows(*joined((use.ids, use.values) for use in rows)) if rows else None
+    if joined_products is not None and joined_rows is not None:
+        return Tied(joined_products, joined_rows)
+    one = joined_products or joined_rows
+    assert one is not None
+    return one
+
+
+def joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return both tensors of the pairs, joined along time."""
+    first, second = zip(*pairs, strict=True)
+    return torch.cat(first, dim=1), torch.cat(second, dim=1)
+
+
+def squared_norms(gradients: Mapping[str, PerSampleGradient]) -> dict[str, Float[Tensor, " batch"]]:
+    """Return ‖g_i‖² by parameter; a Gram matrix that neighbours share (query, key, value) is computed once."""
+    known: tuple[tuple[object, ...], Tensor] | None = None
+
+    def shared_gram(factor: Tensor) -> Tensor:
+        nonlocal known
+        # All gradients are alive here, so the same memory means the same numbers.
+        key = (factor.data_ptr(), factor.shape, factor.stride(), factor.dtype)
+        if known is None or known[0] != key:
+            known = (key, gram_matrix(factor))
+        return known[1]
+
+    return {
+        name: gradient.squared_norms(shared_gram) if isinstance(gradient, OuterProducts) else gradient.squared_norms()
+        for name, gradient in gradients.items()
+    }
+
+
+def gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
+    """Return ⟨x_s, x_t⟩ of every example."""
+    factor = in_float32(factor)
+    return torch.bmm(factor, factor.mT)
+
+
+def squared_norm_from_grams(
+    left: Float[Tensor, "batch time time"], right: Float[Tensor, "batch time time"], *, length: int
+) -> Float[Tensor, " batch"]:
+    """Return Σ_st left_st right_st of every example, raised by what rounding may have taken from it.
+
+    A sum of n products, one after the other, is off by at most n·eps/2 times the sum of their sizes (Higham 2002, §3.1).
+    Where the terms of a gradient cancel, that error stays while the norm gets small; an underestimated norm would let the
+    example contribute more than C. With S = Σ_t ‖l_t‖‖r_t‖, the size of the terms, the Gram matrices may be off by
+    length·eps/2·S² in the square, and the weighted sum, which adds up along time, by time·eps/2·S in the norm. In float32
+    this raises an ordinary norm by less than a hundredth.
+
+    Args:
+        left: One Gram matrix for each example.
+        right: The other.
+        length: Of the vectors whose Gram matrices these are, added up.
+    """
+    rounding = torch.finfo(left.dtype).eps / 2
+    sizes = (left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt().sum(dim=1).double()
+    squares = (left * right).sum(dim=(1, 2)).double() + length * rounding * sizes.square()
+    return (squares.clamp(min=0.0).sqrt() + left.shape[1] * rounding * sizes).square()
+
+
+def sum_of_squares(values: Float[Tensor, "batch ..."]) -> Float[Tensor, " batch"]:
+    """Return the sum of squares of every example, shape (batch,), in float64.
+
+    Added up in float32, four million equal numbers are off by 0.3 %: short runs are, and their norms in float64.
+    """
+    values = in_float32(values).reshape(len(values), -1)
+    if values.shape[1] % 64 or values.shape[1] < 4096:
+        return torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+    runs = torch.linalg.vector_norm(values.view(len(values), -1, 64), dim=2)
+    return torch.linalg.vector_norm(runs, dim=1, dtype=torch.float64).square()
+
+
+def in_float32(values: Tensor) -> Tensor:
+    """Return the values in float32 at least."""
+    return values.float() if values.itemsize < 4 else values
