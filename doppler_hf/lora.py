@@ -28,13 +28,13 @@ class LoraArguments:
             raise ValueError(f"lora_target_modules={self.lora_target_modules!r} has no effect without lora_r > 0")
 
 
-def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: Literal["SEQ_CLS"] | None) -> Any:
-    """Freeze the model except for new adapters and its head.
+def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: Literal["SEQ_CLS", "CAUSAL_LM"] | None) -> Any:
+    """Freeze the model except for new adapters and a new head: a language model's head is pretrained and stays frozen.
 
     Args:
         model: The model to adapt (modified in place).
         args: Rank, scale and target modules.
-        task_type: PEFT's name of the task, which tells it where the head is; for images it has none, and the head is
+        task_type: PEFT's name of the task, which tells it where a new head is; for images it has none, and the head is
             `classifier`.
 
     Returns:

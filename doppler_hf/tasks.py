@@ -2,7 +2,7 @@
 
 Three sources, one form: the Hugging Face hub, a local folder of parquet files with the hub's column names, and
 scikit-learn's built-in `digits`. Every loader returns a `DatasetDict` of the training split and the splits to evaluate
-on, and nothing else: GLUE's own test splits have no labels.
+on, and nothing else: GLUE's own test splits have no labels, and texts need no column beside themselves.
 """
 
 from collections.abc import Sequence
@@ -125,6 +125,40 @@ def load_images(dataset_name: str, dataset_dir: str | None = None) -> "DatasetDi
             "with --dataset_dir"
         )
     return _as_images(splits)
+
+
+def load_texts(
+    dataset_name: str,
+    dataset_dir: str | None = None,
+    *,
+    dataset_config: str | None = None,
+    validation_split: str = "validation",
+    text_column: str = "text",
+) -> "DatasetDict":
+    """Load a data set of texts, one a row.
+
+    Args:
+        dataset_name: Name on the hub; without effect if there is a folder.
+        dataset_dir: A folder with `train.parquet` and `validation.parquet`, or shards named as on the hub.
+        dataset_config: The hub's configuration of the data set.
+        validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
+        text_column: The column that holds the text.
+
+    Returns:
+        `train` and `validation` with this column alone.
+
+    Raises:
+        ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
+    """
+    from datasets import load_dataset
+
+    if dataset_dir is not None:
+        splits = _load_folder(Path(dataset_dir), ("validation",))
+    else:
+        with hub_or_folder(dataset_name, "--dataset_dir"):
+            splits = load_dataset(dataset_name, dataset_config, split={"train": "train", "validation": validation_split})
+    _require_columns(splits, (text_column,))
+    return splits.select_columns([text_column])
 
 
 def _load_folder(folder: Path, evaluation_splits: Sequence[str]) -> "DatasetDict":

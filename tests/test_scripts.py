@@ -1,23 +1,39 @@
-"""The two scripts from their command line to the saved model, and every recipe, offline and on tiny data."""
+"""The scripts from their command line to the saved model, and every recipe, offline and on tiny data."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+from peft import AutoPeftModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2TokenizerFast,
+)
 
-from doppler_hf import DopplerTrainingArguments
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli_args import parse_args
 from doppler_hf.lora import LoraArguments
 from doppler_hf.metrics import GLUE_METRICS
 from doppler_hf.tasks import GLUE_TASKS
-from scripts import glue, image_classification
+from scripts import causal_lm, glue, image_classification
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = {"glue": glue, "image": image_classification, "causal_lm": causal_lm}  # by the folder of its recipes
 RECIPES = sorted(ROOT.glob("recipes/*/*.yaml"))
 WORDS = ["good", "bad", "fine", "poor", "film", "plot", "the", "a"]
+END = 27  # the end of a text, in the tokenizer of `gpt2_dir`
+# GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.
+ADAPTED_GPT2 = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 PRIVATE = ["--noise_multiplier=1.0", "--per_sample_max_grad_norm=1.0", "--low_pass_filter=first-order-v1"]
 
 
@@ -42,6 +58,19 @@ def bert_dir(tmp_path):
         max_position_embeddings=32,
     )
     BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def gpt2_dir(tmp_path):
+    """A GPT-2 of one layer with random weights, and a tokenizer of letters with one special token, the end of a text."""
+    folder = tmp_path / "gpt2"
+    letters = "Ġabcdefghijklmnopqrstuvwxyz"
+    vocab = {letter: row for row, letter in enumerate([*letters, "<|endoftext|>"])}
+    GPT2TokenizerFast(vocab=vocab, merges=[]).save_pretrained(folder)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(vocab), n_embd=16, n_layer=1, n_head=2, bos_token_id=END, eos_token_id=END)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -104,18 +133,9 @@ def test_glue_evaluates_both_validation_splits_of_mnli(tmp_path, bert_dir, data_
     assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= set(results)
 
 
-# GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
-def test_glue_with_a_tokenizer_that_does_not_pad(tmp_path, data_dir):
-    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2TokenizerFast
-
-    folder = tmp_path / "gpt2"
-    letters = "Ġabcdefghijklmnopqrstuvwxyz"
-    vocab = {letter: row for row, letter in enumerate([*letters, "<|endoftext|>"])}
-    GPT2TokenizerFast(vocab=vocab, merges=[]).save_pretrained(folder)
-    config = GPT2Config(vocab_size=len(vocab), n_embd=16, n_layer=1, n_head=2, bos_token_id=27, eos_token_id=27)
-    GPT2ForSequenceClassification(config).save_pretrained(folder)
-    results = run_glue("sst2", data_dir("sst2"), folder, tmp_path / "out", *PRIVATE, "--lora_r=2")
+@ADAPTED_GPT2
+def test_glue_with_a_tokenizer_that_does_not_pad(tmp_path, data_dir, gpt2_dir):
+    results = run_glue("sst2", data_dir("sst2"), gpt2_dir, tmp_path / "out", *PRIVATE, "--lora_r=2")
     assert np.isfinite(results["eval_accuracy"])
 
 
@@ -157,9 +177,108 @@ def test_a_saved_image_model_is_fine_tuned(tmp_path):
     assert (config["num_channels"], config["image_size"], config["id2label"]["9"]) == (1, 8, "9")
 
 
+@pytest.fixture
+def texts_dir(tmp_path):
+    """A folder of random sentences in one of two columns; the first is empty, and the second too long."""
+    generator = np.random.default_rng(0)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for split, rows in (("train", 24), ("validation", 6)):
+        texts = ["", " ".join(WORDS), *(" ".join(generator.choice(WORDS, 3)) for _ in range(rows - 2))]
+        Dataset.from_dict({"review": texts, "stars": list(range(rows))}).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+def run_causal_lm(data, model, out, *flags):
+    causal_lm.main(
+        [
+            *(f"--dataset_dir={data}", "--text_column=review", f"--model_name_or_path={model}", "--max_seq_length=16"),
+            *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=4"),
+            *("--gradient_accumulation_steps=2", "--save_strategy=no", *flags),
+        ]
+    )
+    return json.loads((out / "all_results.json").read_text())
+
+
+@pytest.mark.parametrize("flags", [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=c_attn,c_proj")])
+@ADAPTED_GPT2
+def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
+    out = tmp_path / "out"
+    results = run_causal_lm(texts_dir, gpt2_dir, out, *PRIVATE, *flags)
+    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    assert json.loads((out / "privacy_ledger.json").read_text())["num_examples"] == 24  # a row is an example
+    load = AutoPeftModelForCausalLM if flags else AutoModelForCausalLM
+    assert (out / ("adapter_model.safetensors" if flags else "model.safetensors")).is_file()
+    state, start = (loader.from_pretrained(folder).state_dict() for loader, folder in
+                    ((load, out), (AutoModelForCausalLM, gpt2_dir)))  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert (tokenizer.pad_token_id, tokenizer.padding_side) == (END, "right")
+    if flags:
+        assert all(torch.any(weight != 0) for name, weight in state.items() if "lora_B" in name)
+        assert sum("lora_B" in name for name in state) == (1 if len(flags) == 1 else 3)
+    else:
+        assert not torch.equal(state["lm_head.weight"], start["lm_head.weight"])
+
+
+@ADAPTED_GPT2
+def test_causal_lm_adapts_frozen_weights_of_half_the_size(tmp_path, gpt2_dir, texts_dir, monkeypatch):
+    seen = {}
+
+    class Spy(DopplerTrainer):
+        def train(self, **kwargs):
+            seen.update((p.requires_grad, p.dtype) for p in self.model.parameters())
+            return super().train(**kwargs)
+
+    monkeypatch.setattr(causal_lm, "DopplerTrainer", Spy)
+    results = run_causal_lm(texts_dir, gpt2_dir, tmp_path / "out", *PRIVATE, "--lora_r=2", "--dtype=bfloat16")
+    assert seen == {False: torch.bfloat16, True: torch.float32}
+    assert np.isfinite(results["eval_perplexity"])
+
+
+def test_causal_lm_without_privacy(tmp_path, gpt2_dir, texts_dir):
+    results = run_causal_lm(texts_dir, gpt2_dir, tmp_path / "out", "--disable_dp", "--learning_rate=1e-2")
+    assert {"eval_perplexity", "train_loss"} <= set(results)
+
+
+def test_causal_lm_labels_every_token_and_the_end_but_no_padding(tmp_path, gpt2_dir, texts_dir, monkeypatch):
+    batches = []
+
+    class Spy(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            batches.append(inputs)
+            return super().compute_per_sample_loss(model, inputs)
+
+    monkeypatch.setattr(causal_lm, "DopplerTrainer", Spy)
+    run_causal_lm(texts_dir, gpt2_dir, tmp_path / "out", *PRIVATE)
+    rows = [row for batch in batches for row in zip(*(batch[name] for name in ("input_ids", "attention_mask", "labels")))]
+    assert rows
+    for ids, mask, labels in rows:
+        length = int(mask.sum())
+        assert torch.all(mask[:length] == 1)  # padding is on the right
+        assert torch.equal(labels, torch.where(mask == 1, ids, -100))
+        assert length == 16 or ids[length - 1] == END
+        assert END not in ids[: length - 1]
+    # The check before the first step sees the first three rows: the empty text, a cut one, and one that is neither.
+    lengths = {int(mask.sum()) for _, mask, _ in rows}
+    assert {1, 16} < lengths
+
+
+def test_causal_lm_names_what_is_missing(tmp_path, gpt2_dir, texts_dir, monkeypatch):
+    flags = [f"--model_name_or_path={gpt2_dir}", f"--output_dir={tmp_path / 'out'}", "--use_cpu", *PRIVATE]
+    with pytest.raises(SystemExit, match=r"^error: split 'train' lacks the column 'text'; it has review, stars$"):
+        causal_lm.main([*flags, f"--dataset_dir={texts_dir}"])
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(SystemExit, match=r"^error: cannot load 'Yelp/yelp_review_full' \(.*\); .* with --dataset_dir$"):
+        causal_lm.main(flags)
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
-    script = glue if path.parent.name == "glue" else image_classification
+    script = SCRIPTS[path.parent.name]
     args, _, training_args = parse_args(
         script.ScriptArguments,
         LoraArguments,
@@ -168,7 +287,7 @@ def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
     )
     assert training_args.disable_dp != (training_args.target_epsilon is not None)
     assert isinstance(training_args.learning_rate, float)
-    assert script is image_classification or args.task_name in GLUE_TASKS
+    assert script is not glue or args.task_name in GLUE_TASKS
     relative = path.relative_to(ROOT)
     header = path.read_text().splitlines()[:3]
     assert header[0] == f"# Launch:   accelerate launch scripts/{Path(script.__file__).name} {relative}"
@@ -178,4 +297,5 @@ def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
 
 
 def test_there_are_recipes():
-    assert len(RECIPES) >= 7
+    assert len(RECIPES) >= 8
+    assert {path.parent.name for path in RECIPES} == set(SCRIPTS)

@@ -7,7 +7,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
-from doppler_hf.tasks import GLUE_TASKS, load_glue, load_images
+from doppler_hf.tasks import GLUE_TASKS, load_glue, load_images, load_texts
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +136,31 @@ def test_image_folder_needs_class_names(tmp_path):
 def test_unknown_image_data_set():
     with pytest.raises(ValueError, match="no image data set 'svhn'; choose one of cifar10, mnist, digits"):
         load_images("svhn")
+
+
+def test_text_folder(tmp_path):
+    for split, rows in (("train", 3), ("validation", 2)):
+        data = {"review": [f"{split} {row}" for row in range(rows)], "stars": list(range(rows))}
+        Dataset.from_dict(data).to_parquet(tmp_path / f"{split}.parquet")
+    splits = load_texts("unused", str(tmp_path), text_column="review")
+    assert splits.num_rows == {"train": 3, "validation": 2}
+    assert splits["validation"][:] == {"review": ["validation 0", "validation 1"]}
+    with pytest.raises(ValueError, match="split 'train' lacks the column 'text'; it has review, stars"):
+        load_texts("unused", str(tmp_path))
+
+
+def test_texts_of_the_hub(tmp_path, monkeypatch):
+    # A folder stands for the hub: `datasets` treats the splits of both alike.
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for split, rows in (("train", 3), ("test", 5)):
+        Dataset.from_dict({"text": [f"{split} {row}" for row in range(rows)]}).to_parquet(folder / f"{split}.parquet")
+    splits = load_texts(str(folder), validation_split="test[:2]")
+    assert splits.num_rows == {"train": 3, "validation": 2}
+    assert splits["validation"]["text"][0] == "test 0"
+    with pytest.raises(ValueError, match='Unknown split "held_out"'):
+        load_texts(str(folder), validation_split="held_out")
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or splits)
+    load_texts("some/corpus", dataset_config="en")
+    assert asked == [(("some/corpus", "en"), {"split": {"train": "train", "validation": "validation"}})]
