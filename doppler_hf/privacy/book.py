@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from doppler_hf.privacy.gradients import Dense, NormRule, PerSampleGradient, in_float32, outer_products
+from doppler_hf.privacy.gradients import Dense, Grams, NormRule, PerSampleGradient, in_float32, outer_products
 
 
 class Book:
@@ -22,16 +22,21 @@ class Book:
         copies: Parameters that were replaced by one copy per example in the forward pass, and these copies: their ordinary
             gradient is the per-sample gradient.
         repeated: Names of layers whose output has no batch and was repeated for each example.
+        only_example: In a check, the one example whose loss is differentiated; nothing is kept then.
+        coupled: Parameters at which that loss reached the place of another example.
         is_in_forward: Whether the model is in a forward pass whose gradient is wanted.
     """
 
     def __init__(self, *, norm_rule: NormRule, embedded: set[Tensor]) -> None:
         self._norm_rule: NormRule = norm_rule
         self._embedded = embedded
+        self._grams = Grams()
         self.batch_size: int | None = None
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.copies: list[tuple[nn.Parameter, Tensor]] = []
         self.repeated: list[str] = []
+        self.only_example: int | None = None
+        self.coupled: set[Tensor] = set()
         self.is_in_forward = False
         self._is_unwatched = False
 
@@ -54,19 +59,28 @@ class Book:
 
     def clear(self) -> None:
         """Forget everything."""
+        self._grams = Grams()
         self.batch_size = None
         self.uses.clear()
         self.copies.clear()
         self.repeated.clear()
+        self.coupled.clear()
 
     def note(self, parameter: Tensor, gradient: PerSampleGradient) -> None:
-        """Note one use of a parameter."""
-        self.uses.setdefault(parameter, []).append(gradient)
+        """Note one use of a parameter, or hold it against the one example that has a loss."""
+        if self.only_example is None:
+            self.uses.setdefault(parameter, []).append(gradient)
+        elif reaches_others(gradient, self.only_example):
+            self.coupled.add(parameter)
 
     def note_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ; both of shape (batch, time, ·)."""
-        rule: NormRule = "ghost" if parameter in self._embedded else self._norm_rule
-        self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=rule))
+        is_tied = parameter in self._embedded
+        rule: NormRule = "ghost" if is_tied else self._norm_rule
+        product = outer_products(left, right, shape=parameter.shape, rule=rule, grams=self._grams)
+        if not is_tied:
+            product.squared_norms()  # at once, while both are still in the cache
+        self.note(parameter, product)
 
     def note_sum(self, parameter: Tensor | None, terms: Tensor) -> None:
         """Note a use whose gradient is the sum over time of `terms`, shape (batch, time, *shape), if it is trained."""
@@ -83,3 +97,10 @@ class Book:
         copy = parameter.detach().view(shape).expand(self.batch_size, *shape).requires_grad_()
         self.copies.append((parameter, copy))
         return copy
+
+
+def reaches_others(gradient: PerSampleGradient, index: int) -> bool:
+    """Whether any example but this one has a gradient; a NaN is for clipping to see to."""
+    squares = gradient.squared_norms().clone()
+    squares[index] = 0.0
+    return bool((squares > 0.0).any())

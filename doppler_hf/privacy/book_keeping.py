@@ -106,6 +106,7 @@ class BookKeepingEngine:
             for parameter in trainable.values():
                 parameter.grad = None
             book.clear()
+            book.only_example = None
             self._not_batched.clear()
 
     def _back_propagate(self, loss: Tensor, trainable: Mapping[str, nn.Parameter], *, retain_graph: bool = False) -> None:
@@ -129,17 +130,19 @@ class BookKeepingEngine:
         would give gradients to the wrong example, and both show here, exactly: zeros stay zeros. Made once, because the
         layout of a model's tensors does not change, whatever their sizes.
         """
+        book = self._book
         with kept_gradients(leaves_of(losses)):
-            for index in (0, len(losses) - 1):
-                self._back_propagate(losses[index], trainable, retain_graph=True)
-                for name, parameter in trainable.items():
-                    if any(reaches_others(use, index) for use in self._book.uses.get(parameter, ())):
-                        raise ValueError(
-                            f"The loss of one example has a gradient in the places of others at the parameter {name!r}: "
-                            "either the layer's input does not start with the batch, or a loss depends on other examples (a "
-                            "mean or a norm over the batch). Nothing would bound what an example contributes. Let each "
-                            "loss depend on its example alone, or freeze the parameter with requires_grad_(False)."
-                        )
+            for book.only_example in (0, len(losses) - 1):
+                self._back_propagate(losses[book.only_example], trainable, retain_graph=True)
+        book.only_example = None
+        for name, parameter in trainable.items():
+            if parameter in book.coupled:
+                raise ValueError(
+                    f"The loss of one example has a gradient in the places of others at the parameter {name!r}: either the "
+                    "layer's input does not start with the batch, or a loss depends on other examples (a mean or a norm "
+                    "over the batch). Nothing would bound what an example contributes. Let each loss depend on its "
+                    "example alone, or freeze the parameter with requires_grad_(False)."
+                )
 
     def _unexplained(self, name: str) -> str:
         layer = name.rpartition(".")[0]
@@ -204,13 +207,6 @@ class BookKeepingEngine:
             self._cleanup.callback(module.__dict__.pop, method)
         else:
             self._cleanup.callback(module.__dict__.__setitem__, method, before)
-
-
-def reaches_others(gradient: PerSampleGradient, index: int) -> bool:
-    """Whether any example but this one has a gradient; a NaN is for clipping to see to."""
-    squares = gradient.squared_norms().clone()
-    squares[index] = 0.0
-    return bool((squares > 0.0).any())
 
 
 def leaves_of(losses: Tensor) -> set[Tensor]:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from doppler_hf.privacy.book_keeping import BookKeepingEngine
-from doppler_hf.privacy.gradients import NormRule, PerSampleGradient, squared_norms
+from doppler_hf.privacy.gradients import NormRule, PerSampleGradient
 
 Clipping = Literal["automatic", "vanilla"]
 Granularity = Literal["flat", "per_layer"]
@@ -176,8 +176,8 @@ class ClippedGradients:
         # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
         # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
         squares: dict[str, Tensor] = {}
-        for name, square in squared_norms(gradients).items():
-            group = self._group_of[name]
+        for name, gradient in gradients.items():
+            square, group = gradient.squared_norms(), self._group_of[name]
             squares[group] = squares[group] + square if group in squares else square
         norms = torch.stack(tuple(squares.values())).sum(dim=0).sqrt()
 

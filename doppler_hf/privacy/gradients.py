@@ -15,7 +15,7 @@ ghost norm can lose digits when the outer products nearly cancel; it is raised b
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -84,21 +84,26 @@ class OuterProducts(PerSampleGradient):
     Args:
         left: Shape (batch, time, p).
         right: Shape (batch, time, q). The parameter has p·q elements, in this order.
+        grams: Where Gram matrices may be known already.
     """
 
-    def __init__(self, left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"]) -> None:
+    def __init__(
+        self, left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"], grams: "Grams | None" = None
+    ) -> None:
         self.left, self.right = left, right
+        self._grams = grams or Grams()
+        self._squares: Float[Tensor, " batch"] | None = None
 
-    def squared_norms(self, gram: "Callable[[Tensor], Tensor] | None" = None) -> Float[Tensor, " batch"]:
-        """Return Σ_st ⟨l_s, l_t⟩⟨r_s, r_t⟩ of every example, shape (batch,).
-
-        Args:
-            gram: How to get the Gram matrix of `right`, for layers that share it.
-        """
-        if self.left.shape[1] == 1:
-            return sum_of_squares(self.left) * sum_of_squares(self.right)
-        length = self.left.shape[2] + self.right.shape[2]
-        return squared_norm_from_grams(gram_matrix(self.left), (gram or gram_matrix)(self.right), length=length)
+    def squared_norms(self) -> Float[Tensor, " batch"]:
+        """Return Σ_st ⟨l_s, l_t⟩⟨r_s, r_t⟩ of every example, shape (batch,)."""
+        if self._squares is None:
+            left, right = self.left, self.right
+            if left.shape[1] == 1:
+                self._squares = sum_of_squares(left) * sum_of_squares(right)
+            else:
+                length = left.shape[2] + right.shape[2]
+                self._squares = squared_norm_from_grams(self._grams.of(left), self._grams.of(right), length=length)
+        return self._squares
 
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "OuterProducts":
         """Return the gradients of the examples that are kept."""
@@ -183,7 +188,9 @@ class Tied(PerSampleGradient):
         self.rows.add_weighted(total, weights)
 
 
-def outer_products(left: Tensor, right: Tensor, *, shape: torch.Size, rule: NormRule) -> OuterProducts | Dense:
+def outer_products(
+    left: Tensor, right: Tensor, *, shape: torch.Size, rule: NormRule, grams: "Grams"
+) -> OuterProducts | Dense:
     """Return Σ_t l_t r_tᵀ in the cheaper form.
 
     Per example, with p·q elements and T positions: the ghost norm costs T²(p + q) multiply-adds on top of the one product
@@ -195,13 +202,14 @@ def outer_products(left: Tensor, right: Tensor, *, shape: torch.Size, rule: Norm
         right: Shape (batch, time, q).
         shape: Shape of the parameter.
         rule: "ghost" or "direct" to decide oneself.
+        grams: Where Gram matrices may be known already.
     """
     time, p, q = left.shape[1], left.shape[2], right.shape[2]
     if rule == "auto":
         cheaper = MEMORY_COST * p * q <= time * time * (p + q)
         smaller = p * q <= MEMORY_SLACK * time * (p + q)
         rule = "direct" if cheaper and smaller else "ghost"
-    products = OuterProducts(left, right)
+    products = OuterProducts(left, right, grams)
     return products if rule == "ghost" else products.densified(shape)
 
 
@@ -235,22 +243,26 @@ def joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(first, dim=1), torch.cat(second, dim=1)
 
 
-def squared_norms(gradients: Mapping[str, PerSampleGradient]) -> dict[str, Float[Tensor, " batch"]]:
-    """Return ‖g_i‖² by parameter; a Gram matrix that neighbours share (query, key, value) is computed once."""
-    known: tuple[tuple[object, ...], Tensor] | None = None
+class Grams:
+    """Remembers the last Gram matrix of each width, because query, key and value read the same input."""
 
-    def shared_gram(factor: Tensor) -> Tensor:
-        nonlocal known
-        # All gradients are alive here, so the same memory means the same numbers.
-        key = (factor.data_ptr(), factor.shape, factor.stride(), factor.dtype)
-        if known is None or known[0] != key:
-            known = (key, gram_matrix(factor))
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
+        """Return ⟨x_s, x_t⟩ of every example."""
+        known = self._last.get(factor.shape[2])
+        if known is None or not same_memory(known[0], factor):
+            # The factor is kept with it, so that no other tensor can come to lie where it lies.
+            known = self._last[factor.shape[2]] = (factor, gram_matrix(factor))
         return known[1]
 
-    return {
-        name: gradient.squared_norms(shared_gram) if isinstance(gradient, OuterProducts) else gradient.squared_norms()
-        for name, gradient in gradients.items()
-    }
+
+def same_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same place."""
+    return (first.data_ptr(), first.shape, first.stride(), first.dtype) == (
+        second.data_ptr(), second.shape, second.stride(), second.dtype,
+    )  # fmt: skip
 
 
 def gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:

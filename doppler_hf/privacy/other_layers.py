@@ -54,7 +54,7 @@ class LayerWithoutRule:
         values, spec = pytree.tree_flatten((args, kwargs))
         sizes = {len(value) if value.ndim else 1 for value in values if isinstance(value, Tensor)}
         own = dict(trainable_of(self._module))
-        if not sizes or sizes - {1, self._book.batch_size}:
+        if self._book.batch_size not in sizes or sizes - {1, self._book.batch_size}:
             return self._without_batch(own, *args, **kwargs)
         dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
         if dimensions not in self._copy_shapes:
