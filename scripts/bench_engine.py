@@ -4,7 +4,7 @@
     python scripts/bench_engine.py --works roberta-full,vit-full --engines book_keeping,opacus --pairs 10
     python scripts/bench_engine.py --device cuda --pairs 100
 
-A step is a forward and a backward pass that leave the mean gradient in `p.grad`: of the mean loss for `plain`, of the
+A step is a forward and a backward pass that leave a gradient in `p.grad`: of the mean loss for `plain`, the sum of the
 clipped per-sample gradients for an engine. There is no noise and no optimizer; `bench_training.py` has both. A plain and a
 private step make a pair; the result is the median of the pairs' ratios, with its quartiles. Memory is the most that a few
 steps add to model and batch, in a fresh process for each. Models have random weights, and nothing is downloaded.
@@ -146,7 +146,7 @@ def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], *, norm_ru
             model.zero_grad(set_to_none=True)
             clipped.backward(losses_of(model, batch))
             for name, total in clipped.sums.items():
-                model.get_parameter(name).grad = total.div_(len(batch["labels"]))
+                model.get_parameter(name).grad = total
             clipped.reset()
 
         yield private
