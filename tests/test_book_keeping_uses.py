@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from doppler_hf.privacy import gradients
 from tests.per_example import (
     NORM_RULES,
     assert_equals_loop,
@@ -271,3 +272,13 @@ def test_hooks_of_others_are_kept():
 def test_an_unused_layer_contributes_nothing():
     net = ready(Net(lambda n, x: n.used(x), used=nn.Linear(3, 4), unused=nn.Linear(3, 4)))
     assert_equals_loop(net, on(net, draw(BATCH, 3)), BATCH, granularity="per_layer")
+
+
+def test_query_key_and_value_share_the_gram_matrix_of_their_input(monkeypatch):
+    computed, gram_matrix = [], gradients.gram_matrix
+    monkeypatch.setattr(gradients, "gram_matrix", lambda factor: computed.append(factor.data_ptr()) or gram_matrix(factor))
+    parts = dict(query=nn.Linear(4, 4, bias=False), key=nn.Linear(4, 4, bias=False), value=nn.Linear(4, 4, bias=False))
+    net = ready(Net(lambda n, x: n.query(x).tanh() * n.key(x).tanh() + n.value(x).sin(), **parts))
+    with book_keeping(net, norm_rule="ghost") as clipped:
+        clipped.backward(on(net, draw(1, 6, 4))(slice(0, 1)))  # one example, for which nothing is checked first
+    assert len(computed) == len(set(computed)) == 4

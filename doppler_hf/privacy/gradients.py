@@ -244,18 +244,20 @@ def joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class Grams:
-    """Remembers the last Gram matrix of each width, because query, key and value read the same input."""
+    """Remembers the last three Gram matrices, because query, key and value read the same input."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}
+        self._last: list[tuple[Tensor, Tensor]] = []
 
     def of(self, factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
         """Return ⟨x_s, x_t⟩ of every example."""
-        known = self._last.get(factor.shape[2])
-        if known is None or not same_memory(known[0], factor):
-            # The factor is kept with it, so that no other tensor can come to lie where it lies.
-            known = self._last[factor.shape[2]] = (factor, gram_matrix(factor))
-        return known[1]
+        for known, gram in self._last:
+            if same_memory(known, factor):
+                return gram
+        gram = gram_matrix(factor)
+        # The factor is kept with it, so that no other tensor can come to lie where it lies.
+        self._last = [*self._last[-2:], (factor, gram)]
+        return gram
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
