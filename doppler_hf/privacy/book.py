@@ -75,12 +75,8 @@ class Book:
 
     def note_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ; both of shape (batch, time, ·)."""
-        is_tied = parameter in self._embedded
-        rule: NormRule = "ghost" if is_tied else self._norm_rule
-        product = outer_products(left, right, shape=parameter.shape, rule=rule, grams=self._grams)
-        if not is_tied:
-            product.squared_norms()  # at once, while both are still in the cache
-        self.note(parameter, product)
+        rule: NormRule = "ghost" if parameter in self._embedded else self._norm_rule
+        self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=rule, grams=self._grams))
 
     def note_sum(self, parameter: Tensor | None, terms: Tensor) -> None:
         """Note a use whose gradient is the sum over time of `terms`, shape (batch, time, *shape), if it is trained."""
