@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from doppler_hf.privacy import gradients
 from tests.models import batch_for, build, losses_of, rows
 from tests.per_example import (
     CLIPPINGS,
@@ -291,3 +292,25 @@ def test_norms_whose_square_leaves_the_range_of_float32(name, scale, norm_rule):
     ones = torch.zeros(6).index_fill(0, torch.tensor(2), scale)
     norm = contribution(model, lambda: losses_of(model, inputs, labels) * ones, max_grad_norm=C, norm_rule=norm_rule)
     assert 0.0 <= norm <= C * (1 + SLACK)
+
+
+def test_norms_are_taken_in_full_precision_whatever_the_user_allows(monkeypatch):
+    """TF32 and bfloat16 products would round the factors of the norm and of the sum differently."""
+    seen, gram_matrix = [], gradients.gram_matrix
+
+    def spied(factor):
+        seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+        return gram_matrix(factor)
+
+    monkeypatch.setattr(gradients, "gram_matrix", spied)
+    model = build("roberta", torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with book_keeping(model, norm_rule="ghost") as clipped, torch.autocast("cpu", torch.bfloat16):
+            clipped.backward(losses_of(model, inputs, labels).float())
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {("highest", False)}
