@@ -128,7 +128,8 @@ class BookKeepingEngine:
 
         A first dimension that equals the batch size need not be the batch; and a loss may depend on the whole batch. Both
         would give gradients to the wrong example, and both show here, exactly: zeros stay zeros. Made once, because the
-        layout of a model's tensors does not change, whatever their sizes.
+        layout of a model's tensors does not change, whatever their sizes. A gradient that is still zero, as behind an
+        adapter that begins at zero, is not seen by it; `self_check` moves the weights for that reason.
         """
         book = self._book
         with kept_gradients(leaves_of(losses)):

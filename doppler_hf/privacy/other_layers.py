@@ -222,7 +222,8 @@ class LayerWithoutRule:
             reference = torch.zeros_like(total[0]) if gradient is None else gradient
             if reference.isfinite().all() and not is_close(total.sum(dim=0), reference.to(total.dtype), slack=100):
                 raise ValueError("its gradients do not add up to the ordinary one, so that an input is not one row each.")
-        self._is_held_against_autograd = True
+        # Gradients of zero, as behind weights of zero, would agree whatever the layer does.
+        self._is_held_against_autograd = any(bool(gradient.any()) for gradient in gradients)
 
     def note(self, name: str, values: Tensor) -> None:
         """Note the per-sample gradient of one of the layer's parameters."""
