@@ -38,7 +38,20 @@ def test_mean_is_over_the_expected_batch_size():
     gradient = mechanism.privatize(sums, step=0)
     torch.testing.assert_close(gradient["w"], torch.full((2, 3), 10.0 / B))
     torch.testing.assert_close(gradient["b"], torch.full((3,), 1.0 / B))
-    assert torch.equal(sums["w"], torch.full((2, 3), 10.0))  # the sums are not the mechanism's to change
+
+
+def test_sums_become_the_gradient_in_their_own_memory():
+    mechanism = GaussianMechanism(noise_multiplier=SIGMA, max_grad_norm=C, expected_batch_size=B)
+    sums = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
+    gradient = mechanism.privatize(sums, step=0)
+    assert all(gradient[name] is total for name, total in sums.items())  # no second copy of a large model's gradient
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_parameters_of_a_step_never_share_their_noise(seed):
+    mechanism = GaussianMechanism(noise_multiplier=SIGMA, max_grad_norm=C, expected_batch_size=B, seed=seed)
+    noise = mechanism.privatize({"a": torch.zeros(9), "b": torch.zeros(9)}, step=0)
+    assert not torch.any(noise["a"] == noise["b"])
 
 
 def test_an_empty_draw_is_released_as_pure_noise():

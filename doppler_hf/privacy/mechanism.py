@@ -8,7 +8,6 @@ mechanism's own affair; what the other side of the privacy boundary needs to kno
 
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
@@ -56,27 +55,27 @@ class GaussianMechanism:
         return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
 
     def privatize(self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int) -> dict[str, Float[Tensor, "..."]]:
-        """Return the private gradient of step `step`.
+        """Turn clipped sums into the private gradient of step `step`.
 
         Args:
-            sums: This process's clipped sums by parameter name. With several processes each passes its own; they must
-                agree in names and shapes.
+            sums: This process's clipped sums by parameter name, contiguous (modified in place, so that no second gradient
+                is held). With several processes each passes its own; they must agree in names, shapes and order.
             step: Optimizer step, counted from 0.
 
         Returns:
-            The private mean gradient by parameter name, the same on every process.
+            The private mean gradient by parameter name, the same on every process: the tensors that were passed.
         """
         # Sensitivity: adding or removing one example changes the sum over all processes by at most C in the joint ℓ₂
         # norm, because each example is on one process only and contributes one clipped gradient. Process 0 adds the
         # noise before the sums are reduced, so no unnoised total exists anywhere, the noise is there exactly once
         # whatever the number of processes, and every replica receives the same bits.
-        flat = torch.cat([total.reshape(-1) for total in sums.values()])
         distributed = dist.is_available() and dist.is_initialized()
-        if self.noise_multiplier > 0.0 and (not distributed or dist.get_rank() == 0):
-            std = self.noise_multiplier * self.max_grad_norm
-            add_gaussian_noise(flat, std=std, stream=self._stream, step=step)
-        if distributed:
-            dist.all_reduce(flat)
-        flat.div_(self.expected_batch_size)
-        pieces = flat.split([total.numel() for total in sums.values()])
-        return {name: piece.view_as(total) for (name, total), piece in zip(sums.items(), pieces, strict=True)}
+        is_noisy = self.noise_multiplier > 0.0 and (not distributed or dist.get_rank() == 0)
+        std = self.noise_multiplier * self.max_grad_norm
+        for total in sums.values():
+            if is_noisy:
+                add_gaussian_noise(total, std=std, stream=self._stream, step=step)
+            if distributed:
+                dist.all_reduce(total)
+            total.div_(self.expected_batch_size)
+        return dict(sums)

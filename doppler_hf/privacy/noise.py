@@ -67,11 +67,14 @@ class ReproducibleBits(BitStream):
 
     def __init__(self, seed: int, *, purpose: str, rank: int = 0) -> None:
         self._entropy = (seed, rank, *purpose.encode())
+        self._step: int | None = None
 
     def bits(self, count: int, *, step: int) -> np.ndarray:
-        """Return `count` words that a second call with the same step repeats."""
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))
-        return generator.integers(0, 2**64, size=count, dtype=np.uint64)
+        """Return the next `count` words of the step; another step begins its own sequence."""
+        if step != self._step:
+            self._step = step
+            self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))
+        return self._generator.integers(0, 2**64, size=count, dtype=np.uint64)
 
 
 def bit_stream(seed: int | None, *, purpose: str, rank: int = 0) -> BitStream:
@@ -98,18 +101,16 @@ def box_muller(bits: np.ndarray) -> Float[Tensor, " n"]:
     return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)])
 
 
-def add_gaussian_noise(values: Float[Tensor, " d"], *, std: float, stream: BitStream, step: int) -> None:
+def add_gaussian_noise(values: Float[Tensor, "..."], *, std: float, stream: BitStream, step: int) -> None:
     """Add independent 𝒩(0, std²) to every coordinate of `values` (modified in place).
 
     Args:
-        values: The vector to privatize, shape (d,), on any device.
+        values: What to privatize, contiguous, on any device.
         std: Standard deviation of the noise, in the units of `values`.
         stream: Where the bits come from.
         step: Optimizer step, counted from 0.
     """
-    size = values.numel()
-    bits = stream.bits(size + size % 2, step=step)
-    for start in range(0, size, _CHUNK):
-        chunk = values[start : start + _CHUNK]
-        normals = box_muller(bits[start : start + chunk.numel() + chunk.numel() % 2])[: chunk.numel()]
+    for chunk in values.view(-1).split(_CHUNK):
+        size = chunk.numel()
+        normals = box_muller(stream.bits(size + size % 2, step=step))[:size]
         chunk.add_(normals.mul_(std).to(chunk.device, chunk.dtype))
