@@ -29,6 +29,7 @@ from tests.per_example import (
     clip_and_sum,
     gradients_of_each,
     median_norm,
+    trainable,
 )
 
 # ResNet has neither attention nor, in transformers, checkpointing.
@@ -206,6 +207,16 @@ def test_positional_arguments():
         return F.cross_entropy(logits, labels[index], reduction="none")
 
     assert_equals_loop(model, losses, BATCH)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("dora")])
+def test_the_magnitude_of_dora_has_a_rule(name):
+    model = build(name)
+    inputs, labels = batch_for(model)
+    assert any("magnitude" in parameter for parameter in trainable(model))
+    with book_keeping(model) as clipped:
+        clipped.backward(losses_of(model, inputs, labels))
+        assert not any("magnitude" in layer for layer in clipped.fallbacks)
 
 
 def embeddings_of(model, inputs):

@@ -228,6 +228,29 @@ def test_a_use_outside_of_the_module_is_refused_by_the_name_of_the_parameter(nam
     assert_refused(net, on(net, inputs), BATCH, message=f"'{naming}'")
 
 
+CLOSED = {
+    "linear": (lambda n, x: n.closed(x), nn.Linear(4, 4)),
+    "norm": (lambda n, x: n.closed(x), nn.LayerNorm(4)),
+    "group norm": (lambda n, x: n.closed(x), nn.GroupNorm(6, 6)),
+    "convolution": (lambda n, x: n.closed(x.unsqueeze(3)).squeeze(3), nn.Conv2d(6, 6, 1, groups=6)),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_examples_that_are_mixed_in_front_of_weights_of_zero_are_refused(name):
+    """As many tokens as examples, the tokens first: the gradient of the first layer is zero now, and wrong after a step."""
+    run, closed = CLOSED[name]
+
+    def tokens_first(net, x):
+        return net.last(run(net, net.first(x.transpose(0, 1))).transpose(0, 1).flatten(1))
+
+    net = ready(Net(tokens_first, first=nn.Linear(3, 4), closed=closed, last=nn.Linear(24, 2).requires_grad_(False)))
+    net.closed.requires_grad_(False)
+    nn.init.zeros_(net.closed.weight)
+    net.closed.weight.requires_grad_()
+    assert_refused(net, on(net, draw(6, 6, 3)), 6, message="in the places of others at the parameter 'first.weight'")
+
+
 def test_batch_norm_is_refused_even_frozen():
     net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
     for frozen in (False, True):

@@ -100,6 +100,8 @@ ADAPTERS_RIGHT = {
     "rank-stabilized dora": (roberta, peft.LoraConfig(r=4, use_rslora=True, use_dora=True, **QUERIES)),
     "lora of convolutions": (resnet, peft.LoraConfig(r=4, target_modules=["convolution"])),
     "dora of convolutions": (resnet, peft.LoraConfig(r=4, target_modules=["convolution"], use_dora=True)),
+    "dora with dropout": (roberta, peft.LoraConfig(r=4, use_dora=True, lora_dropout=1e-13, **QUERIES)),
+    "dora of Conv1D": (gpt2_lm, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
     "lora of Conv1D": (gpt2_lm, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)),
     "norms": (roberta, peft.LNTuningConfig(target_modules=["LayerNorm"])),
     "prefix": (gpt2_lm, peft.PrefixTuningConfig(**PROMPT)),

@@ -66,6 +66,12 @@ class Book:
         self.repeated.clear()
         self.coupled.clear()
 
+    def passing(self, weight: Tensor) -> Tensor:
+        """Return the weight that a layer's gradient is passed on through: in a check, noise instead of nothing but zeros."""
+        if self.only_example is None or weight.any():
+            return weight
+        return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+
     def note(self, parameter: Tensor, gradient: PerSampleGradient) -> None:
         """Note one use of a parameter, or hold it against the one example that has a loss."""
         if self.only_example is None:

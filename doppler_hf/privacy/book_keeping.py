@@ -128,8 +128,8 @@ class BookKeepingEngine:
 
         A first dimension that equals the batch size need not be the batch; and a loss may depend on the whole batch. Both
         would give gradients to the wrong example, and both show here, exactly: zeros stay zeros. Made once, because the
-        layout of a model's tensors does not change, whatever their sizes. A gradient that is still zero, as behind an
-        adapter that begins at zero, is not seen by it; `self_check` moves the weights for that reason.
+        layout of a model's tensors does not change, whatever their sizes. Behind weights that begin at zero, as adapters
+        do, `Book.passing` lets the gradient through.
         """
         book = self._book
         with kept_gradients(leaves_of(losses)):
@@ -178,15 +178,15 @@ class BookKeepingEngine:
             self._book.is_in_forward = False
 
     def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        (input,) = (*args, *kwargs.values())
+        input = (*args, *kwargs.values())[0]
         is_lookup = isinstance(module, nn.Embedding)
         rows = input.shape[0] if input.ndim > (0 if is_lookup else 1) else None
         if is_lookup and rows == 1 != self._book.batch_size:
             self._book.repeated.append(name)
         if rows == self._book.batch_size or (rows == 1 and is_lookup):
-            return rule(self._book, module, input)
+            return rule(self._book, module, *args, **kwargs)
         self._not_batched[name] = tuple(input.shape)
-        return type(module).forward(module, input)
+        return type(module).forward(module, *args, **kwargs)
 
     def _unless_unwatched(
         self, original: Callable[..., Any], watched: Callable[..., Any], *, name: str

@@ -56,7 +56,7 @@ class _Linear(torch.autograd.Function):
         ctx.book.note_sum(ctx.bias, over_time(grad))
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
-        weight = ctx.weight.to(grad.dtype)
+        weight = ctx.book.passing(ctx.weight).to(grad.dtype)
         return torch.matmul(grad, weight.t() if ctx.transposed else weight), None, None, None, None
 
 
@@ -115,7 +115,7 @@ class _LayerNorm(torch.autograd.Function):
             return (None,) * 6
         # The mask says that only the gradient of the input is wanted.
         wanted = (True, False, False)
-        arguments = (grad.contiguous(), x, ctx.shape, mean, rstd, ctx.weight, ctx.bias, wanted)
+        arguments = (grad.contiguous(), x, ctx.shape, mean, rstd, ctx.book.passing(ctx.weight), ctx.bias, wanted)
         return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None, None
 
 
@@ -155,7 +155,8 @@ class _GroupNorm(torch.autograd.Function):
         ctx.book.note_sum(ctx.bias, grad.reshape(batch, channels, -1).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
-        arguments = (grad.contiguous(), x.contiguous(), mean, rstd, ctx.weight, *ctx.sizes, ctx.groups, (True, False, False))
+        wanted, weight = (True, False, False), ctx.book.passing(ctx.weight)
+        arguments = (grad.contiguous(), x.contiguous(), mean, rstd, weight, *ctx.sizes, ctx.groups, wanted)
         return torch.ops.aten.native_group_norm_backward(*arguments)[0], None, None, None, None, None
 
 
@@ -189,7 +190,7 @@ class _Conv2d(torch.autograd.Function):
         ctx.book.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
-        weight = ctx.weight.to(grad.dtype)
+        weight = ctx.book.passing(ctx.weight).to(grad.dtype)
         rest = (None, stride, padding, dilation, False, (0, 0), groups, (True, False, False))
         return torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0], None, None, None, None
 
