@@ -15,14 +15,10 @@ tcmalloc do, for both kinds of steps; `--heap return` is glibc's default. Memory
 """
 
 import contextlib
-import ctypes
 import gc
-import json
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +35,15 @@ from transformers import (
 from doppler_hf.cli_args import one_line_errors, parse_args
 from doppler_hf.lora import LoraArguments, add_lora
 from doppler_hf.losses import classification_losses, token_losses
+from doppler_hf.measure import (
+    MIB,
+    append_json_line,
+    in_fresh_process,
+    keep_freed_memory,
+    memory_now,
+    memory_peak,
+    quartiles,
+)
 from doppler_hf.privacy import ClippedGradients
 
 
@@ -71,7 +76,6 @@ WORKS = {
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 64, "length": 32, "batch": 4}
 WARM_UP = 2  # steps of each kind before anything is timed
 MEMORY_STEPS = 3
-MIB = 2**20
 
 
 @dataclass
@@ -182,37 +186,17 @@ def peak_memory(work: Work, engine: str, args: BenchArguments) -> float:
     torch.set_num_threads(args.threads)
     model, batch = build(work, device=args.device)
     gc.collect()
-    before = torch.cuda.memory_allocated() if args.device == "cuda" else resident_bytes("VmRSS")
+    before = memory_now(args.device)
     with stepping(engine, model, batch, norm_rule=args.norm_rule) as step:
         for _ in range(MEMORY_STEPS):
             step()
-    highest = torch.cuda.max_memory_allocated() if args.device == "cuda" else resident_bytes("VmHWM")
-    return (highest - before) / MIB
-
-
-def resident_bytes(name: str) -> int:
-    """Read VmRSS (now) or VmHWM (the highest) of this process; `getrusage` would give the parent's if that is higher."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc not to give memory back: no trimming (M_TRIM_THRESHOLD) and no blocks of their own (M_MMAP_MAX)."""
-    libc = ctypes.CDLL("libc.so.6")
-    if not (libc.mallopt(-1, 2**31 - 1) and libc.mallopt(-4, 0)):
-        raise ValueError("--heap keep needs glibc; use --heap return")
-
-
-def in_fresh_process(function: Callable[..., float], *arguments: Any) -> float:
-    """Call a function in a process of its own, so that nothing else has used that process's memory."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+    return (memory_peak(args.device) - before) / MIB
 
 
 def measure(name: str, work: Work, engine: str, args: BenchArguments, *, plain_mib: float) -> dict[str, Any]:
     """Return time and memory of one engine on one work, and the settings they were measured with."""
     seconds = paired_seconds(work, engine, args)
-    q1, ratio, q3 = np.percentile(seconds[:, 1] / seconds[:, 0], [25, 50, 75]).tolist()
+    q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
     plain_s, private_s = np.median(seconds, axis=0).tolist()
     return {
         "work": name,
@@ -252,10 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{result['private_mib']:.0f} MiB",
                 flush=True,
             )
-            if args.output is not None:
-                Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-                with Path(args.output).open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+            append_json_line(result, args.output)
 
 
 if __name__ == "__main__":

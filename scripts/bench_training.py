@@ -7,17 +7,17 @@ optimizers and schedules, and the private one with noise and a filter. `Trainer`
 `batch_size`; `DopplerTrainer` makes Poisson draws, sorts each by length and cuts it into pieces of that size on average.
 Draws differ in size, so that what is compared is seconds per example. Every run gets further examples, the same ones for
 both; its first step is not timed. The result is the median of the ratios, with its quartiles. Noise and optimizer cost the
-same for a step of any size, so that `accumulation` matters.
+same for a step of any size, so that `accumulation` matters. Memory is the most that a run, from its start, adds to the
+model and the data, in a fresh process for each.
 """
 
 import contextlib
+import gc
 import io
-import json
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from transformers import (
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli_args import one_line_errors, parse_args
 from doppler_hf.lora import LoraArguments, add_lora
+from doppler_hf.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles
 from doppler_hf.tasks import load_glue
 
 
@@ -143,6 +144,16 @@ def train(
     return clock.per_example()
 
 
+def peak_memory(examples: Dataset, tokenizer: PreTrainedTokenizerBase, args: BenchArguments, private: bool) -> float:
+    """Return what a run needs beyond model and data, in MiB; for a process that has done nothing else."""
+    torch.set_num_threads(args.threads)
+    model = build(args, vocabulary=len(tokenizer)).to(args.device)
+    gc.collect()
+    before = memory_now(args.device)
+    train(model, examples, tokenizer, args, private=private)
+    return (memory_peak(args.device) - before) / MIB
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train in turn, and print one line."""
     with one_line_errors():
@@ -169,29 +180,31 @@ def main(argv: Sequence[str] | None = None) -> None:
             for start in range(0, len(tokenized), size)
         ]
     )  # pair × (plain, private) × (seconds, tokens)
-    q1, ratio, q3 = np.percentile(measured[:, 1, 0] / measured[:, 0, 0], [25, 50, 75]).tolist()
+    q1, ratio, q3 = quartiles(measured[:, 1, 0] / measured[:, 0, 0])
     (plain_s, plain_tokens), (private_s, private_tokens) = np.median(measured, axis=0).tolist()
+    first = tokenized.select(range(size))
+    plain_mib, private_mib = (in_fresh_process(peak_memory, first, tokenizer, args, private) for private in (False, True))
     print(
         f"sst2 {args.engine} time ×{ratio:.3f} ({q1:.3f} to {q3:.3f}): {1000 * plain_s:.4g} → {1000 * private_s:.4g} ms per "
-        f"example; padded tokens per example {plain_tokens:.1f} → {private_tokens:.1f}"
+        f"example; memory ×{private_mib / plain_mib:.2f}: {plain_mib:.0f} → {private_mib:.0f} MiB; padded tokens per "
+        f"example {plain_tokens:.1f} → {private_tokens:.1f}"
     )
-    if args.output is not None:
-        result = {
-            "work": "sst2",
-            "engine": args.engine,
-            "ratio": ratio,
-            "ratio_quartiles": [q1, q3],
-            "plain_s": plain_s,
-            "private_s": private_s,
-            "plain_tokens": plain_tokens,
-            "private_tokens": private_tokens,
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "settings": asdict(args),
-        }
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        with Path(args.output).open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    result = {
+        "work": "sst2",
+        "engine": args.engine,
+        "ratio": ratio,
+        "ratio_quartiles": [q1, q3],
+        "plain_s": plain_s,
+        "private_s": private_s,
+        "plain_tokens": plain_tokens,
+        "private_tokens": private_tokens,
+        "plain_mib": plain_mib,
+        "private_mib": private_mib,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "settings": asdict(args),
+    }
+    append_json_line(result, args.output)
 
 
 if __name__ == "__main__":

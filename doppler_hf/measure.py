@@ -1,0 +1,70 @@
+"""What the benchmarks share: ratios of paired times, and peak memory in a process of its own.
+
+A machine is never as fast twice. What is compared is therefore made in turn, and the result is the median of the pairs'
+ratios with its quartiles.
+"""
+
+import ctypes
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+MIB = 2**20
+
+
+def quartiles(ratios: Float[np.ndarray, " pairs"]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third quartile.
+
+    Example:
+        >>> quartiles(np.array([1.0, 2.0, 3.0]))
+        (1.5, 2.0, 2.5)
+    """
+    q1, median, q3 = np.percentile(ratios, [25, 50, 75]).tolist()
+    return q1, median, q3
+
+
+def memory_now(device: str) -> int:
+    """Return the memory in use, in bytes: resident memory of this process on the CPU, allocated tensors on CUDA."""
+    return torch.cuda.memory_allocated() if device == "cuda" else resident_bytes("VmRSS")
+
+
+def memory_peak(device: str) -> int:
+    """Return the most that was ever in use, in bytes. On the CPU this counts whatever the process has done before."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else resident_bytes("VmHWM")
+
+
+def resident_bytes(name: str) -> int:
+    """Read VmRSS (now) or VmHWM (the highest) of this process; `getrusage` would give the parent's if that is higher."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc not to give memory back: no trimming (M_TRIM_THRESHOLD) and no blocks of their own (M_MMAP_MAX).
+
+    Raises:
+        ValueError: On a system with another C library.
+    """
+    libc = ctypes.CDLL("libc.so.6")
+    if not (libc.mallopt(-1, 2**31 - 1) and libc.mallopt(-4, 0)):
+        raise ValueError("--heap keep needs glibc; use --heap return")
+
+
+def in_fresh_process(function: Callable[..., float], *arguments: Any) -> float:
+    """Call a function in a process of its own, so that nothing else has used that process's memory."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def append_json_line(result: dict[str, Any], path: str | None) -> None:
+    """Add a result to a file, which is made if need be; nothing for None."""
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a") as file:
+            file.write(json.dumps(result) + "\n")
