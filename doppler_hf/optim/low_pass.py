@@ -43,8 +43,7 @@ def low_pass(
 
     Args:
         grad: The gradient g_t, any shape.
-        states: The ``order`` states, of the gradient's shape and dtype, zeros at first (modified in place, and the
-            list reordered).
+        states: The ``order`` states, of the gradient's shape and dtype, zeros at first (modified in place).
         b: Feed-forward coefficients, padded to ``order + 1``.
         a: Feedback coefficients, padded to ``order + 1``; ``a[0]`` is 1.
 
@@ -62,10 +61,14 @@ def low_pass(
     if not states:
         return grad * b[0]
     filtered = torch.add(states[0], grad, alpha=b[0])
-    # s_i ← s_{i+1} renames the buffers instead of copying them: the first one is spent and becomes the new last.
-    states.append(states.pop(0).zero_())
-    for state, b_i, a_i in zip(states, b[1:], a[1:], strict=True):
-        state.add_(grad, alpha=b_i).add_(filtered, alpha=-a_i)
+    for state, later, b_i, a_i in zip(states, [*states[1:], None], b[1:], a[1:], strict=True):
+        # Each pass over the state costs as much as any other, so coefficients of zero are left out.
+        if later is None:
+            torch.mul(filtered, -a_i, out=state)
+        else:
+            torch.add(later, filtered, alpha=-a_i, out=state)
+        if b_i:
+            state.add_(grad, alpha=b_i)
     return filtered
 
 

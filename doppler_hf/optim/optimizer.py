@@ -1,43 +1,61 @@
 r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Algorithms 1 and 2).
 
-    m̂_t = lowpass(g)_t / c_t,    d_t = m̂_t | adam(m̂_t, v̂_t) | adam_bc(m̂_t, v̂_t)
-    x_{t+1} = (1 - lr·weight_decay) x_t - lr d_t
+    g̃_t = g_t | Pᵀ g_t                                    (GaLore)
+    m̂_t = lowpass(g̃)_t / c_t
+    d_t = m̂_t | m̂_t / max(√v̂_t, ε) | m̂_t / √max(v̂_t - noise_std², floor)
+    x_{t+1} = (1 - lr·weight_decay) x_t - lr · (d_t | scale · P d_t)
 
 The gradient is private already when it arrives; all that is done here is post-processing.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
-from doppler_hf.optim.adam import adam_bc_direction, adam_direction, second_moment
-from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
-
-Base = Literal["sgd", "adam", "adam_bc"]
-BASES: Final[tuple[Base, ...]] = get_args(Base)
+from doppler_hf.optim.galore import (
+    BASIS_CHANGES,
+    PROJECTOR_SOURCES,
+    PROJECTORS,
+    BasisChange,
+    Projector,
+    ProjectorSource,
+    add_lifted,
+    find_basis,
+    is_wide,
+    project,
+    rotated,
+)
+from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
+from doppler_hf.optim.rounding import in_float32
+from doppler_hf.optim.update import BASES, Base, OnePass, Rule, descend, filtered
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
 # is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
 # hence a fraction of it, not a constant.
 DEFAULT_FLOOR_FRACTION: Final = 0.1
+# Parameters from which on compiling, some twenty seconds, is worth its time.
+WORTH_COMPILING: Final = 20_000_000
+GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale")
 
 
 @final
 class DopplerOptimizer(Optimizer):
-    r"""SGD, Adam or DP-AdamBC on the low-pass filtered gradient, with decoupled weight decay.
+    r"""SGD, Adam or DP-AdamBC on the low-pass filtered gradient, with decoupled weight decay, in a subspace if wanted.
 
-    Momentum is a filter of first order (``PAPER_FILTERS["momentum"]``), so there is no β₁. Only ``lr`` and
-    ``weight_decay`` may differ between parameter groups. Each parameter holds ``low_pass_filter.order`` tensors of
-    state, and one more for the Adam bases: in float32 for parameters of half precision, in the parameter's own dtype
-    otherwise.
+    Momentum is a filter of first order (``PAPER_FILTERS["momentum"]``), so there is no β₁. ``lr``, ``weight_decay``,
+    ``rank``, ``update_proj_gap`` and ``scale`` may differ between parameter groups. Each parameter holds
+    ``low_pass_filter.order`` tensors of state, and one more for the Adam bases.
+
+    With ``rank`` the matrices of a group whose shorter side is longer than that are updated by GaLore, and hold their
+    state at this rank; its other parameters are updated as without.
 
     Args:
         params: Parameters, or parameter groups, as for every torch optimizer.
@@ -53,9 +71,21 @@ class DopplerOptimizer(Optimizer):
         noise_std: Standard deviation of the noise, per coordinate of the mean gradient (the paper's σ_DP). Read by
             ``"adam_bc"``.
         weight_decay: Decoupled weight decay as in AdamW, at least 0.
+        rank: r of GaLore, or None for none.
+        update_proj_gap: After how many steps GaLore's basis is found anew.
+        scale: Factor of GaLore's updates.
+        basis_change: What becomes of filter and second moment when the basis changes: ``"rotate"`` takes them along,
+            ``"reset"`` begins anew, ``"keep"`` takes old coordinates for new ones, as the first implementation did.
+        projector: How a basis is found; see `galore.find_basis`.
+        projector_source: In what: the ``"gradient"`` of the step, or the ``"filtered"`` one, in which there is less noise.
+            For the latter the filter runs ahead of the projection and keeps its states in full size.
+        state_dtype: ``torch.bfloat16`` for filter states and second moment of half the size, rounded at random. By
+            default float32 for parameters of half precision, and the parameter's own dtype otherwise.
+        compiled: Whether torch compiles the update, which takes some twenty seconds once. By default from
+            ``WORTH_COMPILING`` parameters on.
 
     Raises:
-        ValueError: If an argument lies outside its range, or a floor is given to another base than ``"adam_bc"``.
+        ValueError: If an argument lies outside its range, or would have no effect.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -66,7 +96,7 @@ class DopplerOptimizer(Optimizer):
         tensor([0.5000, 0.5000])
 
     Source:
-        DOPPLER, Algorithms 1 and 2; Tang et al. 2024 for ``"adam_bc"``.
+        DOPPLER, Algorithms 1 and 2; Tang et al. 2024 for ``"adam_bc"``; Zhao et al. 2024 for ``rank``.
     """
 
     def __init__(
@@ -81,32 +111,62 @@ class DopplerOptimizer(Optimizer):
         floor: float | None = None,
         noise_std: float = 0.0,
         weight_decay: float = 0.0,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        basis_change: BasisChange = "rotate",
+        projector: Projector = "warm",
+        projector_source: ProjectorSource = "gradient",
+        state_dtype: torch.dtype | None = None,
+        compiled: bool | None = None,
     ) -> None:
-        _check_constants(base=base, beta2=beta2, eps=eps, floor=floor, noise_std=noise_std)
+        _check_constants(base=base, beta2=beta2, eps=eps, floor=floor, noise_std=noise_std, state_dtype=state_dtype)
+        for name, value, choices in (
+            ("basis_change", basis_change, BASIS_CHANGES),
+            ("projector", projector, PROJECTORS),
+            ("projector_source", projector_source, PROJECTOR_SOURCES),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
         # These are attributes and no group options: load_state_dict replaces the groups by those of the checkpoint,
         # and with them it would silently put back the noise_std of an earlier run, which is wrong as soon as the
         # privacy arguments have changed.
         self.low_pass_filter = low_pass_filter
-        self.base: Base = base
-        self.beta2 = beta2
-        self.noise_std = noise_std
-        self.eps = eps
-        self.floor = max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2) if floor is None else floor
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.basis_change: BasisChange = basis_change
+        self.projector: Projector = projector
+        self.projector_source: ProjectorSource = projector_source
+        self.state_dtype = state_dtype
+        self.compiled = compiled
+        b, a = padded_coefficients(low_pass_filter)
+        floor = max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2) if floor is None else floor
+        self.rule = Rule(b=b, a=a, base=base, beta2=beta2, eps=eps, noise_std=noise_std, floor=floor)
+        options = {"lr": lr, "weight_decay": weight_decay}
+        super().__init__(params, options | {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale})
+        if rank is not None and not any(_is_projected(p, group) for group in self.param_groups for p in group["params"]):
+            raise ValueError(f"rank is {rank}, but no parameter is a matrix with a shorter side above it: lower the rank")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as every torch optimizer does.
 
         Args:
-            param_group: ``params``, and ``lr`` and ``weight_decay`` where they differ from the optimizer's.
+            param_group: ``params``, and those of `GROUP_OPTIONS` that differ from the optimizer's.
 
         Raises:
-            ValueError: If the learning rate or the weight decay is negative.
+            ValueError: If an option lies outside its range, or there is none of that name.
         """
+        group = self.defaults | param_group
         for name in ("lr", "weight_decay"):
-            value = param_group.get(name, self.defaults[name])
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}: give a finite number of at least 0")
+            if not 0 <= group[name] < math.inf:
+                raise ValueError(f"{name} is {group[name]}: give a finite number of at least 0")
+        if group["rank"] is not None and group["rank"] < 1:
+            raise ValueError(f"rank is {group['rank']}: give at least 1, or None for no projection")
+        if group["update_proj_gap"] < 1:
+            raise ValueError(f"update_proj_gap is {group['update_proj_gap']}: give at least 1 step")
+        if not 0 < group["scale"] < math.inf:
+            raise ValueError(f"scale is {group['scale']}: give a finite number above 0")
+        # A scheduler that was there before the group has put its own mark on the others.
+        for name in param_group.keys() - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}:
+            raise ValueError(f"a group has {name}={param_group[name]!r}, which has no effect here: leave it out")
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -121,28 +181,79 @@ class DopplerOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError(f"closure is {closure!r}: compute the gradient before step() and call it without a closure")
-        b, a = padded_coefficients(self.low_pass_filter)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self._state_of(p)
-                grad = _dense(p.grad).to(_state_dtype(p))
-                state["step"] += 1
-                m_hat = low_pass(grad, state["filter_states"], b=b, a=a)
-                m_hat /= bias_correction(state["bias_states"], b=b, a=a)
-                if self.base == "sgd":
-                    direction = m_hat
+                grad, state = _dense(p.grad), self._state_of(p, group)
+                if "basis" in state:
+                    self._step_in_subspace(p, grad, state, group)
                 else:
-                    v_hat = second_moment(grad, state["exp_avg_sq"], beta2=self.beta2, step=state["step"])
-                    if self.base == "adam":
-                        direction = adam_direction(m_hat, v_hat, eps=self.eps)
-                    else:
-                        direction = adam_bc_direction(m_hat, v_hat, noise_std=self.noise_std, floor=self.floor)
-                apply_direction(p, direction, lr=group["lr"], weight_decay=group["weight_decay"])
+                    decay = 1 - group["lr"] * group["weight_decay"]
+                    numbers = self._numbers(state, lr=group["lr"]) | {"decay": decay}
+                    self._one_pass(p, grad, state["filter_states"], state.get("exp_avg_sq"), **numbers)
+
+    def _step_in_subspace(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        filters_ahead = self.projector_source == "filtered"
+        filtered_grad = filtered(in_float32(grad), state["filter_states"], rule=self.rule) if filters_ahead else grad
+        if state["steps_in_basis"] % group["update_proj_gap"] == 0:
+            self._renew_basis(in_float32(filtered_grad), state, rank=group["rank"])
+        state["steps_in_basis"] += 1
+        low_rank = project(grad, state["basis"])
+        # What the plain update would do to weights of zero is the update itself.
+        update = torch.zeros_like(low_rank)
+        numbers = self._numbers(state, lr=group["lr"]) | {"decay": 1.0}
+        if filters_ahead:
+            filtered_grad = project(filtered_grad, state["basis"])
+            descend(update, low_rank, filtered_grad, state.get("exp_avg_sq"), rule=self.rule, **numbers)
+        else:
+            self._one_pass(update, low_rank, state["filter_states"], state.get("exp_avg_sq"), **numbers)
+        decay = 1 - group["lr"] * group["weight_decay"]
+        add_lifted(p, update, state["basis"], scale=group["scale"], decay=decay)
+
+    def _numbers(self, state: dict[str, Any], *, lr: float) -> dict[str, float]:
+        """Advances the step count; returns what the corrections of the zero start make of constants and step size."""
+        state["step"] += 1
+        correction = 1 - self.rule.beta2 ** state["step"]
+        step_size = lr / bias_correction(state["bias_states"], b=self.rule.b, a=self.rule.a)
+        return {"correction": correction, "step_size": step_size * (1.0 if self.rule.base == "sgd" else correction**0.5)}
+
+    def _renew_basis(self, source: Tensor, state: dict[str, Any], *, rank: int) -> None:
+        is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
+        state["basis"] = find_basis(source, rank, projector=self.projector, previous=None if is_first else old)
+        if is_first or self.basis_change == "keep":
+            return
+        # A filter ahead of the projection knows nothing of bases.
+        states = [] if self.projector_source == "filtered" else state["filter_states"]
+        if self.basis_change == "reset":
+            for tensor in (*states, *(() if v is None else (v,))):
+                tensor.zero_()
+            state["step"] = 0
+            state["bias_states"] = state["bias_states"] if not states else [0.0] * len(states)
+            return
+        moved, moved_v = rotated(states, v, old=old, new=state["basis"], wide=is_wide(source))
+        state |= ({"filter_states": moved} if states else {}) | ({"exp_avg_sq": moved_v} if v is not None else {})
+
+    def subspaces(self) -> dict[Tensor, Tensor]:
+        """Returns for which parameters the next step reads no more of the gradient than its projection, and onto what.
+
+        Noise for these may be drawn in the subspace. They are the ones whose basis stays for the next step, unless the
+        filter runs ahead of the projection.
+
+        Returns:
+            Parameter → P, shape (shorter side, rank), with orthonormal columns.
+        """
+        if self.projector_source == "filtered":
+            return {}
+        return {
+            p: self.state[p]["basis"]
+            for group in self.param_groups
+            for p in group["params"]
+            if self.state[p].get("steps_in_basis", 0) % group["update_proj_gap"] != 0
+        }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads a checkpoint of an optimizer with the same base and a filter of the same order.
+        """Loads a checkpoint of an optimizer with the same base, the same rank, and a filter of the same order.
 
         The learning rates and weight decays are those of the checkpoint; filter, noise and the other constants stay
         those of this optimizer.
@@ -151,13 +262,21 @@ class DopplerOptimizer(Optimizer):
             state_dict: What `state_dict` returned.
 
         Raises:
-            ValueError: If the checkpoint was written by another optimizer, for another base, or for a filter of
+            ValueError: If the checkpoint was written by another optimizer, for another base or rank, or for a filter of
                 another order.
         """
-        saved_states = state_dict["state"]
+        saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
         for saved_state in saved_states.values():
             self._check_saved_state(saved_state)
+        for saved_group, group in zip(state_dict["param_groups"], own, strict=False):
+            if saved_group.get("rank") != group["rank"]:
+                raise ValueError(
+                    f"the checkpoint is of rank {saved_group.get('rank')}, this optimizer of rank {group['rank']}: set "
+                    f"rank={saved_group.get('rank')}"
+                )
         super().load_state_dict(state_dict)
+        for group, before in zip(self.param_groups, own, strict=True):
+            group.update({name: before[name] for name in ("update_proj_gap", "scale")})
         # torch casts floating-point state to the dtype of its parameter
         # (Optimizer._process_value_according_to_param_policy). For a bfloat16 parameter that rounds the float32
         # state to 8 bits, so the state is taken from the checkpoint a second time, uncast.
@@ -165,22 +284,58 @@ class DopplerOptimizer(Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for saved_id, p in zip(saved_ids, params, strict=True):
             if saved_id in saved_states:
-                self.state[p] = _copied_state(saved_states[saved_id], p)
+                self.state[p] = self._copied_state(saved_states[saved_id], p)
 
-    def _state_of(self, p: Tensor) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what pickling and copying take along; torch's own would leave the attributes out."""
+        names = ("low_pass_filter", "basis_change", "projector", "projector_source", "state_dtype", "compiled", "rule")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
+
+    @functools.cached_property
+    def _one_pass(self) -> OnePass:
+        numel = sum(p.numel() for group in self.param_groups for p in group["params"])
+        return OnePass(self.rule, compiled=numel >= WORTH_COMPILING if self.compiled is None else self.compiled)
+
+    def _dtype_of_state(self, p: Tensor) -> torch.dtype:
+        return in_float32(p[:0]).dtype if self.state_dtype is None else self.state_dtype
+
+    def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
         if not state:
-            order = self.low_pass_filter.order
+            if self.state_dtype is not None and p.dtype == torch.float64:
+                raise ValueError(f"state_dtype is {self.state_dtype}, but a parameter is of torch.float64: leave it out")
+            order, shape = self.low_pass_filter.order, p.shape
             state["step"] = 0
             # Adam and AdamBC have the same state, and strings do not belong in it: the number tells a checkpoint of
             # one from the other's.
-            state["base"] = BASES.index(self.base)
-            state["filter_states"] = [torch.zeros_like(p, dtype=_state_dtype(p)) for _ in range(order)]
+            state["base"] = BASES.index(self.rule.base)
+            if _is_projected(p, group):
+                short, rank = min(p.shape), group["rank"]
+                shape = torch.Size((rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank))
+                state["steps_in_basis"] = 0
+                state["basis"] = torch.zeros(short, rank, dtype=in_float32(p[:0]).dtype, device=p.device)
+            full = self.projector_source == "filtered" and "basis" in state
+            state["filter_states"] = [self._zeros(p, p.shape if full else shape) for _ in range(order)]
             # One per parameter, not one for all: a parameter that had no gradient yet has taken no step.
             state["bias_states"] = [0.0] * order
-            if self.base != "sgd":
-                state["exp_avg_sq"] = torch.zeros_like(p, dtype=_state_dtype(p))
+            if self.rule.base != "sgd":
+                state["exp_avg_sq"] = self._zeros(p, shape)
         return state
+
+    def _zeros(self, p: Tensor, shape: torch.Size) -> Tensor:
+        dtype = self._dtype_of_state(p)
+        return torch.zeros_like(p, dtype=dtype) if shape == p.shape else torch.zeros(shape, dtype=dtype, device=p.device)
+
+    def _copied_state(self, saved_state: dict[str, Any], p: Tensor) -> dict[str, Any]:
+        def copied(name: str, value: Any) -> Any:
+            if isinstance(value, list):
+                return [copied(name, item) for item in value]
+            if not isinstance(value, Tensor):
+                return value
+            dtype = in_float32(p[:0]).dtype if name == "basis" else self._dtype_of_state(p)
+            return value.to(p.device, dtype, copy=True)
+
+        return {name: copied(name, value) for name, value in saved_state.items()}
 
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
         if not {"base", "filter_states", "bias_states"} <= saved_state.keys():
@@ -189,9 +344,9 @@ class DopplerOptimizer(Optimizer):
                 "load one that was, or start afresh"
             )
         saved_base, saved_order = BASES[saved_state["base"]], len(saved_state["filter_states"])
-        if saved_base != self.base:
+        if saved_base != self.rule.base:
             raise ValueError(
-                f"the checkpoint is of base {saved_base!r}, this optimizer of {self.base!r}: set base={saved_base!r}"
+                f"the checkpoint is of base {saved_base!r}, this optimizer of {self.rule.base!r}: set base={saved_base!r}"
             )
         if saved_order != self.low_pass_filter.order:
             raise ValueError(
@@ -200,34 +355,8 @@ class DopplerOptimizer(Optimizer):
             )
 
 
-def apply_direction(
-    p: Float[Tensor, "*shape"], direction: Float[Tensor, "*shape"], *, lr: float, weight_decay: float
-) -> None:
-    """Decays the parameter and moves it against the direction (modified in place).
-
-    Args:
-        p: The parameter, any shape.
-        direction: d_t, same shape, in the dtype of the state.
-        lr: Learning rate.
-        weight_decay: Decoupled weight decay.
-
-    Example:
-        >>> p = torch.ones(1)
-        >>> apply_direction(p, torch.ones(1), lr=0.25, weight_decay=1.0)
-        >>> p
-        tensor([0.5000])
-
-    Source:
-        DOPPLER, Algorithm 2, last line; Loshchilov and Hutter 2019 for the decay.
-    """
-    # In half precision, decay and step are rounded once, together; a decay of 1 - 1e-5 rounded by itself is lost.
-    weight = p.to(direction.dtype)
-    weight.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
-    p.copy_(weight)
-
-
-def _state_dtype(p: Tensor) -> torch.dtype:
-    return torch.float32 if p.dtype in (torch.bfloat16, torch.float16) else p.dtype
+def _is_projected(p: Tensor, group: dict[str, Any]) -> bool:
+    return group["rank"] is not None and p.ndim == 2 and min(p.shape) > group["rank"]
 
 
 def _dense(grad: Tensor) -> Tensor:
@@ -238,16 +367,9 @@ def _dense(grad: Tensor) -> Tensor:
     return grad
 
 
-def _copied_state(saved_state: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    def copied(value: Any) -> Any:
-        if isinstance(value, list):
-            return [copied(item) for item in value]
-        return value.to(p.device, _state_dtype(p), copy=True) if isinstance(value, Tensor) else value
-
-    return {key: copied(value) for key, value in saved_state.items()}
-
-
-def _check_constants(*, base: str, beta2: float, eps: float, floor: float | None, noise_std: float) -> None:
+def _check_constants(
+    *, base: str, beta2: float, eps: float, floor: float | None, noise_std: float, state_dtype: torch.dtype | None
+) -> None:
     if base not in BASES:
         raise ValueError(f"base is {base!r}: choose one of {', '.join(BASES)}")
     if not 0 <= beta2 < 1:
@@ -256,6 +378,8 @@ def _check_constants(*, base: str, beta2: float, eps: float, floor: float | None
         raise ValueError(f"eps is {eps}: give a positive number")
     if not 0 <= noise_std < math.inf:
         raise ValueError(f"noise_std is {noise_std}: give a finite number of at least 0")
+    if state_dtype not in (None, torch.bfloat16, torch.float32):
+        raise ValueError(f"state_dtype is {state_dtype}: choose torch.float32 or torch.bfloat16, or leave it out")
     if floor is None:
         return
     if base != "adam_bc":

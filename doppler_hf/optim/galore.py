@@ -1,0 +1,154 @@
+r"""GaLore: the state of a matrix in a subspace of rank r (Zhao et al. 2024; DOPPLER, Algorithm 2, "Use GaLore").
+
+    g̃_t = Pᵀ G_t,    X_{t+1} = X_t - lr·scale · P d_t        (G of shape m×n with m ≤ n, P of shape m×r)
+
+and g̃ = G P, X - lr·scale · d Pᵀ for m > n: the shorter side is projected. P has orthonormal columns, so white noise in G
+is white in g̃, of the same variance, and what DPAdamBC subtracts stays right.
+
+P is renewed now and then, and the state of filter and second moment was in the old coordinates. With Q = P_newᵀ P_old a
+state s becomes Q s. The second moment v becomes, coordinate by coordinate, Σ_j Q_ij² v_j, as for uncorrelated ones; the
+part of a new direction that lies outside of the old subspace, 1 - Σ_j Q_ij², has no history and gets the mean of v.
+"""
+
+from typing import Final, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Projector = Literal["svd", "randomized", "warm"]
+ProjectorSource = Literal["gradient", "filtered"]
+BasisChange = Literal["rotate", "reset", "keep"]
+PROJECTORS: Final[tuple[Projector, ...]] = get_args(Projector)
+PROJECTOR_SOURCES: Final[tuple[ProjectorSource, ...]] = get_args(ProjectorSource)
+BASIS_CHANGES: Final[tuple[BasisChange, ...]] = get_args(BasisChange)
+
+# Columns that the randomized range finder takes beyond the rank, as Halko et al. advise (Section 4.2).
+OVERSAMPLING: Final = 8
+
+
+def is_wide(matrix: Float[Tensor, "m n"]) -> bool:
+    """Whether the first side is the shorter one, which is projected."""
+    return matrix.shape[0] <= matrix.shape[1]
+
+
+def find_basis(
+    matrix: Float[Tensor, "m n"],
+    rank: int,
+    *,
+    projector: Projector,
+    previous: Float[Tensor, "short r"] | None = None,
+) -> Float[Tensor, "short r"]:
+    r"""Returns orthonormal directions of the shorter side that hold much of a matrix.
+
+    Args:
+        matrix: What to project, such as a private gradient, in float32 at least.
+        rank: r, at most the length of the shorter side.
+        projector: ``"svd"`` takes the best there are, by a full SVD. ``"randomized"`` finds them up to chance in the
+            range of a random product, after one power iteration. ``"warm"`` makes one step of subspace iteration
+            from `previous`, and is ``"randomized"`` without it.
+        previous: The basis so far.
+
+    Returns:
+        P, shape (shorter side, rank), with orthonormal columns.
+
+    Example:
+        >>> find_basis(torch.diag(torch.tensor([1.0, 3.0, 2.0])), 1, projector="svd").abs()
+        tensor([[0.],
+                [1.],
+                [0.]])
+
+    Source:
+        Zhao et al., "GaLore", ICML 2024, for the full SVD; Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1, for the
+        randomized one.
+    """
+    short = matrix if is_wide(matrix) else matrix.T
+    if projector == "svd":
+        return torch.linalg.svd(short, full_matrices=False).U[:, :rank].contiguous()
+    if projector == "warm" and previous is not None:
+        return _orthonormal(short @ (short.T @ previous))
+    columns = min(rank + OVERSAMPLING, short.shape[0])
+    # The same ones at every refresh: they need to be independent of the matrix, not of each other.
+    generator = torch.Generator(short.device).manual_seed(0)
+    probes = torch.randn(short.shape[1], columns, generator=generator, device=short.device, dtype=short.dtype)
+    range_of = _orthonormal(short @ (short.T @ _orthonormal(short @ probes)))
+    if columns == rank:
+        return range_of
+    within = range_of.T @ short
+    # Eigenvectors of a small Gram matrix, by ascending eigenvalue.
+    return range_of @ torch.linalg.eigh(within @ within.T).eigenvectors[:, -rank:]
+
+
+def _orthonormal(matrix: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
+    return torch.linalg.qr(matrix).Q
+
+
+def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short r"]) -> Float[Tensor, "_ _"]:
+    """Returns Pᵀ G, shape (r, n), or G P, shape (m, r), in the dtype of the basis.
+
+    Example:
+        >>> project(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[0.0], [1.0]]))
+        tensor([[4., 5., 6.]])
+    """
+    matrix = matrix.to(basis.dtype)
+    return basis.T @ matrix if is_wide(matrix) else matrix @ basis
+
+
+def add_lifted(
+    weight: Float[Tensor, "m n"],
+    low_rank: Float[Tensor, "_ _"],
+    basis: Float[Tensor, "short r"],
+    *,
+    scale: float,
+    decay: float,
+) -> None:
+    """Sets X to decay·X + scale · P d, or d Pᵀ (modified in place).
+
+    Args:
+        weight: X.
+        low_rank: d, in the coordinates of the basis.
+        basis: P.
+        scale: Factor of the lifted part.
+        decay: Factor of the weight.
+    """
+    left, right = (basis, low_rank) if is_wide(weight) else (low_rank, basis.T)
+    if weight.dtype == basis.dtype:
+        weight.addmm_(left, right, beta=decay, alpha=scale)
+    else:
+        weight.copy_(torch.addmm(weight.to(basis.dtype), left, right, beta=decay, alpha=scale))
+
+
+def rotated(
+    states: list[Float[Tensor, "_ _"]],
+    exp_avg_sq: Float[Tensor, "_ _"] | None,
+    *,
+    old: Float[Tensor, "short r"],
+    new: Float[Tensor, "short r"],
+    wide: bool,
+) -> tuple[list[Float[Tensor, "_ _"]], Float[Tensor, "_ _"] | None]:
+    """Returns filter states and second moment in the coordinates of a new basis.
+
+    Args:
+        states: The filter's states, shape (r, n) or (m, r).
+        exp_avg_sq: v, of the same shape, or None.
+        old: The basis that they are in.
+        new: The one that they shall be in.
+        wide: Whether the coordinates are the first dimension.
+
+    Returns:
+        New tensors, in the dtypes of the old ones.
+    """
+    change = new.T @ old
+
+    def along_basis(matrix: Tensor, state: Tensor) -> Tensor:
+        return (matrix @ state if wide else state @ matrix.T).to(matrix.dtype)
+
+    moved = [along_basis(change, state.to(change.dtype)).to(state.dtype) for state in states]
+    if exp_avg_sq is None:
+        return moved, None
+    shares = change.square()
+    missing = (1 - shares.sum(dim=1)).clamp_(min=0.0)
+    v = exp_avg_sq.to(change.dtype)
+    dim = 0 if wide else 1
+    fill = missing.unsqueeze(1 - dim) * v.mean(dim=dim, keepdim=True)
+    return moved, (along_basis(shares, v) + fill).to(exp_avg_sq.dtype)
