@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from doppler_hf.filters import LowPassFilter
+from doppler_hf.galore_args import GaloreArguments, check_target_modules
 from doppler_hf.optim.optimizer import Base
 from doppler_hf.privacy.accounting import Accountant
 from doppler_hf.privacy.clipping import Clipping, Engine, Granularity
@@ -148,6 +149,7 @@ class DopplerTrainingArguments(TrainingArguments):
         else:
             self._check_privacy()
             self._check_optimizer()
+            self._check_galore()
             self._refuse_what_breaks_privacy()
 
     def _check_choices(self) -> None:
@@ -215,14 +217,37 @@ class DopplerTrainingArguments(TrainingArguments):
         if self.adam_bc_floor is not None and not 0.0 < self.adam_bc_floor < math.inf:
             raise ValueError(f"adam_bc_floor must be a finite number > 0, got {self.adam_bc_floor}.")
         if self.optim != OptimizerNames(type(self).__dataclass_fields__["optim"].default):
+            name = OptimizerNames(self.optim).value
+            galore = "; optim_target_modules, with optim_args, is what switches GaLore on" if "galore" in name else ""
             raise ValueError(
-                f"optim={OptimizerNames(self.optim).value!r} is without effect: DopplerTrainer builds its optimizer from "
-                "base_optimizer and low_pass_filter. Leave optim out."
+                f"optim={name!r} is without effect: DopplerTrainer builds its optimizer from base_optimizer and "
+                f"low_pass_filter. Leave optim out{galore}."
             )
         if self.adam_beta1 != 0.9:
             raise ValueError(
                 f"adam_beta1={self.adam_beta1} is without effect: the first moment is the filter's. Use low_pass_filter="
                 f"'b={1 - self.adam_beta1:.6g};a=1,{-self.adam_beta1:.6g}' instead."
+            )
+
+    def _check_galore(self) -> None:
+        if self.optim_target_modules is None:
+            if self.optim_args:
+                raise ValueError(
+                    f"optim_args={self.optim_args!r} is without effect: it is about GaLore, which optim_target_modules "
+                    "switches on. Set that, e.g. to 'all-linear', or leave optim_args out."
+                )
+            return
+        check_target_modules(self.optim_target_modules)
+        galore = GaloreArguments.parse(self.optim_args)
+        if galore.projector_source == "filtered" and self.low_pass_filter == "none":
+            raise ValueError(
+                "optim_args has projector_source=filtered, which is without effect for low_pass_filter='none': the "
+                "filtered gradient is the gradient itself. Leave it out, or set a filter."
+            )
+        if galore.basis_change != "rotate" and self.low_pass_filter == "none" and self.base_optimizer == "sgd":
+            raise ValueError(
+                f"optim_args has basis_change={galore.basis_change}, which is without effect for base_optimizer='sgd' and "
+                "low_pass_filter='none': they keep no state that a new basis could change. Leave it out."
             )
 
     def _refuse_what_breaks_privacy(self) -> None:

@@ -185,9 +185,9 @@ def test_the_gradient_and_its_buffer_are_left_alone():
 
 def test_default_floor_follows_the_noise():
     noisy = DopplerOptimizer([parameter()], 0.1, base="adam_bc", noise_std=0.2, eps=1e-8)
-    assert noisy.rule.floor == pytest.approx(DEFAULT_FLOOR_FRACTION * 0.04, rel=1e-12)
-    assert DopplerOptimizer([parameter()], 0.1, base="adam_bc", eps=1e-4).rule.floor == pytest.approx(1e-8, rel=1e-12)
-    assert DopplerOptimizer([parameter()], 0.1, base="adam_bc", noise_std=0.2, floor=1e-9).rule.floor == 1e-9
+    assert noisy.floor == pytest.approx(DEFAULT_FLOOR_FRACTION * 0.04, rel=1e-12)
+    assert DopplerOptimizer([parameter()], 0.1, base="adam_bc", eps=1e-4).floor == pytest.approx(1e-8, rel=1e-12)
+    assert DopplerOptimizer([parameter()], 0.1, base="adam_bc", noise_std=0.2, floor=1e-9).floor == 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -253,7 +253,7 @@ def test_loading_keeps_the_constants_and_takes_the_learning_rate():
     saved = optimizer_of(lr=0.1, weight_decay=0.2, noise_std=0.3, beta2=0.9, floor=0.4).state_dict()
     loading = optimizer_of(lr=0.01, noise_std=0.03, beta2=0.99, floor=0.04)
     loading.load_state_dict(saved_and_loaded(saved))
-    assert (loading.rule.noise_std, loading.rule.beta2, loading.rule.floor) == (0.03, 0.99, 0.04)
+    assert (loading.noise_std, loading.beta2, loading.floor) == (0.03, 0.99, 0.04)
     assert (loading.param_groups[0]["lr"], loading.param_groups[0]["weight_decay"]) == (0.1, 0.2)
 
 

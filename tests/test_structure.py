@@ -59,7 +59,7 @@ def test_public_names():
         "LowPassFilter", "PAPER_FILTERS", "butterworth", "chebyshev1", "impulse_response", "momentum", "noise_gain",
         "step_response",
     ]  # fmt: skip
-    assert doppler_hf.optim.__all__ == ["DopplerOptimizer"]
+    assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "LowPassOptimizer"]
     assert sorted(doppler_hf.privacy.__all__) == [
         "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PoissonSampler", "PrivacyLedger",
         "check_per_sample_gradients", "default_delta",

@@ -34,6 +34,19 @@ REFUSED = [
     (dict(adam_bc_floor=0.0), "adam_bc_floor must be a finite number > 0, got 0"),
     (dict(max_grad_norm=1.0), "max_grad_norm=1.0 would rescale the private gradient"),
     (dict(optim="sgd"), "optim='sgd' is without effect"),
+    (
+        dict(optim="galore_adamw", optim_target_modules="all-linear"),
+        "Leave optim out; optim_target_modules, with optim_args",
+    ),
+    (dict(optim_args="rank=4"), "optim_args='rank=4' is without effect.*optim_target_modules switches on"),
+    (dict(optim_target_modules=[]), r"optim_target_modules=\[\] names no module"),
+    (dict(optim_target_modules=["*mlp"]), "no regular expression"),
+    (dict(optim_target_modules="all-linear", optim_args="rank=0"), "rank must be at least 1, got 0"),
+    (dict(optim_target_modules="all-linear", optim_args="projector_source=filtered"), "filtered gradient is the gradient"),
+    (
+        dict(optim_target_modules="all-linear", optim_args="basis_change=keep", base_optimizer="sgd"),
+        "basis_change=keep, which is without effect for base_optimizer='sgd'",
+    ),
     (dict(adam_beta1=0.8), "adam_beta1=0.8 is without effect.*b=0.2;a=1,-0.8"),
     (dict(train_sampling_strategy="group_by_length"), "Poisson"),
     (dict(label_smoothing_factor=0.1), "label_smoothing_factor cannot be used"),
@@ -55,6 +68,38 @@ REFUSED = [
 def test_refused(tmp_path, overrides, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **overrides)
+
+
+GALORE = [
+    dict(optim_target_modules="all-linear"),
+    dict(optim_target_modules=["attn", "mlp"], optim_args="rank=64,update_proj_gap=100,scale=0.10"),
+    dict(optim_target_modules="all-linear", base_optimizer="sgd", optim_args="basis_change=rotate"),
+    dict(optim_target_modules="all-linear", base_optimizer="adam", optim_args="basis_change=reset"),
+    dict(
+        optim_target_modules="all-linear", base_optimizer="sgd", low_pass_filter="momentum",
+        optim_args="basis_change=keep,projector_source=filtered",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", GALORE, ids=str)
+def test_galore_goes_with_every_base_optimizer(tmp_path, overrides):
+    args = arguments(tmp_path, **overrides)
+    assert args.optim_target_modules == overrides["optim_target_modules"]
+    assert args.optim_args == overrides.get("optim_args")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(optim="galore_adamw", optim_target_modules=["attn"], optim_args="rank=4,proj_type=reverse_std"),
+        dict(optim="ademamix", optim_args="beta3=0.99"),
+    ],
+    ids=str,
+)
+def test_without_privacy_optimizers_are_the_hosts(tmp_path, overrides):
+    args = arguments(tmp_path, target_epsilon=None, disable_dp=True, **overrides)
+    assert {name: getattr(args, name) for name in overrides} == overrides
 
 
 @pytest.mark.parametrize("name", ["fp16", "n_gpu", "deepspeed", "fsdp", "parallelism_config"])

@@ -1,5 +1,6 @@
-"""What happens to a private gradient after it was made: post-processing, which costs no privacy."""
+"""Right of the privacy boundary: optimizers on gradients that are private already. Nothing here may import the left."""
 
+from doppler_hf.optim.low_pass_optimizer import LowPassOptimizer
 from doppler_hf.optim.optimizer import DopplerOptimizer
 
-__all__ = ["DopplerOptimizer"]
+__all__ = ["DopplerOptimizer", "LowPassOptimizer"]

@@ -75,8 +75,9 @@ def find_basis(
     if columns == rank:
         return range_of
     within = range_of.T @ short
-    # Eigenvectors of a small Gram matrix, by ascending eigenvalue.
-    return range_of @ torch.linalg.eigh(within @ within.T).eigenvectors[:, -rank:]
+    # Eigenvectors of a small Gram matrix, by ascending eigenvalue. Orthonormal once more, because products may be rounded
+    # (TF32), and what draws its noise in the subspace relies on it.
+    return _orthonormal(range_of @ torch.linalg.eigh(within @ within.T).eigenvectors[:, -rank:])
 
 
 def _orthonormal(matrix: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:

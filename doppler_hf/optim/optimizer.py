@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -34,8 +34,13 @@ from doppler_hf.optim.galore import (
     rotated,
 )
 from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
+from doppler_hf.optim.one_pass import OnePass, Work
 from doppler_hf.optim.rounding import in_float32
-from doppler_hf.optim.update import BASES, Base, OnePass, Rule, descend, filtered
+from doppler_hf.optim.state import copied_state, dense, full_dtype
+from doppler_hf.optim.update import Numbers, descend, filtered
+
+Base = Literal["sgd", "adam", "adam_bc"]
+BASES: Final[tuple[Base, ...]] = get_args(Base)
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
 # is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
@@ -132,18 +137,21 @@ class DopplerOptimizer(Optimizer):
         # and with them it would silently put back the noise_std of an earlier run, which is wrong as soon as the
         # privacy arguments have changed.
         self.low_pass_filter = low_pass_filter
+        self._b, self._a = padded_coefficients(low_pass_filter)
         self.basis_change: BasisChange = basis_change
         self.projector: Projector = projector
         self.projector_source: ProjectorSource = projector_source
         self.state_dtype = state_dtype
         self.compiled = compiled
-        b, a = padded_coefficients(low_pass_filter)
-        floor = max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2) if floor is None else floor
-        self.rule = Rule(b=b, a=a, base=base, beta2=beta2, eps=eps, noise_std=noise_std, floor=floor)
+        self.base: Base = base
+        self.beta2 = beta2
+        self.noise_std = noise_std
+        self.eps = eps
+        self.floor = max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2) if floor is None else floor
         options = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, options | {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale})
-        if rank is not None and not any(_is_projected(p, group) for group in self.param_groups for p in group["params"]):
-            raise ValueError(f"rank is {rank}, but no parameter is a matrix with a shorter side above it: lower the rank")
+        if rank is not None:
+            self._refuse_without_effect(rank, [p for group in self.param_groups for p in group["params"]])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as every torch optimizer does.
@@ -154,7 +162,7 @@ class DopplerOptimizer(Optimizer):
         Raises:
             ValueError: If an option lies outside its range, or there is none of that name.
         """
-        group = self.defaults | param_group
+        group, own = self.defaults | param_group, set(param_group)
         for name in ("lr", "weight_decay"):
             if not 0 <= group[name] < math.inf:
                 raise ValueError(f"{name} is {group[name]}: give a finite number of at least 0")
@@ -168,6 +176,8 @@ class DopplerOptimizer(Optimizer):
         for name in param_group.keys() - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}:
             raise ValueError(f"a group has {name}={param_group[name]!r}, which has no effect here: leave it out")
         super().add_param_group(param_group)
+        if "rank" in own and group["rank"] is not None:
+            self._refuse_without_effect(group["rank"], param_group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -181,42 +191,54 @@ class DopplerOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError(f"closure is {closure!r}: compute the gradient before step() and call it without a closure")
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                grad, state = _dense(p.grad), self._state_of(p, group)
-                if "basis" in state:
-                    self._step_in_subspace(p, grad, state, group)
-                else:
-                    decay = 1 - group["lr"] * group["weight_decay"]
-                    numbers = self._numbers(state, lr=group["lr"]) | {"decay": decay}
-                    self._one_pass(p, grad, state["filter_states"], state.get("exp_avg_sq"), **numbers)
+        updated = [(p, dense(p.grad), group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        works: dict[Numbers, list[Work]] = {}  # most parameters share the numbers of a step
+        lifted = []
+        for p, grad, group in updated:
+            state, decay = self._state_of(p, group), 1 - float(group["lr"]) * float(group["weight_decay"])
+            if "basis" not in state:
+                work = Work(p.detach(), grad, state["filter_states"], state.get("exp_avg_sq"))
+                works.setdefault(self._numbers(state, lr=group["lr"], decay=decay), []).append(work)
+                continue
+            grad, filtered_grad = self._projected(grad, state, group)
+            numbers = self._numbers(state, lr=group["lr"], decay=1.0)
+            # What the plain update does to weights of zero is the update itself.
+            update, v = torch.zeros_like(grad), state.get("exp_avg_sq")
+            if filtered_grad is None:
+                works.setdefault(numbers, []).append(Work(update, grad, state["filter_states"], v))
+            else:
+                descend(update, grad, filtered_grad, v, beta2=self.beta2, **vars(numbers))
+            lifted.append((p, update, state["basis"], group["scale"], decay))
+        for numbers, some in works.items():
+            self._one_pass(some, numbers)
+        for p, update, basis, scale, decay in lifted:
+            add_lifted(p, update, basis, scale=scale, decay=decay)
 
-    def _step_in_subspace(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        filters_ahead = self.projector_source == "filtered"
-        filtered_grad = filtered(in_float32(grad), state["filter_states"], rule=self.rule) if filters_ahead else grad
+    def _projected(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Returns the projected gradient, and the projected filtered one where the filter runs ahead of the projection."""
+        filtered_grad = None
+        if self.projector_source == "filtered":
+            filtered_grad = filtered(in_float32(grad), state["filter_states"], b=self._b, a=self._a)
         if state["steps_in_basis"] % group["update_proj_gap"] == 0:
-            self._renew_basis(in_float32(filtered_grad), state, rank=group["rank"])
+            source = in_float32(grad) if filtered_grad is None else filtered_grad
+            self._renew_basis(source, state, rank=group["rank"])
         state["steps_in_basis"] += 1
-        low_rank = project(grad, state["basis"])
-        # What the plain update would do to weights of zero is the update itself.
-        update = torch.zeros_like(low_rank)
-        numbers = self._numbers(state, lr=group["lr"]) | {"decay": 1.0}
-        if filters_ahead:
-            filtered_grad = project(filtered_grad, state["basis"])
-            descend(update, low_rank, filtered_grad, state.get("exp_avg_sq"), rule=self.rule, **numbers)
-        else:
-            self._one_pass(update, low_rank, state["filter_states"], state.get("exp_avg_sq"), **numbers)
-        decay = 1 - group["lr"] * group["weight_decay"]
-        add_lifted(p, update, state["basis"], scale=group["scale"], decay=decay)
+        basis = state["basis"]
+        return project(grad, basis), None if filtered_grad is None else project(filtered_grad, basis)
 
-    def _numbers(self, state: dict[str, Any], *, lr: float) -> dict[str, float]:
-        """Advances the step count; returns what the corrections of the zero start make of constants and step size."""
+    def _numbers(self, state: dict[str, Any], *, lr: float, decay: float) -> Numbers:
+        """Advances the step count, and takes the corrections of the zero start into the constants and the step size."""
         state["step"] += 1
-        correction = 1 - self.rule.beta2 ** state["step"]
-        step_size = lr / bias_correction(state["bias_states"], b=self.rule.b, a=self.rule.a)
-        return {"correction": correction, "step_size": step_size * (1.0 if self.rule.base == "sgd" else correction**0.5)}
+        step_size = float(lr) / bias_correction(state["bias_states"], b=self._b, a=self._a)
+        if self.base == "sgd":
+            return Numbers(step_size=step_size, decay=decay)
+        k = 1 - self.beta2 ** state["step"]
+        noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
+        return Numbers(step_size=step_size * math.sqrt(k), decay=decay, noise_var=k * noise_var, floor=k * floor)
+
+    def _refuse_without_effect(self, rank: int, params: list[Tensor]) -> None:
+        if not any(_is_projected(p, {"rank": rank}) for p in params):
+            raise ValueError(f"rank is {rank}, but no parameter is a matrix with a shorter side above it: lower the rank")
 
     def _renew_basis(self, source: Tensor, state: dict[str, Any], *, rank: int) -> None:
         is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
@@ -277,27 +299,29 @@ class DopplerOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, own, strict=True):
             group.update({name: before[name] for name in ("update_proj_gap", "scale")})
-        # torch casts floating-point state to the dtype of its parameter
-        # (Optimizer._process_value_according_to_param_policy). For a bfloat16 parameter that rounds the float32
-        # state to 8 bits, so the state is taken from the checkpoint a second time, uncast.
+        # A second time, uncast; see `state`.
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for saved_id, p in zip(saved_ids, params, strict=True):
             if saved_id in saved_states:
-                self.state[p] = self._copied_state(saved_states[saved_id], p)
+                self.state[p] = copied_state(
+                    saved_states[saved_id], device=p.device, dtype_of=functools.partial(self._dtype_of_state, p)
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickling and copying take along; torch's own would leave the attributes out."""
-        names = ("low_pass_filter", "basis_change", "projector", "projector_source", "state_dtype", "compiled", "rule")
-        return super().__getstate__() | {name: getattr(self, name) for name in names}
+        names = ("low_pass_filter", "_b", "_a", "base", "beta2", "noise_std", "eps", "floor", "basis_change", "projector")
+        more = ("projector_source", "state_dtype", "compiled")
+        return super().__getstate__() | {name: getattr(self, name) for name in names + more}
 
     @functools.cached_property
     def _one_pass(self) -> OnePass:
         numel = sum(p.numel() for group in self.param_groups for p in group["params"])
-        return OnePass(self.rule, compiled=numel >= WORTH_COMPILING if self.compiled is None else self.compiled)
+        compiled = numel >= WORTH_COMPILING if self.compiled is None else self.compiled
+        return OnePass(b=self._b, a=self._a, beta2=self.beta2, compiled=compiled)
 
-    def _dtype_of_state(self, p: Tensor) -> torch.dtype:
-        return in_float32(p[:0]).dtype if self.state_dtype is None else self.state_dtype
+    def _dtype_of_state(self, p: Tensor, name: str) -> torch.dtype:
+        return full_dtype(p) if self.state_dtype is None or name == "basis" else self.state_dtype
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
@@ -308,34 +332,23 @@ class DopplerOptimizer(Optimizer):
             state["step"] = 0
             # Adam and AdamBC have the same state, and strings do not belong in it: the number tells a checkpoint of
             # one from the other's.
-            state["base"] = BASES.index(self.rule.base)
+            state["base"] = BASES.index(self.base)
             if _is_projected(p, group):
                 short, rank = min(p.shape), group["rank"]
                 shape = torch.Size((rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank))
                 state["steps_in_basis"] = 0
-                state["basis"] = torch.zeros(short, rank, dtype=in_float32(p[:0]).dtype, device=p.device)
+                state["basis"] = torch.zeros(short, rank, dtype=full_dtype(p), device=p.device)
             full = self.projector_source == "filtered" and "basis" in state
             state["filter_states"] = [self._zeros(p, p.shape if full else shape) for _ in range(order)]
             # One per parameter, not one for all: a parameter that had no gradient yet has taken no step.
             state["bias_states"] = [0.0] * order
-            if self.rule.base != "sgd":
+            if self.base != "sgd":
                 state["exp_avg_sq"] = self._zeros(p, shape)
         return state
 
     def _zeros(self, p: Tensor, shape: torch.Size) -> Tensor:
-        dtype = self._dtype_of_state(p)
+        dtype = self._dtype_of_state(p, "filter_states")
         return torch.zeros_like(p, dtype=dtype) if shape == p.shape else torch.zeros(shape, dtype=dtype, device=p.device)
-
-    def _copied_state(self, saved_state: dict[str, Any], p: Tensor) -> dict[str, Any]:
-        def copied(name: str, value: Any) -> Any:
-            if isinstance(value, list):
-                return [copied(name, item) for item in value]
-            if not isinstance(value, Tensor):
-                return value
-            dtype = in_float32(p[:0]).dtype if name == "basis" else self._dtype_of_state(p)
-            return value.to(p.device, dtype, copy=True)
-
-        return {name: copied(name, value) for name, value in saved_state.items()}
 
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
         if not {"base", "filter_states", "bias_states"} <= saved_state.keys():
@@ -344,9 +357,9 @@ class DopplerOptimizer(Optimizer):
                 "load one that was, or start afresh"
             )
         saved_base, saved_order = BASES[saved_state["base"]], len(saved_state["filter_states"])
-        if saved_base != self.rule.base:
+        if saved_base != self.base:
             raise ValueError(
-                f"the checkpoint is of base {saved_base!r}, this optimizer of {self.rule.base!r}: set base={saved_base!r}"
+                f"the checkpoint is of base {saved_base!r}, this optimizer of {self.base!r}: set base={saved_base!r}"
             )
         if saved_order != self.low_pass_filter.order:
             raise ValueError(
@@ -357,14 +370,6 @@ class DopplerOptimizer(Optimizer):
 
 def _is_projected(p: Tensor, group: dict[str, Any]) -> bool:
     return group["rank"] is not None and p.ndim == 2 and min(p.shape) > group["rank"]
-
-
-def _dense(grad: Tensor) -> Tensor:
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"a gradient has layout {grad.layout}, but privacy noise is dense: build the embedding with sparse=False"
-        )
-    return grad
 
 
 def _check_constants(

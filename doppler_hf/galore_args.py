@@ -1,0 +1,177 @@
+"""GaLore's arguments, read from the two fields that `TrainingArguments` has for it already.
+
+`optim_target_modules` says which modules, and so switches GaLore on; `optim_args` is a line such as
+"rank=64,update_proj_gap=100,scale=0.1". The names, the defaults and the rule by which modules match are the host's
+(`transformers/trainer_optimizer.py`); what it would pass over in silence is refused.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.trainer_utils import check_target_module_exists
+
+from doppler_hf.optim.galore import BasisChange, Projector, ProjectorSource
+
+
+@dataclass(frozen=True)
+class GaloreArguments:
+    """What `optim_args` can say.
+
+    Args:
+        rank: Columns of the projector P.
+        update_proj_gap: Optimizer steps from one projector to the next.
+        scale: Factor of the update that comes back from the subspace.
+        basis_change: What becomes of the optimizer's state when P changes: it is rotated into the new basis, reset to
+            zero, or kept as it is.
+        projector: How P is found: by iteration from the last P on, by iteration from a random start, or by a full
+            singular value decomposition.
+        projector_source: What P is found from: the private gradient, or the filtered one.
+
+    Raises:
+        ValueError: A value outside its range.
+
+    Example:
+        >>> GaloreArguments.parse("rank=64, scale=1.0").rank
+        64
+    """
+
+    rank: int = 128
+    update_proj_gap: int = 200
+    scale: float = 0.25
+    basis_change: BasisChange = "rotate"
+    projector: Projector = "warm"
+    projector_source: ProjectorSource = "gradient"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name in ("rank", "update_proj_gap"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"optim_args: {name} must be at least 1, got {getattr(self, name)}.")
+        if not 0.0 < self.scale < math.inf:
+            raise ValueError(f"optim_args: scale must be a finite number > 0, got {self.scale}.")
+        hints = get_type_hints(GaloreArguments)
+        for name in ("basis_change", "projector", "projector_source"):
+            if getattr(self, name) not in get_args(hints[name]):
+                raise ValueError(
+                    f"optim_args: {name} must be one of {', '.join(get_args(hints[name]))}, got {getattr(self, name)!r}."
+                )
+
+    @classmethod
+    def parse(cls, optim_args: str | None) -> "GaloreArguments":
+        """Read a line of `key=value`, separated by commas.
+
+        Args:
+            optim_args: The line; None or a blank one is the defaults. It may hold `proj_type=std`, as the host's users
+                write it.
+
+        Raises:
+            ValueError: A key that is unknown or stands there twice, or a value of the wrong kind or out of range.
+        """
+        kinds = get_type_hints(cls)
+        line = (optim_args or "").replace(" ", "")  # as the host does
+        texts: dict[str, str] = {}
+        for mapping in line.split(",") if line else ():
+            key, equals, text = mapping.partition("=")
+            if not equals or key not in (*kinds, "proj_type"):
+                raise ValueError(
+                    f"optim_args={optim_args!r}: {mapping!r} is not understood. Write key=value, separated by commas; the "
+                    f"keys are {', '.join(kinds)}."
+                )
+            if key in texts:
+                raise ValueError(f"optim_args={optim_args!r} has {key} twice. Leave one of them out.")
+            texts[key] = text
+        proj_type = texts.pop("proj_type", "std")
+        if proj_type != "std":
+            raise ValueError(
+                f"optim_args: proj_type must be std, got {proj_type!r}: a matrix is always projected on its shorter side. "
+                "Leave proj_type out."
+            )
+        return cls(**{key: _converted(key, text, kind=kinds[key]) for key, text in texts.items()})
+
+
+def _converted(key: str, text: str, *, kind: Any) -> Any:
+    if kind not in (int, float):
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"optim_args: {key} must be {'a whole' if kind is int else 'a'} number, got {text!r}.") from None
+
+
+def is_all_linear(optim_target_modules: str | list[str]) -> bool:
+    """Return whether the host would take `optim_target_modules` for every linear layer."""
+    return isinstance(optim_target_modules, str) and optim_target_modules.replace("_", "-") == "all-linear"
+
+
+def check_target_modules(optim_target_modules: str | list[str]) -> None:
+    """Check what can be checked without a model.
+
+    Raises:
+        ValueError: No pattern, one that is no string or no regular expression, or all-linear within a list.
+    """
+    if not isinstance(optim_target_modules, str | list) or not optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={optim_target_modules!r} names no module. Give a list of names, parts of names or "
+            "regular expressions, or the string 'all-linear'; for no GaLore leave it out."
+        )
+    for pattern in [optim_target_modules] if isinstance(optim_target_modules, str) else optim_target_modules:
+        if not isinstance(pattern, str) or not pattern:  # an empty one is part of every name
+            raise ValueError(f"optim_target_modules has {pattern!r}, which is no name. Leave it out.")
+        if isinstance(optim_target_modules, list) and is_all_linear(pattern):
+            raise ValueError(
+                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list, where it would be part of a "
+                "name. Give the string alone."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"optim_target_modules has {pattern!r}, which is no regular expression ({error}). Escape what is meant "
+                "literally."
+            ) from error
+
+
+def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -> dict[str, nn.Parameter]:
+    """Return the matrices that GaLore projects: the trainable two-dimensional `weight`s of the modules that match.
+
+    A list matches a module whose name contains one of its strings or is matched in full by one as a regular expression; a
+    string alone must match the name in full. Embedding tables are never among them, also where a linear layer shares one.
+
+    Args:
+        model: The model.
+        optim_target_modules: Names or regular expressions; "all-linear" for every `nn.Linear` and every `Conv1D` of
+            transformers.
+
+    Returns:
+        The parameters by name, as in `model.named_parameters()`.
+
+    Raises:
+        ValueError: Nothing matches; with names that would.
+    """
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    matrices = {
+        name: weight
+        for name, module in model.named_modules()
+        # A parameter of the module itself: `weight` of a PEFT layer is a property that returns the frozen layer's.
+        for kind, weight in module.named_parameters(recurse=False)
+        if kind == "weight" and weight.ndim == 2 and weight.requires_grad and weight not in tables
+    }
+    linear = [name for name in matrices if isinstance(model.get_submodule(name), nn.Linear | Conv1D)]
+    if is_all_linear(optim_target_modules):
+        matched = linear
+    else:
+        matched = [name for name in matrices if check_target_module_exists(optim_target_modules, name)]
+    if not matched:
+        shown = ", ".join(linear[:5]) + (", …" if len(linear) > 5 else "") if linear else "none"
+        raise ValueError(
+            f"optim_target_modules={optim_target_modules!r} matches no module with a trainable matrix. Those of linear "
+            f"layers are: {shown}. Give a list of names or parts of names (a string alone must match a whole name), or "
+            "'all-linear'; without any, leave it out."
+        )
+    # Where modules share a matrix it has one name here, which may be the other module's.
+    weights = {matrices[name] for name in matched}
+    return {name: weight for name, weight in model.named_parameters() if weight in weights}

@@ -1,0 +1,205 @@
+r"""The filter alone, ahead of anyone's optimizer: the base steps on the filtered gradient in place of the gradient.
+
+    m̂_t = lowpass(g)_t / c_t,    x_{t+1} = base(x_t, m̂_t)
+
+This is DOPPLER's Algorithm 1, lines 6-8, with line 9 left to the base. The gradient is private already when it
+arrives; all that is done here is post-processing, whatever the base does.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
+
+from doppler_hf.filters import LowPassFilter
+from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
+from doppler_hf.optim.optimizer import DopplerOptimizer
+from doppler_hf.optim.state import copied_state, dense, full_dtype
+
+
+@final
+class LowPassOptimizer(Optimizer):
+    r"""Any torch optimizer, built already, on the low-pass filtered gradient.
+
+    ``param_groups``, ``defaults`` and ``state`` are the base's own, so that schedulers, ``add_param_group`` and whoever
+    reads the state work as without the filter. The filter adds ``low_pass_filter.order`` tensors per parameter, in
+    float32 for parameters of half precision and in the parameter's own dtype otherwise, and during a step one filtered
+    gradient each.
+
+    A base's own momentum (β₁ of Adam, Lion and schedule-free, Muon's ``momentum``) is a low-pass filter too, and the
+    two transfer functions multiply: set it to 0 to have this filter alone, and ``cycle_momentum=False`` in the
+    schedulers that would set it again.
+
+    All that the base knows of the gradient is m̂_t. ``AdamW(betas=(0, beta2))`` therefore divides by the second moment
+    of the *filtered* gradient, where `DopplerOptimizer` with ``base="adam"`` takes that of the unfiltered one
+    (Algorithm 2), from which ``"adam_bc"`` can subtract the noise: for those two use `DopplerOptimizer`.
+
+    Args:
+        base: The optimizer. It may have taken steps already.
+        low_pass_filter: The filter along the steps.
+
+    Raises:
+        ValueError: If the base is not a torch optimizer, or filters the gradient itself.
+
+    Example:
+        >>> from doppler_hf.filters import PAPER_FILTERS
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = LowPassOptimizer(torch.optim.SGD([weight], lr=0.5), PAPER_FILTERS["second-order"])
+        >>> weight.grad = torch.ones(2)
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.5000, 0.5000])
+
+    Source:
+        DOPPLER, Algorithm 1, lines 6-8, and the transposed form in `doppler_hf.optim.low_pass`.
+    """
+
+    base: Optimizer
+    low_pass_filter: LowPassFilter
+    filter_state: dict[Tensor, dict[str, Any]]
+
+    def __init__(self, base: Optimizer, low_pass_filter: LowPassFilter) -> None:
+        if not isinstance(base, Optimizer):
+            raise ValueError(f"base is {base!r}: build a torch.optim.Optimizer first and give it here")
+        if isinstance(base, LowPassOptimizer | DopplerOptimizer):
+            raise ValueError(
+                f"base is a {type(base).__name__} with {base.low_pass_filter} and would filter the gradient twice: "
+                "wrap an optimizer without a filter, or give that one the filter that you want"
+            )
+        # Optimizer.__init__ would make parameter groups of its own; this is torch's way to make an optimizer around
+        # groups that exist (it unpickles with it).
+        self.__setstate__({"base": base, "low_pass_filter": low_pass_filter, "filter_state": {}})
+
+    # Without setters: another list or dict here would part the wrapper from its base.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The base's parameter groups."""
+        return self.base.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base's defaults."""
+        return self.base.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The base's state. The filter's is ``filter_state``."""
+        return self.base.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters to the base, with the base's options."""
+        self.base.add_param_group(param_group)
+
+    def train(self) -> None:
+        """Switches a base that trains and evaluates at different points (schedule-free) to the former."""
+        if hasattr(self.base, "train"):
+            self.base.train()
+
+    def eval(self) -> None:
+        """Switches a base that trains and evaluates at different points (schedule-free) to the latter."""
+        if hasattr(self.base, "eval"):
+            self.base.eval()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Steps the base on the filtered gradients; parameters without gradient are skipped.
+
+        Afterwards every ``p.grad`` is what it was before, even if the base raises.
+
+        Args:
+            closure: Must be None: evaluating the loss again would make a second gradient that was never privatized.
+
+        Raises:
+            ValueError: If a closure is given, or a gradient is sparse. Nothing has changed then.
+        """
+        if closure is not None:
+            raise ValueError(f"closure is {closure!r}: compute the gradient before step() and call it without a closure")
+        grads = {p: dense(p.grad) for p in self._params() if p.grad is not None}
+        try:
+            for p, grad in grads.items():
+                p.grad = self._filtered(p, grad)
+            self.base.step()
+        finally:
+            for p, grad in grads.items():
+                p.grad = grad
+
+    def state_dict(self) -> StateDict:
+        """Returns the base's checkpoint, with the filter's state beside it as ``"low_pass"``."""
+        # torch runs the hooks inside the methods that are overridden here (torch/optim/optimizer.py), hence by hand.
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        numbers = {p: number for number, p in enumerate(self._params())}
+        filter_state = {numbers[p]: state for p, state in self.filter_state.items()}
+        state_dict = {**self.base.state_dict(), "low_pass": {"order": self.low_pass_filter.order, "state": filter_state}}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads a checkpoint of the same kind of base and of a filter of the same order.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: If the checkpoint was not written by `LowPassOptimizer`, or for a filter of another order, or
+                if the base refuses it. Nothing has changed then.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        if "low_pass" not in state_dict:
+            raise ValueError(
+                f"the checkpoint holds {list(state_dict)} and was not written by LowPassOptimizer: load one that was, or "
+                "load it into the base before it is wrapped, to begin filtering now"
+            )
+        saved = state_dict["low_pass"]
+        if saved["order"] != self.low_pass_filter.order:
+            raise ValueError(
+                f"the checkpoint is of a filter of order {saved['order']}, this optimizer's {self.low_pass_filter} is of "
+                f"order {self.low_pass_filter.order}: set the low_pass_filter of the checkpoint's run"
+            )
+        self.base.load_state_dict({key: value for key, value in state_dict.items() if key != "low_pass"})
+        params = list(self._params())
+        self.filter_state = {}
+        for number, state in saved["state"].items():
+            p, dtype = params[number], full_dtype(params[number])
+            self.filter_state[p] = copied_state(state, device=p.device, dtype_of={"filter_states": dtype}.__getitem__)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"base": self.base, "low_pass_filter": self.low_pass_filter, "filter_state": self.filter_state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.base = state["base"]
+        self.low_pass_filter = state["low_pass_filter"]
+        self.filter_state = state["filter_state"]
+        super().__setstate__({})  # hooks and profiling
+
+    def __repr__(self) -> str:
+        return f"LowPassOptimizer(low_pass_filter={self.low_pass_filter}, base={self.base!r})"
+
+    def _params(self) -> chain[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _filtered(self, p: Float[Tensor, "*shape"], grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        order = self.low_pass_filter.order
+        if order == 0:
+            return grad.clone()  # m̂_t = b_0 g_t / b_0, without its two roundings
+        if p not in self.filter_state:
+            # The step response is kept per parameter: one that had no gradient yet has taken no step.
+            self.filter_state[p] = {
+                "filter_states": [torch.zeros_like(p, dtype=full_dtype(p)) for _ in range(order)],
+                "bias_states": [0.0] * order,
+            }
+        state = self.filter_state[p]
+        b, a = padded_coefficients(self.low_pass_filter)
+        m_hat = low_pass(grad.to(full_dtype(p)), state["filter_states"], b=b, a=a)
+        m_hat /= bias_correction(state["bias_states"], b=b, a=a)
+        return m_hat.to(grad.dtype)

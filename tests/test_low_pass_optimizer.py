@@ -1,0 +1,533 @@
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import scipy.signal
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, butterworth
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.optim.low_pass_optimizer import LowPassOptimizer
+
+STEPS = 30
+SHAPE = (3, 2)  # Muon takes matrices only
+
+BASES = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, weight_decay=0.3, momentum=0.5),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.3),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.05, foreach=True),
+    "muon": lambda params: torch.optim.Muon(params, lr=0.05, weight_decay=0.3),
+}
+
+
+def gradients(steps: int = STEPS, seed: int = 0) -> np.ndarray:
+    """White noise on a slow drift, over several scales."""
+    rng = np.random.default_rng(seed)
+    drift = 0.5 * np.sin(np.arange(steps) / 20)[:, None, None]
+    return np.logspace(-3, 0, 6).reshape(SHAPE) * (rng.standard_normal((steps, *SHAPE)) + drift)
+
+
+def filtered(grads: np.ndarray, low_pass_filter: LowPassFilter) -> np.ndarray:
+    """m̂ by SciPy: the response to the gradients over the response to ones."""
+    b, a = low_pass_filter.b, low_pass_filter.a
+    step_response = scipy.signal.lfilter(b, a, np.ones(len(grads)))
+    return scipy.signal.lfilter(b, a, grads, axis=0) / step_response.reshape(-1, *(1 for _ in grads.shape[1:]))
+
+
+def parameter(values=((1.0, -2.0), (3.0, 0.5), (-0.25, 0.0)), dtype=torch.float64) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def trajectory(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, grads: np.ndarray) -> np.ndarray:
+    iterates = []
+    for grad in grads:
+        p.grad = torch.tensor(grad, dtype=p.dtype)
+        optimizer.step()
+        iterates.append(p.detach().double().numpy().copy())
+    return np.stack(iterates)
+
+
+def saved_and_loaded(state_dict: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same(left, right) -> None:
+    """The same numbers to the bit, in the same containers and dtypes."""
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    elif isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    else:
+        assert left == right
+
+
+class Recorder(torch.optim.Optimizer):
+    """Notes the gradients that it is given, destroys them, and fails when told to."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0})
+        self.seen, self.fails = [], False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.seen.append([None if p.grad is None else p.grad.clone() for p in params])
+        for p in params:
+            if p.grad is not None:
+                p.grad.fill_(torch.nan)
+                p.grad = None
+        if self.fails:
+            raise RuntimeError("the base fails")
+
+
+@pytest.mark.parametrize(
+    "low_pass_filter",
+    [
+        *(PAPER_FILTERS[name] for name in ("none", "momentum", "first-order-v2", "second-order", "f5", "f6")),
+        butterworth(4, 0.2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", BASES)
+def test_equals_the_base_on_gradients_filtered_by_scipy(name, low_pass_filter):
+    ours, theirs = parameter(), parameter()
+    optimizer = LowPassOptimizer(BASES[name]([ours]), low_pass_filter)
+    expected = trajectory(BASES[name]([theirs]), theirs, filtered(gradients(), low_pass_filter))
+    np.testing.assert_allclose(trajectory(optimizer, ours, gradients()), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PAPER_FILTERS)
+def test_on_sgd_it_is_doppler_sgd(name):
+    ours, theirs = parameter(), parameter()
+    optimizer = LowPassOptimizer(torch.optim.SGD([ours], lr=0.05), PAPER_FILTERS[name])
+    doppler = DopplerOptimizer([theirs], 0.05, low_pass_filter=PAPER_FILTERS[name])
+    np.testing.assert_allclose(
+        trajectory(optimizer, ours, gradients()), trajectory(doppler, theirs, gradients()), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(("name", "same"), [("none", True), ("momentum", False)])
+def test_on_adam_it_takes_the_second_moment_of_the_filtered_gradient(name, same):
+    ours, theirs = parameter(), parameter()
+    adam = torch.optim.AdamW([ours], 0.01, betas=(0.0, 0.999), eps=1e-16, weight_decay=0.1)
+    optimizer = LowPassOptimizer(adam, PAPER_FILTERS[name])
+    doppler = DopplerOptimizer([theirs], 0.01, low_pass_filter=PAPER_FILTERS[name], base="adam", eps=1e-16, weight_decay=0.1)
+    difference = np.abs(trajectory(optimizer, ours, gradients()) - trajectory(doppler, theirs, gradients())).max()
+    assert (difference < 1e-12) if same else (difference > 1e-2)
+
+
+@pytest.mark.parametrize("low_pass_filter", [PAPER_FILTERS["none"], LowPassFilter(b=(1 + 5e-7,))], ids=str)
+def test_order_0_gives_the_base_exactly_the_gradient(low_pass_filter):
+    p = parameter()
+    base = Recorder([p])
+    optimizer = LowPassOptimizer(base, low_pass_filter)
+    for grad in gradients():
+        p.grad = torch.tensor(grad)
+        optimizer.step()
+        assert torch.equal(base.seen[-1][0], p.grad)
+    assert not optimizer.filter_state
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", ["none", "f6"])
+def test_the_gradient_is_the_very_tensor_and_untouched_afterwards(name, fails):
+    p, idle = parameter(), parameter()
+    base = Recorder([p, idle])
+    optimizer = LowPassOptimizer(base, PAPER_FILTERS[name])
+    grad = p.grad = torch.tensor(gradients()[0])
+    base.fails = fails
+    for _ in range(2):
+        if fails:
+            with pytest.raises(RuntimeError, match="the base fails"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert p.grad is grad
+        assert torch.equal(grad, torch.tensor(gradients()[0]))
+        assert idle.grad is None
+
+
+def test_a_parameter_without_gradient_is_skipped_and_has_its_own_first_step():
+    early, late = parameter(), parameter()
+    base = Recorder([early, late])
+    optimizer = LowPassOptimizer(base, PAPER_FILTERS["f6"])
+    grads = gradients()
+    for step, grad in enumerate(grads):
+        early.grad = torch.tensor(grad)
+        late.grad = torch.tensor(grad) if step >= 7 else None
+        optimizer.step()
+    seen_early, seen_late = zip(*base.seen, strict=True)
+    assert seen_late[:7] == (None,) * 7
+    np.testing.assert_allclose(torch.stack(seen_early), filtered(grads, PAPER_FILTERS["f6"]), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(torch.stack(seen_late[7:]), filtered(grads[7:], PAPER_FILTERS["f6"]), rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_without_gradient_has_no_state():
+    p = parameter()
+    optimizer = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f6"])
+    optimizer.step()
+    assert not optimizer.filter_state
+
+
+@pytest.mark.parametrize("name", PAPER_FILTERS)
+def test_state_holds_as_many_tensors_as_the_order(name):
+    p = parameter()
+    optimizer = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS[name])
+    trajectory(optimizer, p, gradients(3))
+    tensors = [tensor for state in optimizer.filter_state.values() for tensor in state["filter_states"]]
+    assert len(tensors) == PAPER_FILTERS[name].order
+    assert all(isinstance(value, float) for state in optimizer.filter_state.values() for value in state["bias_states"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)],
+)
+def test_half_precision_is_filtered_in_float32_and_rounded_for_the_base(dtype, state_dtype):
+    p = parameter(dtype=dtype)
+    base = Recorder([p])
+    optimizer = LowPassOptimizer(base, PAPER_FILTERS["f6"])
+    grads = torch.tensor(gradients(400)).to(dtype)
+    for grad in grads:
+        p.grad = grad.clone()
+        optimizer.step()
+    assert {tensor.dtype for tensor in optimizer.filter_state[p]["filter_states"]} == {state_dtype}
+    assert {seen.dtype for (seen,) in base.seen} == {dtype}
+    # Within one rounding to dtype of the float64 filter: in half precision throughout it would be far off by now.
+    expected = filtered(grads.double().numpy(), PAPER_FILTERS["f6"])
+    seen = torch.stack([seen.double() for (seen,) in base.seen])
+    np.testing.assert_allclose(seen, expected, rtol=1.01 * torch.finfo(dtype).eps, atol=2e-6)
+
+
+def test_a_base_may_have_taken_steps():
+    ours, theirs = parameter(), parameter()
+    base, alone = (BASES["adamw"]([p]) for p in (ours, theirs))
+    trajectory(base, ours, gradients()[:10])
+    optimizer = LowPassOptimizer(base, PAPER_FILTERS["f3"])
+    resumed = trajectory(optimizer, ours, gradients()[10:])
+    grads = np.concatenate([gradients()[:10], filtered(gradients()[10:], PAPER_FILTERS["f3"])])
+    np.testing.assert_allclose(resumed, trajectory(alone, theirs, grads)[10:], rtol=1e-12, atol=1e-12)
+
+
+def test_groups_defaults_and_state_are_those_of_the_base():
+    p = parameter()
+    base = BASES["adamw"]([p])
+    optimizer = LowPassOptimizer(base, PAPER_FILTERS["f3"])
+    trajectory(optimizer, p, gradients(2))
+    optimizer.load_state_dict(optimizer.state_dict())  # torch puts new lists and dicts in place of the old ones
+    assert optimizer.param_groups is base.param_groups
+    assert optimizer.defaults is base.defaults
+    assert optimizer.state is base.state
+    assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+    for name in ("param_groups", "defaults", "state"):
+        with pytest.raises(AttributeError):
+            setattr(optimizer, name, copy.copy(getattr(base, name)))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none):
+    p = parameter()
+    p.grad = torch.ones_like(p)
+    LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f3"]).zero_grad(set_to_none=set_to_none)
+    assert p.grad is None if set_to_none else torch.equal(p.grad, torch.zeros_like(p))
+
+
+def test_added_groups_have_their_own_options():
+    one, other = parameter(), parameter()
+    base = torch.optim.SGD([one], 0.5)
+    optimizer = LowPassOptimizer(base, PAPER_FILTERS["f6"])
+    trajectory(optimizer, one, gradients(3))
+    optimizer.add_param_group({"params": [other], "lr": 0.25})
+    assert base.param_groups[1]["lr"] == 0.25
+    before = other.detach().clone()
+    other.grad = torch.ones_like(other)
+    optimizer.step()
+    torch.testing.assert_close(other.data, before - 0.25, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BASES)
+def test_resuming_is_uninterrupted_to_the_bit(name, dtype):
+    def optimizer_of(p):
+        return LowPassOptimizer(BASES[name]([p]), PAPER_FILTERS["second-order"])
+
+    whole, half = parameter(dtype=dtype), parameter(dtype=dtype)
+    uninterrupted, interrupted = optimizer_of(whole), optimizer_of(half)
+    expected = trajectory(uninterrupted, whole, gradients())
+    trajectory(interrupted, half, gradients()[:17])
+
+    resumed_p = torch.nn.Parameter(half.detach().clone())
+    resumed = optimizer_of(resumed_p)
+    resumed.load_state_dict(saved_and_loaded(interrupted.state_dict()))
+    assert_same(resumed.state_dict(), interrupted.state_dict())
+    np.testing.assert_array_equal(trajectory(resumed, resumed_p, gradients()[17:]), expected[17:])
+    assert_same(resumed.state_dict(), uninterrupted.state_dict())
+
+
+def test_state_of_several_groups_is_matched_to_its_parameters():
+    def optimizer_of(ps):
+        return LowPassOptimizer(torch.optim.SGD([{"params": ps[:2]}, {"params": ps[2:]}], 0.1), PAPER_FILTERS["f6"])
+
+    ps = [parameter(dtype=torch.bfloat16), parameter((1.0, 2.0)), parameter((3.0,), dtype=torch.float32)]
+    saving = optimizer_of(ps)
+    for p in (ps[2], ps[0]):  # the middle one has no state, and the last one has its first
+        p.grad = torch.ones_like(p)
+        saving.step()
+    loading = optimizer_of(ps)
+    loading.load_state_dict(saved_and_loaded(saving.state_dict()))
+    assert set(loading.filter_state) == {ps[0], ps[2]}
+    for p in (ps[0], ps[2]):
+        assert_same(loading.filter_state[p], saving.filter_state[p])
+
+
+def test_loading_does_not_share_memory_with_the_checkpoint():
+    one, other = parameter(), parameter()
+    saving, loading = (LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f5"]) for p in (one, other))
+    trajectory(saving, one, gradients(5))
+    checkpoint = saving.state_dict()
+    before = copy.deepcopy(checkpoint)
+    loading.load_state_dict(checkpoint)
+    assert checkpoint.keys() == before.keys()
+    trajectory(loading, other, gradients(5))
+    assert_same(checkpoint, before)
+
+
+def test_loading_a_checkpoint_from_before_the_first_step_starts_afresh():
+    p, fresh_p = parameter(), parameter()
+    optimizer, fresh = (LowPassOptimizer(torch.optim.SGD([q], 0.1), PAPER_FILTERS["f6"]) for q in (p, fresh_p))
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    trajectory(optimizer, p, gradients(5))
+    optimizer.load_state_dict(checkpoint)
+    p.data.copy_(fresh_p.data)
+    np.testing.assert_array_equal(trajectory(optimizer, p, gradients()), trajectory(fresh, fresh_p, gradients()))
+
+
+def test_loading_moves_the_state_to_the_device_of_the_parameter():
+    p = parameter()
+    saving = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f6"])
+    trajectory(saving, p, gradients(2))
+    elsewhere = torch.nn.Parameter(torch.empty(SHAPE, device="meta"))
+    loading = LowPassOptimizer(torch.optim.SGD([elsewhere], 0.1), PAPER_FILTERS["f6"])
+    loading.load_state_dict(saving.state_dict())
+    for tensor in loading.filter_state[elsewhere]["filter_states"]:
+        assert (tensor.device.type, tensor.dtype) == ("meta", torch.float32)
+
+
+def test_a_checkpoint_is_the_base_s_with_the_filter_beside_it():
+    p, alone = parameter(), parameter()
+    optimizer = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f3"])
+    trajectory(optimizer, p, gradients(3))
+    base = BASES["adamw"]([alone])
+    base.load_state_dict(optimizer.state_dict())
+    assert_same(base.state_dict(), {key: value for key, value in optimizer.state_dict().items() if key != "low_pass"})
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("other", ["none", "f1"])
+def test_a_checkpoint_of_another_order_is_refused_before_anything_changes(other, steps):
+    p = parameter()
+    saving = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f6"])
+    if steps:
+        trajectory(saving, p, gradients(steps))
+    loading = LowPassOptimizer(torch.optim.AdamW([p], 0.7), PAPER_FILTERS[other])
+    trajectory(loading, p, gradients(3))
+    before = copy.deepcopy(loading.state_dict())
+    with pytest.raises(ValueError, match=f"order 2, this optimizer's {other} is of order {PAPER_FILTERS[other].order}"):
+        loading.load_state_dict(saving.state_dict())
+    assert_same(loading.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [BASES["adamw"], lambda params: DopplerOptimizer(params, 0.1, low_pass_filter=PAPER_FILTERS["f6"])],
+    ids=["adamw", "doppler"],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes(other):
+    p = parameter()
+    saving = other([p])
+    trajectory(saving, p, gradients(2))
+    loading = LowPassOptimizer(torch.optim.AdamW([p], 0.7), PAPER_FILTERS["f6"])
+    trajectory(loading, p, gradients(3))
+    before = copy.deepcopy(loading.state_dict())
+    with pytest.raises(ValueError, match="not written by LowPassOptimizer"):
+        loading.load_state_dict(saving.state_dict())
+    assert_same(loading.state_dict(), before)
+
+
+def test_a_checkpoint_that_the_base_refuses_changes_nothing():
+    p = parameter()
+    saving = LowPassOptimizer(torch.optim.SGD([p, parameter()], 0.1), PAPER_FILTERS["f6"])
+    trajectory(saving, p, gradients(2))
+    loading = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f6"])
+    trajectory(loading, p, gradients(3))
+    before = copy.deepcopy(loading.state_dict())
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        loading.load_state_dict(saving.state_dict())
+    assert_same(loading.state_dict(), before)
+
+
+def test_the_hooks_of_torch_run():
+    p, calls = parameter(), []
+    optimizer = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f3"])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before step"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after step"))
+    optimizer.register_state_dict_pre_hook(lambda own: calls.append(("before saving", own)))
+    optimizer.register_state_dict_post_hook(lambda own, saved: {**saved, "note": len(saved["low_pass"]["state"])})
+    optimizer.register_load_state_dict_pre_hook(lambda own, saved: saved.update(note=2))  # in a copy
+    optimizer.register_load_state_dict_pre_hook(lambda own, saved: {k: v for k, v in saved.items() if k != "note"})
+    optimizer.register_load_state_dict_post_hook(lambda own: calls.append(("loaded", own)))
+    optimizer.base.register_load_state_dict_pre_hook(lambda own, saved: calls.append(sorted(saved)))
+    trajectory(optimizer, p, gradients(1))
+    saved = optimizer.state_dict()
+    assert saved["note"] == 1
+    optimizer.load_state_dict(saved)
+    assert saved["note"] == 1
+    assert calls == [
+        "before step",
+        "after step",
+        ("before saving", optimizer),
+        ["param_groups", "state"],
+        ("loaded", optimizer),
+    ]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+def test_copies_go_on_by_themselves(copied):
+    p = parameter()
+    optimizer = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f6"])
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # it patches step(), which must not end up in the copy
+    trajectory(optimizer, p, gradients()[:10])
+    other_p, other = copied((p, optimizer))
+    assert other_p is not p
+    assert other.param_groups[0]["params"][0] is other_p
+    other_trajectory = trajectory(other, other_p, gradients()[10:])
+    np.testing.assert_array_equal(trajectory(optimizer, p, gradients()[10:]), other_trajectory)
+    other.zero_grad()
+    assert repr(other) == repr(optimizer)
+
+
+def test_repr_names_the_filter_and_the_base():
+    text = repr(LowPassOptimizer(torch.optim.SGD([parameter()], 0.125), PAPER_FILTERS["f6"]))
+    assert text.startswith("LowPassOptimizer(low_pass_filter=f6, base=SGD (")
+    assert "lr: 0.125" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accelerate_wraps_it_at_any_time(dtype):
+    p, twin_p = parameter(dtype=dtype), parameter(dtype=dtype)
+    optimizer, twin = (LowPassOptimizer(BASES["adamw"]([q]), PAPER_FILTERS["f6"]) for q in (p, twin_p))
+    expected = trajectory(twin, twin_p, gradients())
+    prepared = Accelerator(cpu=True).prepare_optimizer(optimizer)
+    assert isinstance(prepared, AcceleratedOptimizer)
+    first = trajectory(prepared, p, gradients()[:10])
+    again = AcceleratedOptimizer(optimizer)
+    assert_same(again.state_dict(), optimizer.state_dict())
+    np.testing.assert_array_equal(np.concatenate([first, trajectory(again, p, gradients()[10:])]), expected)
+    again.zero_grad()
+    assert p.grad is None
+    assert again.param_groups is optimizer.base.param_groups
+
+
+def test_learning_rate_schedulers_change_the_base():
+    p = parameter([0.0])
+    base = torch.optim.SGD([p], 1.0)
+    optimizer = LowPassOptimizer(base, PAPER_FILTERS["none"])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        scheduler.step()
+    assert p.item() == -(1 + 0.5 + 0.25)
+    assert base.param_groups[0]["lr"] == 0.125
+    optimizer.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    scheduler.step()
+    assert base.param_groups[0]["lr"] == 0.0625
+
+
+def test_a_scheduler_that_reads_the_defaults():
+    p = parameter()
+    optimizer = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f3"])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+    for grad in gradients(4):
+        p.grad = torch.tensor(grad)
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.base.param_groups[0]["lr"] == scheduler.get_last_lr()[0] < 0.001
+
+
+def test_a_base_with_two_points_is_switched():
+    class ScheduleFree(torch.optim.SGD):
+        mode = None
+
+        def train(self):
+            self.mode = "train"
+
+        def eval(self):
+            self.mode = "eval"
+
+    base = ScheduleFree([parameter()], 0.1)
+    # accelerate asks the optimizer for train() and eval(), but not what the optimizer wraps.
+    Accelerator(cpu=True)
+    optimizer = AcceleratedOptimizer(LowPassOptimizer(base, PAPER_FILTERS["f3"]))
+    optimizer.eval()
+    assert base.mode == "eval"
+    optimizer.train()
+    assert base.mode == "train"
+    plain = LowPassOptimizer(torch.optim.SGD([parameter()], 0.1), PAPER_FILTERS["f3"])
+    plain.train()
+    plain.eval()
+
+
+def test_a_closure_is_refused():
+    p = parameter()
+    optimizer = LowPassOptimizer(Recorder([p]), PAPER_FILTERS["f3"])
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="without a closure"):
+        optimizer.step(lambda: 0.0)
+    assert not optimizer.base.seen
+    assert not optimizer.filter_state
+
+
+@pytest.mark.parametrize("name", ["none", "f3"])
+def test_a_sparse_gradient_is_refused_before_anything_changes(name):
+    p, embedding = parameter(), torch.nn.Embedding(4, 2, sparse=True)
+    p.grad = torch.ones_like(p)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer = LowPassOptimizer(Recorder([p, embedding.weight]), PAPER_FILTERS[name])
+    with pytest.raises(ValueError, match="sparse=False"):
+        optimizer.step()
+    assert not optimizer.base.seen
+    assert not optimizer.filter_state
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (lambda p: torch.optim.SGD, r"base is <class 'torch\.optim\.sgd\.SGD'>: build a torch\.optim\.Optimizer first"),
+        (lambda p: "adam", "base is 'adam': build"),
+        (
+            lambda p: LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f3"]),
+            "base is a LowPassOptimizer with f3 and would filter the gradient twice",
+        ),
+        (lambda p: DopplerOptimizer([p], 0.1), "base is a DopplerOptimizer with none and would filter the gradient twice"),
+    ],
+)
+def test_a_bad_base_is_refused_with_the_mend(base, message):
+    with pytest.raises(ValueError, match=message):
+        LowPassOptimizer(base(parameter()), PAPER_FILTERS["f6"])
