@@ -22,6 +22,7 @@ from transformers.trainer_utils import has_length
 
 from doppler_hf.callbacks import PrivacyCallback
 from doppler_hf.data import check_token_budget, collate_piece, lengths_of
+from doppler_hf.galore_args import GaloreArguments, target_parameters
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.per_sample_loss import per_sample_losses
 from doppler_hf.plan import PrivacyPlan
@@ -186,26 +187,41 @@ class DopplerTrainer(Trainer):
         return losses.detach()
 
     def _privatize(self) -> None:
-        gradients = self._mechanism.privatize(self._clipped.sums, step=self.state.global_step)
-        for name, parameter in self.model.named_parameters():
-            if name in gradients:
-                parameter.grad = gradients[name].to(parameter.dtype)
+        # What the optimizer will only read in a subspace needs no more noise than that has coordinates. The subspaces come
+        # from the gradients of earlier steps, which are private.
+        subspaces = self._doppler_optimizer.subspaces()
+        named = dict(self.model.named_parameters())
+        gradients = self._mechanism.privatize(
+            self._clipped.sums,
+            step=self.state.global_step,
+            subspaces={name: subspaces[parameter] for name, parameter in named.items() if parameter in subspaces},
+        )
+        for name, gradient in gradients.items():
+            named[name].grad = gradient.to(named[name].dtype)
         self._clipped.reset()
 
     # --- right of the privacy boundary ------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the `DopplerOptimizer` of `args`: HF's weight-decay groups, the filter, and the base optimizer."""
+        """Return the `DopplerOptimizer` of `args`: HF's weight-decay groups, the filter, the base optimizer, and GaLore."""
         if self.args.disable_dp or self.optimizer is not None:
             return super().create_optimizer(model)
         trained = self.model if model is None else model
         decayed = set(self.get_decay_parameter_names(trained))
+        galore, projected = GaloreArguments.parse(self.args.optim_args), {}
+        if self.args.optim_target_modules is not None:
+            projected = target_parameters(trained, self.args.optim_target_modules)
         named = [(name, p) for name, p in trained.named_parameters() if p.requires_grad]
         groups = (
-            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
-            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+            {
+                "params": [p for name, p in named if (name in decayed, name in projected) == (decays, is_projected)],
+                "weight_decay": self.args.weight_decay if decays else 0.0,
+                **({"rank": galore.rank} if is_projected else {}),
+            }
+            for is_projected in (True, False)
+            for decays in (True, False)
         )
-        self.optimizer = DopplerOptimizer(
+        self.optimizer = self._doppler_optimizer = DopplerOptimizer(
             [group for group in groups if group["params"]],
             lr=self.args.learning_rate,
             low_pass_filter=self.privacy_plan().low_pass_filter,
@@ -214,6 +230,11 @@ class DopplerTrainer(Trainer):
             eps=self.args.adam_epsilon,
             floor=self.args.adam_bc_floor,
             noise_std=self.privacy_plan().noise_std,
+            update_proj_gap=galore.update_proj_gap,
+            scale=galore.scale,
+            basis_change=galore.basis_change,
+            projector=galore.projector,
+            projector_source=galore.projector_source,
         )
         return self.optimizer
 
