@@ -49,6 +49,7 @@ BASES: Final[tuple[Base, ...]] = get_args(Base)
 DEFAULT_FLOOR_FRACTION: Final = 0.3
 # Parameters from which on compiling, some twenty seconds, is worth its time.
 WORTH_COMPILING: Final = 20_000_000
+RANK_WITHOUT_EFFECT: Final = "rank is {}, but no parameter is a matrix with a shorter side above it: lower the rank"
 GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale")
 
 
@@ -151,8 +152,8 @@ class DopplerOptimizer(Optimizer):
         self.floor = max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2) if floor is None else floor
         options = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, options | {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale})
-        if rank is not None:
-            self._refuse_without_effect(rank, [p for group in self.param_groups for p in group["params"]])
+        if rank is not None and not any(has_projected(group) for group in self.param_groups):
+            raise ValueError(RANK_WITHOUT_EFFECT.format(rank))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as every torch optimizer does.
@@ -177,8 +178,9 @@ class DopplerOptimizer(Optimizer):
         for name in param_group.keys() - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}:
             raise ValueError(f"a group has {name}={param_group[name]!r}, which has no effect here: leave it out")
         super().add_param_group(param_group)
-        if "rank" in own and group["rank"] is not None:
-            self._refuse_without_effect(group["rank"], param_group["params"])
+        if "rank" in own and group["rank"] is not None and not has_projected(self.param_groups[-1]):
+            del self.param_groups[-1]  # only now are its parameters a list
+            raise ValueError(RANK_WITHOUT_EFFECT.format(group["rank"]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -237,10 +239,6 @@ class DopplerOptimizer(Optimizer):
         noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
         return Numbers(step_size=step_size * math.sqrt(k), decay=decay, noise_var=k * noise_var, floor=k * floor)
 
-    def _refuse_without_effect(self, rank: int, params: list[Tensor]) -> None:
-        if not any(_is_projected(p, {"rank": rank}) for p in params):
-            raise ValueError(f"rank is {rank}, but no parameter is a matrix with a shorter side above it: lower the rank")
-
     def _renew_basis(self, source: Tensor, state: dict[str, Any], *, rank: int) -> None:
         is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
         state["basis"] = find_basis(source, rank, projector=self.projector, previous=None if is_first else old)
@@ -272,7 +270,7 @@ class DopplerOptimizer(Optimizer):
             p: self.state[p]["basis"]
             for group in self.param_groups
             for p in group["params"]
-            if self.state[p].get("steps_in_basis", 0) % group["update_proj_gap"] != 0
+            if p in self.state and self.state[p].get("steps_in_basis", 0) % group["update_proj_gap"] != 0
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -334,10 +332,11 @@ class DopplerOptimizer(Optimizer):
             # Adam and AdamBC have the same state, and strings do not belong in it: the number tells a checkpoint of
             # one from the other's.
             state["base"] = BASES.index(self.base)
-            if _is_projected(p, group):
+            if is_projected(p, group):
                 short, rank = min(p.shape), group["rank"]
                 shape = torch.Size((rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank))
                 state["steps_in_basis"] = 0
+                state["projector_source"] = PROJECTOR_SOURCES.index(self.projector_source)
                 state["basis"] = torch.zeros(short, rank, dtype=full_dtype(p), device=p.device)
             full = self.projector_source == "filtered" and "basis" in state
             state["filter_states"] = [self._zeros(p, p.shape if full else shape) for _ in range(order)]
@@ -362,6 +361,12 @@ class DopplerOptimizer(Optimizer):
             raise ValueError(
                 f"the checkpoint is of base {saved_base!r}, this optimizer of {self.base!r}: set base={saved_base!r}"
             )
+        saved_source = PROJECTOR_SOURCES[saved_state.get("projector_source", PROJECTOR_SOURCES.index(self.projector_source))]
+        if saved_source != self.projector_source:
+            raise ValueError(
+                f"the checkpoint is of projector_source {saved_source!r}, this optimizer of {self.projector_source!r}: set "
+                f"projector_source={saved_source!r}"
+            )
         if saved_order != self.low_pass_filter.order:
             raise ValueError(
                 f"the checkpoint is of a filter of order {saved_order}, this optimizer's {self.low_pass_filter} is of "
@@ -369,7 +374,13 @@ class DopplerOptimizer(Optimizer):
             )
 
 
-def _is_projected(p: Tensor, group: dict[str, Any]) -> bool:
+def has_projected(group: dict[str, Any]) -> bool:
+    """Whether GaLore projects any of the group's parameters."""
+    return any(is_projected(p, group) for p in group["params"])
+
+
+def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
+    """Whether GaLore projects this parameter: a matrix whose shorter side is longer than the rank."""
     return group["rank"] is not None and p.ndim == 2 and min(p.shape) > group["rank"]
 
 
