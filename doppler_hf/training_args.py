@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.galore_args import GaloreArguments, check_target_modules
-from doppler_hf.optim.optimizer import Base
+from doppler_hf.optim.state import Base
 from doppler_hf.privacy.accounting import Accountant
 from doppler_hf.privacy.clipping import Clipping, Engine, Granularity
 from doppler_hf.privacy.gradients import NormRule

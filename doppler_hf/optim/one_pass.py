@@ -90,7 +90,7 @@ class OnePass:
                 rest.append(work)
             else:
                 kinds.setdefault((work.weight.dtype, work.grad.dtype, work.weight.device), []).append(work)
-        for kind, some in kinds.items():
+        for kind, some in kinds.items():  # all of them before any is run
             try:
                 if kind not in self._programs:
                     self._programs[kind] = Program(self._advance, some[0])
@@ -102,6 +102,7 @@ class OnePass:
                     stacklevel=2,
                 )
                 return [*rest, *(work for works in kinds.values() for work in works)]
+        for kind, some in kinds.items():
             self._programs[kind](some, numbers)
         return rest
 

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -36,11 +36,8 @@ from doppler_hf.optim.galore import (
 from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
 from doppler_hf.optim.one_pass import OnePass, Work
 from doppler_hf.optim.rounding import in_float32
-from doppler_hf.optim.state import copied_state, dense, full_dtype
+from doppler_hf.optim.state import BASES, Base, copied_state, dense, full_dtype, refuse_other_rank, refuse_other_state
 from doppler_hf.optim.update import Numbers, descend, filtered
-
-Base = Literal["sgd", "adam", "adam_bc"]
-BASES: Final[tuple[Base, ...]] = get_args(Base)
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
 # is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
@@ -178,9 +175,15 @@ class DopplerOptimizer(Optimizer):
         for name in param_group.keys() - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}:
             raise ValueError(f"a group has {name}={param_group[name]!r}, which has no effect here: leave it out")
         super().add_param_group(param_group)
-        if "rank" in own and group["rank"] is not None and not has_projected(self.param_groups[-1]):
-            del self.param_groups[-1]  # only now are its parameters a list
-            raise ValueError(RANK_WITHOUT_EFFECT.format(group["rank"]))
+        added = self.param_groups[-1]  # only now are its parameters a list
+        refusal = None
+        if "rank" in own and group["rank"] is not None and not has_projected(added):
+            refusal = RANK_WITHOUT_EFFECT.format(group["rank"])
+        if self.state_dtype is not None and any(p.dtype == torch.float64 for p in added["params"]):
+            refusal = f"state_dtype is {self.state_dtype}, but a parameter is of torch.float64: leave it out"
+        if refusal is not None:
+            del self.param_groups[-1]
+            raise ValueError(refusal)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -287,14 +290,12 @@ class DopplerOptimizer(Optimizer):
                 another order.
         """
         saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
-        for saved_state in saved_states.values():
-            self._check_saved_state(saved_state)
         for saved_group, group in zip(state_dict["param_groups"], own, strict=False):
-            if saved_group.get("rank") != group["rank"]:
-                raise ValueError(
-                    f"the checkpoint is of rank {saved_group.get('rank')}, this optimizer of rank {group['rank']}: set "
-                    f"rank={saved_group.get('rank')}"
-                )
+            refuse_other_rank(saved_group, rank=group["rank"])
+        for saved_state in saved_states.values():
+            refuse_other_state(
+                saved_state, base=self.base, low_pass_filter=self.low_pass_filter, projector_source=self.projector_source
+            )
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, own, strict=True):
             group.update({name: before[name] for name in ("update_proj_gap", "scale")})
@@ -323,55 +324,32 @@ class DopplerOptimizer(Optimizer):
         return full_dtype(p) if self.state_dtype is None or name == "basis" else self.state_dtype
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        if p not in self.state:
+            self.state[p] = self._new_state(p, group)
         state: dict[str, Any] = self.state[p]
-        if not state:
-            if self.state_dtype is not None and p.dtype == torch.float64:
-                raise ValueError(f"state_dtype is {self.state_dtype}, but a parameter is of torch.float64: leave it out")
-            order, shape = self.low_pass_filter.order, p.shape
-            state["step"] = 0
-            # Adam and AdamBC have the same state, and strings do not belong in it: the number tells a checkpoint of
-            # one from the other's.
-            state["base"] = BASES.index(self.base)
-            if is_projected(p, group):
-                short, rank = min(p.shape), group["rank"]
-                shape = torch.Size((rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank))
-                state["steps_in_basis"] = 0
-                state["projector_source"] = PROJECTOR_SOURCES.index(self.projector_source)
-                state["basis"] = torch.zeros(short, rank, dtype=full_dtype(p), device=p.device)
-            full = self.projector_source == "filtered" and "basis" in state
-            state["filter_states"] = [self._zeros(p, p.shape if full else shape) for _ in range(order)]
-            # One per parameter, not one for all: a parameter that had no gradient yet has taken no step.
-            state["bias_states"] = [0.0] * order
-            if self.base != "sgd":
-                state["exp_avg_sq"] = self._zeros(p, shape)
+        return state
+
+    def _new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        order = self.low_pass_filter.order
+        # Adam and AdamBC have the same state, and strings do not belong in it: the number tells a checkpoint of one from
+        # the other's. The step response is kept for each parameter: one that had no gradient yet has taken no step.
+        state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base), "bias_states": [0.0] * order}
+        shape, filtered_shape = p.shape, p.shape
+        if is_projected(p, group):
+            rank = group["rank"]
+            shape = torch.Size((rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank))
+            filtered_shape = p.shape if self.projector_source == "filtered" else shape
+            state["steps_in_basis"] = 0
+            state["projector_source"] = PROJECTOR_SOURCES.index(self.projector_source)
+            state["basis"] = torch.zeros(min(p.shape), rank, dtype=full_dtype(p), device=p.device)
+        state["filter_states"] = [self._zeros(p, filtered_shape) for _ in range(order)]
+        if self.base != "sgd":
+            state["exp_avg_sq"] = self._zeros(p, shape)
         return state
 
     def _zeros(self, p: Tensor, shape: torch.Size) -> Tensor:
         dtype = self._dtype_of_state(p, "filter_states")
         return torch.zeros_like(p, dtype=dtype) if shape == p.shape else torch.zeros(shape, dtype=dtype, device=p.device)
-
-    def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
-        if not {"base", "filter_states", "bias_states"} <= saved_state.keys():
-            raise ValueError(
-                f"the checkpoint holds {sorted(saved_state)} for a parameter and was not written by DopplerOptimizer: "
-                "load one that was, or start afresh"
-            )
-        saved_base, saved_order = BASES[saved_state["base"]], len(saved_state["filter_states"])
-        if saved_base != self.base:
-            raise ValueError(
-                f"the checkpoint is of base {saved_base!r}, this optimizer of {self.base!r}: set base={saved_base!r}"
-            )
-        saved_source = PROJECTOR_SOURCES[saved_state.get("projector_source", PROJECTOR_SOURCES.index(self.projector_source))]
-        if saved_source != self.projector_source:
-            raise ValueError(
-                f"the checkpoint is of projector_source {saved_source!r}, this optimizer of {self.projector_source!r}: set "
-                f"projector_source={saved_source!r}"
-            )
-        if saved_order != self.low_pass_filter.order:
-            raise ValueError(
-                f"the checkpoint is of a filter of order {saved_order}, this optimizer's {self.low_pass_filter} is of "
-                f"order {self.low_pass_filter.order}: set the low_pass_filter of the checkpoint's run"
-            )
 
 
 def has_projected(group: dict[str, Any]) -> bool:

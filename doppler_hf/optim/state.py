@@ -5,10 +5,16 @@ that would round the float32 state to 8 bits, so state is copied from the checkp
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from doppler_hf.filters import LowPassFilter
+from doppler_hf.optim.galore import PROJECTOR_SOURCES, ProjectorSource
+
+Base = Literal["sgd", "adam", "adam_bc"]
+BASES: Final[tuple[Base, ...]] = get_args(Base)
 
 
 def dense(grad: Tensor) -> Tensor:
@@ -44,3 +50,49 @@ def copied_state(state: dict[str, Any], *, device: torch.device, dtype_of: Calla
         return value.to(device, dtype_of(name), copy=True) if isinstance(value, Tensor) else value
 
     return {name: copied(name, value) for name, value in state.items()}
+
+
+def refuse_other_rank(saved_group: dict[str, Any], *, rank: int | None) -> None:
+    """Raises if a parameter group of a checkpoint is not one of a `DopplerOptimizer` of this rank.
+
+    Raises:
+        ValueError: With the mend.
+    """
+    if "rank" not in saved_group:
+        raise ValueError(
+            f"a group of the checkpoint has the options {sorted(saved_group)} and was not written by DopplerOptimizer: load "
+            "one that was, or start afresh"
+        )
+    if saved_group["rank"] != rank:
+        raise ValueError(
+            f"the checkpoint is of rank {saved_group['rank']}, this optimizer of rank {rank}: set rank={saved_group['rank']}"
+        )
+
+
+def refuse_other_state(
+    saved: dict[str, Any], *, base: Base, low_pass_filter: LowPassFilter, projector_source: ProjectorSource
+) -> None:
+    """Raises if a parameter's state in a checkpoint is not that of a `DopplerOptimizer` of this kind.
+
+    Raises:
+        ValueError: With the mend.
+    """
+    if not {"base", "filter_states", "bias_states"} <= saved.keys():
+        raise ValueError(
+            f"the checkpoint holds {sorted(saved)} for a parameter and was not written by DopplerOptimizer: load one that "
+            "was, or start afresh"
+        )
+    saved_base, saved_order = BASES[saved["base"]], len(saved["filter_states"])
+    if saved_base != base:
+        raise ValueError(f"the checkpoint is of base {saved_base!r}, this optimizer of {base!r}: set base={saved_base!r}")
+    if "projector_source" in saved and PROJECTOR_SOURCES[saved["projector_source"]] != projector_source:
+        other = PROJECTOR_SOURCES[saved["projector_source"]]
+        raise ValueError(
+            f"the checkpoint is of projector_source {other!r}, this optimizer of {projector_source!r}: set "
+            f"projector_source={other!r}"
+        )
+    if saved_order != low_pass_filter.order:
+        raise ValueError(
+            f"the checkpoint is of a filter of order {saved_order}, this optimizer's {low_pass_filter} is of order "
+            f"{low_pass_filter.order}: set the low_pass_filter of the checkpoint's run"
+        )

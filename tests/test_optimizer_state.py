@@ -1,0 +1,330 @@
+"""The optimizer's state: saved, loaded, copied, added to in between, and of parameters of every form."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.optim import DopplerOptimizer
+
+BASES = ["sgd", "adam", "adam_bc"]
+FILTERS = ["none", "second-order"]
+DTYPES = [
+    (torch.float64, None), (torch.float32, None), (torch.bfloat16, None),
+    (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
+]  # fmt: skip
+GALORE = {"rank": 2, "update_proj_gap": 3}
+CHOICES = itertools.product(["rotate", "reset", "keep"], ["svd", "randomized", "warm"], ["gradient", "filtered"])
+SETTINGS = [
+    {},
+    *(GALORE | dict(zip(("basis_change", "projector", "projector_source"), choice, strict=True)) for choice in CHOICES),
+]
+SHAPES = [(5, 7), (7, 5), (6,)]
+CONSTANTS = [
+    "low_pass_filter", "base", "beta2", "noise_std", "eps", "floor", "basis_change", "projector", "projector_source",
+    "state_dtype", "compiled",
+]  # fmt: skip
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def parameters(*shapes, dtype=torch.float64):
+    return [torch.nn.Parameter(normal(*shape, seed=index).to(dtype)) for index, shape in enumerate(shapes)]
+
+
+def clones(params):
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+
+
+def optimizer_of(params, **options):
+    constants = {"lr": 0.05, "low_pass_filter": PAPER_FILTERS["second-order"], "base": "adam_bc", "noise_std": 0.5}
+    return DopplerOptimizer(params, **constants | {"weight_decay": 0.1, "beta2": 0.98} | options)
+
+
+def run(optimizer, params, steps):
+    """Step with gradients that depend on the number of the step and the place of the parameter alone."""
+    for t in steps:
+        for index, p in enumerate(params):
+            p.grad = normal(*p.shape, seed=1000 + 100 * t + index).to(p.dtype)
+        optimizer.step()
+
+
+def saved_and_loaded(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def flat(state):
+    return list(itertools.chain.from_iterable(value if isinstance(value, list) else [value] for value in state.values()))
+
+
+def assert_same(params, optimizer, others, other):
+    """To the bit."""
+    for one, two in zip(params, others, strict=True):
+        assert torch.equal(one, two)
+        state, other_state = optimizer.state[one], other.state[two]
+        assert state.keys() == other_state.keys()
+        for left, right in zip(flat(state), flat(other_state), strict=True):
+            if isinstance(left, torch.Tensor):
+                assert left.dtype == right.dtype
+                assert torch.equal(left, right)
+            else:
+                assert left == right
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())) or "no galore")
+@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES, ids=str)
+def test_resuming_is_uninterrupted_to_the_bit(settings, dtype, state_dtype):
+    for base, name in itertools.product(BASES, FILTERS):
+        options = {"base": base, "low_pass_filter": PAPER_FILTERS[name], "state_dtype": state_dtype} | settings
+        params = parameters(*SHAPES, dtype=dtype)
+        uninterrupted = optimizer_of(params, **options)
+        taken = []
+        for steps in (range(3), range(3, 4), range(4, 7)):  # right before the second refresh, and right after it
+            run(uninterrupted, params, steps)
+            taken.append((steps.stop, clones(params), saved_and_loaded(uninterrupted.state_dict())))
+        for done, resumed_params, checkpoint in taken[:2]:
+            resumed = optimizer_of(resumed_params, **options)
+            resumed.load_state_dict(checkpoint)
+            run(resumed, resumed_params, range(done, 7))
+            assert_same(resumed_params, resumed, params, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 3}, "the checkpoint is of rank 2, this optimizer of rank 3: set rank=2"),
+        ({"rank": None}, "the checkpoint is of rank 2, this optimizer of rank None: set rank=2"),
+        ({"base": "adam"}, "the checkpoint is of base 'adam_bc', this optimizer of 'adam': set base='adam_bc'"),
+        ({"low_pass_filter": PAPER_FILTERS["momentum"]}, "filter of order 2, this optimizer's momentum is of order 1"),
+        ({"projector_source": "filtered"}, "the checkpoint is of projector_source 'gradient', this optimizer of 'filtered'"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(change, message):
+    saving_params, params = parameters(*SHAPES), parameters(*SHAPES)
+    saving, loading = optimizer_of(saving_params, **GALORE), optimizer_of(params, **GALORE | change, lr=0.2)
+    run(saving, saving_params, range(4))
+    run(loading, params, range(5))
+    params_before, before = copy.deepcopy((params, loading))
+    with pytest.raises(ValueError, match=message):
+        loading.load_state_dict(saving.state_dict())
+    assert_same(params, loading, params_before, before)
+    for group, group_before in zip(loading.param_groups, before.param_groups, strict=True):
+        assert {**group, "params": None} == {**group_before, "params": None}
+
+
+def test_a_checkpoint_without_galore_is_refused_with_it():
+    params = parameters(*SHAPES)
+    with pytest.raises(ValueError, match="the checkpoint is of rank None, this optimizer of rank 2: set rank=None"):
+        optimizer_of(params, **GALORE).load_state_dict(optimizer_of(params).state_dict())
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_even_before_its_first_step():
+    params = parameters(*SHAPES)
+    with pytest.raises(ValueError, match="not written by DopplerOptimizer"):
+        optimizer_of(params).load_state_dict(torch.optim.AdamW(params).state_dict())
+
+
+def test_gap_and_scale_stay_and_learning_rate_and_weight_decay_are_loaded():
+    def make(**own):
+        groups = [{"params": parameters(*SHAPES), "rank": 2} | own, {"params": parameters((4, 4), (3,))}]
+        return optimizer_of(groups)
+
+    saving = make(lr=0.3, weight_decay=0.4, update_proj_gap=5, scale=2.0)
+    loading = make(lr=0.1, weight_decay=0.2, update_proj_gap=7, scale=0.5)
+    loading.load_state_dict(saved_and_loaded(saving.state_dict()))
+    names = ("lr", "weight_decay", "rank", "update_proj_gap", "scale")
+    assert [[group[name] for name in names] for group in loading.param_groups] == [
+        [0.3, 0.4, 2, 7, 0.5],
+        [0.05, 0.1, None, 200, 1.0],
+    ]
+
+
+def test_state_of_less_precision_is_loaded_into_more_and_back():
+    for saved_dtype, own_dtype in ((torch.bfloat16, None), (None, torch.bfloat16)):
+        params, others = parameters(*SHAPES, dtype=torch.float32), parameters(*SHAPES, dtype=torch.float32)
+        saving, loading = (
+            optimizer_of(ps, **GALORE, state_dtype=dtype) for ps, dtype in ((params, saved_dtype), (others, own_dtype))
+        )
+        run(saving, params, range(2))
+        loading.load_state_dict(saved_and_loaded(saving.state_dict()))
+        for p, other in zip(params, others, strict=True):
+            v = loading.state[other]["exp_avg_sq"]
+            assert v.dtype == (own_dtype or torch.float32)
+            assert torch.equal(v, saving.state[p]["exp_avg_sq"].to(v.dtype))
+            assert loading.state[other].get("basis", p).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+def test_copies_keep_all_constants_and_continue_to_the_bit(copied):
+    params = parameters(*SHAPES, dtype=torch.float32)
+    options = {"eps": 1e-3, "floor": 0.1, "scale": 0.5, "basis_change": "reset", "projector": "svd", "compiled": False}
+    optimizer = optimizer_of(params, **GALORE | options, projector_source="filtered", state_dtype=torch.bfloat16)
+    run(optimizer, params, range(4))
+    others, other = copied((params, optimizer))
+    assert_same(params, optimizer, others, other)
+    for name in CONSTANTS:
+        assert getattr(other, name) == getattr(optimizer, name), name
+    run(optimizer, params, range(4, 9))
+    run(other, others, range(4, 9))
+    assert_same(params, optimizer, others, other)
+
+
+def test_a_copy_before_the_first_step_takes_the_same_steps():
+    params = parameters(*SHAPES)
+    optimizer = optimizer_of(params, **GALORE)
+    others, other = copy.deepcopy((params, optimizer))
+    run(optimizer, params, range(5))
+    run(other, others, range(5))
+    assert_same(params, optimizer, others, other)
+
+
+def test_a_group_added_late_begins_anew_and_resumes():
+    early, late = parameters(*SHAPES), parameters((4, 8), (3,))
+    alone = clones(late)
+    optimizer, fresh = optimizer_of(early, **GALORE), optimizer_of(alone, **GALORE | {"rank": 3}, lr=0.2)
+    run(optimizer, early, range(4))
+    optimizer.add_param_group({"params": late, "lr": 0.2, "rank": 3})
+    for t in range(5):
+        for p in early:
+            p.grad = None
+        run(optimizer, late, [t])
+        run(fresh, alone, [t])
+    assert_same(late, optimizer, alone, fresh)
+
+    early_copies, late_copies = clones(early), clones(late)
+    resumed = optimizer_of([{"params": early_copies}, {"params": late_copies, "rank": 3}], **GALORE)
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for one, params in ((optimizer, early + late), (resumed, early_copies + late_copies)):
+        run(one, params, range(9, 12))
+    assert_same(early + late, optimizer, early_copies + late_copies, resumed)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_parameter_that_is_frozen_for_a_while_goes_on_where_it_stopped(base):
+    params, moving = parameters(*SHAPES), parameters((4, 4))
+    whole = clones(params)
+    optimizer = optimizer_of([*params, *moving], base=base, **GALORE)
+    reference = optimizer_of(whole, base=base, **GALORE)
+    for t in range(6):
+        run(optimizer, params + moving, [t])
+        run(reference, whole, [t])
+        for p in params:
+            p.grad = None
+        for _ in range(2):
+            optimizer.step()
+    assert_same(params, optimizer, whole, reference)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t)),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=8, cycle_momentum=False),
+    ],
+    ids=["LambdaLR", "OneCycleLR"],
+)
+@pytest.mark.parametrize("of_tensor", [False, True])
+def test_schedulers_set_the_learning_rate_of_the_next_step(schedule, of_tensor):
+    params, others = parameters(*SHAPES), parameters(*SHAPES)
+    lr = torch.tensor(0.05, dtype=torch.float64) if of_tensor else 0.05
+    optimizer, by_hand = optimizer_of(params, lr=lr, **GALORE), optimizer_of(others, **GALORE)
+    scheduler = schedule(optimizer)
+    rates = set()
+    for t in range(7):
+        rate = float(optimizer.param_groups[0]["lr"])
+        rates.add(rate)
+        by_hand.param_groups[0]["lr"] = rate
+        run(optimizer, params, [t])
+        run(by_hand, others, [t])
+        scheduler.step()
+    assert len(rates) == 7
+    assert_same(params, optimizer, others, by_hand)
+    resumed_params = clones(params)
+    resumed = optimizer_of(resumed_params, **GALORE)
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert float(resumed.param_groups[0]["lr"]) == float(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES[1:], ids=str)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("reordered", ["both", "parameters", "gradients"])
+def test_parameters_and_gradients_in_another_order_of_memory(base, dtype, state_dtype, reordered):
+    def channels_last(tensor):
+        return tensor.to(memory_format=torch.channels_last)
+
+    def transposed(tensor):
+        return tensor.T.contiguous().T
+
+    shapes, orders = [(2, 3, 4, 5), (6, 9), (9, 6)], [channels_last, transposed, transposed]
+    plain = parameters(*shapes, dtype=dtype)
+    others = clones(plain)
+    if reordered != "gradients":
+        others = [torch.nn.Parameter(order(p.detach())) for p, order in zip(plain, orders, strict=True)]
+        assert not any(p.is_contiguous() for p in others)
+    pair = [
+        optimizer_of([{"params": ps[:2]}, {"params": ps[2:], **GALORE}], base=base, state_dtype=state_dtype)
+        for ps in (plain, others)
+    ]
+    for t in range(5):
+        for index, (p, other, order) in enumerate(zip(plain, others, orders, strict=True)):
+            p.grad = normal(*p.shape, seed=10 * t + index).to(dtype)
+            other.grad = p.grad.clone() if reordered == "parameters" else order(p.grad)
+        for optimizer in pair:
+            optimizer.step()
+    for p, other in zip(plain[:2], others[:2], strict=True):
+        assert torch.equal(p, other)
+    # A product's sum is taken in another order.
+    tolerance = 2e-2 if torch.bfloat16 in (dtype, state_dtype) else 1e-5
+    torch.testing.assert_close(others[2], plain[2], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_empty_parameters_and_those_without_dimensions(base):
+    params = parameters((), (0,), (0, 4), (4, 0), (5, 7))
+    (vector,) = parameters((1,))
+    vector.data.copy_(params[0].detach())
+    optimizer, reference = optimizer_of(params, base=base, **GALORE), optimizer_of([vector], base=base)
+    for t in range(4):
+        run(optimizer, params, [t])
+        vector.grad = params[0].grad.view(1).clone()
+        reference.step()
+    assert params[0].item() == vector.item()
+    assert [p.shape for p in params] == [(), (0,), (0, 4), (4, 0), (5, 7)]
+    resumed = optimizer_of(params, base=base, **GALORE)
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert_same(params, optimizer, params, resumed)
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    params = [*parameters((5, 7), (6,)), torch.nn.Parameter(normal(4, 3))]
+    optimizer = optimizer_of(params, **GALORE)
+    run(optimizer, params[:2], range(2))
+    others, before = copy.deepcopy((params, optimizer))
+    params[2].grad = normal(4, 3).to_sparse()
+    with pytest.raises(ValueError, match=r"layout torch\.sparse_coo, but privacy noise is dense"):
+        optimizer.step()
+    assert params[2] not in optimizer.state
+    assert torch.equal(params[2], others[2])
+    assert_same(params[:2], optimizer, others[:2], before)
+
+
+def test_half_size_state_for_float64_is_refused_before_anything_changes():
+    message = r"state_dtype is torch\.bfloat16, but a parameter is of torch\.float64"
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(parameters((6,)), state_dtype=torch.bfloat16)
+    optimizer = optimizer_of(parameters((5, 7), dtype=torch.float32), state_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": parameters((6,))})
+    assert len(optimizer.param_groups) == 1
