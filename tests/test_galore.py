@@ -424,8 +424,10 @@ def test_half_precision_matrices_move_as_their_float32_twins(source):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank is 0: give at least 1"),
-        ({"update_proj_gap": 0}, "update_proj_gap is 0: give at least 1"),
+        ({"rank": 0}, "rank is 0: give a whole number of at least 1"),
+        ({"rank": 2.5}, "rank is 2.5: give a whole number"),
+        ({"update_proj_gap": float("nan")}, "update_proj_gap is nan: give a whole number"),
+        ({"update_proj_gap": 0}, "update_proj_gap is 0: give a whole number of at least 1"),
         ({"scale": 0.0}, "scale is 0.0: give a finite"),
         ({"scale": -1.0}, "scale is -1.0: give a finite"),
         ({"scale": math.nan}, "scale is nan: give a finite"),

@@ -3,7 +3,9 @@ r"""GaLore: the state of a matrix in a subspace of rank r (Zhao et al. 2024; DOP
     g̃_t = Pᵀ G_t,    X_{t+1} = X_t - lr·scale · P d_t        (G of shape m×n with m ≤ n, P of shape m×r)
 
 and g̃ = G P, X - lr·scale · d Pᵀ for m > n: the shorter side is projected. P has orthonormal columns, so white noise in G
-is white in g̃, of the same variance, and what DPAdamBC subtracts stays right.
+is white in g̃, of the same variance, and what DPAdamBC subtracts stays right. The one step on whose own gradient P is found
+is an exception: the directions in which its noise happens to be large were picked, and there it has up to (1 + √(m/n))²
+times the variance, so that the first update of a run, and after a reset, is divided by too much.
 
 P is renewed now and then, and the state of filter and second moment was in the old coordinates. With Q = P_newᵀ P_old a
 state s becomes Q s. The second moment v becomes, coordinate by coordinate, Σ_j Q_ij² v_j, as for uncorrelated ones; the

@@ -59,7 +59,8 @@ class DopplerOptimizer(Optimizer):
     ``low_pass_filter.order`` tensors of state, and one more for the Adam bases.
 
     With ``rank`` the matrices of a group whose shorter side is longer than that are updated by GaLore, and hold their
-    state at this rank; its other parameters are updated as without.
+    state at this rank; its other parameters are updated as without, and so are groups without a rank, for which
+    the other arguments of GaLore say nothing.
 
     Args:
         params: Parameters, or parameter groups, as for every torch optimizer.
@@ -165,10 +166,10 @@ class DopplerOptimizer(Optimizer):
         for name in ("lr", "weight_decay"):
             if not 0 <= group[name] < math.inf:
                 raise ValueError(f"{name} is {group[name]}: give a finite number of at least 0")
-        if group["rank"] is not None and group["rank"] < 1:
-            raise ValueError(f"rank is {group['rank']}: give at least 1, or None for no projection")
-        if group["update_proj_gap"] < 1:
-            raise ValueError(f"update_proj_gap is {group['update_proj_gap']}: give at least 1 step")
+        if group["rank"] is not None and not (isinstance(group["rank"], int) and group["rank"] >= 1):
+            raise ValueError(f"rank is {group['rank']}: give a whole number of at least 1, or None for no projection")
+        if not (isinstance(group["update_proj_gap"], int) and group["update_proj_gap"] >= 1):
+            raise ValueError(f"update_proj_gap is {group['update_proj_gap']}: give a whole number of at least 1")
         if not 0 < group["scale"] < math.inf:
             raise ValueError(f"scale is {group['scale']}: give a finite number above 0")
         # A scheduler that was there before the group has put its own mark on the others.
