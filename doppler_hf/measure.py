@@ -7,6 +7,7 @@ ratios with its quartiles.
 import ctypes
 import json
 import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ def quartiles(ratios: Float[np.ndarray, " pairs"]) -> tuple[float, float, float]
     """
     q1, median, q3 = np.percentile(ratios, [25, 50, 75]).tolist()
     return q1, median, q3
+
+
+def seconds_of(step: Callable[[], Any], *, device: str) -> float:
+    """Time one step, to the end of what it queued on the device."""
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def memory_now(device: str) -> int:

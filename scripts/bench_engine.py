@@ -16,7 +16,6 @@ tcmalloc do, for both kinds of steps; `--heap return` is glibc's default. Memory
 
 import contextlib
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -43,6 +42,7 @@ from doppler_hf.measure import (
     memory_now,
     memory_peak,
     quartiles,
+    seconds_of,
 )
 from doppler_hf.privacy import ClippedGradients
 
@@ -154,15 +154,6 @@ def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], *, norm_ru
             clipped.reset()
 
         yield private
-
-
-def seconds_of(step: Callable[[], None], *, device: str) -> float:
-    """Time one step, to the end of what it queued on the device."""
-    start = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def paired_seconds(work: Work, engine: str, args: BenchArguments) -> np.ndarray:

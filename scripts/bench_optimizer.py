@@ -13,7 +13,6 @@ matrix whose signal is a tenth of its noise.
 
 import functools
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from doppler_hf.cli_args import one_line_errors, parse_args
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles
+from doppler_hf.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles, seconds_of
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import PROJECTORS, find_basis
 
@@ -83,15 +82,6 @@ def optimizer_of(kind: dict[str, Any] | None, params: list[nn.Parameter]) -> tor
         return torch.optim.AdamW(params, lr=1e-4, fused=True)
     rank = min(params[0].shape) // 12 if "update_proj_gap" in kind else None
     return DopplerOptimizer(params, lr=1e-4, weight_decay=0.01, rank=rank, **kind)
-
-
-def seconds_of(step: Callable[[], Any], *, device: str) -> float:
-    """Time one step, to the end of what it queued on the device."""
-    start = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def paired_seconds(first: Callable[[], Any], second: Callable[[], Any], args: BenchArguments) -> np.ndarray:
