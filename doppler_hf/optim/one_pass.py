@@ -62,7 +62,8 @@ class OnePass:
 
     def __init__(self, *, b: Sequence[float], a: Sequence[float], beta2: float, compiled: bool) -> None:
         self._advance = functools.partial(advance, b=b, a=a, beta2=beta2)
-        self._is_compiled = compiled
+        # The user's own switch, TORCH_COMPILE_DISABLE=1: a program that must not have gaps cannot be made then.
+        self._is_compiled = compiled and not torch._dynamo.config.disable
         self._programs: dict[tuple[torch.dtype, torch.dtype, torch.device], Program] = {}
 
     def __call__(self, works: Sequence[Work], numbers: Numbers) -> None:
