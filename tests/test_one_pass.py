@@ -180,3 +180,10 @@ def test_where_compiling_is_switched_off_slices_are_taken_in_silence(monkeypatch
         optimizer.step()
         weights.append(p.detach())
     assert torch.equal(*weights)
+
+
+def test_programs_do_not_share_the_eight_that_torch_keeps_for_one_code(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    example = Work(torch.zeros(16), torch.zeros(16), [], None)
+    programs = [one_pass.Program(lambda *work, **numbers: None, example) for _ in range(2)]
+    assert programs[0]._advance_all.__code__ is not programs[1]._advance_all.__code__

@@ -124,6 +124,9 @@ class Program:
             for work in works:
                 function(*work, **numbers)
 
+        # torch keeps programs with the code that they were made from, eight at most, and the ninth is an error. Every
+        # optimizer of a process may have constants of its own, so each gets a copy of the code.
+        advance_all.__code__ = advance_all.__code__.replace()
         self._advance_all = torch.compile(advance_all, dynamic=True, fullgraph=True)
         # The program is made with sizes that are all different, as it would expect that equal ones stay equal, and large
         # enough for threads to be worth their while.
