@@ -22,6 +22,7 @@ def test_the_matrices_of_linear_layers_are_updated_at_rank_four(tmp_path):
     assert {(group["rank"], group["weight_decay"]) for group in optimizer.param_groups} == {
         (4, 0.1), (None, 0.1), (None, 0.0),
     }  # fmt: skip
+    assert {(group["update_proj_gap"], group["scale"]) for group in optimizer.param_groups} == {(3, 0.5)}
     for name, p in trainer.model.named_parameters():
         # The classifier has two rows, fewer than the rank; embeddings are no linear layers.
         is_projected = p.ndim == 2 and "embeddings" not in name and min(p.shape) > 4
@@ -90,3 +91,10 @@ def test_resumed_equals_uninterrupted(tmp_path, more, saved_at):
 def test_a_rank_that_no_matrix_exceeds_is_refused(tmp_path):
     with pytest.raises(ValueError, match="rank is 128, but no parameter is a matrix with a shorter side above it"):
         trainer_of(tmp_path, optim_target_modules="all-linear").train()
+
+
+def test_every_argument_reaches_the_optimizer(tmp_path):
+    given = "rank=4,basis_change=reset,projector=svd,projector_source=filtered"
+    options = dict(low_pass_filter="momentum", optim_target_modules="all-linear", optim_args=given)
+    optimizer = trainer_of(tmp_path, **options).create_optimizer()
+    assert (optimizer.basis_change, optimizer.projector, optimizer.projector_source) == ("reset", "svd", "filtered")

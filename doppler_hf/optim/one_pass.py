@@ -99,7 +99,7 @@ class OnePass:
                 self._is_compiled = False
                 warnings.warn(
                     f"torch.compile has no working compiler here ({type(error).__name__}); the optimizer goes on without, "
-                    "about twice as slow. Install a C++ compiler, or pass compiled=False to say nothing.",
+                    "about three times as slow. Install a C++ compiler, or pass compiled=False to say nothing.",
                     stacklevel=2,
                 )
                 return [*rest, *(work for works in kinds.values() for work in works)]
