@@ -1,0 +1,177 @@
+"""Upper bounds on ε of composed Poisson-subsampled Gaussian mechanisms, by three methods.
+
+A step adds N(0, σ²) to a sum of sensitivity 1 over a Poisson sample of rate q. Removing one example turns the output
+(1 − q) N(0, σ²) + q N(1, σ²) into N(0, σ²), and adding one does the reverse; the loss of T steps is a sum of T
+independent privacy losses. Each bound takes the worse direction. For single steps and for Rényi divergences that is
+proven to be removal (Zhu et al. 2022, https://arxiv.org/abs/2106.08567; Mironov et al. 2019), which *prv* and *rdp*
+compute; *pld* computes both and takes the larger, which has been removal wherever it was tried.
+
+- *rdp*: Rényi divergences (Mironov et al. 2019, https://arxiv.org/abs/1908.10530), turned into ε by Balle et al. 2020,
+  https://arxiv.org/abs/1905.09982, Theorem 21, at the best of many orders. The bound holds at every one of them.
+- *prv*: the distribution of the loss on a grid (Gopi et al. 2021, https://arxiv.org/abs/2106.02848). Rounding to the
+  grid errs to either side, so the paper's error bound is added.
+- *pld*: the same with every rounding upwards (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380): a bound at any
+  grid spacing.
+
+A mechanism is a triple (σ, q, T) with σ > 0, 0 < q ≤ 1 and T ≥ 1.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.fft
+from dp_accounting.pld import privacy_loss_distribution
+from opacus.accountants.analysis import rdp as opacus_rdp
+from opacus.accountants.analysis.prv import (
+    Domain,
+    PoissonSubsampledGaussianPRV,
+    TruncatedPrivacyRandomVariable,
+    compose_heterogeneous,
+    discretize,
+)
+
+Mechanism = tuple[float, float, int]
+
+# Opacus's own orders end at 63, which leaves ε ≥ ln(1/δ)/62 whatever the noise; small targets need larger ones.
+_WHOLE_ORDERS = [float(order) for order in (*range(2, 64), 80, 96, 128, 192, 256, 384, 512, 768, 1024)]
+
+# Opacus sums a series until its terms fall below e⁻³⁰ ≈ 10⁻¹³ beside a sum of at least 1; the same again for rounding.
+_RDP_SERIES_ERROR = 1e-12
+
+# Largest grids: up to half a second a call.
+_PRV_POINTS = 2**20
+_PLD_POINTS = 2**16
+
+# Below this δ the rounding of double-precision Fourier transforms (10⁻¹⁵ and more, composed) is no longer small beside δ.
+_SMALLEST_FOURIER_DELTA = 1e-10
+
+
+@functools.lru_cache(maxsize=2**14)  # One mechanism is asked about at many numbers of steps.
+def _rdp_of_step(noise_multiplier: float, sample_rate: float, order: float) -> float:
+    rdp = opacus_rdp.compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=order)
+    return float(rdp) + _RDP_SERIES_ERROR / (order - 1.0)
+
+
+def _epsilon_at_best_order(mechanisms: Sequence[Mechanism], orders: list[float], *, delta: float) -> tuple[float, float]:
+    rdp = [sum(steps * _rdp_of_step(sigma, rate, order) for sigma, rate, steps in mechanisms) for order in orders]
+    with warnings.catch_warnings():
+        # Opacus asks for more orders when the best one is the first or the last. The bound holds there as well.
+        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        epsilon, order = opacus_rdp.get_privacy_spent(orders=orders, rdp=rdp, delta=delta)
+    return max(float(epsilon), 0.0), float(order)
+
+
+def rdp_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+    """Return Rényi differential privacy's bound on ε at `delta`."""
+    epsilon, order = _epsilon_at_best_order(mechanisms, _WHOLE_ORDERS, delta=delta)
+    if order <= 11.0:
+        # Fractional orders matter beside small whole ones only, and take long: the series is slow for q near 1/2.
+        nearby = [order + tenth / 10 for tenth in range(-9, 10) if tenth]
+        epsilon = min(epsilon, _epsilon_at_best_order(mechanisms, nearby, delta=delta)[0])
+    return epsilon
+
+
+def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+    """Return the bound of privacy random variables on ε at `delta`, or that of *rdp* where it is smaller.
+
+    *rdp* also takes over where this arithmetic fails: below δ = 10⁻¹⁰, or with ε in the hundreds.
+
+    Args:
+        mechanisms: At least one; every q < 1.
+        delta: δ.
+    """
+    rdp = rdp_epsilon(mechanisms, delta=delta)
+    if delta < _SMALLEST_FOURIER_DELTA:
+        return rdp
+    steps = [count for _, _, count in mechanisms]
+    delta_error = delta / 1000
+    # The grid's half width by the paper's Remark 5.6: neither the whole nor any single step may fall beyond it. Opacus's
+    # own accountant is the same but for the number of points, which follows from a fixed error of 0.01 in ε: too coarse
+    # for ε = 0.1, needlessly fine for ε = 20. Here points are given (error and time grow as √T, up to a limit of time),
+    # and the error follows; for one T it is smooth in σ and q, as calibration needs.
+    reach, _ = _epsilon_at_best_order(mechanisms, _WHOLE_ORDERS, delta=delta_error / 4)
+    for sigma, rate, _ in mechanisms:
+        alone, _ = _epsilon_at_best_order([(sigma, rate, 1)], _WHOLE_ORDERS, delta=delta_error / (8 * sum(steps)))
+        reach = max(reach, alone)
+    points = min(int(scipy.fft.next_fast_len(math.ceil(2**15 * math.sqrt(sum(steps))), real=True)) * 2, _PRV_POINTS)
+    error_in_spacings = math.sqrt(sum(steps) * math.log(12 / delta_error) / 2)
+    spacing = (reach + 3.0) / (points / 2 - 1 - error_in_spacings)
+    if spacing <= 0.0:
+        return rdp  # 10¹⁰ steps
+    epsilon_error = spacing * error_in_spacings
+    half_width = spacing * (points // 2 - 1)
+    domain = Domain(-half_width, half_width + spacing, points)
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            grids = [
+                discretize(
+                    TruncatedPrivacyRandomVariable(PoissonSubsampledGaussianPRV(rate, sigma), domain.t_min, domain.t_max),
+                    domain,
+                )
+                for sigma, rate, _ in mechanisms
+            ]
+            composed = compose_heterogeneous(dprvs=grids, num_self_compositions=steps)
+            # Lower bound, estimate, upper bound: the last is δ's and ε's error bound away from the estimate.
+            _, _, upper = composed.compute_epsilon(delta, delta_error, epsilon_error)
+    except (FloatingPointError, RuntimeError):
+        # Overflow with next to no noise, or a mean that the grid cannot hold.
+        return rdp
+    return min(max(float(upper), 0.0), rdp)
+
+
+@functools.lru_cache(maxsize=8)  # One mechanism is asked about at many numbers of steps.
+def _pld_of_step(
+    noise_multiplier: float, sample_rate: float, spacing: float, log_tail: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        noise_multiplier,
+        sampling_prob=sample_rate,
+        value_discretization_interval=spacing,
+        log_mass_truncation_bound=log_tail,
+    )
+
+
+def _loss_scales(noise_multiplier: float, sample_rate: float, log_tail: float) -> tuple[float, float]:
+    """Return the standard deviation (from the χ² divergence) of a step's privacy loss, and the largest loss on the grid."""
+    spread = sample_rate * math.sqrt(math.expm1(min(noise_multiplier**-2, 100.0)))
+    farthest = math.sqrt(-2.0 * log_tail) / noise_multiplier + 0.5 / noise_multiplier**2
+    if sample_rate < 1.0:
+        farthest = float(np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + farthest))
+    return spread, farthest
+
+
+def pld_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+    """Return the bound of pessimistic privacy loss distributions on ε at `delta`.
+
+    *rdp* takes over below δ = 10⁻¹⁰, and where this arithmetic overflows.
+    """
+    if delta < _SMALLEST_FOURIER_DELTA:
+        return rdp_epsilon(mechanisms, delta=delta)
+    # T full-batch steps are one with σ/√T.
+    parts = [
+        (sigma / math.sqrt(steps), rate, 1) if rate == 1.0 else (sigma, rate, steps) for sigma, rate, steps in mechanisms
+    ]
+    # What lies beyond the grid counts as an infinite loss: in all steps together at most 10⁻⁴ δ. In whole powers of e,
+    # so that a step's distribution is found again at another T.
+    log_tail = float(math.floor(math.log(1e-4 * delta / sum(steps for _, _, steps in parts))))
+    scales = [_loss_scales(sigma, rate, log_tail) for sigma, rate, _ in parts]
+    # Rounding to a grid of spacing h adds about h²/6 to the variance of every step's loss, so with h a 25th of the root of
+    # the mean variance ε is about 1e-4 too large. Such a grid may be long when the loss is mostly near 0 and rarely large;
+    # its length is capped. No single rare loss beyond what a 40th of the grid holds counts towards the spread.
+    variance = sum(
+        min(spread, farthest / 40.0) ** 2 * steps for (spread, farthest), (_, _, steps) in zip(scales, parts, strict=True)
+    )
+    spacing = max(
+        math.sqrt(variance / sum(steps for _, _, steps in parts)) / 25.0,
+        max(farthest for _, farthest in scales) / _PLD_POINTS,
+    )
+    try:
+        total = privacy_loss_distribution.identity(spacing)
+        for sigma, rate, steps in parts:
+            total = total.compose(_pld_of_step(sigma, rate, spacing, log_tail).self_compose(steps))
+        return float(total.get_epsilon_for_delta(delta))
+    except OverflowError:
+        return rdp_epsilon(mechanisms, delta=delta)
