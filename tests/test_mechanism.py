@@ -1,14 +1,20 @@
 """The private gradient is the mean of the clipped sum plus noise of σC/B, once, on the expected batch size."""
 
+import copy
 import math
+import os
+import pickle
+import random
 
+import jaxtyping
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 
-from doppler_hf.privacy import GaussianMechanism
+from doppler_hf.privacy import GaussianMechanism, bits
 from doppler_hf.privacy import mechanism as module
+from doppler_hf.privacy.bits import RekeyedBits, SecretBits
 
 SIGMA, C, B, D = 1.3, 0.7, 50, 100_000
 
@@ -82,6 +88,91 @@ def test_bad_arguments_are_refused(arguments, message):
         GaussianMechanism(**(dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1) | arguments))
 
 
+@pytest.mark.parametrize("generator", ["csprng", "philox"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_every_way_to_draw_has_the_same_distribution(generator, safe):
+    mechanism = gaussian(generator=generator, floating_point_safe=safe)
+    noise = np.concatenate(released(mechanism, steps=2)) / mechanism.noise_std
+    assert scipy.stats.kstest(noise, "norm").pvalue > 1e-6  # Kolmogorov–Smirnov at 1e-6
+    low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], len(noise))  # two-sided at 1e-6
+    assert low < np.sum(noise**2) < high
+
+
+@pytest.mark.parametrize(("generator", "kind"), [("csprng", SecretBits), ("philox", RekeyedBits)])
+def test_the_generator_is_the_one_that_is_asked_for(generator, kind):
+    assert type(gaussian(generator=generator)._stream) is kind
+    with gaussian(generator=generator, draw_ahead=True) as mechanism:
+        assert type(mechanism._ahead._make_stream()) is kind
+
+
+def test_an_unknown_generator_is_refused():
+    jaxtyping.config.update("jaxtyping_disable", True)  # as outside of the tests, where nobody checks types first
+    try:
+        with pytest.raises(ValueError, match="must be one of csprng, philox, got 'mt19937'"):
+            gaussian(generator="mt19937")
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+# --- what is secret -------------------------------------------------------------------------------------------------
+
+
+def global_states():
+    """What the Trainer saves of generators with every checkpoint."""
+    kind, keys, position, *gauss = np.random.get_state()
+    return (torch.get_rng_state().tolist(), random.getstate(), kind, keys.tolist(), position, gauss)
+
+
+@pytest.mark.parametrize("generator", ["csprng", "philox"])
+@pytest.mark.parametrize("draw_ahead", [False, True])
+def test_global_generators_are_neither_used_nor_moved(generator, draw_ahead):
+    before = global_states()
+    with gaussian(generator=generator, draw_ahead=draw_ahead) as mechanism:
+        released(mechanism, steps=3)
+        gaussian(generator=generator, seed=0)
+    assert global_states() == before
+
+
+@pytest.mark.parametrize("arguments", [dict(), dict(generator="philox"), dict(draw_ahead=True), dict(seed=0)], ids=str)
+def test_a_mechanism_cannot_be_copied_pickled_or_saved(arguments, tmp_path):
+    with gaussian(**arguments) as mechanism:
+        released(mechanism)
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda it: torch.save(it, tmp_path / "mechanism.pt")):
+            with pytest.raises(TypeError, match="secret noise and cannot be pickled or copied"):
+                copied(mechanism)
+
+
+def reachable(thing, seen):
+    """Everything that can be reached by attributes, items and elements."""
+    if id(thing) in seen:
+        return
+    seen[id(thing)] = thing
+    inside = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+    if isinstance(thing, dict):
+        inside += [*thing, *thing.values()]
+    elif isinstance(thing, (list, tuple, set, frozenset)) or type(thing).__name__ == "deque":
+        inside += [*thing]
+    for part in inside:
+        reachable(part, seen)
+
+
+@pytest.mark.parametrize("generator", ["csprng", "philox"])
+@pytest.mark.parametrize("draw_ahead", [False, True])
+def test_no_key_can_be_read_off_the_mechanism(generator, draw_ahead, monkeypatch):
+    keys, urandom = [], os.urandom
+    monkeypatch.setattr(bits.os, "urandom", lambda size: keys.append(urandom(size)) or keys[-1])
+    with gaussian(generator=generator, draw_ahead=draw_ahead) as mechanism:
+        released(mechanism, steps=2)
+        seen = {}
+        reachable(vars(mechanism), seen)
+    keys = [key for key in keys if len(key) in (16, 32)]
+    assert keys
+    for thing in seen.values():
+        text = bytes(thing) if isinstance(thing, (bytes, bytearray, memoryview, np.ndarray)) else repr(thing).encode()
+        assert not any(key in text or str(int.from_bytes(key, "little")).encode() in text for key in keys)
+        assert not isinstance(thing, (np.random.Philox, np.random.Generator, torch.Generator))
+
+
 # --- in a subspace --------------------------------------------------------------------------------------------------
 
 SHORT, LONG, RANK = 8, 20_000, 4
@@ -153,11 +244,11 @@ def test_the_gradient_lies_in_the_subspace_and_in_the_sums_memory(shape, dtype, 
 @pytest.mark.parametrize("shape", [WIDE, TALL], ids=["wide", "tall"])
 def test_a_subspace_draws_noise_for_its_own_coordinates_only(shape, monkeypatch):
     mechanism, drawn = gaussian(), []
-    bits = mechanism._stream.bits
-    monkeypatch.setattr(mechanism._stream, "bits", lambda count, *, step: drawn.append(count) or bits(count, step=step))
+    fill = mechanism._stream.fill
+    monkeypatch.setattr(mechanism._stream, "fill", lambda words, *, step: drawn.append(len(words)) or fill(words, step=step))
     sums = {"other": torch.zeros(3, 4), "w": torch.zeros(shape)}
     mechanism.privatize(sums, step=0, subspaces={"w": orthonormal()})
-    assert drawn == [12, RANK * LONG]
+    assert drawn == [12, 32_768, 32_768, RANK * LONG - 2 * 32_768]
 
 
 def stretched(factor, dtype=torch.float64):
@@ -218,7 +309,7 @@ def test_what_is_no_subspace_is_refused_before_anything_is_written(subspaces, me
     sums = {"a": torch.randn(3), "s": torch.randn(()), "w": torch.randn(SHORT, 9)}
     before = {name: total.clone() for name, total in sums.items()}
     mechanism = gaussian()
-    monkeypatch.setattr(mechanism._stream, "bits", lambda *args, **kwargs: pytest.fail("noise was drawn"))
+    monkeypatch.setattr(mechanism._stream, "fill", lambda *args, **kwargs: pytest.fail("noise was drawn"))
     with pytest.raises(ValueError, match=message):
         mechanism.privatize(sums, step=0, subspaces=subspaces())
     assert all(torch.equal(sums[name], before[name]) for name in sums)

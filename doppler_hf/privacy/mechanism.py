@@ -13,7 +13,9 @@ than the subspace has coordinates. With S the clipped sum and Z the noise, on th
 so noise drawn for PᵀS alone, r × n instead of m × n, gives the optimizer a gradient of the same distribution.
 """
 
+import functools
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Final
 
@@ -23,7 +25,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.privacy.clipping import highest_matmul_precision
-from doppler_hf.privacy.noise import add_gaussian_noise, bit_stream
+from doppler_hf.privacy.noise import NoiseGenerator, add_gaussian_noise, noise_stream
+from doppler_hf.privacy.noise_ahead import NoiseAhead
 
 # A basis found in float32 has e = ‖PᵀP − I‖_F of about 1e-5. One found in TF32 or kept in bfloat16 can be beyond this
 # bound, and would pay for it with noise.
@@ -37,10 +40,17 @@ class GaussianMechanism:
         noise_multiplier: σ, the noise's standard deviation in units of the clip norm. 0 adds no noise.
         max_grad_norm: C, the bound on one example's contribution.
         expected_batch_size: B, over all processes.
+        generator: Where the random words come from: "csprng", also against who sees every step's gradient, or "philox",
+            against who sees the last model only.
+        floating_point_safe: Whether each normal is the sum of four, against attacks on floating-point noise.
+        draw_ahead: Whether a background thread prepares the next step's noise, at most 4 bytes a coordinate. End it with
+            `close`, or use the mechanism in a `with` statement; it ends with the mechanism at the latest. Only noise that
+            nobody can reproduce is drawn ahead: with a `seed` it depends on the step, and is drawn in it.
         seed: None for noise from the operating system's entropy. An integer makes it reproducible, for tests only.
 
     Raises:
-        ValueError: A negative `noise_multiplier`, or a clip norm or batch size that is not positive.
+        ValueError: A negative `noise_multiplier`, a clip norm or batch size that is not positive, or an unknown
+            `generator`.
 
     Example:
         >>> mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=100)
@@ -51,7 +61,15 @@ class GaussianMechanism:
     """
 
     def __init__(
-        self, *, noise_multiplier: float, max_grad_norm: float, expected_batch_size: int, seed: int | None = None
+        self,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int,
+        generator: NoiseGenerator = "csprng",
+        floating_point_safe: bool = False,
+        draw_ahead: bool = False,
+        seed: int | None = None,
     ) -> None:
         if not 0.0 <= noise_multiplier < float("inf"):
             raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
@@ -62,7 +80,37 @@ class GaussianMechanism:
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
-        self._stream = bit_stream(seed, purpose="noise")
+        self._floating_point_safe = floating_point_safe
+        self._stream = noise_stream(generator, seed=seed)
+        self._ahead: NoiseAhead | None = None
+        if draw_ahead and seed is None and noise_multiplier > 0.0:
+            self._ahead = NoiseAhead(
+                functools.partial(noise_stream, generator),
+                std=noise_multiplier * max_grad_norm,
+                floating_point_safe=floating_point_safe,
+            )
+            # The thread knows the store, not the mechanism: so that a mechanism nobody has any more ends its thread.
+            weakref.finalize(self, self._ahead.close)
+
+    @property
+    def prepared(self) -> int:
+        """How many normals are ready for the next step; 0 unless they are drawn ahead."""
+        return 0 if self._ahead is None else self._ahead.prepared
+
+    def close(self) -> None:
+        """End the background thread, if there is one. The mechanism stays usable, and draws on the spot."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def __enter__(self) -> "GaussianMechanism":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled: prepared noise and keys would travel with the copy."""
+        raise TypeError("A GaussianMechanism holds secret noise and cannot be pickled or copied; make a new one instead.")
 
     @property
     def noise_std(self) -> float:
@@ -98,6 +146,7 @@ class GaussianMechanism:
         Raises:
             ValueError: A subspace of no parameter or of another shape, or a P whose columns are not orthonormal, by name.
                 No sum has been modified then, and no noise drawn.
+            RuntimeError: The thread that draws ahead has failed. Nothing must be released then.
         """
         # Sensitivity: adding or removing one example changes the sum over all processes by a Δ of at most C in the joint
         # ℓ₂ norm, because each example is on one process only and contributes one clipped gradient. In a subspace
@@ -109,20 +158,40 @@ class GaussianMechanism:
         # exactly once whatever the number of processes, and every replica receives the same bits.
         distributed = dist.is_available() and dist.is_initialized()
         is_noisy = self.noise_multiplier > 0.0 and (not distributed or dist.get_rank() == 0)
-        std = self.noise_multiplier * self.max_grad_norm
         bases = bases_of(subspaces, sums)
         stretches = stretches_of(bases, distributed=distributed)
+        if is_noisy and self._ahead is not None:
+            coordinates = sum(coordinates_of(total, bases.get(name)) for name, total in sums.items())
+            self._ahead.expect(coordinates, pinned=any(total.is_cuda for total in sums.values()))
         for name, total in sums.items():
             basis = bases.get(name)
             released = total if basis is None else project(total, basis)
             if is_noisy:
-                add_gaussian_noise(released, std=std * stretches.get(name, 1.0), stream=self._stream, step=step)
+                self._add_noise(released, stretch=stretches.get(name, 1.0), step=step)
             if distributed:
                 dist.all_reduce(released)
             released.div_(self.expected_batch_size)
             if basis is not None:
                 lift(released, basis, out=total)
         return dict(sums)
+
+    def _add_noise(self, values: Float[Tensor, "..."], *, stretch: float, step: int) -> None:
+        """Add 𝒩(0, (stretch·σC)²) to every coordinate (modified in place)."""
+        # What is not prepared is drawn here, from another stream than the thread's: no coordinate goes without, and none
+        # shares its noise.
+        prepared = 0 if self._ahead is None else self._ahead.add_to(values, scale=stretch)
+        add_gaussian_noise(
+            values.view(-1)[prepared:],
+            std=self.noise_multiplier * self.max_grad_norm * stretch,
+            stream=self._stream,
+            step=step,
+            floating_point_safe=self._floating_point_safe,
+        )
+
+
+def coordinates_of(total: Float[Tensor, "..."], basis: Float[Tensor, "short rank"] | None) -> int:
+    """Return how many coordinates of a sum get noise: all, or those in the subspace."""
+    return total.numel() if basis is None else basis.shape[1] * max(total.shape)
 
 
 def bases_of(

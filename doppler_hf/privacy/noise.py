@@ -1,116 +1,176 @@
-"""Secret randomness: the bits behind the sampling, and Gaussian noise that nobody can reproduce.
+"""Gaussian noise that nobody can reproduce, from uniform words by the Box–Muller transform.
 
-A noise generator with a guessable seed is no noise: whoever guesses it subtracts it. torch's CPU generator keeps 32 bits
-of its seed and HF's `args.seed` is public, so neither is used. Bits come from AES-256 in counter mode under a key from
-the operating system; normals are made from them by the Box–Muller transform,
+    z₁ = ρ·cos θ,   z₂ = ρ·sin θ,   ρ = √(−2 ln u),   u = |t|,   θ = πt′,   t, t′ uniform on [−1, 1],
+    cos θ = 2/(1 + τ²) − 1,   sin θ = 2τ/(1 + τ²),   τ = tan(θ/2)
 
-    z₁ = √(−2 ln u₁)·cos(2πu₂),   z₂ = √(−2 ln u₁)·sin(2πu₂),   u₁ ∈ (0, 1], u₂ ∈ [0, 1).
+"csprng" (AES-256-CTR) protects against everybody, also against someone who reads every step's gradient and with it bare
+noise, such as an embedding row that no example touched. "philox" protects against those who see the last model only:
+a sum over all steps, from which no word of the generator can be read; whoever sees single steps would have to break
+Philox, which was not built to withstand that.
+
+All of it is in float64 with a 64-bit word for each t. The smallest u is 2⁻⁶⁴, so the tail reaches 9.4 standard deviations,
+beyond which a normal lies once in 10²⁰ draws. u is 1, and both are 0, with a probability of 2⁻⁵⁴; cos θ or sin θ is 0
+with one below 2⁻⁵². With 24-bit uniforms the tail would end at 5.8, and one pair in 2²⁵ would get no noise at all: several
+coordinates of a large model at every step, where its δ allows for none. Only the finished noise is rounded, to the values'
+dtype, which keeps every number of that dtype possible.
+
+`floating_point_safe` adds four independent normals and halves the sum. Which floating-point numbers a single transform
+can return, and which never, tells something of what the noise was added to (Mironov 2012); of a sum of four nobody can
+work that out (Holohan and Braghin, https://arxiv.org/abs/2107.10138, section 5.1).
 """
 
 import math
-import os
-from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-# Words of keystream turned into normals at a time: bounds the working memory to a few tens of MiB.
-_CHUNK = 1 << 20
+from doppler_hf.privacy.bits import BitStream, RekeyedBits, ReproducibleBits, SecretBits
+
+NoiseGenerator = Literal["csprng", "philox"]
+
+# Normals made at a time. On the CPU the working memory stays in a core's cache (0.5 MiB), and torch copies and adds at most
+# 32,768 numbers in the thread that asks for it. A GPU wants many at once, here in 16 MiB.
+_PIECE: Final = {"cpu": 1 << 15, "cuda": 1 << 20}
+# How many normals `floating_point_safe` adds; their variance is as many times that of one.
+_TERMS: Final = 4
 
 
-class BitStream(ABC):
-    """Where random bits come from.
+def noise_stream(generator: NoiseGenerator, *, seed: int | None = None) -> BitStream:
+    """Return the words that noise is made of: new ones at every call, or for tests with a `seed` reproducible ones.
 
-    Attributes:
-        is_secret: Whether nobody can reproduce them.
+    Raises:
+        ValueError: An unknown `generator`.
     """
-
-    is_secret: bool
-
-    @abstractmethod
-    def bits(self, count: int, *, step: int) -> np.ndarray:
-        """Return `count` uniform 64-bit words, shape (count,), dtype uint64, for optimizer step `step`."""
-
-
-class SecretBits(BitStream):
-    """A keystream of AES-256-CTR, keyed from the operating system when it is made.
-
-    The key lives in this process alone: it is never pickled, saved or logged, and a resumed run makes a new one. What a
-    step needs is a running position of the stream, so `step` is not used: no two calls ever return the same words.
-    """
-
-    is_secret = True
-
-    def __init__(self) -> None:
-        # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
-        self._encryptor = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
-
-    def bits(self, count: int, *, step: int) -> np.ndarray:
-        """Return the next `count` words of the stream."""
-        buffer = np.zeros(count, dtype=np.uint64)
-        keystream = np.empty(count * 8 + 15, dtype=np.uint8)  # AES may hold back up to one block
-        self._encryptor.update_into(buffer.view(np.uint8).data, keystream.data)
-        return keystream[: count * 8].view(np.uint64)
-
-    def __reduce__(self) -> str:
-        """Refuse to be pickled: the key would travel with the copy."""
-        raise TypeError("SecretBits holds a secret key and cannot be pickled or copied; make a new one instead.")
+    if generator not in get_args(NoiseGenerator):
+        raise ValueError(f"The noise generator must be one of {', '.join(get_args(NoiseGenerator))}, got {generator!r}.")
+    if seed is not None:
+        return ReproducibleBits(seed, purpose="noise")
+    return SecretBits() if generator == "csprng" else RekeyedBits()
 
 
-class ReproducibleBits(BitStream):
-    """Words that depend on `seed`, `purpose` and the step alone. For tests: such noise protects nobody."""
-
-    is_secret = False
-
-    def __init__(self, seed: int, *, purpose: str, rank: int = 0) -> None:
-        self._entropy = (seed, rank, *purpose.encode())
-        self._step: int | None = None
-
-    def bits(self, count: int, *, step: int) -> np.ndarray:
-        """Return the next `count` words of the step; another step begins its own sequence."""
-        if step != self._step:
-            self._step = step
-            self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))
-        return self._generator.integers(0, 2**64, size=count, dtype=np.uint64)
-
-
-def bit_stream(seed: int | None, *, purpose: str, rank: int = 0) -> BitStream:
-    """Return a secret stream, or with a `seed` a reproducible one for tests."""
-    return SecretBits() if seed is None else ReproducibleBits(seed, purpose=purpose, rank=rank)
-
-
-def box_muller(bits: np.ndarray) -> Float[Tensor, " n"]:
-    """Turn an even number of uniform 64-bit words into as many standard normals.
-
-    In float64 with 53-bit uniforms the tail is cut at 8.57 standard deviations; with 24-bit ones it would be cut at 5.8,
-    a difference in distribution larger than the δ of a large model.
+def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False, seed: int | None = None) -> str:
+    """Say in one line where noise comes from.
 
     Args:
-        bits: Uniform words, shape (n,), n even, dtype uint64.
+        generator: As in `noise_stream`.
+        floating_point_safe: Whether each normal is the sum of four.
+        seed: As in `noise_stream`.
 
-    Returns:
-        Normals of mean 0 and variance 1, shape (n,), dtype float64.
+    Raises:
+        ValueError: An unknown `generator`.
+
+    Example:
+        >>> noise_source("csprng")
+        'AES-256-CTR keyed by the operating system, Box-Muller'
     """
-    mantissas = torch.from_numpy((bits >> np.uint64(11)).astype(np.int64)).to(torch.float64)
-    half = len(bits) // 2
-    radius = mantissas[:half].add_(1.0).mul_(2.0**-53).log_().mul_(-2.0).sqrt_()
-    angle = mantissas[half:].mul_(2.0 * math.pi * 2.0**-53)
-    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)])
+    bits = {
+        SecretBits: "AES-256-CTR keyed by the operating system",
+        RekeyedBits: "Philox keyed anew by the operating system at every step",
+        ReproducibleBits: "reproducible from a seed: not private",
+    }[type(noise_stream(generator, seed=seed))]
+    return f"{bits}, Box-Muller" + (", sum of four against floating-point attacks" if floating_point_safe else "")
 
 
-def add_gaussian_noise(values: Float[Tensor, "..."], *, std: float, stream: BitStream, step: int) -> None:
+def box_muller(words: Int64[Tensor, " n"], *, std: float, out: Float64[Tensor, " n"]) -> None:
+    """Turn an even number of uniform words into as many independent draws of 𝒩(0, std²).
+
+    Args:
+        words: Uniform words, shape (n,), n even (modified in place: it is overwritten).
+        std: Standard deviation.
+        out: Where the draws go, shape (n,), on the device of `words` (modified in place).
+    """
+    # torch's own logarithm and tangent would run in all of its threads from 128 numbers on, which a background thread must
+    # not; NumPy's are as fast as torch's on one.
+    if out.is_cuda:
+        transform(words, out, std=std, library=torch)
+    else:
+        transform(words.numpy(), out.numpy(), std=std, library=np)
+
+
+def transform(words: Any, out: Any, *, std: float, library: ModuleType) -> None:
+    """Do what `box_muller` says with the functions of NumPy on arrays, or those of torch on tensors."""
+    half = len(words) // 2
+    radius, tangent = out[:half], out[half:]
+    radius[:] = words[:half]
+    tangent[:] = words[half:]
+    factor = words[:half].view(library.float64)  # the words have been read, so that their memory is free
+    # Half a unit beside an integer t is never 0. A float64 is finest at 0, where the logarithm needs it.
+    library.add(radius, 0.5, out=radius)
+    library.multiply(radius, 2.0**-63, out=radius)
+    library.abs(radius, out=radius)
+    library.log(radius, out=radius)
+    library.multiply(radius, -2.0 * std * std, out=radius)
+    library.sqrt(radius, out=radius)
+    library.multiply(tangent, math.pi / 2.0 * 2.0**-63, out=tangent)
+    library.tan(tangent, out=tangent)
+    # With f = 2ρ/(1 + τ²): z₁ = f − ρ and z₂ = τf.
+    library.multiply(tangent, tangent, out=factor)
+    library.multiply(factor, 0.5, out=factor)
+    library.add(factor, 0.5, out=factor)
+    library.divide(radius, factor, out=factor)
+    library.multiply(tangent, factor, out=tangent)
+    library.subtract(factor, radius, out=radius)
+
+
+def gaussian_pieces(
+    count: int, *, std: float, stream: BitStream, step: int, device: torch.device, floating_point_safe: bool
+) -> Iterator[Float64[Tensor, " n"]]:
+    """Yield `count` independent draws of 𝒩(0, std²) in pieces, each in the memory of the one before.
+
+    Args:
+        count: How many, over all pieces.
+        std: Standard deviation.
+        stream: Where the words come from.
+        step: Optimizer step, counted from 0.
+        device: Where they are made, the CPU or a CUDA device.
+        floating_point_safe: Whether each is the sum of four.
+    """
+    piece = _PIECE[device.type]
+    words = torch.empty(min(piece, count + count % 2), dtype=torch.int64, device=device)
+    out = torch.empty_like(words, dtype=torch.float64)
+    total = torch.empty_like(out) if floating_point_safe else out
+    for start in range(0, count, piece):
+        size = min(piece, count - start)
+        even = size + size % 2
+        if floating_point_safe:
+            total.zero_()
+            for _ in range(_TERMS):
+                stream.fill(words[:even], step=step)
+                box_muller(words[:even], std=std / math.sqrt(_TERMS), out=out[:even])
+                total[:even].add_(out[:even])
+        else:
+            stream.fill(words[:even], step=step)
+            box_muller(words[:even], std=std, out=out[:even])
+        yield total[:size]
+
+
+def add_gaussian_noise(
+    values: Float[Tensor, "..."], *, std: float, stream: BitStream, step: int, floating_point_safe: bool = False
+) -> None:
     """Add independent 𝒩(0, std²) to every coordinate of `values` (modified in place).
 
     Args:
-        values: What to privatize, contiguous, on any device.
+        values: What to privatize, contiguous, on any device. On a CUDA device the noise is made there.
         std: Standard deviation of the noise, in the units of `values`.
-        stream: Where the bits come from.
+        stream: Where the words come from.
         step: Optimizer step, counted from 0.
+        floating_point_safe: Whether each draw is the sum of four.
     """
-    for chunk in values.view(-1).split(_CHUNK):
-        size = chunk.numel()
-        normals = box_muller(stream.bits(size + size % 2, step=step))[:size]
-        chunk.add_(normals.mul_(std).to(chunk.device, chunk.dtype))
+    # Every coordinate gets a draw of its own: the pieces are as many as the coordinates, in their order, and no word of
+    # the stream comes twice.
+    flat, position = values.view(-1), 0
+    device = flat.device if flat.is_cuda else torch.device("cpu")
+    rounded = torch.empty(min(_PIECE[device.type], len(flat)), dtype=flat.dtype, device=device)
+    for noise in gaussian_pieces(
+        len(flat), std=std, stream=stream, step=step, device=device, floating_point_safe=floating_point_safe
+    ):
+        part = flat[position : position + len(noise)]
+        # Rounded as a whole: a sum of two dtypes would go number by number through torch's slow path.
+        part.add_(rounded[: len(noise)].copy_(noise).to(flat.device))
+        position += len(noise)
+    assert position == len(flat)

@@ -1,0 +1,120 @@
+"""Secret words never repeat, in no call, stream or process; reproducible ones depend on what they say."""
+
+import copy
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from doppler_hf.privacy import bits as module
+from doppler_hf.privacy.bits import RekeyedBits, ReproducibleBits, SecretBits, bit_stream
+
+
+@pytest.mark.parametrize("make", [SecretBits, RekeyedBits])
+def test_two_calls_and_two_streams_never_repeat(make):
+    stream = make()
+    first, second = stream.bits(1000, step=0), stream.bits(1000, step=0)
+    other = make().bits(1000, step=0)
+    assert len(np.unique(np.concatenate([first, second, other]))) == 3000  # a repeat has probability 2.4e-13
+
+
+@pytest.mark.parametrize("make", [SecretBits, RekeyedBits])
+def test_every_bit_of_the_words_is_a_coin(make):
+    words = make().bits(100_000, step=0)
+    ones = np.unpackbits(words.view(np.uint8)).reshape(-1, 64).mean(axis=0)
+    assert np.all(np.abs(ones - 0.5) < 6.5 * 0.5 / np.sqrt(len(words)))  # 8e-11 each, 64 times
+
+
+def test_the_stream_is_aes_256_in_counter_mode_from_zero(monkeypatch):
+    key = bytes(range(32))
+    monkeypatch.setattr(module.os, "urandom", lambda size: key[:size])
+    counts = (2, 1, 3, 32_768, 7, 100_001, 4)
+    stream = SecretBits()
+    words = np.concatenate([stream.bits(count, step=0) for count in counts])
+    # Block by block with another mode of the library: E_k(0), E_k(1), …
+    counters = b"".join(number.to_bytes(16, "big") for number in range((sum(counts) + 1) // 2))
+    expected = Cipher(algorithms.AES256(key), modes.ECB()).encryptor().update(counters)
+    assert words.tobytes() == expected[: 8 * sum(counts)]
+
+
+def test_keystream_is_continuous_over_odd_sizes():
+    # 8-byte words and 16-byte blocks: an odd count must not lose or repeat half a block.
+    stream = SecretBits()
+    words = np.concatenate([stream.bits(count, step=0) for count in (1, 3, 2, 5, 1)])
+    assert len(np.unique(words)) == 12
+    assert np.all(words != 0)
+
+
+def test_a_key_for_every_call_of_philox():
+    keys, make = [], np.random.Philox
+
+    def noted(*, key):
+        keys.append(key.tobytes())
+        return make(key=key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.np.random, "Philox", noted)
+        stream = RekeyedBits()
+        for _ in range(3):
+            stream.bits(4, step=0)
+    assert len(set(keys)) == 3
+    assert {len(key) for key in keys} == {16}
+    assert vars(stream) == {}  # nothing is left to save
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("make", [SecretBits, RekeyedBits])
+def test_a_forked_process_has_words_of_its_own(make):
+    stream = make()
+    stream.bits(3, step=0)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, stream.bits(100, step=0).tobytes())
+        os._exit(0)
+    ours = stream.bits(100, step=0)
+    theirs = np.frombuffer(os.read(reader, 800), dtype=np.uint64)
+    os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)
+    assert len(theirs) == 100
+    assert len(np.unique(np.concatenate([ours, theirs]))) == 200
+
+
+def test_secret_stream_cannot_be_copied_or_pickled():
+    with pytest.raises(TypeError, match="secret key"):
+        pickle.dumps(SecretBits())
+    with pytest.raises(TypeError, match="secret key"):
+        copy.deepcopy(SecretBits())
+
+
+def test_reproducible_stream_depends_on_seed_purpose_rank_and_step():
+    def words(seed, purpose, rank, step):
+        return tuple(ReproducibleBits(seed, purpose=purpose, rank=rank).bits(4, step=step))
+
+    assert words(0, "noise", 0, 3) == words(0, "noise", 0, 3)
+    variants = {words(0, "noise", 0, 3), words(1, "noise", 0, 3), words(0, "sampling", 0, 3), words(0, "noise", 1, 3)}
+    assert len(variants | {words(0, "noise", 0, 4)}) == 5
+
+
+def test_only_an_unseeded_stream_is_secret():
+    assert bit_stream(None, purpose="noise").is_secret
+    assert not bit_stream(0, purpose="noise").is_secret
+    assert RekeyedBits().is_secret
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [SecretBits, RekeyedBits, lambda: ReproducibleBits(0, purpose="noise")])
+def test_words_on_a_gpu(make):
+    words, stream = torch.zeros(100_000, dtype=torch.int64, device="cuda"), make()
+    collected = []
+    for _ in range(2):
+        stream.fill(words, step=0)
+        collected.append(words.cpu().numpy().view(np.uint64))
+    words = np.concatenate(collected)
+    assert len(np.unique(words)) == 200_000  # a repeat has probability 1e-9
+    ones = np.unpackbits(words.view(np.uint8)).reshape(-1, 64).mean(axis=0)
+    assert np.all(np.abs(ones - 0.5) < 6.5 * 0.5 / np.sqrt(len(words)))  # 8e-11 each, 64 times
