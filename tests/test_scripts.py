@@ -9,29 +9,28 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    BertTokenizerFast,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPT2TokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli_args import parse_args
 from doppler_hf.lora import LoraArguments
 from doppler_hf.metrics import GLUE_METRICS
+from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.tasks import GLUE_TASKS
+from doppler_hf.workloads.causal_lm import CausalLMArguments
+from doppler_hf.workloads.glue import GlueArguments
+from doppler_hf.workloads.images import ImageArguments
 from scripts import causal_lm, glue, image_classification
+from tests.folders import END, write_bert, write_glue, write_gpt2, write_texts
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {"glue": glue, "image": image_classification, "causal_lm": causal_lm}  # by the folder of its recipes
+# By the folder of a script's recipes.
+SCRIPTS = {
+    "glue": (glue, GlueArguments),
+    "image": (image_classification, ImageArguments),
+    "causal_lm": (causal_lm, CausalLMArguments),
+}
 RECIPES = sorted(ROOT.glob("recipes/*/*.yaml"))
-WORDS = ["good", "bad", "fine", "poor", "film", "plot", "the", "a"]
-END = 27  # the end of a text, in the tokenizer of `gpt2_dir`
 # GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.
 ADAPTED_GPT2 = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 PRIVATE = ["--noise_multiplier=1.0", "--per_sample_max_grad_norm=1.0", "--low_pass_filter=first-order-v1"]
@@ -45,52 +44,22 @@ def _caches(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bert_dir(tmp_path):
-    """A BERT of two layers with random weights, and a tokenizer that knows eight words."""
-    folder = tmp_path / "bert"
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    BertTokenizerFast(vocab={word: row for row, word in enumerate(vocab)}).save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=len(vocab),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-    )
-    BertForSequenceClassification(config).save_pretrained(folder)
-    return folder
+    return write_bert(tmp_path / "bert")
 
 
 @pytest.fixture
 def gpt2_dir(tmp_path):
-    """A GPT-2 of one layer with random weights, and a tokenizer of letters with one special token, the end of a text."""
-    folder = tmp_path / "gpt2"
-    letters = "Ġabcdefghijklmnopqrstuvwxyz"
-    vocab = {letter: row for row, letter in enumerate([*letters, "<|endoftext|>"])}
-    GPT2TokenizerFast(vocab=vocab, merges=[]).save_pretrained(folder)
-    GPT2LMHeadModel(
-        GPT2Config(vocab_size=len(vocab), n_embd=16, n_layer=1, n_head=2, bos_token_id=END, eos_token_id=END)
-    ).save_pretrained(folder)
-    return folder
+    return write_gpt2(tmp_path / "gpt2")
 
 
 @pytest.fixture
 def data_dir(tmp_path):
-    """A function that writes random sentences as parquet files of a task's columns."""
+    return lambda task_name: write_glue(tmp_path / task_name, task_name)
 
-    def write(task_name, train=48, validation=12):
-        generator = np.random.default_rng(0)
-        task = GLUE_TASKS[task_name]
-        folder = tmp_path / task_name
-        folder.mkdir()
-        for split, rows in (("train", train), *((name, validation) for name in task.validation_splits)):
-            sentences = [" ".join(generator.choice(WORDS, generator.integers(2, 12))) for _ in range(rows)]
-            data = dict.fromkeys(task.text_columns, sentences)
-            labels = np.arange(rows) % task.num_labels if task.num_labels > 1 else generator.uniform(0, 5, rows)
-            Dataset.from_dict({**data, "label": labels.tolist()}).to_parquet(folder / f"{split}.parquet")
-        return folder
 
-    return write
+@pytest.fixture
+def texts_dir(tmp_path):
+    return write_texts(tmp_path / "texts")
 
 
 def run_glue(task_name, data, model, out, *flags):
@@ -128,9 +97,21 @@ def test_glue_without_privacy(tmp_path, bert_dir, data_dir):
     assert {"eval_accuracy", "eval_f1", "train_loss"} <= set(results)
 
 
-def test_glue_evaluates_both_validation_splits_of_mnli(tmp_path, bert_dir, data_dir):
-    results = run_glue("mnli", data_dir("mnli"), bert_dir, tmp_path / "out", *PRIVATE)
+def test_glue_evaluates_both_validation_splits_of_mnli(tmp_path, bert_dir, data_dir, monkeypatch):
+    seen = []
+
+    class Spy(DopplerTrainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            loader = super().get_eval_dataloader(eval_dataset)
+            seen.append(len(loader.dataset))
+            return loader
+
+    monkeypatch.setattr(glue, "DopplerTrainer", Spy)
+    path = data_dir("mnli") / "validation_mismatched.parquet"
+    Dataset.from_parquet(str(path), keep_in_memory=True).select(range(5)).to_parquet(path)
+    results = run_glue("mnli", path.parent, bert_dir, tmp_path / "out", *PRIVATE)
     assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= set(results)
+    assert seen == [12, 5]
 
 
 @ADAPTED_GPT2
@@ -177,18 +158,6 @@ def test_a_saved_image_model_is_fine_tuned(tmp_path):
     assert (config["num_channels"], config["image_size"], config["id2label"]["9"]) == (1, 8, "9")
 
 
-@pytest.fixture
-def texts_dir(tmp_path):
-    """A folder of random sentences in one of two columns; the first is empty, and the second too long."""
-    generator = np.random.default_rng(0)
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for split, rows in (("train", 24), ("validation", 6)):
-        texts = ["", " ".join(WORDS), *(" ".join(generator.choice(WORDS, 3)) for _ in range(rows - 2))]
-        Dataset.from_dict({"review": texts, "stars": list(range(rows))}).to_parquet(folder / f"{split}.parquet")
-    return folder
-
-
 def run_causal_lm(data, model, out, *flags):
     causal_lm.main(
         [
@@ -206,7 +175,7 @@ def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
     out = tmp_path / "out"
     results = run_causal_lm(texts_dir, gpt2_dir, out, *PRIVATE, *flags)
     assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
-    assert json.loads((out / "privacy_ledger.json").read_text())["num_examples"] == 24  # a row is an example
+    assert PrivacyLedger.load(out).statement.num_units == 24  # a row is an example
     load = AutoPeftModelForCausalLM if flags else AutoModelForCausalLM
     assert (out / ("adapter_model.safetensors" if flags else "model.safetensors")).is_file()
     state, start = (loader.from_pretrained(folder).state_dict() for loader, folder in
@@ -278,9 +247,9 @@ def test_causal_lm_names_what_is_missing(tmp_path, gpt2_dir, texts_dir, monkeypa
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
-    script = SCRIPTS[path.parent.name]
+    script, arguments = SCRIPTS[path.parent.name]
     args, _, training_args = parse_args(
-        script.ScriptArguments,
+        arguments,
         LoraArguments,
         DopplerTrainingArguments,
         argv=[str(path), "--use_cpu", f"--output_dir={tmp_path}"],

@@ -1,0 +1,88 @@
+"""A causal language model on texts. One row of the data is one example, and so the unit of privacy."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
+
+from doppler_hf.hub import hub_or_folder
+from doppler_hf.lora import LoraArguments, add_lora
+from doppler_hf.tasks import load_texts
+from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.workloads.workload import Workload
+
+
+@dataclass
+class CausalLMArguments:
+    """Which language model to train on which texts."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub name or local folder of the pretrained model."})
+    dataset_name: str = field(default="Yelp/yelp_review_full", metadata={"help": "Name of the data set on the hub."})
+    dataset_config: str | None = field(default=None, metadata={"help": "The hub's configuration of the data set."})
+    validation_split: str = field(
+        default="test", metadata={"help": "The hub's split to evaluate on, or a part of it, as test[:1000]."}
+    )
+    dataset_dir: str | None = field(
+        default=None, metadata={"help": "Local folder with train.parquet and validation.parquet; by default the hub."}
+    )
+    text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
+    max_seq_length: int = field(default=256, metadata={"help": "Longer examples are cut to this many tokens."})
+    dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Type of the loaded weights: bfloat16 halves the memory of those that LoRA freezes; the adapters "
+            "stay float32.",
+            "choices": ["float32", "bfloat16"],
+        },
+    )
+
+
+def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
+    """Load the data, load the model, tokenize.
+
+    Args:
+        args: The texts, the model, and where they come from.
+        lora_args: The adapters.
+        training_args: Only for the order of processes: the first tokenizes, the others read its cache.
+
+    Returns:
+        The model and the tokenized splits, unpadded, with every token as a label.
+
+    Raises:
+        ValueError: If a split, a file, the column or the model is missing, or the hub cannot be reached.
+    """
+    splits = load_texts(
+        args.dataset_name,
+        args.dataset_dir,
+        dataset_config=args.dataset_config,
+        validation_split=args.validation_split,
+        text_column=args.text_column,
+    )
+    with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype)
+    if tokenizer.pad_token is None:  # GPT-2 and its kind are pretrained on unpadded text
+        tokenizer.pad_token = tokenizer.eos_token
+    # On the left, padding would shift absolute positions by an amount that depends on the other examples.
+    tokenizer.padding_side = "right"
+    model = add_lora(model, lora_args, task_type="CAUSAL_LM")
+
+    max_length = min(args.max_seq_length, tokenizer.model_max_length)
+
+    def tokenize(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        texts = [text + tokenizer.eos_token for text in rows[args.text_column]]  # so that the model learns to stop
+        tokens = tokenizer(texts, truncation=True, max_length=max_length)
+        return {**tokens, "labels": tokens["input_ids"]}
+
+    # Rows are not joined and cut into blocks of equal length, as is usual: two rows in one block would be one example.
+    with training_args.main_process_first(desc="tokenize"):
+        tokenized = splits.map(tokenize, batched=True, remove_columns=[args.text_column])
+    return Workload(
+        model=model,
+        train_dataset=tokenized["train"],
+        eval_datasets={"eval": tokenized["validation"]},
+        processing_class=tokenizer,
+        # Pads labels with -100. DataCollatorForLanguageModeling would find padding by its token, and where that is the
+        # end-of-text token take the label from the true end as well.
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+    )

@@ -1,0 +1,96 @@
+"""Sequence classification on a GLUE task: sentences or pairs of them, with a fresh head."""
+
+from dataclasses import dataclass, field
+
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+from doppler_hf.hub import hub_or_folder
+from doppler_hf.lora import LoraArguments, add_lora
+from doppler_hf.pooling import MeanPoolingForSequenceClassification
+from doppler_hf.tasks import glue_task, load_glue
+from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.workloads.workload import Workload
+
+
+@dataclass
+class GlueArguments:
+    """Which model to train on which GLUE task."""
+
+    task_name: str = field(metadata={"help": "One of cola, mnli, mrpc, qnli, qqp, rte, sst2, stsb, wnli."})
+    model_name_or_path: str = field(metadata={"help": "Hub name or local folder of the pretrained model."})
+    dataset_dir: str | None = field(
+        default=None,
+        metadata={"help": "Local folder with train.parquet and validation.parquet; by default GLUE from the hub."},
+    )
+    pooling: str = field(
+        default="model",
+        metadata={
+            "help": "model: the architecture's own classification head; mean: a linear head on the mean of the token "
+            "vectors, which suits sentence encoders.",
+            "choices": ["model", "mean"],
+        },
+    )
+    max_seq_length: int = field(default=256, metadata={"help": "Longer examples are cut to this many tokens."})
+
+
+def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
+    """Load the data, load the model, tokenize.
+
+    Args:
+        args: The task, the model, and where they come from.
+        lora_args: The adapters.
+        training_args: Only for the order of processes: the first tokenizes, the others read its cache.
+
+    Returns:
+        The model and the tokenized splits, unpadded.
+
+    Raises:
+        ValueError: If the task, a file, a column or the model is missing, or the hub cannot be reached.
+    """
+    from datasets import ClassLabel
+
+    from doppler_hf.metrics import glue_compute_metrics
+
+    task = glue_task(args.task_name)
+    splits = load_glue(args.task_name, args.dataset_dir)
+    with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        load_model = (
+            AutoModelForSequenceClassification.from_pretrained
+            if args.pooling == "model"
+            else MeanPoolingForSequenceClassification.from_encoder
+        )
+        model = load_model(
+            args.model_name_or_path,
+            num_labels=task.num_labels,
+            problem_type="regression" if task.is_regression else "single_label_classification",
+            # A checkpoint of another task has another head, which gives way to a fresh one.
+            ignore_mismatched_sizes=True,
+        )
+    if tokenizer.pad_token is None:  # GPT-2 and its kind are pretrained on unpadded text
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    label = splits["train"].features["label"]
+    if isinstance(label, ClassLabel):
+        model.config.id2label = dict(enumerate(label.names))
+        model.config.label2id = {name: index for index, name in enumerate(label.names)}
+    model = add_lora(model, lora_args, task_type="SEQ_CLS")
+
+    # No padding here: the trainer sorts the examples of a step by length, and the collator pads each micro-batch.
+    max_length = min(args.max_seq_length, tokenizer.model_max_length)
+    with training_args.main_process_first(desc="tokenize"):
+        tokenized = splits.map(
+            lambda rows: tokenizer(*(rows[column] for column in task.text_columns), truncation=True, max_length=max_length),
+            batched=True,
+            remove_columns=[name for name in splits["train"].column_names if name != "label"],
+        )
+    return Workload(
+        model=model,
+        train_dataset=tokenized["train"],
+        eval_datasets={
+            name.replace("validation", "eval"): tokenized[name] for name in task.validation_splits if name in tokenized
+        },
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=glue_compute_metrics(args.task_name),
+    )

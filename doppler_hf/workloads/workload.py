@@ -1,0 +1,38 @@
+"""What a recipe says to train on what: all that a `Trainer` takes but its arguments."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import EvalPrediction
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its data, ready for `DopplerTrainer`.
+
+    Attributes:
+        model: The model, with its adapters.
+        train_dataset: The private examples; one row is one example.
+        eval_datasets: The data sets to evaluate on, at least one, each by the prefix of its metrics' names: `eval`, or
+            for the two of MNLI `eval_matched` and `eval_mismatched`.
+        processing_class: Tokenizer or image processor, which is saved beside the model.
+        data_collator: Makes a batch of a list of examples; None for the `Trainer`'s own.
+        compute_metrics: From logits and labels to scores; None where the loss is all.
+    """
+
+    model: nn.Module
+    train_dataset: "Dataset"
+    eval_datasets: dict[str, "Dataset"]
+    processing_class: Any
+    data_collator: Callable[[list[Any]], dict[str, Any]] | None = None
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
+
+    @property
+    def eval_dataset(self) -> "Dataset":
+        """The first data set to evaluate on."""
+        return next(iter(self.eval_datasets.values()))
