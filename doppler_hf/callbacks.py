@@ -1,12 +1,15 @@
 """What a private run tells its user: a summary before, ε along the way, the ledger with every checkpoint and at the end.
 
-And the budget guard: the run stops before a step that would overrun the target.
+And the budget guard: steps are counted in the ledger before they are computed, and the run stops before a step that would
+overrun the target. Process 0 alone reads and writes ledgers.
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -15,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from doppler_hf.filters import noise_gain
 from doppler_hf.plan import PrivacyPlan
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
+from doppler_hf.privacy.ledger import latest, set_aside
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -46,33 +50,58 @@ class PrivacyCallback(TrainerCallback):
         """Return an upper bound on ε spent so far; 0 before training."""
         return 0.0 if self.ledger is None else self.ledger.epsilon()
 
+    def earlier_ledger(self) -> PrivacyLedger | None:
+        """Return what the next run goes on from, the same on every process: what an earlier one has spent, or None.
+
+        Raises:
+            ValueError: The checkpoint has no ledger, or one of another run than the folder above it.
+        """
+        found: list[Any] = [None]
+        if PartialState().is_main_process:
+            try:
+                # A second run of the same trainer goes on from what the first one released, whether resumed or not.
+                earlier = [self.ledger.as_written()] if self.ledger is not None else []
+                if self.checkpoint is not None:
+                    earlier += ledgers_of(Path(self.checkpoint))
+                found = [latest(earlier) if earlier else None]
+            except ValueError as error:
+                found = [error]
+        (outcome,) = broadcast_object_list(found)
+        if isinstance(outcome, ValueError):
+            raise outcome
+        return outcome
+
     def on_train_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the ledger, or take over the one of the run that is resumed; print the summary."""
-        plan = self._plan()
-        # A second run of the same trainer goes on from what the first one released, whether resumed or not.
-        earlier = [self.ledger] if self.ledger is not None else []
-        if self.checkpoint is not None:
-            earlier += ledgers_of(Path(self.checkpoint))
-        ledger = plan.open_ledger(args)
-        if earlier:
-            ledger.resume(max(earlier, key=lambda ledger: ledger.steps_run), from_step=state.global_step)
-        self.ledger = ledger  # Only now: a refusal must not lose what was spent before.
-        remaining = plan.steps - state.global_step
-        self._affordable_steps = self.ledger.affordable_steps(remaining)
-        if state.is_world_process_zero:
-            print_summary(plan, self.ledger, model=kwargs["model"], resumed_at=state.global_step, fallbacks=self.fallbacks)
-            if self._affordable_steps < remaining:
-                print(
-                    f"The budget allows {self._affordable_steps} of the {remaining} steps left, because steps of the "
-                    "earlier run count: training will stop there."
-                )
-        if remaining > 0 and self._affordable_steps == 0:
+        plan, earlier = self._plan(), self.earlier_ledger()
+        statement, step = plan.statement(args), state.global_step
+        ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
+        remaining = plan.steps - step
+        affordable = ledger.affordable_steps(remaining)
+        if remaining > 0 and affordable == 0:
             raise ValueError(
-                f"The privacy budget is spent: ε = {self.ledger.epsilon():.4g} of target_epsilon = "
-                f"{plan.target_epsilon}. Raise target_epsilon to go on."
+                f"The privacy budget is spent: ε = {ledger.epsilon():.4g} of target_epsilon = {statement.target_epsilon}. "
+                "Raise target_epsilon to go on."
             )
+        self.ledger, self._affordable_steps = ledger, affordable  # Only now: a refusal must not lose what was spent before.
+        if state.is_world_process_zero:
+            aside = set_aside(args.output_dir, unless_before=ledger)
+            ledger.save(args.output_dir)
+            print_summary(
+                plan, ledger, model=kwargs["model"], first_step=step, last_step=step + affordable, fallbacks=self.fallbacks
+            )
+            if aside is not None:
+                print(
+                    f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "
+                    "its ε and that of this run add up."
+                )
+            if affordable < remaining:
+                print(
+                    f"The budget allows {affordable} of the {remaining} steps left, because steps of the earlier run count: "
+                    "training will stop there."
+                )
 
     def on_epoch_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -80,6 +109,18 @@ class PrivacyCallback(TrainerCallback):
         """Say to the sampler which epoch begins."""
         if self._sampler is not None:
             self._sampler.set_epoch(state.global_step // self._sampler.steps_per_epoch)
+
+    def on_step_begin(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count steps ahead, and on disk before the first of them is computed.
+
+        Another process may be ahead of the file by what it computes alone; nothing is released until process 0 has
+        reduced its own sum with it.
+        """
+        assert self.ledger is not None
+        if self.ledger.reserve(at_most=self._affordable_steps) and state.is_world_process_zero:
+            self.ledger.save(args.output_dir)
 
     def on_pre_optimizer_step(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -96,26 +137,26 @@ class PrivacyCallback(TrainerCallback):
         if self._affordable_steps <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
 
-    def on_log(self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the ledger as far as the run has got, so that a crash does not lose what was spent."""
-        if self.ledger is not None and state.is_world_process_zero:
-            self.ledger.save(args.output_dir)
-
     def on_save(self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put the ledger into the checkpoint."""
-        if self.ledger is not None and args.should_save:
-            self.ledger.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if self.ledger is not None and state.is_world_process_zero:
+            self.ledger.checkpoint(state.global_step)
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            set_aside(folder, unless_before=self.ledger)  # A checkpoint of an earlier training, just overwritten.
+            self.ledger.save(folder)
             self.ledger.save(args.output_dir)
 
     def on_train_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the final ledger beside the model, and say what was spent."""
+        """Close the ledger beside the model, and say what was spent."""
         if self.ledger is not None and state.is_world_process_zero:
+            self.ledger.close()
             self.ledger.save(args.output_dir)
             print(
-                f"Privacy spent: ε = {self.epsilon():.4g} at δ = {self.ledger.target_delta:.3g} after "
-                f"{self.ledger.steps_run} steps; see {Path(args.output_dir) / LEDGER_NAME}."
+                f"Privacy spent: {epsilons_in_words(self.ledger)} at δ = {self.ledger.statement.target_delta:.3g} after "
+                f"{self.ledger.steps_run} steps. See {Path(args.output_dir) / LEDGER_NAME}, whose last hash is "
+                f"{self.ledger.head}."
             )
 
 
@@ -136,23 +177,33 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
 
 
 def print_summary(
-    plan: PrivacyPlan, ledger: PrivacyLedger, *, model: Any, resumed_at: int, fallbacks: Mapping[str, str]
+    plan: PrivacyPlan,
+    ledger: PrivacyLedger,
+    *,
+    model: Any,
+    first_step: int,
+    last_step: int,
+    fallbacks: Mapping[str, str],
 ) -> None:
-    """Print what is about to be done to the data, as a table."""
+    """Print what is about to be done to the data from `first_step` to `last_step`, as a table."""
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    final = ledger.epsilon(further_steps=plan.steps - resumed_at)
+    statement = ledger.statement
     target = "" if plan.target_epsilon is None else f" (target {plan.target_epsilon:g})"
+    mend = "; report_train_loss='private' adds noise, 'none' leaves it out" if statement.train_loss == "raw" else ""
     rows = (
-        ("training examples N", f"{plan.num_examples:,}"),
+        ("unit of privacy", statement.unit_in_words),
+        ("units N", f"{plan.num_units:,}"),
         ("expected batch size B", f"{plan.expected_batch_size:,}"),
         ("sampling rate q", f"{plan.sample_rate:.4g}"),
-        ("steps T", f"{plan.steps:,}" + (f", resumed at {resumed_at:,}" if resumed_at else "")),
+        ("steps T", f"{plan.steps:,}" + (f", resumed at {first_step:,}" if first_step else "")),
         ("noise multiplier σ", f"{plan.noise_multiplier:.4g}"),
-        ("clip norm C", f"{plan.max_grad_norm:g} ({ledger.clipping}, {ledger.clipping_granularity})"),
+        ("noise source", statement.noise_source),
+        ("clip norm C", f"{plan.max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
         ("noise per coordinate σC/B", f"{plan.noise_std:.3g}"),
-        ("ε at the end", f"{final:.4g}{target}, by {plan.accountant}" if ledger.private else "∞: NOT PRIVATE"),
+        ("at the end", epsilons_in_words(ledger, further_steps=last_step - first_step) + target),
         ("δ", f"{plan.delta:.3g}"),
+        ("training loss", statement.train_loss_in_words + mend),
         ("filter", f"{plan.low_pass_filter}, noise power × {noise_gain(plan.low_pass_filter):.3g}"),
         ("trainable parameters", f"{trainable:,} of {sum(p.numel() for p in parameters):,}"),
     )
@@ -161,10 +212,15 @@ def print_summary(
         table.add_row(*row)
     for how, (number, first) in counted(fallbacks).items():
         table.add_row(f"without a rule: {number}, such as" if number > 1 else "without a rule", f"{first} ({how})")
-    console = Console()
-    console.print(table)
-    if ledger.train_loss_reported:
-        console.print("The training loss in the logs is not private; report_train_loss='none' leaves it out.")
+    Console().print(table)
+
+
+def epsilons_in_words(ledger: PrivacyLedger, *, further_steps: int = 0) -> str:
+    """Return ε by every accountant, the chosen one first."""
+    if not ledger.private:
+        return "ε = ∞: NOT PRIVATE"
+    (chosen, epsilon), *others = ledger.epsilons(further_steps=further_steps).items()
+    return f"ε = {epsilon:.4g} by {chosen}" + "".join(f", {epsilon:.4g} by {name}" for name, epsilon in others)
 
 
 def counted(fallbacks: Mapping[str, str]) -> dict[str, tuple[int, str]]:

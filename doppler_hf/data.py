@@ -1,4 +1,4 @@
-"""What the private data loader needs to know of a data set: how long its examples are, and how to collate a draw.
+"""What the private data loader needs to know of a data set: lengths, units of privacy, and how to collate a draw.
 
 A draw comes sorted by length and in `gradient_accumulation_steps` pieces of equal count, one for each item of the host's
 loop. A piece is collated as a whole, or, within a budget of tokens, as several micro-batches. The cut is made here rather
@@ -6,9 +6,51 @@ than in the sampler, because a loader's item must be a flat list of indices, and
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.data import Dataset
 
 LENGTH_COLUMN = "input_ids"
+
+
+class MicroBatch(NamedTuple):
+    """What one forward pass gets.
+
+    Attributes:
+        inputs: What the collator made of the examples.
+        weights: Each example's share of its unit's contribution, shape (batch,); None where every example is a unit.
+    """
+
+    inputs: dict[str, Any]
+    weights: Float[Tensor, " batch"] | None
+
+
+class WeightedExamples(Dataset[tuple[Any, float]]):
+    """A data set whose every example comes with its weight.
+
+    Args:
+        examples: A `datasets.Dataset`.
+        weights: One weight per example, shape (num_examples,).
+    """
+
+    def __init__(self, examples: Any, weights: Float[np.ndarray, " num_examples"]) -> None:
+        self._examples, self._weights = examples, weights
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> tuple[Any, float]:
+        """Return one example and its weight."""
+        return self._examples[index], float(self._weights[index])
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, float]]:
+        """Return several at once, which `datasets` reads faster than one by one."""
+        return list(zip(self._examples.__getitems__(indices), self._weights[indices].tolist(), strict=True))
 
 
 def lengths_of(dataset: Any) -> list[int] | None:
@@ -24,6 +66,39 @@ def lengths_of(dataset: Any) -> list[int] | None:
     if not isinstance(columns, list) or LENGTH_COLUMN not in columns:
         return None
     return [len(tokens) for tokens in dataset[LENGTH_COLUMN]]
+
+
+def units_of(dataset: Any, *, column: str) -> list[int]:
+    """Return the unit of privacy of every example: equal values of a column make one unit.
+
+    Args:
+        dataset: A `datasets.Dataset`.
+        column: The column, of numbers or strings.
+
+    Returns:
+        Units, shape (num_examples,), numbered from 0 without gaps.
+
+    Raises:
+        ValueError: No such column, or examples that belong to nobody.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list) or column not in columns:
+        raise ValueError(
+            f"privacy_unit_column={column!r} needs a datasets.Dataset with that column; train_dataset "
+            + (f"has {', '.join(columns)}." if isinstance(columns, list) else f"is a {type(dataset).__name__}.")
+        )
+    values = dataset.with_format(None)[column][:]  # as stored: a transform may not keep the column
+    if any(value is None or value != value for value in values):
+        # Neither which nor how many: messages end in logs, and both are about private examples.
+        raise ValueError(
+            f"privacy_unit_column={column!r} has no value for some examples, so it is unknown whose they are. Give each a "
+            "value; an example of nobody else may have one of its own."
+        )
+    numbers: dict[Any, int] = {}
+    try:
+        return [numbers.setdefault(value, len(numbers)) for value in values]
+    except TypeError as error:
+        raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings ({error}).") from error
 
 
 def check_token_budget(lengths: Sequence[int] | None, *, max_tokens: int) -> None:
@@ -77,19 +152,26 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
 
 
 def collate_piece(
-    examples: Sequence[Any], *, collator: Callable[[Sequence[Any]], dict[str, Any]], max_tokens: int | None
-) -> list[dict[str, Any]]:
+    examples: Sequence[Any],
+    *,
+    collator: Callable[[Sequence[Any]], dict[str, Any]],
+    max_tokens: int | None,
+    is_weighted: bool = False,
+) -> list[MicroBatch]:
     """Return the micro-batches of one piece of a draw, none for an empty piece: collators expect at least one example.
 
     Args:
         examples: The piece, in the order of the draw.
         collator: Makes a batch of a list of examples.
         max_tokens: The most padded tokens of a micro-batch, or None for a single micro-batch of any size.
-
-    Returns:
-        What the collator returns for each micro-batch.
+        is_weighted: Whether each example comes with its weight, as `WeightedExamples` gives it.
     """
-    if max_tokens is None:
-        return [collator(examples)] if examples else []
-    lengths = [len(example[LENGTH_COLUMN]) for example in examples]
-    return [collator(examples[part]) for part in cut_by_tokens(lengths, max_tokens=max_tokens)]
+    weights = None
+    if is_weighted:
+        weights = torch.tensor([weight for _, weight in examples], dtype=torch.float32)
+        examples = [example for example, _ in examples]
+    if max_tokens is not None:
+        parts = cut_by_tokens([len(example[LENGTH_COLUMN]) for example in examples], max_tokens=max_tokens)
+    else:
+        parts = [slice(None)] if examples else []
+    return [MicroBatch(collator(examples[part]), None if weights is None else weights[part]) for part in parts]

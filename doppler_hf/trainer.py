@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +18,20 @@ from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from doppler_hf.callbacks import PrivacyCallback
-from doppler_hf.data import check_token_budget, collate_piece, lengths_of
+from doppler_hf.cards import add_privacy_section
+from doppler_hf.data import MicroBatch, WeightedExamples, check_token_budget, collate_piece, lengths_of, units_of
+from doppler_hf.engine import attached_engine
 from doppler_hf.galore_args import GaloreArguments, target_parameters
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.per_sample_loss import per_sample_losses
 from doppler_hf.plan import PrivacyPlan
-from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, check_per_sample_gradients
+from doppler_hf.privacy import GaussianMechanism, PoissonSampler
+from doppler_hf.privacy.private_loss import PrivateLoss
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -51,6 +56,7 @@ class DopplerTrainer(Trainer):
 
     args: DopplerTrainingArguments
     optimizer: Any
+    _doppler_optimizer: DopplerOptimizer
 
     def __init__(self, model: Any = None, args: DopplerTrainingArguments | None = None, **kwargs: Any) -> None:
         if not isinstance(args, DopplerTrainingArguments):
@@ -88,6 +94,7 @@ class DopplerTrainer(Trainer):
     # --- left of the privacy boundary -------------------------------------------------------------------------------
 
     def _poisson_sampler(self, lengths: list[int] | None = None) -> PoissonSampler:
+        column = self.args.privacy_unit_column
         return PoissonSampler(
             num_examples=len(self.train_dataset),
             expected_batch_size=self.get_total_train_batch_size(self.args),
@@ -95,6 +102,8 @@ class DopplerTrainer(Trainer):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             lengths=lengths,
+            units=None if column is None else units_of(self.train_dataset, column=column),
+            max_examples_per_unit=self.args.max_examples_per_unit,
             seed=self.args.noise_seed,
         )
 
@@ -105,19 +114,22 @@ class DopplerTrainer(Trainer):
         # The host's `_get_dataloader` ends in `accelerator.prepare`, which shards any batch sampler and repeats examples
         # to even the shards out: an example could then count twice. The two helpers that it starts with are its own.
         dataset, collator = self.train_dataset, self.data_collator
+        lengths, max_tokens = lengths_of(dataset), self.args.max_tokens_per_micro_batch
+        sampler = self._poisson_sampler(lengths)
+        if self.args.privacy_unit_column is not None:
+            dataset = dataset.remove_columns(self.args.privacy_unit_column)
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        lengths, max_tokens = lengths_of(self.train_dataset), self.args.max_tokens_per_micro_batch
-        sampler = self._poisson_sampler(lengths)
         if max_tokens is not None:
             check_token_budget(lengths, max_tokens=max_tokens)
         self.privacy.watch(sampler)
+        is_weighted = sampler.weights is not None
         return DataLoader(
-            dataset,
+            dataset if sampler.weights is None else WeightedExamples(dataset, sampler.weights),
             batch_sampler=sampler,
-            collate_fn=functools.partial(collate_piece, collator=collator, max_tokens=max_tokens),
+            collate_fn=functools.partial(collate_piece, collator=collator, max_tokens=max_tokens, is_weighted=is_weighted),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers,
@@ -163,27 +175,34 @@ class DopplerTrainer(Trainer):
             num_items_in_batch: As in the host; without effect here.
 
         Returns:
-            The mean loss of the piece over the number of pieces, so that a step's sum is a mean, as in the host.
+            The mean loss of the piece over the number of pieces, so that a step's sum is a mean, as in the host. With
+            `report_train_loss="private"` the private mean of the whole step, with its last piece.
         """
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         loss = torch.zeros((), device=self.args.device)
         losses = [self._add_micro_batch(micro_batch) for micro_batch in inputs]
-        if losses:  # None in an empty piece: models of transformers cannot be called with an empty batch.
+        if losses and self.args.report_train_loss == "raw":
+            # None in an empty piece: models of transformers cannot be called with an empty batch.
             loss = torch.cat(losses).float().mean() / self.current_gradient_accumulation_steps
         self._pieces_left -= 1
         if self._pieces_left == 0:
             self._privatize()
+            if self._private_loss is not None:
+                loss = self._private_loss.release(step=self.state.global_step)
         return loss
 
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         with self.compute_loss_context_manager():
             return self.compute_per_sample_loss(self.model, inputs)
 
-    def _add_micro_batch(self, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        losses = self._losses(self._prepare_inputs(inputs))
-        self._clipped.backward(losses)
+    def _add_micro_batch(self, micro_batch: MicroBatch) -> Float[Tensor, " batch"]:
+        losses = self._losses(self._prepare_inputs(micro_batch.inputs))
+        weights = None if micro_batch.weights is None else micro_batch.weights.to(losses.device)
+        self._clipped.backward(losses, weights=weights)
+        if self._private_loss is not None:
+            self._private_loss.add(losses.detach(), weights=weights)
         return losses.detach()
 
     def _privatize(self) -> None:
@@ -204,8 +223,11 @@ class DopplerTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the `DopplerOptimizer` of `args`: HF's weight-decay groups, the filter, the base optimizer, and GaLore."""
-        if self.args.disable_dp or self.optimizer is not None:
+        if self.args.disable_dp:
             return super().create_optimizer(model)
+        if self.optimizer is not None:  # A second run goes on with its states, under a noise of its own.
+            self._doppler_optimizer.noise_std = self.privacy_plan().noise_std
+            return self.optimizer
         trained = self.model if model is None else model
         decayed = set(self.get_decay_parameter_names(trained))
         galore, projected = GaloreArguments.parse(self.args.optim_args), {}
@@ -257,17 +279,38 @@ class DopplerTrainer(Trainer):
         # for them to be thrown away, and `prepare` leaves alone what has been prepared.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self._synchronize_replicas()
-        self.privacy.checkpoint = kwargs.get("resume_from_checkpoint")
-        self._plan = None  # The arguments may have changed since the last run.
-        plan = self.privacy_plan()
-        self._mechanism = GaussianMechanism(
-            noise_multiplier=plan.noise_multiplier,
-            max_grad_norm=plan.max_grad_norm,
-            expected_batch_size=plan.expected_batch_size,
-            seed=self.args.noise_seed,
-        )
+        self._plan = plan = self._plan_from(kwargs.get("resume_from_checkpoint"))
         with contextlib.ExitStack() as self._while_training:
+            self._mechanism = self._gaussian_mechanism(plan.noise_multiplier, plan.max_grad_norm)
+            self._private_loss = None
+            if plan.loss_noise_multiplier is not None:
+                of_loss = self._gaussian_mechanism(plan.loss_noise_multiplier, self.args.per_sample_max_loss)
+                self._private_loss = PrivateLoss(of_loss, device=self.args.device)
             return super()._inner_training_loop(**kwargs)
+
+    def _plan_from(self, checkpoint: str | None) -> PrivacyPlan:
+        """Plan anew: the arguments may have changed since the last run, and what that one spent counts."""
+        self.privacy.checkpoint = checkpoint
+        earlier = self.privacy.earlier_ledger()
+        state = None if checkpoint is None else Path(checkpoint) / TRAINER_STATE_NAME
+        return PrivacyPlan.from_arguments(
+            self.args,
+            sampler=self._poisson_sampler(),
+            spent=() if earlier is None else earlier.history,
+            first_step=TrainerState.load_from_json(str(state)).global_step if state is not None and state.exists() else 0,
+        )
+
+    def _gaussian_mechanism(self, noise_multiplier: float, max_norm: Any) -> GaussianMechanism:
+        return self._while_training.enter_context(
+            GaussianMechanism(
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_norm,
+                expected_batch_size=self.privacy_plan().expected_batch_size,
+                generator=self.args.noise_generator,
+                floating_point_safe=self.args.floating_point_safe,
+                seed=self.args.noise_seed,
+            )
+        )
 
     def _synchronize_replicas(self) -> None:
         """Give every process the weights of process 0, as DDP would."""
@@ -275,62 +318,34 @@ class DopplerTrainer(Trainer):
             for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
 
-    def _attach_engine(self, dataloader: DataLoader[Any]) -> None:
-        """Hold the engine against plain autograd, attach it to the model, and run it once.
+    def _attach_engine(self, dataloader: Any) -> None:
+        def first_examples(number: int) -> dict[str, Any]:
+            examples = [dataloader.dataset[index % len(dataloader.dataset)] for index in range(number)]
+            # Whatever the budget of tokens, in one micro-batch: cut into single examples it would prove nothing.
+            (micro_batch,) = dataloader.collate_fn(examples, max_tokens=None)
+            return self._prepare_inputs(micro_batch.inputs)
 
-        Nothing about the examples that this takes is released: the outcome depends on the architecture alone.
-        """
-        with torch.random.fork_rng():  # Dropout of these runs must not shift the user's random numbers.
-            if self.args.grad_sample_self_check:
-                check_per_sample_gradients(
-                    self.model,
-                    self._losses,
-                    self._first_examples(2, dataloader),
-                    engine=self.args.grad_sample_engine,
-                    norm_rule=self.args.grad_sample_norm_rule,
-                    # Batches of one and of two are rounded differently.
-                    tolerance=0.1 if self.args.bf16 or self.model.dtype == torch.bfloat16 else 1e-3,
-                )
-            self._clipped = self._while_training.enter_context(
-                ClippedGradients(
-                    self.model,
-                    max_grad_norm=self.privacy_plan().max_grad_norm,
-                    clipping=self.args.clipping,
-                    granularity=self.args.clipping_granularity,
-                    engine=self.args.grad_sample_engine,
-                    norm_rule=self.args.grad_sample_norm_rule,
-                )
-            )
-            # As in training, dropout included: a layer that the engine cannot do is refused now.
-            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            self.model.train()
-            self._clipped.backward(self._losses(self._first_examples(3, dataloader)))
-        self._clipped.reset()
+        self._clipped = self._while_training.enter_context(
+            attached_engine(self.model, self.args, losses_of=self._losses, first_examples=first_examples)
+        )
         self.privacy.fallbacks = self._clipped.fallbacks
-        saved = self.model.state_dict().keys()
-        for name, buffer in self.model.named_buffers():
-            if name in saved and not torch.equal(buffer, buffers[name]):
-                raise ValueError(
-                    f"The forward pass writes the buffer {name!r}, which is saved with the model but neither clipped nor "
-                    "noised. Replace the layer by one that keeps no statistics of the data."
-                )
-
-    def _first_examples(self, number: int, dataloader: Any) -> dict[str, Any]:
-        examples = [dataloader.dataset[index % self.privacy_plan().num_examples] for index in range(number)]
-        # Whatever the budget of tokens, in one micro-batch: cut into single examples it would prove nothing.
-        (micro_batch,) = dataloader.collate_fn(examples, max_tokens=None)
-        return self._prepare_inputs(micro_batch)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: the host's count follows the lengths of the examples drawn, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the host's model card, with what the privacy ledger says."""
+        super().create_model_card(*args, **kwargs)
+        if not self.args.disable_dp and self.privacy.ledger is not None and self.is_world_process_zero():
+            add_privacy_section(Path(self.args.output_dir) / "README.md", self.privacy.ledger)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does; add ε so far to evaluations, and leave the training loss out if asked to."""
         if not self.args.disable_dp:
             if any(name.startswith("eval_") for name in logs):
                 logs["epsilon"] = self.privacy.epsilon()
-            if self.args.report_train_loss == "none":
+            if self.args.report_train_loss == "none":  # zeros
                 logs.pop("loss", None)
                 logs.pop("train_loss", None)
         super().log(logs, start_time)

@@ -49,9 +49,11 @@ def test_a_long_example_is_padded_with_nobody():
 
 def test_a_piece_is_one_micro_batch_or_as_many_as_the_budget_needs():
     examples = sorted(text_data(10), key=lambda example: len(example["input_ids"]))
-    (whole,) = collate_piece(examples, collator=pad, max_tokens=None)
+    (piece,) = collate_piece(examples, collator=pad, max_tokens=None)
+    whole = piece.inputs
+    assert piece.weights is None
     assert torch.equal(whole["input_ids"], pad(examples)["input_ids"])
-    batches = collate_piece(examples, collator=pad, max_tokens=16)
+    batches = [batch.inputs for batch in collate_piece(examples, collator=pad, max_tokens=16)]
     assert len(batches) > 1
     assert all(batch["input_ids"].numel() <= 16 for batch in batches)
     assert torch.equal(torch.cat([batch["labels"] for batch in batches]), whole["labels"])

@@ -41,7 +41,7 @@ SCRIPT = """
     trainer.train()
     torch.save(
         {"weights": weights(trainer), "gradients": torch.stack(recorder.gradients),
-         "steps": trainer.privacy.ledger.steps_run, "batch": trainer.privacy.ledger.expected_batch_size},
+         "steps": trainer.privacy.ledger.steps_run, "batch": trainer.privacy.ledger.statement.expected_batch_size},
         f"{folder}/{case}-{world}-{args.process_index}.pt",
     )
 """
@@ -70,11 +70,12 @@ def test_two_processes_equal_one(tmp_path):
     torch.testing.assert_close(two[0]["weights"], one["weights"], atol=1e-5, rtol=1e-4)
 
 
-def test_noise_is_added_once(tmp_path):
-    two = launch(tmp_path, "noise", 2)
-    assert torch.equal(two[0]["gradients"], two[1]["gradients"])
-    assert [run["steps"] for run in two] == [5, 5]
-    noise = two[0]["gradients"]
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_trap_14_noise_is_added_once_whatever_the_number_of_processes(tmp_path, processes):
+    runs = launch(tmp_path, "noise", processes)
+    noise = runs[0]["gradients"]
+    assert all(torch.equal(run["gradients"], noise) for run in runs)
+    assert [run["steps"] for run in runs] == [5] * processes
     std = 2.0 * 0.5 / 8
     # Twice the noise, or half, would be off by √2; the standard error of the deviation is 1/√(2·coordinates).
     assert noise.std().item() == pytest.approx(std, rel=6 / (2 * noise.numel()) ** 0.5)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from tests.conftest import pad, text_data, tiny_bert
@@ -235,7 +236,7 @@ def test_steps_planned_run_and_accounted_are_one_number(tmp_path, overrides, ste
     trainer = trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0, **overrides)
     trainer.train()
     ledger = trainer.privacy.ledger
-    assert trainer.state.global_step == ledger.steps_run == ledger.steps_planned == steps
+    assert trainer.state.global_step == ledger.steps_run == ledger.statement.steps_planned == steps
     assert 3.0 * 0.999 <= ledger.epsilon() <= 3.0
 
 
@@ -244,12 +245,17 @@ def test_ledger_lies_beside_the_model_and_in_every_checkpoint(tmp_path):
     trainer.train()
     for step in (2, 4):
         assert PrivacyLedger.load(tmp_path / "out" / f"checkpoint-{step}").steps_run == step
-    written = json.loads((tmp_path / "out" / LEDGER_NAME).read_text())
-    assert written["steps_run"] == 4
-    assert written["private"]
-    assert written["num_examples"] == 24
-    assert written["expected_batch_size"] == 8
-    assert written["target_delta"] == pytest.approx(24**-1.1)
+    written = json.loads((tmp_path / "out" / LEDGER_NAME).read_text())["entries"]
+    events = ["opened", "steps", "steps", "checkpoint", "steps", "steps", "checkpoint", "closed"]
+    assert [entry["event"] for entry in written] == events
+    assert written[-1]["steps_run"] == 4
+    assert [(entry["step"], entry["steps_run"]) for entry in written if entry["event"] == "checkpoint"] == [(2, 2), (4, 4)]
+    statement = written[0]["statement"]
+    assert statement["private"]
+    assert statement["num_units"] == 24
+    assert statement["expected_batch_size"] == 8
+    assert statement["target_delta"] == pytest.approx(24**-1.1)
+    assert main(["verify", str(tmp_path / "out")]) == 0
 
 
 def test_every_evaluation_logs_epsilon_so_far(tmp_path):
@@ -266,8 +272,8 @@ def test_training_loss_can_be_left_out_of_the_logs(tmp_path):
         trainer.train()
     assert any("loss" in entry for entry in with_loss.state.log_history)
     assert not any("loss" in entry or "train_loss" in entry for entry in without.state.log_history)
-    assert with_loss.privacy.ledger.train_loss_reported
-    assert not without.privacy.ledger.train_loss_reported
+    for trainer, covered in ((with_loss, False), (without, True)):
+        assert any("training loss" in line for line in trainer.privacy.ledger.not_covered) != covered
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------------
@@ -309,7 +315,7 @@ def test_steps_undone_by_a_crash_count_and_the_run_stops_within_its_budget(tmp_p
     with pytest.raises(KeyboardInterrupt):
         trainer_of(tmp_path, callbacks=[Crash()], **options).train()
     crashed = PrivacyLedger.load(tmp_path / "out").steps_run
-    assert crashed in (4, 5)  # the last logged step, at least
+    assert crashed == 5
     resumed = trainer_of(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     ledger = resumed.privacy.ledger

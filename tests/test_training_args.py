@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from doppler_hf import DopplerTrainingArguments
+from doppler_hf.argument_checks import refuse_what_breaks_privacy
 from doppler_hf.filters import PAPER_FILTERS
 
 
@@ -20,7 +21,7 @@ REFUSED = [
     (dict(target_epsilon=float("inf")), "got inf"),
     (dict(target_epsilon=None, noise_multiplier=-1.0), "noise_multiplier must be a finite number ≥ 0, got -1"),
     (dict(target_delta=1.5), r"target_delta must lie in \(0, 1\), got 1.5"),
-    (dict(accountant="gdp"), "accountant must be one of prv, rdp, got 'gdp'"),
+    (dict(accountant="gdp"), "accountant must be one of prv, rdp, pld, got 'gdp'"),
     (dict(per_sample_max_grad_norm=0.0), "per_sample_max_grad_norm must be a finite number > 0, got 0"),
     (dict(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch must be at least 1, got 0"),
     (dict(clipping="soft"), "clipping must be one of"),
@@ -29,7 +30,8 @@ REFUSED = [
     (dict(low_pass_filter="butter"), "butter"),
     (dict(low_pass_filter="b=0.1;a=1,-0.8"), "multiply b by"),
     (dict(base_optimizer="lion"), "base_optimizer must be one of"),
-    (dict(report_train_loss="private"), "report_train_loss must be one of"),
+    (dict(report_train_loss="public"), "report_train_loss must be one of raw, private, none"),
+    (dict(noise_generator="mt19937"), "noise_generator must be one of csprng, philox"),
     (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 is without effect"),
     (dict(adam_bc_floor=0.0), "adam_bc_floor must be a finite number > 0, got 0"),
     (dict(max_grad_norm=1.0), "max_grad_norm=1.0 would rescale the private gradient"),
@@ -110,7 +112,7 @@ def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, na
     else:
         setattr(args, name, True)
     with pytest.raises(ValueError, match="DataParallel" if name == "n_gpu" else name):
-        args._refuse_what_breaks_privacy()
+        refuse_what_breaks_privacy(args)
 
 
 @pytest.mark.parametrize("name", [*PAPER_FILTERS, "b=0.1,0.1;a=1,-0.8"])
@@ -123,7 +125,7 @@ def test_every_field_has_help():
     own = {field.name for field in dataclasses.fields(DopplerTrainingArguments)} - {
         field.name for field in dataclasses.fields(DopplerTrainingArguments.__mro__[1])
     }
-    assert len(own) == 17
+    assert len(own) == 23
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in own:
             assert field.metadata["help"], field.name

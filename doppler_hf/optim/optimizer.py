@@ -147,11 +147,16 @@ class DopplerOptimizer(Optimizer):
         self.beta2 = beta2
         self.noise_std = noise_std
         self.eps = eps
-        self.floor = max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2) if floor is None else floor
+        self._floor = floor
         options = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, options | {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale})
         if rank is not None and not any(has_projected(group) for group in self.param_groups):
             raise ValueError(RANK_WITHOUT_EFFECT.format(rank))
+
+    @property
+    def floor(self) -> float:
+        """The smallest corrected second moment of "adam_bc"."""
+        return max(DEFAULT_FLOOR_FRACTION * self.noise_std**2, self.eps**2) if self._floor is None else self._floor
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as every torch optimizer does.
@@ -311,7 +316,7 @@ class DopplerOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickling and copying take along; torch's own would leave the attributes out."""
-        names = ("low_pass_filter", "_b", "_a", "base", "beta2", "noise_std", "eps", "floor", "basis_change", "projector")
+        names = ("low_pass_filter", "_b", "_a", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
         more = ("projector_source", "state_dtype", "compiled")
         return super().__getstate__() | {name: getattr(self, name) for name in names + more}
 

@@ -6,6 +6,7 @@ from doppler_hf.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.mechanism import GaussianMechanism
 from doppler_hf.privacy.sampling import PoissonSampler
 from doppler_hf.privacy.self_check import check_per_sample_gradients
+from doppler_hf.privacy.statement import PrivacyStatement
 
 __all__ = [
     "LEDGER_NAME",
@@ -13,6 +14,7 @@ __all__ = [
     "GaussianMechanism",
     "PoissonSampler",
     "PrivacyLedger",
+    "PrivacyStatement",
     "check_per_sample_gradients",
     "default_delta",
     "get_epsilon",

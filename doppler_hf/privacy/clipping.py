@@ -133,7 +133,9 @@ class ClippedGradients:
             self._engine.detach()
             self._engine = None
 
-    def backward(self, losses: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    def backward(
+        self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, " batch"]:
         """Back-propagate one loss per example and add the clipped per-sample gradients to `sums`.
 
         The ordinary gradients that the backward pass leaves in `.grad` are not private and are discarded.
@@ -141,23 +143,33 @@ class ClippedGradients:
         Args:
             losses: One loss per example, shape (batch,), from a call of the model with that batch. An example's loss must
                 depend on that example alone: no mean over the batch's tokens, no term over the batch.
+            weights: What each clipped gradient is multiplied by, shape (batch,), in [0, 1]; by default 1. Where several
+                examples belong to one unit of privacy and their weights add up to 1 or less, the unit contributes at most
+                C.
 
         Returns:
             Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,). Not private.
 
         Raises:
-            ValueError: `losses` not of shape (batch,), or a per-sample gradient whose batch dimension is not the batch.
+            ValueError: `losses` or `weights` not of shape (batch,), a weight outside [0, 1], or a per-sample gradient whose
+                batch dimension is not the batch.
             RuntimeError: Called outside the `with` block.
         """
         if self._engine is None:
             raise RuntimeError("ClippedGradients.backward works inside its `with` block only.")
         if losses.ndim != 1:
             raise ValueError(f"losses must have shape (batch,), one per example, got {tuple(losses.shape)}.")
+        if weights is not None and (weights.shape != losses.shape or not bool(((weights >= 0) & (weights <= 1)).all())):
+            # Not the weights: how many examples a unit has is private, and messages end in logs.
+            raise ValueError(
+                f"weights must be {len(losses)} numbers in [0, 1], one per example, got shape {tuple(weights.shape)} or a "
+                "number outside."
+            )
         if len(losses) == 0:
             return losses.detach()
         # Outside of autocast and of every mode that rounds the factors of a product: the bound is about float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
-            return self._add_clipped(self._engine.per_sample_gradients(losses), batch_size=len(losses))
+            return self._add_clipped(self._engine.per_sample_gradients(losses), weights, batch_size=len(losses))
 
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""
@@ -171,7 +183,9 @@ class ClippedGradients:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
-    def _add_clipped(self, gradients: dict[str, PerSampleGradient], *, batch_size: int) -> Float[Tensor, " batch"]:
+    def _add_clipped(
+        self, gradients: dict[str, PerSampleGradient], weights: Float[Tensor, " batch"] | None, *, batch_size: int
+    ) -> Float[Tensor, " batch"]:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same
         # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
         # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
@@ -195,6 +209,8 @@ class ClippedGradients:
             group: clip_factors(square[finite].sqrt(), max_grad_norm=bound, clipping=self._clipping)
             for group, square in squares.items()
         }
+        if weights is not None:  # at most 1 each: factor·norm stays within the bound
+            factors = {group: factor * weights[finite].to(factor) for group, factor in factors.items()}
         for name in tuple(gradients):
             gradient = gradients.pop(name)  # and its memory with it
             if num_non_finite:

@@ -1,8 +1,8 @@
-"""Poisson sampling: every step, every example is drawn independently with probability q = B/N.
+"""Poisson sampling: every step, every unit of privacy is drawn independently with probability q = B/N.
 
-The accountant's theorem is about this and nothing else: not a shuffle, not fixed-size batches, not a sampler that some
-other layer shards again afterwards. One draw belongs to one optimizer step; it is cut into micro-batches only to fit
-into memory.
+A unit is one example, or all examples of one user. The accountant's theorem is about this and nothing else: not a shuffle,
+not fixed-size batches, not a sampler that some other layer shards again afterwards. One draw belongs to one optimizer
+step; it is cut into micro-batches only to fit into memory.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch.utils.data import Sampler
 
-from doppler_hf.privacy.noise import bit_stream
+from doppler_hf.privacy.bits import bit_stream
 
 
 class PoissonSampler(Sampler[list[int]]):
@@ -22,17 +22,27 @@ class PoissonSampler(Sampler[list[int]]):
     on the data.
 
     Args:
-        num_examples: N, the size of the data set.
-        expected_batch_size: B, the expected size of a draw over all processes; 1 ≤ B ≤ N.
+        num_examples: The size of the data set.
+        expected_batch_size: B, the expected number of units in a draw over all processes; 1 ≤ B ≤ N.
         micro_batches: Into how many batches a draw is cut on each process.
         rank: This process's index.
-        world_size: Number of processes. Each draws from its own disjoint shard, the examples ≡ rank mod world_size.
+        world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
         lengths: Optional length of every example, shape (num_examples,). A draw is then sorted by length before it is
             cut, so that a micro-batch needs little padding.
+        units: Optional unit of every example, shape (num_examples,), numbered from 0 without gaps. A unit is drawn with all
+            of its examples. By default every example is a unit.
+        max_examples_per_unit: The most examples that come with a unit; of more, each draw takes that many at random. None
+            for no limit.
         seed: None for draws from the operating system's entropy. An integer makes them reproducible, for tests only.
 
+    Attributes:
+        num_units: N, the number of units.
+        weights: Each example's share of its unit's contribution, 1 / (examples that come with the unit), shape
+            (num_examples,); None where every example is a unit.
+
     Raises:
-        ValueError: An expected batch size outside [1, N], or a `lengths` of another size than the data set.
+        ValueError: An expected batch size outside [1, N], `lengths` or `units` of another size than the data set, gaps in
+            the numbers of `units`, or a limit below 1 or without units.
 
     Example:
         >>> sampler = PoissonSampler(num_examples=1000, expected_batch_size=100, micro_batches=4)
@@ -49,37 +59,64 @@ class PoissonSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         lengths: Sequence[int] | None = None,
+        units: Sequence[int] | None = None,
+        max_examples_per_unit: int | None = None,
         seed: int | None = None,
     ) -> None:
-        if not 1 <= expected_batch_size <= num_examples:
-            raise ValueError(
-                f"The expected batch size must lie between 1 and the number of training examples, {num_examples}, got "
-                f"{expected_batch_size} (per_device_train_batch_size × gradient_accumulation_steps × processes). "
-                "Lower per_device_train_batch_size or gradient_accumulation_steps."
-            )
         if micro_batches < 1:
             raise ValueError(f"micro_batches must be at least 1, got {micro_batches}.")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
         if lengths is not None and len(lengths) != num_examples:
             raise ValueError(f"lengths must have one entry per example, {num_examples}, got {len(lengths)}.")
+        if max_examples_per_unit is not None and (units is None or max_examples_per_unit < 1):
+            raise ValueError(f"max_examples_per_unit must be at least 1 and needs units, got {max_examples_per_unit}.")
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size
         self.micro_batches = micro_batches
+        self.max_examples_per_unit = max_examples_per_unit
         self._lengths = None if lengths is None else np.asarray(lengths)
-        self._shard = np.arange(rank, num_examples, world_size)
+        self.num_units, self.weights = num_examples, None
+        if units is not None:
+            self._group(np.asarray(units))
+        if not 1 <= expected_batch_size <= self.num_units:
+            what = "training examples" if units is None else "units of privacy"
+            raise ValueError(
+                f"The expected batch size must lie between 1 and the number of {what}, {self.num_units}, got "
+                f"{expected_batch_size} (per_device_train_batch_size × gradient_accumulation_steps × processes). "
+                "Lower per_device_train_batch_size or gradient_accumulation_steps."
+            )
+        self._shard = np.arange(rank, self.num_units, world_size)
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
         self._epoch = 0
 
+    def _group(self, units: np.ndarray) -> None:
+        """Note which examples each unit has."""
+        if units.shape != (self.num_examples,):
+            raise ValueError(f"units must have one entry per example, {self.num_examples}, got shape {units.shape}.")
+        counts = np.bincount(units)
+        if not counts.all():
+            raise ValueError(f"units must be numbered from 0 without gaps; {np.flatnonzero(counts == 0)[0]} has no example.")
+        self.num_units = len(counts)
+        self._sizes = counts
+        self._examples_by_unit = np.argsort(units, kind="stable")
+        self._starts = np.cumsum(counts) - counts
+        # Sensitivity: a unit comes with min(size, limit) examples, and each of their clipped gradients, of norm at most C,
+        # counts with the weight 1/min(size, limit): the unit contributes their mean, whose norm is at most C.
+        limit = counts.max() if self.max_examples_per_unit is None else self.max_examples_per_unit
+        shares = (1.0 / np.minimum(counts, limit)).astype(np.float32)
+        # Rounded towards 0, so that the shares of a unit add up to at most 1 in float32 too.
+        self.weights = np.where(shares < 1.0, np.nextafter(shares, np.float32(0.0)), shares)[units]
+
     @property
     def sample_rate(self) -> float:
-        """Probability q = B/N with which each example is drawn at each step."""
-        return self.expected_batch_size / self.num_examples
+        """Probability q = B/N with which each unit is drawn at each step."""
+        return self.expected_batch_size / self.num_units
 
     @property
     def steps_per_epoch(self) -> int:
         """Draws per epoch, ⌈N/B⌉, as many steps as a shuffling loader would make."""
-        return math.ceil(self.num_examples / self.expected_batch_size)
+        return math.ceil(self.num_units / self.expected_batch_size)
 
     @property
     def is_secret(self) -> bool:
@@ -91,18 +128,36 @@ class PoissonSampler(Sampler[list[int]]):
         self._epoch = epoch
 
     def draw(self, step: int) -> np.ndarray:
-        """Return the indices of one draw of this process's shard, in any order.
+        """Return the examples of one draw of this process's shard, by index, in any order.
 
         Args:
             step: Optimizer step, counted from 0. Only reproducible draws depend on it.
         """
-        # Each example's coin is its own 53-bit uniform compared with q, so it neither depends on the other examples nor
-        # on their number in the shard: exactly the independent inclusion that amplification by sampling assumes. The
-        # shards are disjoint, so an example takes part at most once a step over all processes.
-        uniforms = (self._stream.bits(len(self._shard), step=step) >> np.uint64(11)) * 2.0**-53
-        drawn = self._shard[uniforms < self.sample_rate]
+        # Each unit's coin is its own 53-bit uniform compared with q, so it neither depends on the other units nor on their
+        # number in the shard: exactly the independent inclusion that amplification by sampling assumes. The shards are
+        # disjoint, so a unit takes part at most once a step over all processes.
+        drawn = self._shard[self._uniforms(len(self._shard), step=step) < self.sample_rate]
+        if self.weights is not None:
+            drawn = self._examples_of(drawn, step=step)
         # The order inside a draw never leaves it: the step releases a sum over the draw, and sums do not care.
         return drawn if self._lengths is None else drawn[np.argsort(self._lengths[drawn], kind="stable")]
+
+    def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
+        """Return the examples that come with these units, shape (examples,)."""
+        sizes = self._sizes[units]
+        # Position k of the result is the (k - ends[j] + sizes[j])-th example of its unit j.
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        examples = self._examples_by_unit[np.repeat(self._starts[units], sizes) + within]
+        limit = self.max_examples_per_unit
+        if limit is None or not np.any(sizes > limit):
+            return examples
+        # Which of its examples a unit brings follows from its own size and secret coins, never from another unit.
+        shuffled = np.lexsort((self._uniforms(len(examples), step=step), np.repeat(np.arange(len(units)), sizes)))
+        return examples[shuffled[within < limit]]
+
+    def _uniforms(self, count: int, *, step: int) -> np.ndarray:
+        """Return 53-bit uniforms in [0, 1), shape (count,)."""
+        return (self._stream.bits(count, step=step) >> np.uint64(11)) * 2.0**-53
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the micro-batches of one epoch; some may be empty."""

@@ -1,0 +1,109 @@
+"""The *Differential privacy* section of a model card, written from the privacy ledger of the training.
+
+It says what the ledger says and nothing else, and how to check that it does.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+
+# Comments in Markdown: what is between them is replaced when the section is written again.
+_BEGIN: Final = "<!-- differential privacy: begin, written from the privacy ledger -->"
+_END: Final = "<!-- differential privacy: end -->"
+
+
+def privacy_section(ledger: PrivacyLedger) -> str:
+    """Return the section in Markdown, from its heading to its last line.
+
+    Args:
+        ledger: Of the training that made the model.
+
+    Example:
+        >>> print(privacy_section(PrivacyLedger.load("out")))
+    """
+    statement = ledger.statement
+    if ledger.private:
+        claim = (
+            f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
+            f"{statement.unit_of_privacy}, by the {statement.accountant} accountant."
+        )
+    else:
+        claim = "**Not differentially private**: there was no noise, or noise or draws can be reproduced."
+    lines = [
+        "## Differential privacy",
+        "",
+        claim,
+        "",
+        "| | |",
+        "|---|---|",
+        *("| {} | {} |".format(name, value.replace("|", "\\|")) for name, value in _rows(ledger)),
+        "",
+        "Not covered by ε:",
+        "",
+        *(f"- {line}" for line in ledger.not_covered),
+        "",
+        f"`doppler-hf verify` recomputes this from `{LEDGER_NAME}` beside the model. The last hash of that file is",
+        "",
+        f"    {ledger.head}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
+    statement, first = ledger.statement, ledger.entries[0]
+    exact = "" if ledger.runs[-1].is_closed else ", counted ahead: the training is not closed"
+    return [
+        ("mechanism", first["mechanism"]),
+        ("neighbouring data sets", first["neighbouring_relation"]),
+        ("unit of privacy", statement.unit_in_words),
+        ("number of units N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
+        ("δ", f"{statement.target_delta:.3g}"),
+        *((f"ε by {name}", f"{epsilon:.4g}") for name, epsilon in ledger.epsilons().items()),
+        ("target ε", "none" if statement.target_epsilon is None else f"{statement.target_epsilon:g}"),
+        ("expected batch size B", f"{statement.expected_batch_size:,}"),
+        *(
+            (f"noise multiplier σ, sampling rate q of {steps:,} steps", f"{sigma:.4g}, {rate:.4g}")
+            for sigma, rate, steps in ledger.history
+        ),
+        (
+            "clip norm C",
+            f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})",
+        ),
+        ("training loss", statement.train_loss_in_words),
+        ("noise source", statement.noise_source),
+        ("steps", f"{ledger.steps_run:,} run, {statement.steps_planned:,} planned{exact}"),
+        ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
+        ("software", ", ".join(f"{name} {version}" for name, version in ledger.runs[-1].versions.items())),
+    ]
+
+
+def add_privacy_section(path: str | Path, ledger: PrivacyLedger) -> None:
+    """Write the section into a Markdown file, in the place of an earlier one or else at its end.
+
+    Nothing else in the file changes.
+
+    Args:
+        path: The file, such as a model's README.md.
+        ledger: Of the training that made the model.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: An earlier section in it has lost its beginning or its end.
+    """
+    path = Path(path)
+    text = path.read_bytes().decode("utf-8")  # as it is, line ends included
+    newline = "\r\n" if "\r\n" in text else "\n"
+    section = f"{_BEGIN}\n{privacy_section(ledger)}{_END}".replace("\n", newline)
+    begin, end = text.find(_BEGIN), text.find(_END)
+    if text.count(_BEGIN) != text.count(_END) or text.count(_BEGIN) > 1 or end < begin:
+        raise ValueError(
+            f"{path} has {text.count(_BEGIN)} times the line {_BEGIN!r} and {text.count(_END)} times {_END!r}, where one of "
+            "each, in this order, frames the section. Delete the section with these lines; it is written anew."
+        )
+    if begin < 0:
+        gap = newline * (0 if not text else 1 if text.endswith(newline) else 2)
+        text = f"{text}{gap}{section}{newline}"
+    else:
+        text = text[:begin] + section + text[end + len(_END) :]
+    path.write_bytes(text.encode("utf-8"))

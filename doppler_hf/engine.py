@@ -1,0 +1,83 @@
+"""Before the first step: hold the engine of per-sample gradients against plain autograd, attach it, and run it once.
+
+Nothing about the examples that this takes is released: the outcome depends on the architecture alone.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from doppler_hf.privacy import ClippedGradients, check_per_sample_gradients
+from doppler_hf.training_args import DopplerTrainingArguments
+
+
+@contextlib.contextmanager
+def attached_engine(
+    model: Any,
+    args: DopplerTrainingArguments,
+    *,
+    losses_of: Callable[[Mapping[str, Any]], Float[Tensor, " batch"]],
+    first_examples: Callable[[int], dict[str, Any]],
+) -> Iterator[ClippedGradients]:
+    """Attach the engine of `args` to a model for as long as the block lasts.
+
+    Args:
+        model: The model to be trained, a `PreTrainedModel` or a `PeftModel`.
+        args: Which engine, clipping and clip norm, and whether to hold it against autograd.
+        losses_of: Returns one loss per example of a micro-batch, from a call of the model.
+        first_examples: Returns a micro-batch of that many examples of the training set.
+
+    Raises:
+        ValueError: The model cannot be trained privately, by the name of the layer or buffer that is the reason.
+    """
+    with torch.random.fork_rng():  # Dropout of these runs must not shift the user's random numbers.
+        if args.grad_sample_self_check:
+            check_per_sample_gradients(
+                model,
+                losses_of,
+                first_examples(2),
+                engine=args.grad_sample_engine,
+                norm_rule=args.grad_sample_norm_rule,
+                # Batches of one and of two are rounded differently.
+                tolerance=0.1 if args.bf16 or model.dtype == torch.bfloat16 else 1e-3,
+            )
+    with ClippedGradients(
+        model,
+        max_grad_norm=args.per_sample_max_grad_norm,
+        clipping=args.clipping,
+        granularity=args.clipping_granularity,
+        engine=args.grad_sample_engine,
+        norm_rule=args.grad_sample_norm_rule,
+    ) as clipped:
+        with torch.random.fork_rng():
+            run_once(clipped, model, losses_of=losses_of, inputs=first_examples(3))
+        yield clipped
+
+
+def run_once(
+    clipped: ClippedGradients,
+    model: nn.Module,
+    *,
+    losses_of: Callable[[Mapping[str, Any]], Float[Tensor, " batch"]],
+    inputs: dict[str, Any],
+) -> None:
+    """Run the engine as in training, dropout included, so that what it cannot do is refused now.
+
+    Raises:
+        ValueError: A layer without per-sample gradients, or a saved buffer that the forward pass writes.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train()
+    clipped.backward(losses_of(inputs))
+    clipped.reset()
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved and not torch.equal(buffer, buffers[name]):
+            raise ValueError(
+                f"The forward pass writes the buffer {name!r}, which is saved with the model but neither clipped nor "
+                "noised. Replace the layer by one that keeps no statistics of the data."
+            )
