@@ -2,18 +2,37 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.signal
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
     LowPassFilter,
     butterworth,
+    frequency_response,
+    from_coefficients,
+    group_delay,
     impulse_response,
     momentum,
     noise_gain,
+    partial_fraction_response,
     step_response,
 )
 
 FILTERS = {**PAPER_FILTERS, "butterworth": butterworth(4, 0.1), "average": LowPassFilter(b=(0.25,) * 4)}
+
+
+@st.composite
+def random_filters(draw):
+    """Stable filters of order 0 to 5: real poles and conjugate pairs, feed-forward of either sign."""
+    real = draw(st.lists(st.floats(-0.6, 0.95), max_size=3))
+    pairs = draw(st.lists(st.tuples(st.floats(0, 0.9), st.floats(0.1, 1.5)), max_size=1))
+    conjugates = [radius * np.exp(sign * 1j * angle) for radius, angle in pairs for sign in (1, -1)]
+    b = draw(st.lists(st.floats(-0.2, 1), min_size=1, max_size=5))
+    try:
+        return from_coefficients(b, np.poly([*real, *conjugates]).real if real or conjugates else (1.0,))
+    except ValueError:
+        reject()
 
 
 def dimpulse(low_pass_filter: LowPassFilter, steps: int) -> np.ndarray:
@@ -30,6 +49,74 @@ def test_impulse_and_step_response_match_scipy(name):
     kappa = dimpulse(FILTERS[name], 50)
     np.testing.assert_allclose(impulse_response(FILTERS[name], 50), kappa, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(step_response(FILTERS[name], 50), np.cumsum(kappa), rtol=1e-9, atol=1e-12)
+
+
+@given(low_pass_filter=random_filters())
+def test_random_filters_are_the_recursion_of_the_paper(low_pass_filter):
+    """Algorithm 1, line 6, one step after another."""
+    gradients = np.random.default_rng(0).normal(size=60)
+    outputs = []
+    for step in range(60):
+        fed_back = sum(a * outputs[step - lag] for lag, a in enumerate(low_pass_filter.a) if 0 < lag <= step)
+        fed_forward = sum(b * gradients[step - lag] for lag, b in enumerate(low_pass_filter.b) if lag <= step)
+        outputs.append(fed_forward - fed_back)
+    kappa = impulse_response(low_pass_filter, 60)
+    np.testing.assert_allclose(np.convolve(kappa, gradients)[:60], outputs, rtol=1e-12, atol=1e-12)
+    filtered = scipy.signal.lfilter(low_pass_filter.b, low_pass_filter.a, gradients)
+    np.testing.assert_allclose(np.convolve(kappa, gradients)[:60], filtered, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(step_response(low_pass_filter, 60), np.cumsum(kappa), rtol=1e-12, atol=1e-12)
+
+
+@given(low_pass_filter=random_filters())
+def test_random_filters_have_scipys_frequency_response_and_delay(low_pass_filter):
+    frequencies = np.linspace(0, 1, 41)
+    b, a = low_pass_filter.b, low_pass_filter.a
+    _, expected = scipy.signal.freqz(b, a, worN=np.pi * frequencies)
+    np.testing.assert_allclose(frequency_response(low_pass_filter, frequencies), expected, rtol=1e-12, atol=1e-12)
+    kept = frequencies[np.abs(expected) > 1e-3]
+    _, expected = scipy.signal.group_delay((b, a), w=np.pi * kept)
+    np.testing.assert_allclose(group_delay(low_pass_filter, kept), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_frequency_response_is_the_transform_of_the_impulse_response(name):
+    frequencies = np.linspace(0, 1, 33)
+    waves = np.exp(-1j * np.pi * np.outer(frequencies, np.arange(3000)))
+    expected = waves @ dimpulse(FILTERS[name], 3000)
+    np.testing.assert_allclose(frequency_response(FILTERS[name], frequencies), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_partial_fractions_agree_with_the_recursion(name):
+    kappa = dimpulse(FILTERS[name], 500)
+    np.testing.assert_allclose(partial_fraction_response(FILTERS[name], 500), kappa, rtol=0, atol=1e-10)
+
+
+@given(low_pass_filter=random_filters(), steps=st.integers(1, 300))
+def test_partial_fractions_agree_with_the_recursion_or_refuse(low_pass_filter, steps):
+    poles = np.roots(np.trim_zeros(low_pass_filter.a, "b"))
+    apart = min((abs(p - q) for i, p in enumerate(poles) for q in poles[:i]), default=1.0)
+    try:
+        kappa = partial_fraction_response(low_pass_filter, steps)
+    except ValueError:
+        assert apart < 0.1
+    else:
+        np.testing.assert_allclose(kappa, impulse_response(low_pass_filter, steps), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("distance", "printed"), [(0.0, r"\d\.?\d*e-0[89]|0"), (1e-6, "1e-06")])
+def test_repeated_poles_have_no_partial_fractions(distance, printed):
+    low_pass_filter = from_coefficients((1.0,), np.poly([0.9, 0.9 - distance]))
+    with pytest.raises(ValueError, match=rf"are ({printed}) apart.*Use impulse_response"):
+        partial_fraction_response(low_pass_filter, 100)
+    # (τ + 1) 0.9^τ, up to the gain.
+    expected = 0.01 * (np.arange(100) + 1) * 0.9 ** np.arange(100)
+    np.testing.assert_allclose(impulse_response(low_pass_filter, 100), expected, rtol=1e-4, atol=0)
+
+
+def test_poles_at_zero_are_none():
+    low_pass_filter = LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0, 0.0, 0.0))
+    np.testing.assert_array_equal(partial_fraction_response(low_pass_filter, 4), [0.5, 0.3, 0.2, 0.0])
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -60,7 +147,62 @@ def test_noise_gain_of_filters_without_feedback_is_the_sum_of_squares():
     np.testing.assert_allclose(noise_gain(LowPassFilter(b=np.full(6000, 1 / 6000))), 1 / 6000, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("response", [impulse_response, step_response])
+@pytest.mark.parametrize("name", FILTERS)
+def test_group_delay_matches_scipy(name):
+    # Up to 0.9: close to 1 some of these filters remove everything.
+    frequencies = np.linspace(0, 0.9, 31)
+    _, expected = scipy.signal.group_delay((FILTERS[name].b, FILTERS[name].a), w=np.pi * frequencies)
+    # The average of 4 removes frequency 1/2, which is not among these.
+    np.testing.assert_allclose(group_delay(FILTERS[name], frequencies), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_group_delay_is_the_slope_of_the_phase(name):
+    frequencies = np.linspace(0.01, 0.6, 23)
+    # e^{-iωτ} weighs the gradient that is τ steps old: H and dH/dω from the impulse response alone.
+    kappa, age = dimpulse(FILTERS[name], 3000), np.arange(3000)
+    waves = np.exp(-1j * np.pi * np.outer(frequencies, age))
+    expected = (waves @ (age * kappa) / (waves @ kappa)).real
+    np.testing.assert_allclose(group_delay(FILTERS[name], frequencies), expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_group_delay_at_frequency_0_is_the_mean_age(name):
+    kappa = impulse_response(FILTERS[name], 5000)
+    (delay,) = group_delay(FILTERS[name], np.array([0.0]))
+    np.testing.assert_allclose(delay, np.arange(5000) @ kappa, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.9999])
+def test_group_delay_of_momentum_is_known(beta):
+    np.testing.assert_allclose(group_delay(momentum(beta), np.array([0.0])), beta / (1 - beta), rtol=1e-9, atol=1e-12)
+
+
+def test_group_delay_of_slow_filters_comes_without_a_warning():
+    """SciPy warns of a small denominator, which four slow poles have at every low frequency."""
+    low_pass_filter = butterworth(4, 0.003)
+    with pytest.warns(UserWarning, match="denominator is extremely small"):
+        scipy.signal.group_delay((low_pass_filter.b, low_pass_filter.a), w=[0.0])
+    # The analog filter 1 / (s⁴ + 2.6131 s³ + 3.4142 s² + 2.6131 s + 1) delays by 2.6131, in units of 1/ω_c.
+    expected = 2.6131 / (2 * np.tan(np.pi * 0.003 / 2))
+    np.testing.assert_allclose(group_delay(low_pass_filter, np.array([0.0])), expected, rtol=1e-3)
+
+
+def test_frequencies_that_are_removed_have_no_delay():
+    average = LowPassFilter(b=(0.25,) * 4)
+    np.testing.assert_array_equal(
+        group_delay(average, np.array([0.0, 0.5, 0.75, 1.0])).round(12), [1.5, np.nan, 1.5, np.nan]
+    )
+
+
+@pytest.mark.parametrize("frequency", [-0.1, 1.1, np.nan])
+@pytest.mark.parametrize("response", [group_delay, frequency_response])
+def test_frequencies_outside_the_band_are_refused(frequency, response):
+    with pytest.raises(ValueError, match=rf"frequency {frequency} is outside \[0, 1\]: give fractions of Nyquist"):
+        response(PAPER_FILTERS["f1"], np.array([0.5, frequency]))
+
+
+@pytest.mark.parametrize("response", [impulse_response, partial_fraction_response, step_response])
 def test_no_steps_are_refused(response):
     with pytest.raises(ValueError, match="steps is 0"):
         response(PAPER_FILTERS["f1"], 0)

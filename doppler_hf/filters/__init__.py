@@ -1,15 +1,60 @@
-"""Low-pass filters on the time axis of training: design, the paper's presets, and responses (NumPy and SciPy only)."""
+"""Low-pass filters on the time axis of training: design, analyse, estimate and choose them (NumPy and SciPy only)."""
 
-from doppler_hf.filters.design import PAPER_FILTERS, LowPassFilter, butterworth, chebyshev1, momentum
-from doppler_hf.filters.response import impulse_response, noise_gain, step_response
+from doppler_hf.filters.auto import auto_filter
+from doppler_hf.filters.best_filter import best_filter
+from doppler_hf.filters.design import (
+    PAPER_FILTERS,
+    butterworth,
+    chebyshev1,
+    chebyshev2,
+    from_coefficients,
+    momentum,
+    moving_average,
+)
+from doppler_hf.filters.figures import FilterFigures, filter_figures
+from doppler_hf.filters.grammar import parse_name, write_coefficients
+from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.optimal_fir import (
+    autocorrelation_from_products,
+    autocorrelation_standard_error,
+    estimate_autocorrelation,
+    optimal_fir,
+)
+from doppler_hf.filters.response import (
+    frequency_response,
+    group_delay,
+    impulse_response,
+    noise_gain,
+    partial_fraction_response,
+    step_response,
+)
+from doppler_hf.filters.snr import convergence_noise_factor, signal_to_noise_ratio
 
 __all__ = [
     "PAPER_FILTERS",
+    "FilterFigures",
     "LowPassFilter",
+    "auto_filter",
+    "autocorrelation_from_products",
+    "autocorrelation_standard_error",
+    "best_filter",
     "butterworth",
     "chebyshev1",
+    "chebyshev2",
+    "convergence_noise_factor",
+    "estimate_autocorrelation",
+    "filter_figures",
+    "frequency_response",
+    "from_coefficients",
+    "group_delay",
     "impulse_response",
     "momentum",
+    "moving_average",
     "noise_gain",
+    "optimal_fir",
+    "parse_name",
+    "partial_fraction_response",
+    "signal_to_noise_ratio",
     "step_response",
+    "write_coefficients",
 ]

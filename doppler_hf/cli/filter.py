@@ -1,0 +1,115 @@
+"""Look at low-pass filters, or design one: their figures as a table, their responses as a picture.
+
+A filter is named as everywhere: a preset, a design, or its coefficients. Without names `show` takes the paper's eleven, and
+its picture has the paper's four panels.
+
+  doppler-hf filter show momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
+  doppler-hf filter design --type butterworth --order 2 --cutoff 0.1
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures, write_coefficients
+from doppler_hf.filters.grammar import DESIGNS
+from doppler_hf.plotting import PICTURE_ENDINGS, plot_filters, plot_paper_filters
+
+# What a design is asked for, beside its type: flag, type, what it means.
+PARAMETERS: Final = {
+    "order": (int, "number of poles"),
+    "cutoff": (float, "as a fraction of Nyquist, in (0, 1)"),
+    "ripple_db": (float, "depth of chebyshev1's ripple in the passband"),
+    "attenuation_db": (float, "of chebyshev2's stopband"),
+    "beta": (float, "momentum's decay"),
+    "taps": (int, "length of the moving-average"),
+}
+
+READING: Final = (
+    "Σκ²: share of white noise that passes. -3 dB: where half the power passes, as a fraction of Nyquist (1 is half a cycle "
+    "per step). delay: by how many steps the output lags behind a slow change. settled: steps until the step response stays "
+    "within 2 % of 1. started: steps until the noise of the bias-corrected output stays within 10 % of its final share; the "
+    "first output is the first gradient, whatever the filter. pole: the largest modulus. order: buffers per parameter."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `doppler-hf filter`."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="compare filters by name", allow_abbrev=False)
+    show.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
+    design = actions.add_parser("design", help="make one and print its coefficients", allow_abbrev=False)
+    design.add_argument("--type", required=True, choices=DESIGNS)
+    for name, (kind, meaning) in PARAMETERS.items():
+        design.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=meaning)
+    for action in (show, design):
+        action.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as " + ", ".join(PICTURE_ENDINGS))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read or design the filters, print, draw."""
+    if args.plot is not None and args.plot.suffix not in PICTURE_ENDINGS:
+        raise ValueError(f"plot is {args.plot}: give a file that ends in {', '.join(PICTURE_ENDINGS)}.")
+    console = Console()
+    names = [_designed_name(args)] if args.action == "design" else args.names
+    filters = {str(low_pass_filter): low_pass_filter for low_pass_filter in map(LowPassFilter.parse, names)} or PAPER_FILTERS
+    if args.action == "design":
+        for name, low_pass_filter in filters.items():
+            # For copying into a recipe: each on a line of its own, however wide the terminal.
+            print(name, write_coefficients(low_pass_filter), sep="\n")
+    console.print(figures_table(filters))
+    if args.action == "show":
+        console.print(coefficients_table(filters))
+    console.print(READING)
+    if args.plot is not None:
+        try:
+            if names:
+                plot_filters(filters, args.plot)
+            else:
+                plot_paper_filters(args.plot)
+        except OSError as error:
+            raise ValueError(
+                f"plot {args.plot} cannot be written ({error.strerror}): give a file in another folder."
+            ) from error
+    return 0
+
+
+def _designed_name(args: argparse.Namespace) -> str:
+    """The name in the grammar, which then says what is missing or does not belong."""
+    given = {name: vars(args)[name] for name in PARAMETERS if vars(args)[name] is not None}
+    return args.type + ":" + ",".join(f"{name}={value!r}" for name, value in given.items())
+
+
+def figures_table(filters: Mapping[str, LowPassFilter]) -> Table:
+    """Lay out the figures, a filter in a row."""
+    numbers = ["order", "Σκ²", "-3 dB", "delay", "settled", "started", "pole"]
+    columns = [Column("filter", overflow="fold"), *(Column(name, justify="right", no_wrap=True) for name in numbers)]
+    table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name, low_pass_filter in filters.items():
+        figures = filter_figures(low_pass_filter)
+        table.add_row(
+            name,
+            str(figures.order),
+            f"{figures.noise_gain:.4g}",
+            f"{figures.cutoff:.4g}",
+            f"{figures.delay:.4g}",
+            f"{figures.settling_steps:,}",
+            f"{figures.startup_steps:,}",
+            f"{figures.largest_pole:.4g}",
+        )
+    return table
+
+
+def coefficients_table(filters: Mapping[str, LowPassFilter]) -> Table:
+    """Lay out the coefficients to six digits, a filter in a row."""
+    columns = [Column(name, overflow="fold") for name in ("filter", "b", "a")]
+    table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name, low_pass_filter in filters.items():
+        b, a = (", ".join(f"{value:.6g}" for value in values) for values in (low_pass_filter.b, low_pass_filter.a))
+        table.add_row(name, b, a)
+    return table

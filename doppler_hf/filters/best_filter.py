@@ -1,0 +1,155 @@
+r"""The paper's equation "snr_opt", solved numerically: the filter of a given order with the greatest SNR.
+
+For fixed poles, h their response and κ = b * h, the SNR is (u·b) / (bᵀ R b), with u_j = Σ_τ c_τ h_{τ-j} and R_ij the
+autocorrelation of h at lag i - j. With κ = Hb and H = QU (Q orthonormal, U triangular), x = Ub and e = U⁻ᵀ1 it reads
+
+    maximize (Qᵀc · x) / (x · x)    subject to    e · x = Σa,
+
+and the maximum is in the plane of Qᵀc and e, in closed form. So only the poles are searched. They are written as
+reflection coefficients, which are free in (-1, 1) for exactly the stable polynomials (Levinson-Durbin recursion).
+
+Source: DOPPLER, equation "snr_opt".
+"""
+
+import math
+from numbers import Integral
+from typing import Final, Literal
+
+import numpy as np
+import scipy.linalg
+import scipy.optimize
+import scipy.signal
+from jaxtyping import Float64
+from numpy.typing import NDArray
+
+from doppler_hf.filters.design import from_coefficients
+from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.snr import check_autocorrelation
+
+Objective = Literal["snr", "bound"]
+Array = NDArray[np.float64]
+
+# What is left of a pole's response at the last lag that is given.
+LAST_LAG: Final = 0.01
+
+# The reflection coefficients are tanh of what is searched, up to 1 - 2e-7.
+SEARCH_RANGE: Final = 8.0
+RANDOM_STARTS: Final = 8
+
+
+def best_filter(autocorrelation: Float64[np.ndarray, " lags"], order: int, *, objective: Objective = "snr") -> LowPassFilter:
+    r"""The filter of an order with the greatest SNR as T → ∞: of unit gain, stable, and with a positive step response.
+
+    Unit gain alone does not bound the SNR: a filter that spreads its weight over ever more lags, by a pole close to 1, has
+    any SNR, while nothing is left of the signal. So the autocorrelation bounds the filter: its poles have a modulus of at
+    most 0.01^(1/lags), which is 1 % at the last lag given, and it has no more taps than there are lags.
+
+    Args:
+        autocorrelation: c_0 ... c_{lags-1} of the signal (c_0 = 1/2 in the paper's scale), c_0 > 0, shape (lags,).
+        order: n_a = n_b of the filter, from 0 to lags - 1.
+        objective: ``"snr"`` as in the paper; ``"bound"`` for SNR · S_T, on which the bound depends at its best learning
+            rate and which κ ∝ c maximizes (see `doppler_hf.filters.snr`).
+
+    Returns:
+        The best filter found from a fixed set of starting points: the same each time.
+
+    Raises:
+        ValueError: If the autocorrelation is empty, not finite or does not start above 0; the order is not an integer
+            from 0 to lags - 1; or no filter with a positive step response was found.
+
+    Example:
+        >>> low_pass_filter = best_filter(0.5 * 0.8 ** np.arange(60), 1, objective="bound")
+        >>> round(low_pass_filter.a[1], 3)
+        -0.8
+    """
+    check_autocorrelation(autocorrelation)
+    lags = len(autocorrelation)
+    if autocorrelation[0] <= 0:
+        raise ValueError(f"the autocorrelation is {autocorrelation[0]} at lag 0: the power of a signal is positive")
+    if not isinstance(order, Integral) or not 0 <= order < lags:
+        raise ValueError(f"order is {order}: give an integer from 0 to {lags - 1}, one less than the lags known")
+    starts = [np.zeros(order), *np.random.default_rng(0).normal(size=(RANDOM_STARTS, order))] if order else [np.zeros(0)]
+    # Among poles alone, then, where the b that goes with them has a step response that is not positive, among both.
+    searches = [_search_poles(start, autocorrelation, objective) for start in starts]
+    b, a = max(searches, key=lambda found: _value(*found, autocorrelation, objective))
+    if _lowest_step(b, a, lags) <= 0:
+        both = [_search_both(start, autocorrelation, objective) for start in starts]
+        allowed = [found for found in both if _lowest_step(*found, lags) > 0]
+        if not allowed:
+            raise ValueError(f"no filter of order {order} with a positive step response suits this autocorrelation")
+        b, a = max(allowed, key=lambda found: _value(*found, autocorrelation, objective))
+    return from_coefficients(tuple(b), tuple(a))
+
+
+def _search_poles(start: Array, autocorrelation: Array, objective: Objective) -> tuple[Array, Array]:
+    def loss(search: Array) -> float:
+        a = _feedback(search, len(autocorrelation))
+        return -_value(_best_feed_forward(a, autocorrelation, objective), a, autocorrelation, objective)
+
+    if len(start):
+        bounds = [(-SEARCH_RANGE, SEARCH_RANGE)] * len(start)
+        start = scipy.optimize.minimize(loss, start, method="L-BFGS-B", bounds=bounds).x
+    a = _feedback(start, len(autocorrelation))
+    return _best_feed_forward(a, autocorrelation, objective), a
+
+
+def _search_both(start: Array, autocorrelation: Array, objective: Objective) -> tuple[Array, Array]:
+    lags, order = len(autocorrelation), len(start)
+
+    def coefficients(search: Array) -> tuple[Array, Array]:
+        a = _feedback(search[:order], lags)
+        # The last coefficient is what unit gain leaves for it.
+        return np.append(search[order:], a.sum() - search[order:].sum()), a
+
+    def loss(search: Array) -> float:
+        return -_value(*coefficients(search), autocorrelation, objective)
+
+    def margin(search: Array) -> Array:
+        b, a = coefficients(search)
+        return np.cumsum(_kappa(b, a, lags)) - 2e-3 / lags
+
+    a = _feedback(start, lags)
+    search = np.concatenate([start, np.full(order, a.sum() / (order + 1))])
+    bounds = [(-SEARCH_RANGE, SEARCH_RANGE)] * order + [(None, None)] * order
+    found = scipy.optimize.minimize(
+        loss, search, method="SLSQP", bounds=bounds, constraints={"type": "ineq", "fun": margin}, options={"maxiter": 300}
+    )
+    return coefficients(found.x)
+
+
+def _feedback(search: Array, lags: int) -> Array:
+    """The polynomial a whose reflection coefficients are tanh(search), shrunk to the largest modulus allowed."""
+    a = np.ones(1)
+    for reflection in np.tanh(search):
+        a = np.append(a, 0.0)
+        a = a + reflection * a[::-1]
+    return a * (LAST_LAG ** (1 / lags)) ** np.arange(len(a))
+
+
+def _best_feed_forward(a: Array, autocorrelation: Array, objective: Objective) -> Array:
+    response = _kappa(np.ones(1), a, len(autocorrelation))
+    columns = scipy.linalg.toeplitz(response, np.zeros(len(a)))
+    q, u = np.linalg.qr(columns)
+    signal = q[: len(autocorrelation)].T @ autocorrelation
+    gain = scipy.linalg.solve_triangular(u, np.ones(len(a)), trans="T")
+    along, norm = float(signal @ gain) / float(np.linalg.norm(gain)), float(np.linalg.norm(signal))
+    # A filter matched to the signal may have no positive gain at frequency zero; what is best for the SNR always has.
+    proportional = objective == "bound" and along > 1e-9 * norm
+    x = signal if proportional else gain * (norm / np.linalg.norm(gain)) + signal
+    b = scipy.linalg.solve_triangular(u, x)
+    return np.asarray(b * (a.sum() / b.sum()))
+
+
+def _kappa(b: Array, a: Array, lags: int) -> Array:
+    """κ until the slowest pole allowed has fallen to 1e-8."""
+    return np.asarray(scipy.signal.lfilter(b, a, np.eye(1, 4 * lags + len(b))[0]))
+
+
+def _value(b: Array, a: Array, autocorrelation: Array, objective: Objective) -> float:
+    kappa = _kappa(b, a, len(autocorrelation))
+    signal, noise = float(kappa[: len(autocorrelation)] @ autocorrelation), float(kappa @ kappa)
+    return signal / noise if objective == "snr" else math.copysign(signal**2, signal) / noise
+
+
+def _lowest_step(b: Array, a: Array, lags: int) -> float:
+    return float(np.cumsum(_kappa(b, a, lags)).min())

@@ -1,0 +1,90 @@
+r"""A filter in numbers: where it cuts, how late it is, how long it takes to settle.
+
+All follow from the impulse response κ: c_t = Σ_{τ≤t} κ_τ is the step response, and the optimizer's m_t / c_t carries the
+noise of one gradient times Σ_{τ≤t} κ_τ² / c_t², which starts at 1 (the first output is the first gradient) and falls to
+the noise gain. Until then the filter does less than it promises.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import scipy.optimize
+from numpy.typing import NDArray
+
+from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
+from doppler_hf.filters.response import frequency_response, group_delay, noise_gain
+
+SETTLED: Final = 0.02
+STARTED: Final = 0.1
+
+HALF_POWER: Final = 0.5**0.5
+
+
+@dataclass(frozen=True)
+class FilterFigures:
+    """What one compares filters by.
+
+    Args:
+        order: Buffers that an optimizer keeps per parameter.
+        noise_gain: Share of white noise power that passes, Σκ².
+        cutoff: Lowest frequency at which the gain is 1/√2 (-3 dB), as a fraction of Nyquist; 1 if there is none.
+        delay: Group delay at frequency 0, in steps: by how much the output lags behind a slow change.
+        settling_steps: Steps until the step response stays within 2 % of 1.
+        startup_steps: Steps until the noise of the bias-corrected output stays within 10 % of what it settles at.
+        largest_pole: Largest modulus of a pole, 0 without feedback.
+    """
+
+    order: int
+    noise_gain: float
+    cutoff: float
+    delay: float
+    settling_steps: int
+    startup_steps: int
+    largest_pole: float
+
+
+def filter_figures(filter: LowPassFilter) -> FilterFigures:
+    """Computes the figures of a filter.
+
+    Args:
+        filter: The filter.
+
+    Returns:
+        Its figures.
+
+    Example:
+        >>> figures = filter_figures(LowPassFilter(b=(0.5, 0.5)))
+        >>> figures.noise_gain, figures.cutoff, figures.delay, figures.settling_steps
+        (0.5, 0.5, 0.5, 2)
+    """
+    kappa = np.concatenate(list(impulse_blocks(filter.b, filter.a)))
+    response, energy = np.cumsum(kappa), np.cumsum(kappa**2)
+    return FilterFigures(
+        order=filter.order,
+        noise_gain=noise_gain(filter),
+        cutoff=_half_power_frequency(filter),
+        delay=float(group_delay(filter, np.zeros(1))[0]),
+        settling_steps=_steps_until_it_stays(np.abs(response - 1) <= SETTLED),
+        startup_steps=_steps_until_it_stays(np.abs(energy / response**2 / energy[-1] - 1) <= STARTED),
+        largest_pole=float(max(np.abs(np.roots(filter.a)), default=0.0)),
+    )
+
+
+def _half_power_frequency(filter: LowPassFilter) -> float:
+    def excess(frequency: float) -> float:
+        return float(np.abs(frequency_response(filter, np.array([frequency])))[0]) - HALF_POWER
+
+    # Dense near zero, where slow filters cut, and near one, where the others may fall steeply.
+    grid = np.union1d(np.geomspace(1e-8, 1, 4096), np.linspace(0, 1, 4097))
+    below = np.abs(frequency_response(filter, grid)) <= HALF_POWER
+    if not below.any():
+        return 1.0
+    first = int(np.argmax(below))
+    return round(float(scipy.optimize.brentq(excess, grid[first - 1], grid[first], xtol=1e-14)), 12)
+
+
+def _steps_until_it_stays(inside: NDArray[np.bool_]) -> int:
+    """How many steps it takes, the first counting as one, until the condition holds for good."""
+    outside = np.flatnonzero(~inside)
+    return int(outside[-1]) + 2 if len(outside) else 1

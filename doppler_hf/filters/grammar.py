@@ -1,0 +1,136 @@
+"""One grammar for filters, in recipes, flags and messages: presets, designs, coefficients, and filters that a run chooses.
+
+    first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    optimal-fir:taps=8    auto
+
+A name is a word, and after a colon what it takes as key=value. Blanks do not count.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from doppler_hf.filters.design import (
+    PAPER_FILTERS,
+    butterworth,
+    chebyshev1,
+    chebyshev2,
+    momentum,
+    moving_average,
+)
+from doppler_hf.filters.low_pass_filter import LowPassFilter
+
+COEFFICIENTS: Final = "b=b0,b1,...;a=1,a1,... (';a=...' may be left out)"
+
+DESIGNS: Final[Mapping[str, Callable[..., LowPassFilter]]] = {
+    "butterworth": butterworth,
+    "chebyshev1": chebyshev1,
+    "chebyshev2": chebyshev2,
+    "momentum": momentum,
+    "moving-average": moving_average,
+}
+
+# What each word takes behind its colon. The last two are chosen by a run, so no fixed filter belongs to them.
+KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {
+    "butterworth": {"order": int, "cutoff": float},
+    "chebyshev1": {"order": int, "cutoff": float, "ripple_db": float},
+    "chebyshev2": {"order": int, "cutoff": float, "attenuation_db": float},
+    "momentum": {"beta": float},
+    "moving-average": {"taps": int},
+    "optimal-fir": {"taps": int},
+    "auto": {},
+}
+
+
+def parse_name(text: str) -> tuple[str, dict[str, float]]:
+    """Splits a name of the grammar into its word and what stands behind the colon. No filter is made.
+
+    Args:
+        text: The name.
+
+    Returns:
+        The word and its values: ``("butterworth", {"order": 2, "cutoff": 0.1})``, ``("auto", {})``, a preset's name and
+        ``{}``; for coefficients ``("b", {})``.
+
+    Raises:
+        ValueError: If the word is unknown, or what follows is not exactly what it takes.
+
+    Example:
+        >>> parse_name("optimal-fir:taps=8")
+        ('optimal-fir', {'taps': 8})
+    """
+    compact = re.sub(r"\s", "", text)
+    if compact.startswith("b="):
+        return "b", {}
+    word, colon, listed = compact.partition(":")
+    if word in PAPER_FILTERS and not colon:
+        return word, {}
+    if word not in KEYS:
+        raise _unreadable(text)
+    keys = KEYS[word]
+    pairs = [pair.partition("=") for pair in listed.split(",")] if colon else []
+    given = [key for key, _, _ in pairs]
+    if sorted(given) != sorted(keys):
+        form = f"has the form {_form(word)!r}" if keys else "takes nothing"
+        raise ValueError(f"{text!r} gives {', '.join(map(repr, given)) or 'nothing'}, but {word!r} {form}")
+    return word, {key: _number(text, key, value, keys[key]) for key, _, value in pairs}
+
+
+def read_filter(text: str) -> LowPassFilter:
+    """The fixed filter of a name: `LowPassFilter.parse`."""
+    word, values = parse_name(text)
+    if word == "b":
+        return _read_coefficients(text)
+    if word in DESIGNS and values:
+        return DESIGNS[word](**values)
+    if word in PAPER_FILTERS:
+        return PAPER_FILTERS[word]
+    raise ValueError(
+        f"{text!r} is no fixed filter: its coefficients come from a run, so only the low_pass_filter of a training run "
+        "takes it. Give a preset, a design or coefficients here"
+    )
+
+
+def write_filter(low_pass_filter: LowPassFilter) -> str:
+    """The shortest name of a filter: a preset's, its design, or its coefficients, each float in full."""
+    for name, preset in PAPER_FILTERS.items():
+        if low_pass_filter == preset:
+            return name
+    if low_pass_filter.design:
+        return low_pass_filter.design
+    return write_coefficients(low_pass_filter)
+
+
+def write_coefficients(low_pass_filter: LowPassFilter) -> str:
+    """A filter as its coefficients, each float in full: ``b=0.5,0.5;a=1.0``."""
+    b, a = (",".join(map(repr, coefficients)) for coefficients in (low_pass_filter.b, low_pass_filter.a))
+    return f"b={b};a={a}"
+
+
+def _read_coefficients(text: str) -> LowPassFilter:
+    match = re.fullmatch(r"b=([^;=]+)(?:;a=([^;=]+))?", re.sub(r"\s", "", text))
+    try:
+        if match is None:
+            raise ValueError
+        b, a = (tuple(map(float, numbers.split(","))) for numbers in match.groups(default="1"))
+    except ValueError:
+        raise _unreadable(text) from None
+    return LowPassFilter(b=b, a=a)
+
+
+def _number(text: str, key: str, value: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(value)
+    except ValueError:
+        wanted = "an integer" if kind is int else "a number"
+        raise ValueError(f"{text!r} gives {key}={value}: {key} is {wanted}") from None
+
+
+def _form(word: str) -> str:
+    return f"{word}:{','.join(f'{key}=...' for key in KEYS[word])}" if KEYS[word] else word
+
+
+def _unreadable(text: str) -> ValueError:
+    return ValueError(
+        f"no filter reads {text!r}: give one of {', '.join(PAPER_FILTERS)}, a design as {', '.join(map(_form, KEYS))}, "
+        f"or coefficients as {COEFFICIENTS}"
+    )

@@ -1,0 +1,174 @@
+r"""The low-pass filter of DOPPLER: its coefficients, and what makes them valid.
+
+A filter is the linear recursion
+
+    m_t = - Σ_{τ=1..n_a} a_τ m_{t-τ} + Σ_{τ=0..n_b} b_τ g_{t-τ}
+
+of Algorithm 1, line 6, in SciPy's convention: ``a[0] = 1`` is written out, so the paper's "-9/11" is
+``a = (1, -9/11)``. Valid is one that is stable, has unit gain at frequency zero, and a positive step response. Stable
+means that the roots of z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of the
+roots of 1 + Σ a_τ x^τ, which are their reciprocals and must lie outside.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, final
+
+import numpy as np
+import scipy.signal
+from numpy.typing import NDArray
+
+DC_GAIN_RTOL: Final = 1e-6
+
+# A slower pole averages over more than a million steps, longer than any run, and its response could not be checked
+# in reasonable time.
+MAX_POLE_MODULUS: Final = 1 - 1e-6
+
+
+@final
+@dataclass(frozen=True)
+class LowPassFilter:
+    r"""A causal linear filter with unit gain at frequency zero.
+
+    Its transfer function is H(z) = (Σ_τ b_τ z^-τ) / (Σ_τ a_τ z^-τ). Any sequence of real numbers is accepted and
+    kept as a tuple of floats. Two filters are equal when their coefficients are, however they were made.
+
+    Args:
+        b: Feed-forward coefficients b_0 ... b_{n_b}, on the gradients.
+        a: Feedback coefficients 1, a_1 ... a_{n_a}, on the past outputs.
+
+    Raises:
+        ValueError: If a coefficient is not a finite real number; ``a[0]`` is not 1; a pole does not lie inside the
+            unit circle (the filter never forgets); the gain at frequency zero, Σb/Σa, is not 1 (the filter would
+            rescale the learning rate); or the step response is not positive (the optimizer divides by it: the c_t of
+            Algorithm 1, line 8).
+
+    Example:
+        >>> low_pass = LowPassFilter(b=(0.1, 0.1), a=(1, -0.8))
+        >>> low_pass.order
+        1
+        >>> print(low_pass)
+        f3
+        >>> LowPassFilter.parse("b=0.5,0.5")
+        LowPassFilter(b=(0.5, 0.5), a=(1.0,))
+
+    Source:
+        DOPPLER, Algorithm 1, lines 6-8.
+    """
+
+    b: tuple[float, ...]
+    a: tuple[float, ...] = (1.0,)
+    # What the filter was designed as, in the grammar; a design sets it, so that it cannot contradict the coefficients.
+    design: str = field(default="", init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "b", _real_coefficients("b", self.b))
+        object.__setattr__(self, "a", _real_coefficients("a", self.a))
+        _check_leading_coefficient(self.a)
+        # The order matters: only a stable filter has a gain at frequency zero, and only with both does its step
+        # response settle.
+        _check_poles(self.a)
+        _check_dc_gain(self.b, self.a)
+        _check_step_response(self.b, self.a)
+
+    @property
+    def order(self) -> int:
+        """Number of states of the transposed direct form II: the buffers that an optimizer keeps per parameter."""
+        return max(len(self.b), len(self.a)) - 1
+
+    @classmethod
+    def parse(cls, text: str) -> "LowPassFilter":
+        """Reads a filter from its name: a preset, a design or its coefficients.
+
+        Args:
+            text: A key of `PAPER_FILTERS`; a design as ``butterworth:order=2,cutoff=0.1``; or ``b=0.1,0.1;a=1,-0.8``
+                (without ``;a=...`` for a filter without feedback).
+
+        Returns:
+            The filter, so that ``LowPassFilter.parse(str(filter)) == filter`` exactly.
+
+        Raises:
+            ValueError: If the text is none of these, if the filter it describes is not valid, or if it is ``auto`` or
+                ``optimal-fir:...``, whose coefficients a run chooses.
+
+        Example:
+            >>> LowPassFilter.parse("momentum")
+            LowPassFilter(b=(0.1,), a=(1.0, -0.9))
+            >>> print(LowPassFilter.parse("moving-average: taps=4"))
+            moving-average:taps=4
+        """
+        # The grammar is built on the designs, and they on this class.
+        from doppler_hf.filters.grammar import read_filter
+
+        return read_filter(text)
+
+    def __str__(self) -> str:
+        from doppler_hf.filters.grammar import write_filter
+
+        return write_filter(self)
+
+
+def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[np.float64]]:
+    """Yields the impulse response of a stable filter block by block, until a block carries negligible energy."""
+    # A block longer than the recursion's memory is never silent by accident: all that follows would be zero too.
+    block = max(4096, len(b), len(a))
+    impulse, states = np.zeros(block), np.zeros(max(len(b), len(a)) - 1)
+    impulse[0] = 1.0
+    total_energy = 0.0
+    while True:
+        kappa, states = scipy.signal.lfilter(b, a, impulse, zi=states)
+        impulse[0] = 0.0
+        energy = float(kappa @ kappa)
+        total_energy += energy
+        assert math.isfinite(total_energy), "a response without end belongs to a pole that _check_poles refuses"
+        yield kappa
+        if energy <= 1e-18 * total_energy:
+            return
+
+
+def _real_coefficients(name: str, coefficients: Sequence[float]) -> tuple[float, ...]:
+    values = tuple(coefficients)
+    if not values:
+        raise ValueError(f"{name} is empty: give at least one coefficient")
+    for index, value in enumerate(values):
+        if np.iscomplexobj(value) or not math.isfinite(value):
+            raise ValueError(f"{name}[{index}] is {value}: give finite real coefficients")
+    return tuple(map(float, values))
+
+
+def _check_leading_coefficient(a: Sequence[float]) -> None:
+    if a[0] != 1.0:
+        raise ValueError(f"a[0] is {a[0]!r}, not 1: divide b and a by a[0]")
+
+
+def _check_poles(a: Sequence[float]) -> None:
+    modulus = max(np.abs(np.roots(a)), default=0.0)
+    if modulus > MAX_POLE_MODULUS:
+        raise ValueError(
+            f"the largest pole of a={tuple(a)} has modulus {modulus:.9g}, not strictly inside the unit circle "
+            f"(at most {MAX_POLE_MODULUS}): shrink a[1:], lower the order or raise the cutoff"
+        )
+
+
+def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
+    gain = math.fsum(b) / math.fsum(a)
+    if gain == 0:
+        raise ValueError(
+            f"the DC gain sum(b)/sum(a) is 0: b={tuple(b)} removes the mean gradient; choose b with a positive sum"
+        )
+    if abs(gain - 1) > DC_GAIN_RTOL:
+        raise ValueError(f"the DC gain sum(b)/sum(a) is {gain:.9g}, not 1: multiply b by {1 / gain:.17g}")
+
+
+def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
+    response, first_step = 0.0, 0
+    for kappa in impulse_blocks(b, a):
+        responses = response + np.cumsum(kappa)
+        if np.any(responses <= 0):
+            index = int(np.argmax(responses <= 0))
+            raise ValueError(
+                f"the step response is {responses[index]:.9g} at step {first_step + index} (from 0), but the bias "
+                "correction divides by it: choose b and a whose step response stays positive"
+            )
+        response, first_step = float(responses[-1]), first_step + len(kappa)

@@ -1,0 +1,203 @@
+r"""The optimal filter without feedback, from the private gradients alone (DOPPLER, Section 4.3, *Optimal FIR filter*).
+
+Let g_t = s_t + w_t with white noise w of standard deviation σ in each of d coordinates. The noise adds d σ² to the mean of
+⟨g_t, g_{t-τ}⟩ at lag 0, and nothing at the others. So the means C_τ of these products over the steps, less d σ² at lag 0,
+are unbiased, and
+
+    c_τ = ½ ρ_τ = ½ min(max(C_τ / C_0, 0), 1),    b_τ = c_τ / Σ c
+
+estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for the bound (see `snr`).
+
+The paper's closed form differs in three ways: it takes ½ ‖g_{t-τ}‖² less noise off each product, leaves the noise in the
+product at lag 0, and clamps at each step instead of in the mean. The first is its choice c_{-τ} = ½, which
+makes room for a large step in the proof: what remains is ρ_τ - ½, so lags with ρ_τ < ½ get no weight at all. The second adds
+d σ² / ‖s‖² to c_0, so the noisier the gradients, the closer the filter to none. The third inflates both powers when
+σ² √(2d) is more than ‖s‖². It estimates a different thing, so the unbiased form is the default here.
+
+Private gradients in, a filter out: post-processing of what is already private, which costs no privacy.
+"""
+
+import math
+from typing import Final, Literal
+
+import numpy as np
+from jaxtyping import Float, Float64
+
+from doppler_hf.filters.best_filter import Objective
+from doppler_hf.filters.design import from_coefficients
+from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.snr import check_autocorrelation
+
+Estimator = Literal["unbiased", "paper"]
+
+# The paper's ε₁.
+PAPER_FLOOR: Final = 1e-3
+
+
+def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Objective = "bound") -> LowPassFilter:
+    r"""The best filter without feedback for a signal of the given autocorrelation, in closed form.
+
+    Args:
+        autocorrelation: c_0 ... c_{taps-1} of the signal in any scale, shape (taps,).
+        objective: ``"bound"`` for b ∝ c, as the paper has it, which is best for the convergence bound; ``"snr"`` for
+            b ∝ c + r, r the root mean square of c, which has the greatest SNR (see `doppler_hf.filters.snr`).
+
+    Returns:
+        The filter, with unit gain.
+
+    Raises:
+        ValueError: If the autocorrelation is empty or not finite, its sum is not positive, or the filter's step response
+            is not.
+
+    Example:
+        >>> optimal_fir(np.array([0.5, 0.3, 0.2]))
+        LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
+
+    Source:
+        DOPPLER, Section 4.3, *Optimal FIR filter*.
+    """
+    check_autocorrelation(autocorrelation)
+    if objective == "snr":
+        autocorrelation = autocorrelation + math.sqrt(float(np.mean(autocorrelation**2)))
+    if autocorrelation.sum() <= 0:
+        raise ValueError(f"the autocorrelation sums to {autocorrelation.sum():.6g}: b = c/sum(c) needs a positive sum")
+    return from_coefficients(tuple(autocorrelation))
+
+
+def estimate_autocorrelation(
+    gradients: Float[np.ndarray, "steps dimension"],
+    noise_std: float,
+    *,
+    taps: int | None = None,
+    estimator: Estimator = "unbiased",
+) -> Float64[np.ndarray, " taps"]:
+    r"""The autocorrelation of the signal in noisy gradients, from the gradients and the noise's known size.
+
+    Args:
+        gradients: Successive private gradients, flattened, shape (steps, dimension).
+        noise_std: Standard deviation σ of the noise per coordinate (σ_DP), of white noise.
+        taps: For how many lags, from 1 to steps; by default for all.
+        estimator: ``"unbiased"``, or ``"paper"`` for the closed form as printed (see the module).
+
+    Returns:
+        c_0 ... c_{taps-1}, shape (taps,): half the autocorrelation, c_0 = ½ (with ``"paper"`` as it comes out). Its
+        standard error is `autocorrelation_standard_error`.
+
+    Raises:
+        ValueError: If there are no gradients, they are not finite, noise_std is negative, or taps is not from 1 to steps.
+
+    Example:
+        >>> estimate_autocorrelation(np.array([[1.0], [1.0], [1.0]]), 0.0)
+        array([0.5, 0.5, 0.5])
+
+    Source:
+        DOPPLER, Section 4.3, *Optimal FIR filter*.
+    """
+    gradients = np.asarray(gradients, dtype=np.float64)
+    if gradients.ndim != 2 or not gradients.size:
+        raise ValueError(f"the gradients have shape {gradients.shape}: give (steps, dimension), neither of them 0")
+    if not np.isfinite(gradients).all():
+        raise ValueError(f"the gradient of step {np.argmin(np.isfinite(gradients).all(axis=1))} is not finite")
+    steps, dimension = gradients.shape
+    taps = steps if taps is None else taps
+    if not isinstance(taps, int | np.integer) or not 1 <= taps <= steps:
+        raise ValueError(f"taps is {taps}: give an integer from 1 to the {steps} gradients")
+    _check_noise(noise_std)
+    products = [np.einsum("td,td->t", gradients[lag:], gradients[: steps - lag]) for lag in range(taps)]
+    if estimator == "unbiased":
+        means = np.array([product.mean() for product in products])
+        return autocorrelation_from_products(means, noise_std, dimension=dimension, steps=steps)
+    excess = products[0] - dimension * noise_std**2
+    signal = np.maximum(excess, 0)
+    power = np.maximum(excess, PAPER_FLOOR).mean()
+    pairs = ((product, signal[: steps - lag]) for lag, product in enumerate(products))
+    return np.array([max(0.0, (product - earlier / 2).mean()) / power for product, earlier in pairs])
+
+
+def autocorrelation_from_products(
+    products: Float64[np.ndarray, " taps"], noise_std: float, *, dimension: int, steps: int
+) -> Float64[np.ndarray, " taps"]:
+    r"""The same estimate from mean products that were gathered along the way, for who cannot keep all the gradients.
+
+    Where the power C_0 is less than its own standard error under noise alone, σ² √(2d/steps), that is put in its place, so
+    that an unlucky draw does not divide by nothing.
+
+    Args:
+        products: Means over the steps of ⟨g_t, g_{t-τ}⟩ for τ = 0 ... taps-1, shape (taps,).
+        noise_std: Standard deviation of the white noise per coordinate.
+        dimension: Number of coordinates d.
+        steps: Over how many steps the mean at lag 0 was taken.
+
+    Returns:
+        c_0 ... c_{taps-1}, shape (taps,): c_0 = ½, the others in [0, ½].
+
+    Raises:
+        ValueError: If the products are empty or not finite, noise_std is negative, or dimension or steps is less than 1.
+
+    Example:
+        >>> autocorrelation_from_products(np.array([3.0, 1.0]), 1.0, dimension=1, steps=100)
+        array([0.5 , 0.25])
+    """
+    check_autocorrelation(products)
+    _check_noise(noise_std)
+    if dimension < 1 or steps < 1:
+        raise ValueError(f"dimension is {dimension} and steps is {steps}: both are at least 1")
+    power = max(float(products[0]) - dimension * noise_std**2, noise_std**2 * math.sqrt(2 * dimension / steps))
+    correlation = np.zeros(len(products))
+    if power > 0:
+        correlation = np.clip(products / power, 0, 1)
+    correlation[0] = 1.0
+    return correlation / 2
+
+
+def autocorrelation_standard_error(
+    autocorrelation: Float64[np.ndarray, " taps"], *, signal_power: float, noise_std: float, dimension: int, steps: int
+) -> Float64[np.ndarray, " taps"]:
+    r"""Standard error of the unbiased estimate, for the given signal and random white noise.
+
+    Of C_τ, τ ≥ 1, the products of noise with noise have variance d σ⁴ / (T-τ), and those of noise with signal at most
+    σ² mean‖s_{t+τ} + s_{t-τ}‖² / (T-τ) ≤ 4 σ² S / (T-τ), S = ‖s‖²; C_0 has (2 d σ⁴ + 4 σ² S) / T; and Cov(C_τ, C_0) is
+    4 σ² S ρ_τ / T. For the quotient, to first order and hence for an error well below 1,
+
+        4 S² Var(c_τ) ≤ d σ⁴ (1/(T-τ) + 2 ρ_τ²/T) + 4 σ² S (1/(T-τ) - ρ_τ²/T).
+
+    The autocorrelation meant is that of the signal that was there, as a mean over these steps.
+
+    Args:
+        autocorrelation: c_0 ... c_{taps-1} with c_0 = ½, shape (taps,).
+        signal_power: S, mean squared norm of the signal over all coordinates.
+        noise_std: Standard deviation σ of the noise per coordinate.
+        dimension: Number of coordinates d.
+        steps: Number of gradients T.
+
+    Returns:
+        Upper bound of the standard error of each c_τ, shape (taps,); 0 at lag 0, where c is ½ by definition.
+
+    Raises:
+        ValueError: If signal_power is not positive, noise_std is negative, or there are more taps than steps.
+
+    Example:
+        >>> error = autocorrelation_standard_error(
+        ...     np.array([0.5, 0.5]), signal_power=1.0, noise_std=0.1, dimension=100, steps=101
+        ... )
+        >>> error.round(4)
+        array([0.    , 0.0087])
+    """
+    check_autocorrelation(autocorrelation)
+    _check_noise(noise_std)
+    if not 0 < signal_power < math.inf:
+        raise ValueError(f"signal_power is {signal_power}: a signal has a positive power")
+    if len(autocorrelation) > steps:
+        raise ValueError(f"steps is {steps}: fewer than the {len(autocorrelation)} taps")
+    squares = (2 * autocorrelation) ** 2
+    pairs = steps - np.arange(len(autocorrelation))
+    of_noise = dimension * noise_std**4 * (1 / pairs + 2 * squares / steps)
+    of_both = 4 * noise_std**2 * signal_power * (1 / pairs - squares / steps)
+    error = np.sqrt(of_noise + of_both) / (2 * signal_power)
+    error[0] = 0.0
+    return np.asarray(error)
+
+
+def _check_noise(noise_std: float) -> None:
+    if not 0 <= noise_std < math.inf:
+        raise ValueError(f"noise_std is {noise_std}: give a standard deviation, 0 for none")

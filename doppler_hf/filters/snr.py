@@ -1,0 +1,100 @@
+r"""How much a filter is worth: the paper's normalized SNR, what it does to the bound, and the filters that maximize it.
+
+    SNR = Σ_{t<T} Σ_{τ≤t} c_τ κ_τ / Σ_{t<T} Σ_{τ≤t} κ_τ²,
+
+κ the impulse response and c the autocorrelation of the gradient's signal in the paper's scale, in which c_0 = 1/2: with
+c_τ = c_{-τ}, the assumption ⟨∇F_t, ∇F_{t-τ}⟩ ≥ c_τ ‖∇F_t‖² + c_{-τ} ‖∇F_{t-τ}‖² holds for c_τ = ρ_τ/2, ρ being the
+ordinary autocorrelation with ρ_0 = 1.
+
+Three things about it that the paper passes over:
+
+- Momentum, κ_τ = 0.1 · 0.9^τ, has SNR = 1.9 Σ_{τ≥0} 0.9^τ c_τ as T → ∞, an equality. The paper writes 1.9 · (1/2 + Σ_{τ≥0}),
+  which counts c_0 = 1/2 twice: too much by 0.95. Its sum has to begin at τ = 1. At finite T the SNR can also lie below it.
+- κ ∝ c does not maximize the SNR under unit gain. Among filters of n taps the maximum (T → ∞) is where κ_τ ∝ c_τ + r, with r
+  the root mean square of c over the n taps, and its value is n (mean + r) / 2 against n · mean for κ ∝ c. The two agree only
+  where c is constant. The SNR is linear in κ above and quadratic below, so it rewards a small and wide κ, whatever is
+  left of the signal.
+- κ ∝ c maximizes SNR · S_T = (ΣΣ c_τ κ_τ)² / ΣΣ κ_τ² (Cauchy-Schwarz, at every T, and without any constraint on the gain).
+  That is what the theorem's bound depends on once its learning rate is tuned: the minimum over η of
+  F_0 / (η S_T) + η L N / (2 SNR) is √(2 F_0 L N / (S_T SNR)). So κ ∝ c is the right filter for the bound.
+
+Source: DOPPLER, equations "snr" and "snr_opt", Theorem "Convergence", Section "Impact of the low-pass filter".
+"""
+
+import numpy as np
+from jaxtyping import Float64
+
+from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.response import impulse_response, noise_gain
+
+
+def signal_to_noise_ratio(
+    filter: LowPassFilter, autocorrelation: Float64[np.ndarray, " lags"], steps: int | None = None
+) -> float:
+    r"""The paper's normalized SNR of a filter, for a gradient of the given autocorrelation.
+
+    Args:
+        filter: The filter.
+        autocorrelation: c_0 ... c_{lags-1} of the signal, c_0 = 1/2 by the paper's convention, shape (lags,); 0 beyond.
+        steps: Length of the run T, at least 1; None for the limit T → ∞.
+
+    Returns:
+        The SNR: 1/2 for no filter.
+
+    Raises:
+        ValueError: If the autocorrelation is empty or not finite, or steps is less than 1.
+
+    Example:
+        >>> signal_to_noise_ratio(LowPassFilter(b=(1.0,)), np.array([0.5, 0.4]), steps=100)
+        0.5
+
+    Source:
+        DOPPLER, equation "snr".
+    """
+    check_autocorrelation(autocorrelation)
+    if steps is None:
+        kappa = impulse_response(filter, len(autocorrelation))
+        return float(kappa @ autocorrelation) / noise_gain(filter)
+    # Lag τ occurs in T - τ of the T outer sums.
+    kappa = impulse_response(filter, steps)
+    lags = min(steps, len(autocorrelation))
+    occurrences = np.arange(steps, 0, -1)
+    return float((occurrences * kappa)[:lags] @ autocorrelation[:lags]) / float(occurrences @ kappa**2)
+
+
+def convergence_noise_factor(
+    filter: LowPassFilter, autocorrelation: Float64[np.ndarray, " lags"], steps: int | None = None
+) -> float:
+    r"""By how much the filter scales the noise term of the convergence bound: 1 / (2 SNR), 1 for no filter.
+
+    Args:
+        filter: The filter.
+        autocorrelation: As for `signal_to_noise_ratio`, shape (lags,).
+        steps: Length of the run T, at least 1; None for the limit T → ∞.
+
+    Returns:
+        The factor of η L (d σ_DP² + σ_SGD²/B), relative to DP-SGD without a filter: below 1 is better.
+
+    Raises:
+        ValueError: If the SNR is not positive, so that the theorem says nothing; or as `signal_to_noise_ratio`.
+
+    Example:
+        >>> convergence_noise_factor(LowPassFilter(b=(0.5, 0.5)), np.array([0.5, 0.5]))
+        0.5
+
+    Source:
+        DOPPLER, Theorem "Convergence".
+    """
+    ratio = signal_to_noise_ratio(filter, autocorrelation, steps)
+    if ratio <= 0:
+        raise ValueError(f"the SNR of {filter} is {ratio:.6g}: it cancels the signal, and the bound needs a positive one")
+    return 1 / (2 * ratio)
+
+
+def check_autocorrelation(autocorrelation: Float64[np.ndarray, " lags"]) -> None:
+    """Refuses what is no row of finite numbers."""
+    if autocorrelation.ndim != 1 or not len(autocorrelation):
+        raise ValueError(f"the autocorrelation has shape {autocorrelation.shape}: give c_0, c_1, ... in one row")
+    if not np.isrealobj(autocorrelation) or not np.isfinite(autocorrelation).all():
+        index = int(np.argmax(~np.isfinite(autocorrelation) | np.iscomplex(autocorrelation)))
+        raise ValueError(f"the autocorrelation at lag {index} is {autocorrelation[index]}: give finite real numbers")

@@ -1,0 +1,121 @@
+"""`doppler-hf filter`: the tables hold the figures, the picture is written, mistakes are one line."""
+
+import re
+
+import numpy as np
+import pytest
+
+from doppler_hf.cli import main
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, butterworth, filter_figures
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+def printed(words, capsys):
+    assert main(["filter", *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def figures_row(text, name):
+    """Return the numbers of the first table's row of a filter."""
+    (row,) = re.findall(rf"^ *{re.escape(name)} +([\d ,.e-]+?) *$", text.split(" b ")[0], flags=re.MULTILINE)
+    return [float(word.replace(",", "")) for word in row.split()]
+
+
+def test_show_prints_the_figures_and_coefficients_of_the_paper(capsys):
+    text = printed(["show"], capsys)
+    for name, low_pass_filter in PAPER_FILTERS.items():
+        f = filter_figures(low_pass_filter)
+        expected = [f.order, f.noise_gain, f.cutoff, f.delay, f.settling_steps, f.startup_steps, f.largest_pole]
+        np.testing.assert_allclose(figures_row(text, name), expected, rtol=1e-3, atol=1e-12)
+        assert re.search(rf"^ *{name} +{low_pass_filter.b[0]:.6g}\b", text, flags=re.MULTILINE)
+    assert "-1.58621, 0.655172" in text
+
+
+def test_show_takes_names_of_every_kind(capsys):
+    text = printed(["show", "none", "b=0.5,0.5", "butterworth:order=1,cutoff=0.5", "momentum"], capsys)
+    # Butterworth's first order at half of Nyquist is the mean of two.
+    assert figures_row(text, "b=0.5,0.5;a=1.0")[1:4] == [0.5, 0.5, 0.5]
+    assert figures_row(text, "butterworth:order=1,cutoff=0.5")[1:4] == [0.5, 0.5, 0.5]
+    assert "second-order" not in text
+
+
+def test_design_prints_the_filter_in_the_grammar(capsys):
+    text = printed(["design", "--type", "butterworth", "--order", "2", "--cutoff", "0.1"], capsys)
+    name, coefficients = text.splitlines()[:2]
+    assert name == "butterworth:order=2,cutoff=0.1"
+    assert LowPassFilter.parse(coefficients) == LowPassFilter.parse(name) == butterworth(2, 0.1)
+    assert figures_row(text.partition("\n")[2], name)[2] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["chebyshev1", "--order=3", "--cutoff=0.2", "--ripple_db=1"], "chebyshev1:order=3,cutoff=0.2,ripple_db=1.0"),
+        (
+            ["chebyshev2", "--order=3", "--cutoff=0.2", "--attenuation-db=20"],
+            "chebyshev2:order=3,cutoff=0.2,attenuation_db=20.0",
+        ),
+        (["momentum", "--beta=0.97"], "momentum:beta=0.97"),
+        (["moving-average", "--taps=4"], "moving-average:taps=4"),
+    ],
+)
+def test_design_knows_every_type(words, name, capsys):
+    assert printed(["design", "--type", *words], capsys).splitlines()[0] == name
+
+
+def test_picture_is_written_into_a_new_folder(tmp_path, capsys):
+    path = tmp_path / "new" / "filters.png"
+    printed(["show", "none", f"--plot={path}"], capsys)
+    assert path.stat().st_size > 20_000
+
+
+def test_picture_has_four_panels_with_every_filter(tmp_path, capsys):
+    names = ["none", "momentum", "second-order", "moving-average:taps=4"]
+    printed(["show", *names, f"--plot={tmp_path / 'named.svg'}"], capsys)
+    printed(["show", f"--plot={tmp_path / 'paper.svg'}"], capsys)
+    named, paper = ((tmp_path / f"{name}.svg").read_text() for name in ("named", "paper"))
+    for picture, listed in ((named, names), (paper, PAPER_FILTERS)):
+        assert len(re.findall(r'<g id="axes_\d+">', picture)) == 4
+        assert all(f"<!-- {name} -->" in picture for name in listed)
+
+
+def test_design_is_drawn(tmp_path, capsys):
+    path = tmp_path / "design.png"
+    printed(["design", "--type=momentum", "--beta=0.9", f"--plot={path}"], capsys)
+    assert path.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "f7"], "no filter reads 'f7'"),
+        (["show", "auto"], "'auto' is no fixed filter"),
+        (["show", "--plot=a.txt"], "plot is a.txt: give a file that ends in .png"),
+        (["show", "--plot=/proc/x/a.png"], "plot /proc/x/a.png cannot be written"),
+        (["design", "--type=butterworth", "--order=2"], "gives 'order', but 'butterworth' has the form"),
+        (["design", "--type=momentum", "--beta=0.9", "--taps=2"], "gives 'beta', 'taps', but 'momentum' has the form"),
+        (["design", "--type=momentum"], "gives '', but 'momentum' has the form 'momentum:beta=...'"),
+        (["design", "--type=butterworth", "--order=0", "--cutoff=0.1"], "order is 0"),
+        (["design", "--type=butterworth", "--order=2", "--cutoff=1"], "cutoff is 1.0"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    assert main(["filter", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["show", "--help"], ["design", "--type=bessel"]])
+def test_usage(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["filter", *words])
+    captured = capsys.readouterr()
+    assert "usage: doppler-hf filter" in captured.out + captured.err

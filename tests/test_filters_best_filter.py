@@ -1,0 +1,152 @@
+"""The search finds what closed forms and brute force find, and nothing better is among other filters."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.signal
+
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    best_filter,
+    from_coefficients,
+    impulse_response,
+    optimal_fir,
+    signal_to_noise_ratio,
+    step_response,
+)
+
+LAGS = np.arange(80)
+LARGEST_POLE = 0.01 ** (1 / 80)
+SIGNALS = {
+    "decay": 0.5 * 0.8**LAGS,
+    "two decays": 0.25 * 0.9**LAGS + 0.25 * 0.3**LAGS,
+    "smooth": 0.5 * np.exp(-0.5 * (LAGS / 6) ** 2),
+    "oscillation": 0.5 * 0.9**LAGS * np.cos(0.6 * LAGS),
+}
+
+
+def bound(low_pass_filter, c):
+    """SNR · S_T per step as T → ∞."""
+    return signal_to_noise_ratio(low_pass_filter, c) * float(impulse_response(low_pass_filter, len(c)) @ c)
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.8, 0.95])
+def test_momentum_is_best_for_the_bound_of_an_exponential_decay(decay):
+    low_pass_filter = best_filter(0.5 * decay ** np.arange(200), 1, objective="bound")
+    np.testing.assert_allclose(
+        impulse_response(low_pass_filter, 50), (1 - decay) * decay ** np.arange(50), rtol=0, atol=1e-4
+    )
+
+
+def test_two_decays_are_matched_by_order_two():
+    c = SIGNALS["two decays"]
+    best = bound(best_filter(c, 2, objective="bound"), c)
+    np.testing.assert_allclose(best, c @ c, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("objective", ["snr", "bound"])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_the_search_loses_to_no_grid_of_first_order_filters(name, objective):
+    c = SIGNALS[name]
+    value = signal_to_noise_ratio if objective == "snr" else bound
+    best = value(best_filter(c, 1, objective=objective), c)
+    poles, shares = np.meshgrid(np.linspace(-LARGEST_POLE, LARGEST_POLE, 81), np.linspace(-0.98, 5, 240))
+    poles, b_0, b_1 = poles.ravel(), ((1 - poles) * shares).ravel(), ((1 - poles) * (1 - shares)).ravel()
+    kappa = np.stack([b_0, *((b_0 * poles + b_1) * poles**lag for lag in range(200))], axis=1)
+    kappa = kappa[np.cumsum(kappa, axis=1).min(axis=1) > 0]
+    assert len(kappa) > 5000
+    signal = kappa[:, :80] @ c
+    values = (signal if objective == "snr" else signal**2) / np.sum(kappa**2, axis=1)
+    # The grid has the largest pole itself, the search comes within 2e-7 of it.
+    assert best >= values.max() * (1 - 1e-5)
+    # The grid is dense enough to come close, so the search does not win by leaving what is allowed.
+    assert best <= values.max() * 1.02
+
+
+@pytest.mark.parametrize("name", ["decay", "oscillation"])
+def test_the_search_loses_to_no_global_search_at_order_two(name):
+    c = SIGNALS[name]
+    impulse = np.eye(1, 400)[0]
+
+    def loss(search):
+        middle, spread, b_0, b_1 = search
+        # Poles middle ± √spread: real for a positive spread, conjugate for a negative one.
+        a = np.array([1, -2 * middle, middle**2 - spread])
+        root = abs(spread) ** 0.5
+        if (abs(middle) + root if spread > 0 else math.hypot(middle, root)) > LARGEST_POLE:
+            return 0.0
+        kappa = scipy.signal.lfilter([b_0, b_1, a.sum() - b_0 - b_1], a, impulse)
+        return 0.0 if np.cumsum(kappa).min() <= 0 else -float(kappa[:80] @ c / (kappa @ kappa))
+
+    bounds = [(-1, 1), (-1, 1), (-0.5, 1), (-1, 1)]
+    found = scipy.optimize.differential_evolution(loss, bounds, seed=0, maxiter=150, popsize=15, polish=False)
+    assert -found.fun > 1
+    assert signal_to_noise_ratio(best_filter(c, 2), c) >= -found.fun * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_more_order_is_never_worse(name):
+    c = SIGNALS[name]
+    ratios = [signal_to_noise_ratio(best_filter(c, order), c) for order in range(4)]
+    assert ratios[0] == pytest.approx(0.5, rel=1e-12)
+    assert all(after >= before * (1 - 1e-4) for before, after in itertools.pairwise(ratios))
+
+
+@pytest.mark.parametrize("name", ["decay", "smooth"])
+def test_the_search_beats_the_papers_filters_of_its_order(name):
+    c = SIGNALS[name]
+    for order in (1, 2):
+        best = signal_to_noise_ratio(best_filter(c, order), c)
+        rivals = [each for each in PAPER_FILTERS.values() if each.order <= order]
+        assert len(rivals) > 7
+        assert best > max(signal_to_noise_ratio(each, c) for each in rivals)
+
+
+@pytest.mark.parametrize("objective", ["snr", "bound"])
+def test_as_many_taps_as_lags_do_at_least_as_well_as_the_closed_form(objective):
+    c = np.array([0.5, 0.4, 0.1, 0.05])
+    value = signal_to_noise_ratio if objective == "snr" else bound
+    best, closed = value(best_filter(c, 3, objective=objective), c), value(optimal_fir(c, objective=objective), c)
+    assert best >= closed * (1 - 1e-9)
+    if objective == "bound":
+        np.testing.assert_allclose(best, c @ c, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("objective", ["snr", "bound"])
+def test_the_step_response_stays_positive_where_the_best_would_not(objective):
+    c = np.array([0.5, -0.6, 0.3, 0.3])
+    # κ ∝ c would step down to 0.5 - 0.6 < 0.
+    with pytest.raises(ValueError, match="the step response is"):
+        from_coefficients(c)
+    low_pass_filter = best_filter(c, 3, objective=objective)
+    assert step_response(low_pass_filter, 200).min() > 0
+    value = signal_to_noise_ratio if objective == "snr" else bound
+    assert value(low_pass_filter, c) > value(PAPER_FILTERS["none"], c)
+
+
+def test_poles_have_died_out_at_the_last_lag():
+    low_pass_filter = best_filter(SIGNALS["decay"], 2)
+    assert max(abs(np.roots(low_pass_filter.a))) <= LARGEST_POLE * (1 + 1e-9)
+
+
+def test_the_result_is_the_same_each_time():
+    assert best_filter(SIGNALS["oscillation"], 3) == best_filter(SIGNALS["oscillation"], 3)
+
+
+@pytest.mark.parametrize(
+    ("c", "order", "message"),
+    [
+        (np.array([0.5, 0.4]), 2, "order is 2: give an integer from 0 to 1"),
+        (np.array([0.5, 0.4]), -1, "order is -1"),
+        (np.array([0.5, 0.4]), 1.0, "order is 1.0"),
+        (np.array([0.0, 0.4]), 1, "is 0.0 at lag 0"),
+        (np.array([np.inf, 0.4]), 1, "at lag 0 is inf"),
+        (np.array([]), 0, "shape"),
+    ],
+)
+def test_bad_input_is_refused(c, order, message):
+    with pytest.raises(ValueError, match=message):
+        best_filter(c, order)

@@ -1,0 +1,91 @@
+"""Which coefficients are a filter, and which are refused with the number that is wrong."""
+
+import copy
+import math
+import pickle
+import re
+
+import numpy as np
+import pytest
+import scipy.signal
+
+from doppler_hf.filters import LowPassFilter, butterworth
+
+
+@pytest.mark.parametrize("coefficients", [[1, 1], np.array([1.0, 1.0]), (np.float32(1), 1)])
+def test_coefficients_become_tuples_of_float(coefficients):
+    low_pass_filter = LowPassFilter(b=[value / 2 for value in coefficients], a=np.array([1]))
+    assert low_pass_filter == LowPassFilter(b=(0.5, 0.5))
+    assert hash(low_pass_filter) == hash(LowPassFilter(b=(0.5, 0.5)))
+    assert {type(value) for value in low_pass_filter.b + low_pass_filter.a} == {float}
+
+
+@pytest.mark.parametrize(
+    ("b", "a", "order"),
+    [((1,), (1,), 0), ((0.1,), (1, -0.9), 1), ((0.2, 0.3, 0.5), (1,), 2), ((0.025, 0.05, 0.025), (1, -0.9), 2)],
+)
+def test_order_counts_states(b, a, order):
+    assert LowPassFilter(b=b, a=a).order == order
+
+
+@pytest.mark.parametrize(
+    ("b", "a", "message"),
+    [
+        ((), (1.0,), "b is empty"),
+        ((1.0,), (), "a is empty"),
+        ((1.0, math.nan), (1.0,), "b[1] is nan"),
+        ((1.0,), (1.0, -math.inf), "a[1] is -inf"),
+        ((1.0, 0j), (1.0,), "b[1] is 0j"),
+        ((2.0,), (2.0,), "a[0] is 2.0, not 1: divide b and a by a[0]"),
+        ((0.3,), (1.0, -0.9), "is 3, not 1: multiply b by 0.333333333333333"),
+        ((1 + 2e-6,), (1.0,), "not 1: multiply b by"),
+        ((1.0, -1.0), (1.0,), "the DC gain sum(b)/sum(a) is 0"),
+        ((1.0,), (1.0, -1.0), "has modulus 1, not strictly inside the unit circle"),
+        ((-0.25,), (1.0, -1.25), "has modulus 1.25"),
+        ((2.2,), (1.0, 1.2), "has modulus 1.2"),
+        ((2.02,), (1.0, 0.0, 1.02), "has modulus 1.00995049"),
+        ((0.0, 1.0), (1.0,), "is 0 at step 0"),
+        ((-0.5, 1.5), (1.0,), "is -0.5 at step 0"),
+        ((0.5, -0.4, -0.2, 1.1), (1.0,), "at step 2 "),
+    ],
+)
+def test_invalid_coefficients_are_refused_with_the_offending_number(b, a, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LowPassFilter(b=b, a=a)
+
+
+def test_the_factor_in_the_message_mends_the_filter():
+    with pytest.raises(ValueError, match="multiply b by") as refusal:
+        LowPassFilter(b=(0.3, 0.4), a=(1.0, -0.9))
+    factor = float(str(refusal.value).rsplit(" ", 1)[1])
+    LowPassFilter(b=(0.3 * factor, 0.4 * factor), a=(1.0, -0.9))
+
+
+def test_dc_gain_tolerates_printed_coefficients():
+    LowPassFilter(b=(0.3333333, 0.3333333, 0.3333334))
+    LowPassFilter(b=(1 + 5e-7,))
+
+
+def test_a_late_negative_step_response_is_found():
+    """A late and large coefficient kicks a slow resonance: the first step below zero is the one SciPy finds."""
+    a = np.poly([0.999 * np.exp(0.05j), 0.999 * np.exp(-0.05j)]).real
+    b = np.zeros(5001)
+    b[0], b[5000] = sum(a) + 0.02, -0.02
+    response = scipy.signal.lfilter(b, a, np.ones(20000))
+    first = int(np.argmax(response <= 0))
+    assert first > 5000
+    with pytest.raises(ValueError, match=f"at step {first} "):
+        LowPassFilter(b=b, a=a)
+
+
+def test_a_design_is_remembered_without_being_part_of_the_filter():
+    designed = butterworth(2, 0.1)
+    plain = LowPassFilter(b=designed.b, a=designed.a)
+    assert designed == plain
+    assert hash(designed) == hash(plain)
+    assert repr(designed) == repr(plain)
+    assert (designed.design, plain.design) == ("butterworth:order=2,cutoff=0.1", "")
+    for copied in (copy.deepcopy(designed), pickle.loads(pickle.dumps(designed))):
+        assert str(copied) == str(designed)
+    with pytest.raises(TypeError, match="design"):
+        LowPassFilter(b=(1.0,), design="none")

@@ -1,0 +1,163 @@
+"""The estimate finds a known autocorrelation within its standard error, and its filter is the best of all."""
+
+import numpy as np
+import pytest
+import scipy.signal
+
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    LowPassFilter,
+    autocorrelation_from_products,
+    autocorrelation_standard_error,
+    estimate_autocorrelation,
+    impulse_response,
+    optimal_fir,
+    signal_to_noise_ratio,
+)
+
+STEPS, DIMENSION, TAPS = 400, 300, 12
+POLES = {"ar1": [0.95], "ar2": [0.95 * np.exp(0.1j), 0.95 * np.exp(-0.1j)], "fast": [0.5]}
+
+
+def make_signal(kind, generator, steps=STEPS):
+    """A signal of mean power 1, and its gradients' true autocorrelation over these steps, from its definition."""
+    if kind == "constant":
+        signal = np.tile(generator.normal(size=DIMENSION), (steps, 1))
+    else:
+        noise = generator.normal(size=(steps + 300, DIMENSION))
+        signal = scipy.signal.lfilter([1], np.poly(POLES[kind]).real, noise, axis=0)[300:]
+    signal /= np.sqrt(np.mean(np.sum(signal**2, axis=1)))
+    products = [np.mean([signal[t] @ signal[t - lag] for t in range(lag, steps)]) for lag in range(TAPS)]
+    return signal, 0.5 * np.minimum(products, 1)
+
+
+@pytest.mark.parametrize("noise_to_signal", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize("kind", ["constant", *POLES])
+def test_known_autocorrelations_are_found_within_their_standard_error(kind, noise_to_signal):
+    """Six standard errors in each of 11 lags: 2e-8 for one draw, and clipping to [0, 1/2] only helps."""
+    generator = np.random.default_rng(7)
+    signal, true = make_signal(kind, generator)
+    noise_std = np.sqrt(noise_to_signal / DIMENSION)
+    gradients = signal + noise_std * generator.normal(size=signal.shape)
+    estimate = estimate_autocorrelation(gradients, noise_std, taps=TAPS)
+    error = autocorrelation_standard_error(true, signal_power=1.0, noise_std=noise_std, dimension=DIMENSION, steps=STEPS)
+    assert estimate[0] == 0.5
+    assert np.all(np.abs(estimate - true) <= 6 * error + 1e-12)
+    assert error.max() <= {0.0: 0.0, 1.0: 0.0035, 10.0: 0.035}[noise_to_signal]
+
+
+def test_the_stated_error_is_the_error():
+    """Over 60 draws of the noise the mean square in units of the error is 1 within 6 of its own errors, √(2/60) each."""
+    generator = np.random.default_rng(3)
+    signal, true = make_signal("ar1", generator)
+    noise_std = np.sqrt(5 / DIMENSION)
+    error = autocorrelation_standard_error(true, signal_power=1.0, noise_std=noise_std, dimension=DIMENSION, steps=STEPS)
+    scores = []
+    for _ in range(60):
+        gradients = signal + noise_std * generator.normal(size=signal.shape)
+        scores.append((estimate_autocorrelation(gradients, noise_std, taps=TAPS) - true)[1:] / error[1:])
+    squares = np.mean(np.square(scores), axis=0)
+    assert np.all(squares < 1 + 6 * np.sqrt(2 / 60))
+    # The error is an upper bound, and for this signal a close one.
+    assert squares.mean() > 0.5
+
+
+def test_the_papers_closed_form_is_something_else():
+    """What it misses by, as the module says: d σ²/S at lag 0, and 1/2 - c at the others (c from 1/2 down)."""
+    generator = np.random.default_rng(1)
+    signal, true = make_signal("ar1", generator)
+    noise_std = np.sqrt(1 / DIMENSION)
+    gradients = signal + noise_std * generator.normal(size=signal.shape)
+    estimate = estimate_autocorrelation(gradients, noise_std, taps=TAPS, estimator="paper")
+    np.testing.assert_allclose(estimate[0], 0.5 + 1.0, rtol=0, atol=0.05)
+    np.testing.assert_allclose(estimate[1:], np.maximum(2 * true[1:] - 0.5, 0), rtol=0, atol=0.05)
+
+
+def test_the_papers_closed_form_is_as_printed():
+    generator = np.random.default_rng(2)
+    gradients, noise_std = generator.normal(size=(9, 3)), 0.7
+    estimate = estimate_autocorrelation(gradients, noise_std, taps=4, estimator="paper")
+    for lag in range(4):
+        numerator = np.mean(
+            [
+                gradients[t] @ gradients[t - lag] - 0.5 * max(gradients[t - lag] @ gradients[t - lag] - 3 * 0.49, 0)
+                for t in range(lag, 9)
+            ]
+        )
+        denominator = np.mean([max(gradient @ gradient - 3 * 0.49, 1e-3) for gradient in gradients])
+        np.testing.assert_allclose(estimate[lag], max(0, numerator / denominator), rtol=1e-12, atol=0)
+
+
+def bound(low_pass_filter, c):
+    return signal_to_noise_ratio(low_pass_filter, c) * float(impulse_response(low_pass_filter, len(c)) @ c)
+
+
+@pytest.mark.parametrize("kind", ["ar1", "constant"])
+def test_the_estimated_filter_beats_every_fixed_filter(kind):
+    """On the signal's true autocorrelation, with 64 taps estimated under ten times as much noise as signal."""
+    taps = 64
+    generator = np.random.default_rng(5)
+    signal, _ = make_signal(kind, generator, steps=1000)
+    noise_std = np.sqrt(10 / DIMENSION)
+    gradients = signal + noise_std * generator.normal(size=signal.shape)
+    true = 0.5 * (0.95 if kind == "ar1" else 1.0) ** np.arange(200)
+    estimate = estimate_autocorrelation(gradients, noise_std, taps=taps)
+    best, greatest = optimal_fir(estimate), optimal_fir(estimate, objective="snr")
+    for name, fixed in PAPER_FILTERS.items():
+        assert bound(best, true) > bound(fixed, true), name
+        assert signal_to_noise_ratio(best, true) > signal_to_noise_ratio(fixed, true), name
+        assert signal_to_noise_ratio(greatest, true) > signal_to_noise_ratio(best, true) * (1 - 1e-3), name
+
+
+def test_products_gathered_along_the_way_give_the_same_estimate():
+    generator = np.random.default_rng(4)
+    gradients = generator.normal(size=(50, 20)) + 1
+    products = np.array([np.mean([gradients[t] @ gradients[t - lag] for t in range(lag, 50)]) for lag in range(5)])
+    np.testing.assert_allclose(
+        autocorrelation_from_products(products, 1.0, dimension=20, steps=50),
+        estimate_autocorrelation(gradients, 1.0, taps=5),
+        rtol=1e-12,
+        atol=0,
+    )
+
+
+def test_pure_noise_and_nothing_at_all_have_an_estimate():
+    # The power left after the noise is negative here: its standard error, √(2·50/100) = 1, stands in for it.
+    products = np.array([49.0, 0.25, -3.0, 7.0])
+    estimate = autocorrelation_from_products(products, 1.0, dimension=50, steps=100)
+    np.testing.assert_allclose(estimate, [0.5, 0.125, 0.0, 0.5], rtol=1e-12, atol=0)
+    np.testing.assert_array_equal(estimate_autocorrelation(np.zeros((3, 2)), 0.0), [0.5, 0.0, 0.0])
+
+
+def test_optimal_fir_is_proportional():
+    low_pass_filter = optimal_fir(np.array([2.0, 1.0, 0.0, 1.0]))
+    assert low_pass_filter == LowPassFilter(b=(0.5, 0.25, 0.0, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: optimal_fir(np.array([0.5, -0.5])), "sums to 0"),
+        (lambda: optimal_fir(np.array([-1.0, 3.0])), "the step response is -0.5 at step 0"),
+        (lambda: optimal_fir(np.array([0.5, np.nan])), "at lag 1 is nan"),
+        (lambda: estimate_autocorrelation(np.zeros((0, 3)), 0.0), r"shape \(0, 3\)"),
+        (lambda: estimate_autocorrelation(np.zeros(3), 0.0), r"shape \(3,\)"),
+        (lambda: estimate_autocorrelation(np.ones((3, 2)), -1.0), "noise_std is -1.0"),
+        (lambda: estimate_autocorrelation(np.ones((3, 2)), np.nan), "noise_std is nan"),
+        (lambda: estimate_autocorrelation(np.ones((3, 2)), 1.0, taps=4), "taps is 4: give an integer from 1 to the 3"),
+        (lambda: estimate_autocorrelation(np.ones((3, 2)), 1.0, taps=0), "taps is 0"),
+        (lambda: estimate_autocorrelation(np.array([[1.0], [np.inf]]), 1.0), "step 1 is not finite"),
+        (lambda: autocorrelation_from_products(np.ones(2), 1.0, dimension=0, steps=3), "dimension is 0"),
+        (
+            lambda: autocorrelation_standard_error(np.ones(2), signal_power=0.0, noise_std=1.0, dimension=1, steps=3),
+            "signal_power is 0.0",
+        ),
+        (
+            lambda: autocorrelation_standard_error(np.ones(4), signal_power=1.0, noise_std=1.0, dimension=1, steps=3),
+            "steps is 3: fewer than the 4 taps",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,126 @@
+"""The SNR is the paper's double sum, and its statements about it hold or are off by what is said."""
+
+import math
+
+import numpy as np
+import pytest
+
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    LowPassFilter,
+    butterworth,
+    convergence_noise_factor,
+    impulse_response,
+    momentum,
+    optimal_fir,
+    signal_to_noise_ratio,
+)
+
+SLOW = 0.5 * 0.95 ** np.arange(200)
+
+
+@pytest.mark.parametrize("name", ["none", "momentum", "second-order", "f6"])
+@pytest.mark.parametrize("steps", [1, 7, 60])
+def test_snr_is_the_double_sum_of_the_paper(name, steps):
+    c = 0.5 * np.cos(0.1 * np.arange(40)) * 0.97 ** np.arange(40)
+    kappa = impulse_response(PAPER_FILTERS[name], steps)
+    numerator = denominator = 0.0
+    for t in range(steps):
+        for lag in range(t + 1):
+            numerator += (c[lag] if lag < 40 else 0.0) * kappa[lag]
+            denominator += kappa[lag] ** 2
+    np.testing.assert_allclose(
+        signal_to_noise_ratio(PAPER_FILTERS[name], c, steps), numerator / denominator, rtol=1e-12, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", PAPER_FILTERS)
+def test_snr_tends_to_its_limit(name):
+    steps = 200_000
+    limit = signal_to_noise_ratio(PAPER_FILTERS[name], SLOW)
+    np.testing.assert_allclose(signal_to_noise_ratio(PAPER_FILTERS[name], SLOW, steps), limit, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("steps", [1, 10, None])
+def test_no_filter_has_one_half(steps):
+    assert signal_to_noise_ratio(PAPER_FILTERS["none"], SLOW, steps) == 0.5
+    assert convergence_noise_factor(PAPER_FILTERS["none"], SLOW, steps) == 1.0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
+def test_momentum_has_what_the_paper_says_without_counting_lag_0_twice(decay):
+    c = 0.5 * decay ** np.arange(400)
+    lags = np.arange(400)
+    as_printed = 1.9 * (0.5 + np.sum(0.9**lags * c))
+    from_lag_1 = 1.9 * (0.5 + np.sum(0.9 ** lags[1:] * c[1:]))
+    snr = signal_to_noise_ratio(momentum(0.9), c)
+    np.testing.assert_allclose(snr, from_lag_1, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(as_printed - snr, 0.95, rtol=1e-9, atol=0)
+
+
+def test_momentum_may_lie_below_the_statement_at_finite_length():
+    c = np.full(50, 0.5)
+    from_lag_1 = 1.9 * (0.5 + np.sum(0.9 ** np.arange(1, 50) * 0.5))
+    assert signal_to_noise_ratio(momentum(0.9), c, 50) < 0.95 * from_lag_1
+
+
+@pytest.mark.parametrize("steps", [5, 300, None])
+def test_noise_factor_is_the_inverse(steps):
+    low_pass_filter = butterworth(2, 0.2)
+    expected = 1 / (2 * signal_to_noise_ratio(low_pass_filter, SLOW, steps))
+    np.testing.assert_allclose(convergence_noise_factor(low_pass_filter, SLOW, steps), expected, rtol=1e-15, atol=0)
+    assert expected < 1
+
+
+def test_a_filter_that_cancels_the_signal_has_no_bound():
+    with pytest.raises(ValueError, match=r"the SNR of b=0\.5,0\.2,0\.3;a=1\.0 is -0\.131579: it cancels the signal"):
+        convergence_noise_factor(LowPassFilter(b=(0.5, 0.2, 0.3)), np.array([0.5, -0.7, -0.5333333333]))
+
+
+@pytest.mark.parametrize("taps", [2, 8, 50])
+def test_proportional_taps_are_best_for_the_bound_and_not_for_the_snr(taps):
+    """Against random filters, and against the values that the module's docstring derives."""
+    c = SLOW[:taps]
+    root_mean_square = math.sqrt(np.mean(c**2))
+    proportional, affine = optimal_fir(c), optimal_fir(c, objective="snr")
+    np.testing.assert_allclose(signal_to_noise_ratio(proportional, c), c.sum(), rtol=1e-12, atol=0)
+    best = taps * (c.mean() + root_mean_square) / 2
+    np.testing.assert_allclose(signal_to_noise_ratio(affine, c), best, rtol=1e-12, atol=0)
+    assert best > c.sum()
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        kappa = np.array(generator.choice([proportional.b, affine.b])) + generator.normal(
+            scale=generator.choice([0.1, 0.001]), size=taps
+        )
+        kappa /= kappa.sum()
+        assert c @ kappa / (kappa @ kappa) <= best * (1 + 1e-12)
+        assert (c @ kappa) ** 2 / (kappa @ kappa) <= c @ c * (1 + 1e-12)
+
+
+def test_constant_signals_are_where_both_agree():
+    c = np.full(6, 0.5)
+    np.testing.assert_allclose(optimal_fir(c).b, optimal_fir(c, objective="snr").b, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("autocorrelation", "message"),
+    [
+        (np.array([]), r"shape \(0,\): give c_0, c_1"),
+        (np.ones((2, 2)), r"shape \(2, 2\)"),
+        (np.array([0.5, np.nan]), "at lag 1 is nan"),
+        (np.array([0.5, 0.1j]), "at lag 1 is 0.1j"),
+    ],
+)
+def test_bad_autocorrelations_are_refused(autocorrelation, message):
+    with pytest.raises(ValueError, match=message):
+        signal_to_noise_ratio(PAPER_FILTERS["f1"], autocorrelation, 10)
+
+
+def test_a_run_has_steps():
+    with pytest.raises(ValueError, match="steps is 0"):
+        signal_to_noise_ratio(PAPER_FILTERS["f1"], SLOW, 0)
+
+
+def test_snr_ignores_lags_beyond_the_run():
+    low_pass_filter = LowPassFilter(b=(0.5, 0.5))
+    assert signal_to_noise_ratio(low_pass_filter, np.array([0.5, 0.4]), 1) == 1.0
