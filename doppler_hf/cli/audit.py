@@ -1,0 +1,156 @@
+"""Audit a recipe: train it with canaries, attack the run, and hold the ε that is proven against the ε that is claimed.
+
+Canaries are put into the training set, or left out, by secret coins. From the scores that an attack gives them follows a
+lower bound on ε, which holds with the given confidence. Above the claim it shows a defect, and the exit code is 1; below
+it, nothing is proven. Kinds of canaries:
+
+  dirac    white-box: a gradient of their own for each; the strongest attack, for any model
+  natural  white-box: examples under a wrong label, sought in every private gradient; for classifiers
+  loss     black-box: the same examples, by the fall of their loss from the first to the last model
+
+The run is made in a temporary folder; into the recipe's output_dir goes privacy_audit.json alone. With --runs R there are R
+trainings with one canary each, for small models. After the recipe any of its fields may follow as a flag.
+
+  doppler-hf audit recipes/image/digits-eps8.yaml --num_train_epochs 5 --canaries 1000
+"""
+
+import argparse
+import contextlib
+import copy
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from doppler_hf.audit import (
+    AuditResult,
+    AuditTrainer,
+    DiracAuditTrainer,
+    GradientAuditTrainer,
+    LossAuditTrainer,
+    audit_repeatedly,
+)
+from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.workloads import Workload, parse_recipe
+
+KINDS: Final[dict[str, type[AuditTrainer]]] = {
+    "dirac": DiracAuditTrainer,
+    "natural": GradientAuditTrainer,
+    "loss": LossAuditTrainer,
+}
+
+# An audited model is thrown away: nothing of it is evaluated, saved or reported.
+_OVERRIDES: Final = (
+    "--eval-strategy=no",
+    "--save-strategy=no",
+    "--load-best-model-at-end=False",
+    "--push-to-hub=False",
+    "--report-to=none",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `doppler-hf audit`."""
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML recipe of a private run")
+    _add_options(parser)
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="...", help="the options above, and fields of the recipe as flags"
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--canaries", type=int, metavar="M", help="how many canaries (default: 1000; 1 with --runs)")
+    parser.add_argument("--canary-kind", choices=tuple(KINDS), default="dirac", help="default: %(default)s")
+    parser.add_argument("--runs", type=int, default=1, metavar="R", help="how many trainings (default: %(default)s)")
+    parser.add_argument(
+        "--confidence", type=float, default=0.95, metavar="P", help="with which the bound holds (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, attack, print, and say in one line what was found."""
+    # argparse hands everything after the recipe over as it is, its own options included.
+    options = argparse.ArgumentParser(prog="doppler-hf audit", add_help=False, allow_abbrev=False)
+    _add_options(options)
+    args, flags = options.parse_known_args(args.flags, namespace=args)
+    if args.runs < 1:
+        raise ValueError(f"--runs must be at least 1, got {args.runs}.")
+    if args.runs > 1 and args.canaries not in (None, 1):
+        raise ValueError(f"--runs {args.runs} has one canary in each run, got --canaries {args.canaries}; leave it out.")
+    if not 0.0 < args.confidence < 1.0:
+        raise ValueError(f"--confidence must lie in (0, 1), got {args.confidence}; 0.95 is usual.")
+    workload, training_args = parse_recipe([args.recipe, *flags, *_OVERRIDES])
+    output_dir = Path(training_args.output_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        training_args.output_dir = folder
+        if args.runs > 1:
+            result = _repeated(workload, training_args, kind=args.canary_kind, runs=args.runs, confidence=args.confidence)
+        else:
+            canaries = 1000 if args.canaries is None else args.canaries
+            trainer = _trainer(workload, training_args, kind=args.canary_kind, canaries=canaries)
+            result = trainer.audit(confidence=args.confidence)
+    path = result.save(output_dir)
+    console = Console()
+    console.print(table_of(result))
+    console.print(verdict(result), soft_wrap=True)
+    console.print(f"Scores and coins are in {path}.", markup=False, soft_wrap=True)
+    return 1 if result.contradicts_claim else 0
+
+
+def _trainer(workload: Workload, training_args: DopplerTrainingArguments, *, kind: str, canaries: int) -> AuditTrainer:
+    return KINDS[kind](
+        model=copy.deepcopy(workload.model),
+        args=training_args,
+        num_canaries=canaries,
+        train_dataset=workload.train_dataset,
+        data_collator=workload.data_collator,
+        processing_class=workload.processing_class,
+    )
+
+
+def _repeated(
+    workload: Workload, training_args: DopplerTrainingArguments, *, kind: str, runs: int, confidence: float
+) -> AuditResult:
+    training_args.disable_tqdm = True
+    # Every run would print its table.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return audit_repeatedly(
+            lambda: _trainer(workload, training_args, kind=kind, canaries=1), runs=runs, confidence=confidence
+        )
+
+
+def table_of(result: AuditResult) -> Table:
+    """Return what was claimed and what was found, as a table."""
+    canaries = len(result.scores)
+    rows: Sequence[tuple[str, str]] = (
+        *((f"claimed ε, by {accountant}", f"{epsilon:.4g}") for accountant, epsilon in result.claims.items()),
+        *((f"audited ε, {method}", f"at least {epsilon:.4g}") for method, epsilon in result.lower_bounds.items()),
+        ("δ", f"{result.delta:.3g}"),
+        ("confidence", f"{result.confidence:g}"),
+        ("canaries", f"{canaries:,} {result.kind}, {int(result.included.sum()):,} of them in"),
+        ("guessed right", f"{result.right_guesses:,}, {result.right_guesses / canaries:.1%}"),
+        ("trainings", f"{result.runs:,}"),
+    )
+    table = Table(title="Privacy audit", show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    if result.replayed_noise is not None:
+        table.add_row("noise", f"REPRODUCED by {result.replayed_noise}")
+    return table
+
+
+def verdict(result: AuditResult) -> str:
+    """Return the outcome in one sentence."""
+    if result.contradicts_claim:
+        return (
+            f"THE CLAIM IS WRONG: this run leaks at least ε = {result.lower_bound:.4g}, and claims "
+            f"{result.claimed_epsilon:.4g} (confidence {result.confidence:g})."
+        )
+    return (
+        f"No defect found: ε of at least {result.lower_bound:.4g} is proven, {result.claimed_epsilon:.4g} is claimed. What "
+        "this attack cannot see may still leak."
+    )

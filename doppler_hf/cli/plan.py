@@ -1,0 +1,198 @@
+"""Plan a private run before there is one: what it costs, how noisy its gradients are, and what to choose instead.
+
+Of epsilon, noise multiplier, length (epochs or steps) and batch size give three; the fourth is solved for: the least noise,
+the longest run or the largest batch within epsilon. The table that follows holds epsilon and shows other lengths and batch
+sizes. Nothing is trained and no data is read.
+
+  doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3
+  doppler-hf plan --num-examples 67349 --epochs 3 --epsilon 3 --noise-multiplier 1 --low-pass-filter first-order-v1
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, group_delay, noise_gain
+from doppler_hf.planning import PlannedRun, Question, alternatives
+from doppler_hf.plotting import PICTURE_ENDINGS, plot_planned_runs
+from doppler_hf.privacy.accounting import Accountant, get_epsilons
+
+READING: Final = (
+    "noise_std: noise per coordinate of the mean gradient of one step. averaged: noise_std/√T, of the average over all "
+    "steps; where it stops falling, larger batches and more epochs buy nothing more. B·T: examples processed, the cost in "
+    "time."
+)
+FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `doppler-hf plan`."""
+    parser.add_argument("--num-examples", type=int, required=True, metavar="N", help="size of the training set")
+    solvable = parser.add_argument_group("three of these four, epochs and steps being one")
+    solvable.add_argument("--epsilon", type=float, metavar="ε", help="target ε")
+    solvable.add_argument("--noise-multiplier", type=float, metavar="σ", help="noise, in units of the clip norm")
+    solvable.add_argument("--epochs", type=float, metavar="E", help="length of the run; a step is one batch")
+    solvable.add_argument("--max-steps", type=int, metavar="T", help="length of the run, in place of --epochs")
+    solvable.add_argument(
+        "--batch-size", type=int, metavar="B", help="expected, over all processes and accumulated micro-batches"
+    )
+    parser.add_argument("--delta", type=float, metavar="δ", help="default: N^-1.1")
+    parser.add_argument(
+        "--accountant", choices=get_args(Accountant), default="prv", help="which one solves (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm of each example (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--low-pass-filter",
+        default="none",
+        metavar="FILTER",
+        help="as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table, as " + ", ".join(PICTURE_ENDINGS))
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Solve, compare, print."""
+    if args.plot is not None and args.plot.suffix not in PICTURE_ENDINGS:
+        raise ValueError(f"plot is {args.plot}: give a file that ends in {', '.join(PICTURE_ENDINGS)}.")
+    low_pass_filter = LowPassFilter.parse(args.low_pass_filter)
+    question = Question(
+        num_examples=args.num_examples,
+        epsilon=args.epsilon,
+        noise_multiplier=args.noise_multiplier,
+        epochs=args.epochs,
+        max_steps=args.max_steps,
+        batch_size=args.batch_size,
+        delta=args.delta,
+        accountant=args.accountant,
+        max_grad_norm=args.max_grad_norm,
+    )
+    planned = question.solve()
+    epochs = planned.epochs if args.epochs is None else args.epochs
+    facts = describe(question, planned, epochs, low_pass_filter)
+    console = Console()
+    if not args.json:
+        console.print(facts_table(facts))
+    table = alternatives(
+        planned,
+        epochs=epochs,
+        target_epsilon=facts["target_epsilon"],
+        delta=facts["delta"],
+        accountant=args.accountant,
+    )
+    title = (
+        f"ε = {facts['target_epsilon']:.4g} ({args.accountant}), δ = {facts['delta']:.3g}, N = {planned.num_examples:,}, "
+        f"C = {planned.max_grad_norm:g}"
+    )
+    if args.json:
+        cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
+        print(json.dumps({**facts, "alternatives": cells}, indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        console.print(alternatives_table(table, planned, low_pass_filter, title=title))
+        console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))
+    if args.plot is not None:
+        try:
+            plot_planned_runs(table, planned, args.plot, title=title)
+        except OSError as error:
+            raise ValueError(
+                f"plot {args.plot} cannot be written ({error.strerror}): give a file in another folder."
+            ) from error
+    return 0
+
+
+def describe(question: Question, planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, Any]:
+    """Return every number of the plan by name: the JSON object without its alternatives."""
+    (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
+    epsilons = get_epsilons([planned.releases], delta=question.target_delta)
+    return {
+        "solved_for": question.unknown,
+        "num_examples": planned.num_examples,
+        "max_grad_norm": planned.max_grad_norm,
+        **cell(planned, epochs, low_pass_filter),
+        "delta": question.target_delta,
+        "accountant": question.accountant,
+        "target_epsilon": epsilons[question.accountant] if question.epsilon is None else question.epsilon,
+        "epsilon": epsilons,
+        "low_pass_filter": str(low_pass_filter),
+        "noise_gain": noise_gain(low_pass_filter),
+        "delay_steps": delay,
+        "delay_share_of_steps": delay / planned.steps,
+    }
+
+
+def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, float]:
+    """Return what tells one run of the table from another; `epochs` is what the host rounds up to whole steps."""
+    return {
+        "epochs": epochs,
+        "batch_size": planned.expected_batch_size,
+        "sample_rate": planned.sample_rate,
+        "steps": planned.steps,
+        "noise_multiplier": planned.noise_multiplier,
+        "noise_std": planned.noise_std,
+        "filtered_noise_std": planned.filtered_noise_std(low_pass_filter),
+        "average_noise_std": planned.average_noise_std,
+        "examples_processed": planned.examples_processed,
+    }
+
+
+def facts_table(facts: dict[str, Any]) -> Table:
+    """Lay out what `describe` returns for a reader."""
+    # Such a δ permits to publish one of the N examples, drawn at random, as it is.
+    note = ": too large, stay below 1/N" if facts["delta"] * facts["num_examples"] >= 1.0 else ""
+    rows = {
+        "num_examples": ("training examples N", f"{facts['num_examples']:,}"),
+        "batch_size": ("expected batch size B", f"{facts['batch_size']:,}"),
+        "sample_rate": ("sampling rate q = B/N", f"{facts['sample_rate']:.4g}"),
+        "epochs": ("epochs", f"{facts['epochs']:.6g}"),
+        "steps": ("steps T (max_steps)", f"{facts['steps']:,}"),
+        "max_grad_norm": ("clip norm C", f"{facts['max_grad_norm']:g}"),
+        "noise_multiplier": ("noise multiplier σ", f"{facts['noise_multiplier']:.6g}"),
+        "noise_std": ("noise_std = σC/B", f"{facts['noise_std']:.4g}"),
+        "delta": ("δ", f"{facts['delta']:.4g}{note}"),
+    }
+    epsilons = facts["epsilon"]
+    solved = facts["solved_for"]
+    table = Table(title="Plan", show_header=False)
+    for name, (label, value) in rows.items():
+        table.add_row(label, value + (" (solved for)" if name == solved else ""))
+    for accountant, epsilon in epsilons.items():
+        is_target = accountant == facts["accountant"]
+        note = " (solved for)" if solved == "epsilon" else f" (target {facts['target_epsilon']:g})"
+        table.add_row(f"ε by {accountant}", f"{epsilon:.4g}" + (note if is_target else ""))
+    table.add_row("filter", facts["low_pass_filter"])
+    table.add_row("its noise gain Σκ²", f"{facts['noise_gain']:.4g} (noise_std {facts['filtered_noise_std']:.4g} after it)")
+    table.add_row("its delay", f"{facts['delay_steps']:.4g} steps, {facts['delay_share_of_steps']:.2%} of T")
+    return table
+
+
+def alternatives_table(
+    table: dict[float, list[PlannedRun]], planned: PlannedRun, low_pass_filter: LowPassFilter, *, title: str
+) -> Table:
+    """Lay out the runs of equal ε; the one that was asked for has an arrow."""
+    filtered = low_pass_filter != PAPER_FILTERS["none"]
+    columns = ["", "epochs", "B", "T", "σ", "noise_std", *(["filtered"] if filtered else []), "averaged", "B·T"]
+    laid_out = Table(*[Column(name, justify="right") for name in columns], title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for epochs, runs in table.items():
+        for number, other in enumerate(runs, start=1):
+            laid_out.add_row(
+                "→" if other is planned else "",
+                f"{epochs:.4g}",
+                f"{other.expected_batch_size:,}",
+                f"{other.steps:,}",
+                f"{other.noise_multiplier:#.4g}",
+                f"{other.noise_std:.2e}",
+                *([f"{other.filtered_noise_std(low_pass_filter):.2e}"] if filtered else []),
+                f"{other.average_noise_std:.2e}",
+                f"{other.examples_processed:,}",
+                end_section=number == len(runs),
+                style="bold" if other is planned else None,
+            )
+    return laid_out

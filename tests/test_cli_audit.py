@@ -1,0 +1,140 @@
+"""The command `doppler-hf audit`: from a recipe to a verdict and an exit code."""
+
+import json
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+
+from doppler_hf.audit import AuditResult
+from doppler_hf.cli import audit, main
+from doppler_hf.privacy import GaussianMechanism
+from doppler_hf.workloads import images
+
+RECIPE = """
+dataset_name: digits
+image_size: 8
+patch_size: 4
+hidden_size: 8
+num_layers: 1
+num_heads: 1
+noise_multiplier: 2.0
+target_delta: 1e-3
+per_device_train_batch_size: 60
+max_steps: 2
+learning_rate: 1e-3
+eval_strategy: steps
+eval_steps: 1
+save_strategy: steps
+save_steps: 1
+load_best_model_at_end: true
+disable_tqdm: true
+use_cpu: true
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """A recipe that would evaluate and save, on forty images of two classes."""
+    generator = np.random.default_rng(0)
+    rows = {
+        "image": list(generator.integers(0, 255, size=(40, 8, 8), dtype=np.uint8)), "label": [0, 1] * 20
+    }  # fmt: skip
+    split = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=["even", "odd"])}))
+    monkeypatch.setattr(images, "load_images", lambda name, folder: DatasetDict(train=split, test=split))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE + f"output_dir: {tmp_path / 'out'}\n")
+    return path
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("kind", ["dirac", "natural", "loss"])
+def test_honest_run_ends_with_0_and_writes_one_file(kind, recipe, tmp_path, capsys):
+    canaries = 200 if kind == "dirac" else 30
+    words = ["audit", str(recipe), "--canary_kind", kind, "--canaries", str(canaries), "--confidence", "0.999999"]
+    assert main([*words, "--per_device_train_batch_size=20"]) == 0  # wrong once in a million
+    shown = flat(capsys.readouterr().out)
+    assert "No defect found" in shown
+    assert f"{canaries} {kind}" in shown
+    written = json.loads((tmp_path / "out" / "privacy_audit.json").read_text())
+    assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "privacy_audit.json"]
+    assert (written["canary_kind"], written["canaries"], written["confidence"]) == (kind, canaries, 0.999999)
+    assert len(written["scores"]) == len(written["included"]) == canaries
+    for accountant, epsilon in written["claims"].items():
+        assert f"claimed ε, by {accountant} │ {epsilon:.4g}" in shown
+
+
+def test_broken_run_ends_with_1(recipe, tmp_path, monkeypatch, capsys):
+    def without_noise(self, sums, **kwargs):
+        return {name: total / self.expected_batch_size for name, total in sums.items()}
+
+    monkeypatch.setattr(GaussianMechanism, "privatize", without_noise)
+    assert main(["audit", str(recipe), "--canaries=400"]) == 1
+    shown = flat(capsys.readouterr().out)
+    written = json.loads((tmp_path / "out" / "privacy_audit.json").read_text())
+    assert written["contradicts_claim"]
+    assert f"THE CLAIM IS WRONG: this run leaks at least ε = {written['lower_bound']:.4g}" in shown
+
+
+def test_options_go_before_the_recipe_too_and_fields_after_it(recipe, capsys, tmp_path):
+    assert (
+        main(["audit", "--canaries", "7", str(recipe), "--noise_multiplier", "50", "--per_device_train_batch_size", "5"])
+        == 0
+    )
+    shown = flat(capsys.readouterr().out)
+    assert "noise multiplier σ │ 50" in shown
+    assert "canaries │ 7 dirac" in shown
+
+
+def test_repeated_runs_are_quiet(recipe, tmp_path, capsys):
+    words = ["--runs", "5", "--noise_multiplier=50", "--per_device_train_batch_size=5", "--confidence=0.999999"]
+    coins = 0
+    while not 0 < coins < 5:  # with all five alike, once in sixteen, there is nothing to compare
+        code = main(["audit", str(recipe), *words])
+        out = capsys.readouterr()
+        if code == 2:
+            assert "flip a fair coin for each" in out.err
+            continue
+        coins = sum(json.loads((tmp_path / "out" / "privacy_audit.json").read_text())["included"])
+    assert code == 0
+    assert "Private training" not in out.out
+    assert "trainings │ 5" in flat(out.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--runs", "3", "--canaries", "5"], "error: --runs 3 has one canary in each run, got --canaries 5; leave it out."),
+        (["--runs", "0"], "error: --runs must be at least 1, got 0."),
+        (["--confidence", "1"], "error: --confidence must lie in (0, 1), got 1.0; 0.95 is usual."),
+        (["--canaries", "0"], "error: num_canaries must be at least 1, got 0."),
+        (["--leerning_rate", "1"], "error: recipe and flags fit no workload"),
+        (["--noise_multiplier", "0"], "error: The run claims no privacy"),
+    ],
+)
+def test_mistakes_end_with_2_and_one_line(words, message, recipe, capsys):
+    assert main(["audit", str(recipe), *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(message)
+
+
+def test_table_and_verdict_say_what_was_found(capsys):
+    result = AuditResult(
+        kind="dirac", scores=np.array([3.0, 1.0, 2.0, 0.0]), included=np.array([True, False, True, True]),
+        lower_bounds={"one run": 1.25, "independent trials": 2.5}, claims={"prv": 2.0, "rdp": 3.0}, delta=1e-5,
+        confidence=0.9, runs=1, replayed_noise="torch's generator, seeded with 42",
+    )  # fmt: skip
+    from rich.console import Console
+
+    console = Console(width=200)
+    console.print(audit.table_of(result))
+    shown = flat(capsys.readouterr().out)
+    for line in (
+        "claimed ε, by prv │ 2", "claimed ε, by rdp │ 3", "audited ε, one run │ at least 1.25",
+        "audited ε, independent trials │ at least 2.5", "δ │ 1e-05", "confidence │ 0.9", "canaries │ 4 dirac, 3 of them in",
+        "guessed right │ 3, 75.0%", "trainings │ 1", "noise │ REPRODUCED by torch's generator, seeded with 42",
+    ):  # fmt: skip
+        assert line in shown
+    assert audit.verdict(result) == ("THE CLAIM IS WRONG: this run leaks at least ε = 2.5, and claims 2 (confidence 0.9).")
