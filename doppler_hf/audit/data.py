@@ -1,0 +1,59 @@
+"""Training sets with canaries: rows that carry the number of their canary in a column of their own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+CANARY_COLUMN: Final = "canary"
+ORDINARY: Final = -1  # the number of a row that is no canary
+
+
+def numbered_rows(
+    dataset: Any, *, rows: Int[np.ndarray, " rows"], canaries: Int[np.ndarray, " rows"], unit_column: str | None
+) -> Any:
+    """Return chosen rows of a data set, each with the number of its canary.
+
+    Args:
+        dataset: A `datasets.Dataset`, also one that is transformed when it is read.
+        rows: Which of its rows, in order; one may be there several times.
+        canaries: The canary that each of them is, or `ORDINARY`.
+        unit_column: The column that tells the units of privacy apart, or None. Each canary becomes a unit of its own.
+
+    Returns:
+        The data set with the column `CANARY_COLUMN`.
+
+    Raises:
+        ValueError: Another kind of data set, or one that has such a column.
+    """
+    from datasets import Dataset
+
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"The audit marks its canaries in a column of the training set, which a {type(dataset).__name__} does not have. "
+            "Use a datasets.Dataset."
+        )
+    if CANARY_COLUMN in dataset.column_names:
+        raise ValueError(f"The training set has a column {CANARY_COLUMN!r}, which the audit needs for itself. Rename it.")
+    chosen = dataset.select(rows)
+    if unit_column is not None:
+        owners = [
+            f"unit {owner}" if canary == ORDINARY else f"canary {canary}"
+            for owner, canary in zip(chosen.with_format(None)[unit_column], canaries.tolist(), strict=True)
+        ]
+        chosen = chosen.remove_columns(unit_column).add_column(unit_column, owners)
+    chosen = chosen.add_column(CANARY_COLUMN, canaries)
+    if chosen.format["type"] != "custom":
+        return chosen
+    transform = chosen.format["format_kwargs"]["transform"]
+    return chosen.with_transform(lambda rows: {**transform(rows), CANARY_COLUMN: rows[CANARY_COLUMN]})
+
+
+def collate_with_canaries(
+    examples: Sequence[dict[str, Any]], *, collator: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Collate examples with a collator that need not know of canaries; their numbers come as a tensor, shape (batch,)."""
+    others = [{name: value for name, value in example.items() if name != CANARY_COLUMN} for example in examples]
+    return {**collator(others), CANARY_COLUMN: torch.tensor([int(example[CANARY_COLUMN]) for example in examples])}

@@ -1,0 +1,201 @@
+"""Natural canaries: real examples under a wrong label, which a model can only get right by remembering them.
+
+White-box, the attacker sees every private gradient gₜ and every model θₜ, and scores canary i by how much of its own clipped
+gradient is in there, Σₜ ⟨gₜ, clip(∇fᵢ(θₜ))⟩, compared with canaries of the same label. Black-box, only the first and the
+last model are seen, and the score is the fall of the canary's loss, fᵢ(θ₀) − fᵢ(θ_T).
+
+Canaries are taken out of the training set and put back, mislabelled, if their coin says so. They share parameters, so their
+scores influence each other, and only the one-run bound holds for them.
+"""
+
+import contextlib
+import copy
+import math
+from abc import ABC
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from doppler_hf.audit.data import CANARY_COLUMN
+from doppler_hf.audit.result import CanaryKind, Method
+from doppler_hf.audit.trainer import AuditTrainer
+from doppler_hf.per_sample_loss import token_task
+from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.clipping import clip_factors
+
+# How far the weights are moved for a directional derivative, relative to their norm: far enough for float32, and along
+# noise, which is the direction, a loss is straight that far.
+RELATIVE_STEP: Final = 1e-2
+
+
+class _MislabelledAuditTrainer(AuditTrainer, ABC):
+    """What the two attacks on mislabelled examples share: the canaries and their losses.
+
+    Args:
+        model: A classifier, with the number of classes in `config.num_labels`.
+        args: As `AuditTrainer`.
+        **kwargs: As `AuditTrainer`.
+
+    Raises:
+        ValueError: A model of another task, or no more rows than canaries.
+    """
+
+    one_run_methods: ClassVar[tuple[Method, ...]] = ("one run",)
+
+    def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
+        base_model = model.get_base_model() if isinstance(model, PeftModel) else model
+        if (
+            not isinstance(base_model, PreTrainedModel)
+            or token_task(base_model) is not None
+            or base_model.config.num_labels < 2
+        ):
+            raise ValueError(
+                f"{type(base_model).__name__} is not a classifier of examples, so there is no wrong label to give to a "
+                "canary. Use Dirac canaries."
+            )
+        self._num_labels = base_model.config.num_labels
+        super().__init__(model=model, args=args, **kwargs)
+
+    def choose_rows(
+        self, num_rows: int, generator: np.random.Generator
+    ) -> tuple[Int[np.ndarray, " ordinary"], Int[np.ndarray, " num_canaries"]]:
+        """Return the rows that stay, and as many others as there are canaries; choose the canaries' wrong labels."""
+        if len(self.included) >= num_rows:
+            raise ValueError(
+                f"num_canaries={len(self.included)} must be less than the {num_rows} rows of the training set, of which "
+                "they are taken."
+            )
+        order = generator.permutation(num_rows)
+        self._label_shifts = torch.from_numpy(generator.integers(1, self._num_labels, size=len(self.included)))
+        return order[len(self.included) :], order[: len(self.included)]
+
+    def add_canaries_to(self, model: nn.Module) -> None:
+        """Add nothing: mislabelled examples are read by the model as it is."""
+
+    def canary_losses(
+        self, model: nn.Module, inputs: dict[str, Any], canaries: Int[Tensor, " batch"]
+    ) -> Float[Tensor, " batch"]:
+        """Return the task's losses, those of canaries under their wrong label."""
+        labels = inputs["labels"]
+        if labels.ndim != 1 or labels.is_floating_point():
+            raise ValueError(
+                f"Labels of shape {tuple(labels.shape)} and type {labels.dtype} are not one class per example, so there is "
+                "no wrong one to give to a canary. Use Dirac canaries."
+            )
+        labels = torch.where(canaries >= 0, self._wrong_labels(labels, canaries), labels)
+        return self.task_losses(model, {**inputs, "labels": labels})
+
+    def _wrong_labels(self, labels: Int[Tensor, " batch"], canaries: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+        shifts = self._label_shifts.to(labels.device)[canaries.clamp(min=0)]
+        return (labels + shifts) % self._num_labels
+
+    def canary_batches(self) -> Iterator[tuple[dict[str, Any], Int[np.ndarray, " batch"]]]:
+        """Yield all canaries, included or not, in batches of inputs with the canaries' numbers."""
+        for inputs in self._canary_loader:
+            yield inputs, inputs[CANARY_COLUMN].cpu().numpy()
+
+    def begin_attack(self) -> None:
+        """Prepare to read the canaries."""
+        self._canary_loader = self.get_test_dataloader(self._canary_rows)
+
+    def losses_without_gradient(self, model: nn.Module, inputs: dict[str, Any]) -> Float[np.ndarray, " batch"]:
+        """Return the losses of a batch of canaries, dropout off, shape (batch,)."""
+        model.eval()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_per_sample_loss(model, inputs).double().cpu().numpy()
+
+
+class GradientAuditTrainer(_MislabelledAuditTrainer):
+    """An audited run with mislabelled examples, seen white-box: scores are products with the private gradients.
+
+    Each step costs about four more forward passes over all canaries.
+
+    Example:
+        >>> trainer = GradientAuditTrainer(model=model, args=args, train_dataset=train, num_canaries=1000)
+        >>> trainer.audit().lower_bound
+        0.7
+    """
+
+    kind: ClassVar[CanaryKind] = "natural"
+
+    def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model=model, args=args, **kwargs)
+        # Made now, because the trainer attaches its engine to its own model before the first step.
+        self._replica = copy.deepcopy(self.model)
+        self._labels = np.zeros(len(self.included), dtype=np.int64)
+
+    def begin_attack(self) -> None:
+        """Attach an engine to the attacker's copy of the model, for the norms of the canaries' gradients."""
+        super().begin_attack()
+        self._while_attacking = contextlib.ExitStack()
+        self._engine = self._while_attacking.enter_context(ClippedGradients(self._replica))
+
+    def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
+        """Add the product of every canary's clipped gradient with the private one."""
+        size = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        weights = math.sqrt(sum(float(p.detach().double().square().sum()) for p in self.model.parameters()))
+        if size == 0.0:
+            return
+        step = RELATIVE_STEP * max(weights, 1.0) / size
+        for inputs, numbers in self.canary_batches():
+            self._move(gradients, by=0.0)
+            norms = self._engine.backward(self.compute_per_sample_loss(self._replica.eval(), inputs))
+            self._engine.reset()
+            self._move(gradients, by=step)
+            ahead = self.losses_without_gradient(self._replica, inputs)
+            self._move(gradients, by=-step)
+            behind = self.losses_without_gradient(self._replica, inputs)
+            # One factor for all layers, also where each is clipped on its own: a score need not be exact to be fair.
+            factors = clip_factors(norms, max_grad_norm=self.args.per_sample_max_grad_norm, clipping=self.args.clipping)
+            self.scores[numbers] += (ahead - behind) / (2 * step) * factors.double().cpu().numpy()
+            self._labels[numbers] = self._wrong_labels(inputs["labels"], inputs[CANARY_COLUMN]).cpu().numpy()
+
+    def end_attack(self) -> None:
+        """Compare each canary with those of the same label only: what is common to them says nothing about one."""
+        self._while_attacking.close()
+        for label in np.unique(self._labels):
+            self.scores[self._labels == label] -= self.scores[self._labels == label].mean()
+
+    @torch.no_grad()
+    def _move(self, gradients: Mapping[str, Float[Tensor, "..."]], *, by: float) -> None:
+        """Set the copy's weights to the model's, moved by so many times the gradient."""
+        for (name, copied), parameter in zip(self._replica.named_parameters(), self.model.parameters(), strict=True):
+            copied.copy_(parameter)
+            if by != 0.0 and name in gradients:
+                copied.add_(gradients[name], alpha=by)
+
+
+class LossAuditTrainer(_MislabelledAuditTrainer):
+    """An audited run with mislabelled examples, seen black-box: scores are the fall of their loss.
+
+    What anyone can do who is given the first and the last model. It proves less than the white-box attacks.
+
+    Example:
+        >>> trainer = LossAuditTrainer(model=model, args=args, train_dataset=train, num_canaries=1000)
+        >>> trainer.audit().lower_bound
+        0.2
+    """
+
+    kind: ClassVar[CanaryKind] = "loss"
+
+    def begin_attack(self) -> None:
+        """Add the loss of every canary under the first model."""
+        super().begin_attack()
+        self._add_losses(sign=1.0)
+
+    def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
+        """Look away: a black-box attacker does not see gradients."""
+
+    def end_attack(self) -> None:
+        """Take off the loss of every canary under the last model."""
+        self._add_losses(sign=-1.0)
+
+    def _add_losses(self, *, sign: float) -> None:
+        for inputs, numbers in self.canary_batches():
+            self.scores[numbers] += sign * self.losses_without_gradient(self.model, inputs)

@@ -1,0 +1,115 @@
+"""The attacker who guesses how the noise was seeded, and subtracts it.
+
+`args.seed` is public: 42 by default, and saved with every checkpoint. Where the noise comes from a generator seeded with it,
+whoever knows the code draws the same noise. A guess is tried on the first step's private gradient g, which is mostly noise:
+with n coordinates compared, the correlation of a wrong guess z with g is about 𝒩(0, 1/n), that of the right one near 1.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from doppler_hf.plan import PrivacyPlan
+from doppler_hf.privacy import GaussianMechanism
+
+Gradients = Mapping[str, Float[Tensor, "..."]]
+
+# How many numbers others may have drawn from torch's generator between its seeding, or the last noise, and the noise.
+MAX_SKIPPED: Final = 64
+# A guess is tried on the first parameters that have this many coordinates, and of a larger one on so many: torch fills
+# a tensor from its front, sixteen values at a time, so that the front does not depend on the tensor's size.
+LEAST_COMPARED: Final = 256
+MOST_COMPARED: Final = 4096
+# In standard deviations of the correlation of a wrong guess: one in 10⁹ passes.
+THRESHOLD: Final = 6.0
+
+
+class NoiseReplay:
+    """Tries the usual generators under one seed, and takes the noise off where one of them fits.
+
+    Args:
+        seed: The guess.
+        plan: What the run says of its noise.
+
+    Attributes:
+        source: The generator that fits, in words, or None.
+    """
+
+    def __init__(self, seed: int, *, plan: PrivacyPlan) -> None:
+        self._seed, self._plan = seed, plan
+        self._state = torch.Generator().manual_seed(seed).get_state()
+        self._candidates: dict[str, Callable[[Gradients, int], Gradients | None]] = {
+            f"torch's generator, seeded with {seed}": self._of_torch,
+            f"the trainer's own noise under noise_seed={seed}": self._of_the_mechanism,
+        }
+        self.source: str | None = None
+
+    def without_noise(self, gradients: Gradients, *, step: int) -> Gradients:
+        """Return the gradients of one step less the noise that a guess reproduces, or as they are.
+
+        A guess that does not fit is not tried again.
+
+        Args:
+            gradients: The private gradient by parameter name, in the order in which noise is drawn.
+            step: Optimizer step, counted from 0.
+        """
+        for source, replay in tuple(self._candidates.items()):
+            noise = replay(gradients, step)
+            if noise is not None and agree(gradients, noise):
+                self.source, self._candidates = source, {source: replay}
+                return {name: gradient - noise[name].to(gradient) for name, gradient in gradients.items()}
+            del self._candidates[source]
+        return gradients
+
+    def _of_the_mechanism(self, gradients: Gradients, step: int) -> Gradients:
+        mechanism = GaussianMechanism(
+            noise_multiplier=self._plan.noise_multiplier,
+            max_grad_norm=self._plan.max_grad_norm,
+            expected_batch_size=self._plan.expected_batch_size,
+            seed=self._seed,
+        )
+        zeros = {name: torch.zeros(gradient.shape, device=gradient.device) for name, gradient in gradients.items()}
+        return mechanism.privatize(zeros, step=step)
+
+    def _of_torch(self, gradients: Gradients, step: int) -> Gradients | None:
+        """Return the noise of torch's CPU generator, seeded once, or in every step with the seed or the seed + step."""
+        probe = probe_of(gradients)
+        starts = (self._state, *(torch.Generator().manual_seed(self._seed + shift).get_state() for shift in (0, step)))
+        generator = torch.Generator()
+        for start in starts:
+            for skipped in range(MAX_SKIPPED):
+                for compared in (probe, gradients):
+                    generator.set_state(start)
+                    torch.rand(skipped, generator=generator)
+                    noise = {
+                        name: torch.randn(gradient.shape, generator=generator) * self._plan.noise_std
+                        for name, gradient in compared.items()
+                    }
+                    if not agree(compared, noise):
+                        break
+                else:
+                    self._state = generator.get_state()
+                    return noise
+        return None
+
+
+def probe_of(gradients: Gradients) -> dict[str, Float[Tensor, "..."]]:
+    """Return the first parameters' gradients, a large one's front alone."""
+    probe: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        probe[name] = gradient.flatten()[:MOST_COMPARED] if gradient.numel() > MOST_COMPARED else gradient
+        if sum(part.numel() for part in probe.values()) >= LEAST_COMPARED:
+            break
+    return probe
+
+
+def agree(gradients: Gradients, noise: Gradients) -> bool:
+    """Whether the two correlate by more than chance."""
+    product = sum(float(torch.sum(gradients[name].double().cpu() * z.double().cpu())) for name, z in noise.items())
+    squares = [sum(float(values[name].double().square().sum()) for name in noise) for values in (gradients, noise)]
+    size = sum(z.numel() for z in noise.values())
+    return product * math.sqrt(size) > THRESHOLD * math.sqrt(squares[0] * squares[1])

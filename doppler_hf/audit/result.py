@@ -1,0 +1,118 @@
+"""What an audit found: a lower bound on ε beside the claim, and the scores and coins that it rests on."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from doppler_hf.privacy.accounting import Accountant
+from doppler_hf.privacy.auditing import clopper_pearson_epsilon, one_run_epsilon
+
+AUDIT_NAME: Final = "privacy_audit.json"
+
+CanaryKind = Literal["dirac", "natural", "loss"]
+Method = Literal["one run", "independent trials"]
+
+
+@dataclass(frozen=True, eq=False)
+class AuditResult:
+    """An audit of one or several training runs.
+
+    Attributes:
+        kind: What the canaries were.
+        scores: Shape (canaries,); higher is more likely in the training set.
+        included: The coins: whether it was in it, shape (canaries,).
+        lower_bounds: By method, a lower bound on ε. All of them hold at once with probability `confidence`.
+        claims: The upper bounds on ε that the run's ledger states, by accountant; of several runs the largest.
+        delta: δ of the claim and of the bounds.
+        confidence: The probability with which the bounds hold.
+        runs: How many trainings there were.
+        replayed_noise: Which guess at the noise's generator reproduced it, or None.
+    """
+
+    kind: CanaryKind
+    scores: Float[np.ndarray, " canaries"]
+    included: Bool[np.ndarray, " canaries"]
+    lower_bounds: dict[Method, float]
+    claims: Mapping[Accountant, float]
+    delta: float
+    confidence: float
+    runs: int
+    replayed_noise: str | None
+
+    @property
+    def claimed_epsilon(self) -> float:
+        """The smallest upper bound that is claimed."""
+        return min(self.claims.values())
+
+    @property
+    def lower_bound(self) -> float:
+        """The largest of the lower bounds."""
+        return max(self.lower_bounds.values())
+
+    @property
+    def contradicts_claim(self) -> bool:
+        """Whether the run leaks more than it claims, up to the chance 1 − confidence of a false alarm."""
+        return self.lower_bound > self.claimed_epsilon
+
+    @property
+    def right_guesses(self) -> int:
+        """How many coins are guessed right by calling the higher half of the scores in and the lower half out."""
+        return int(np.sum((self.scores > np.median(self.scores)) == self.included))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write everything, the scores and coins included, to `privacy_audit.json` in `folder`, and return its path."""
+        path = Path(folder) / AUDIT_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values: dict[str, Any] = {
+            "format_version": 1,
+            "canary_kind": self.kind,
+            "canaries": len(self.scores),
+            "runs": self.runs,
+            "claimed_epsilon": self.claimed_epsilon,
+            "claims": dict(self.claims),
+            "delta": self.delta,
+            "confidence": self.confidence,
+            "lower_bound": self.lower_bound,
+            "lower_bounds": self.lower_bounds,
+            "contradicts_claim": self.contradicts_claim,
+            "right_guesses": self.right_guesses,
+            "replayed_noise": self.replayed_noise,
+            "included": self.included.tolist(),
+            "scores": self.scores.tolist(),
+        }
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(values, ensure_ascii=False) + "\n")
+        os.replace(temporary, path)
+        return path
+
+
+def lower_bounds(
+    scores: Float[np.ndarray, " canaries"],
+    included: Bool[np.ndarray, " canaries"],
+    *,
+    methods: tuple[Method, ...],
+    delta: float,
+    confidence: float,
+) -> dict[Method, float]:
+    """Return a lower bound on ε by each method, all of which hold at once with probability `confidence`.
+
+    Args:
+        scores: Higher is more likely in the training set.
+        included: The coins.
+        methods: "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is
+            tighter, and needs scores that are independent given the coins.
+        delta: δ.
+        confidence: The probability, in (0, 1), split evenly over the methods.
+
+    Raises:
+        ValueError: A confidence or δ outside its range, or coins that all fell on one side.
+    """
+    each = 1.0 - (1.0 - confidence) / len(methods)
+    estimators = {"one run": one_run_epsilon, "independent trials": clopper_pearson_epsilon}
+    return {method: estimators[method](scores, included, delta=delta, confidence=each) for method in methods}

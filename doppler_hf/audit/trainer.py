@@ -1,0 +1,264 @@
+"""`AuditTrainer`: the real trainer with canaries in its data and an attacker who watches what it releases.
+
+Canary i is in the training set if coin i says so. The run is otherwise the run that is audited: the same sampler, engine,
+clipping, noise, optimizer and accountant, with N the number of rows that training had. The attacker sees the private
+gradient of every step and all models (or, black-box, the first and the last model alone) and gives each canary a score.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from doppler_hf.audit.data import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
+from doppler_hf.audit.replay import NoiseReplay
+from doppler_hf.audit.result import AuditResult, CanaryKind, Method, lower_bounds
+from doppler_hf.privacy.accounting import Accountant
+from doppler_hf.trainer import DopplerTrainer
+from doppler_hf.training_args import DopplerTrainingArguments
+
+
+class AuditTrainer(DopplerTrainer, ABC):
+    """A `DopplerTrainer` for one audited run; a subclass says what a canary is and how it is scored.
+
+    Ahead of a trainer of your own it audits that one, its loss included:
+
+        class AuditOfMine(DiracAuditTrainer, MyTrainer): ...
+
+    Args:
+        model: The model; it is trained, and not of use afterwards.
+        args: `DopplerTrainingArguments`, with privacy. The attacker tries `args.seed` as the seed of the noise.
+        num_canaries: m, each included with probability 1/2.
+        train_dataset: A `datasets.Dataset`.
+        coin_seed: None for coins from the operating system's entropy. An integer makes them reproducible, for tests.
+        **kwargs: As `DopplerTrainer`.
+
+    Attributes:
+        included: The coins, shape (num_canaries,).
+        scores: The attacker's score of each canary, shape (num_canaries,); higher is more likely included.
+
+    Raises:
+        ValueError: A run without noise or in several processes, or a training set that canaries cannot be put into.
+    """
+
+    data_collator: Any
+    label_names: list[str]
+    kind: ClassVar[CanaryKind]
+    one_run_methods: ClassVar[tuple[Method, ...]]
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: DopplerTrainingArguments | None = None,
+        *,
+        num_canaries: int,
+        train_dataset: Any,
+        coin_seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(args, DopplerTrainingArguments):
+            raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
+        if args.disable_dp or args.noise_multiplier == 0.0 or args.noise_seed is not None:
+            raise ValueError(
+                "The run claims no privacy (disable_dp, noise_multiplier=0 or noise_seed is set), so there is no claim to "
+                "audit. Set target_epsilon."
+            )
+        if args.world_size > 1:
+            raise ValueError(
+                f"The audit runs in one process, got {args.world_size}: each would flip coins of its own. Start it without "
+                "a launcher."
+            )
+        if num_canaries < 1:
+            raise ValueError(f"num_canaries must be at least 1, got {num_canaries}.")
+        coins = np.random.default_rng(coin_seed)
+        self.included = coins.integers(2, size=num_canaries).astype(bool)
+        self.scores = np.zeros(num_canaries)
+        ordinary, canaries = self.choose_rows(len(train_dataset), coins)
+        numbers = np.arange(num_canaries)
+        self._canary_rows = numbered_rows(
+            train_dataset, rows=canaries, canaries=numbers, unit_column=args.privacy_unit_column
+        )
+        training_set = numbered_rows(
+            train_dataset,
+            rows=np.concatenate([ordinary, canaries[self.included]]),
+            canaries=np.concatenate([np.full(len(ordinary), ORDINARY), numbers[self.included]]),
+            unit_column=args.privacy_unit_column,
+        )
+        self.add_canaries_to(model)
+        super().__init__(model=model, args=args, train_dataset=training_set, **kwargs)
+        self.data_collator = partial(collate_with_canaries, collator=self.data_collator)
+        # The host keeps the columns that the model's forward names, and labels.
+        self.label_names = [*self.label_names, CANARY_COLUMN]
+        self._watcher = _Watcher(self)
+        self.add_callback(self._watcher)
+
+    @abstractmethod
+    def choose_rows(
+        self, num_rows: int, generator: np.random.Generator
+    ) -> tuple[Int[np.ndarray, " ordinary"], Int[np.ndarray, " num_canaries"]]:
+        """Return the ordinary rows of the training set, and the row that each canary is made of."""
+
+    @abstractmethod
+    def add_canaries_to(self, model: nn.Module) -> None:
+        """Give the model what the canaries need in it."""
+
+    @abstractmethod
+    def canary_losses(
+        self, model: nn.Module, inputs: dict[str, Any], canaries: Int[Tensor, " batch"]
+    ) -> Float[Tensor, " batch"]:
+        """Return the loss of each example, where `canaries` has its number or `ORDINARY`."""
+
+    @abstractmethod
+    def begin_attack(self) -> None:
+        """Look at the model before the first step."""
+
+    @abstractmethod
+    def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
+        """Look at the private gradient of one step, without noise that could be reproduced, before the model moves."""
+
+    @abstractmethod
+    def end_attack(self) -> None:
+        """Look at the model after the last step."""
+
+    def task_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
+        """Return the losses that the audited trainer would take."""
+        return super().compute_per_sample_loss(model, inputs)
+
+    def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
+        """Return the loss of each example, canary or not."""
+        others = {name: value for name, value in inputs.items() if name != CANARY_COLUMN}
+        return self.canary_losses(model, others, inputs[CANARY_COLUMN])
+
+    def audit(self, *, confidence: float = 0.95) -> AuditResult:
+        """Train, and return what the attacker can prove.
+
+        Args:
+            confidence: The probability with which the lower bounds on ε hold.
+
+        Raises:
+            ValueError: A confidence outside (0, 1).
+        """
+        if not 0.0 < confidence < 1.0:
+            raise ValueError(f"confidence must lie in (0, 1), got {confidence}; 0.95 is usual.")
+        self.train()
+        scores, delta = finite(self.scores), self.privacy_plan().delta
+        bounds = lower_bounds(scores, self.included, methods=self.one_run_methods, delta=delta, confidence=confidence)
+        return AuditResult(
+            kind=self.kind,
+            scores=scores,
+            included=self.included,
+            lower_bounds=bounds,
+            claims=self.claims(),
+            delta=delta,
+            confidence=confidence,
+            runs=1,
+            replayed_noise=self.replayed_noise,
+        )
+
+    def claims(self) -> dict[Accountant, float]:
+        """Return what the ledger of the finished run states: upper bounds on ε, by accountant."""
+        assert self.privacy.ledger is not None
+        return self.privacy.ledger.epsilons()
+
+    @property
+    def replayed_noise(self) -> str | None:
+        """Which guess at the noise's generator reproduced it, or None."""
+        return self._watcher.replayed_noise
+
+
+class _Watcher(TrainerCallback):
+    """Hands the attacker what the run releases."""
+
+    def __init__(self, trainer: AuditTrainer) -> None:
+        self._trainer = trainer
+        self._replay: NoiseReplay | None = None
+
+    @property
+    def replayed_noise(self) -> str | None:
+        return None if self._replay is None else self._replay.source
+
+    def on_train_begin(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._replay = NoiseReplay(args.seed, plan=self._trainer.privacy_plan())
+        self._trainer.begin_attack()
+
+    def on_pre_optimizer_step(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self._replay is not None
+        named = self._trainer.model.named_parameters()
+        gradients = {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
+        self._trainer.see_gradient(self._replay.without_noise(gradients, step=state.global_step))
+
+    def on_train_end(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer.end_attack()
+
+
+def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, confidence: float = 0.95) -> AuditResult:
+    """Train `runs` times with one canary each, and count how often the attacker is right: for small models.
+
+    The runs are independent, so this needs no assumption about how canaries influence each other.
+
+    Args:
+        make_trainer: Returns a fresh trainer with `num_canaries=1`, its model at its first weights.
+        runs: R, the number of trainings; some hundreds are needed for a bound that says anything.
+        confidence: The probability with which the lower bound on ε holds.
+
+    Returns:
+        The audit, with one score and one coin a run.
+
+    Raises:
+        ValueError: Fewer than two runs, a trainer with several canaries, or coins that all fell on one side.
+
+    Example:
+        >>> result = audit_repeatedly(
+        ...     lambda: DiracAuditTrainer(model=new_model(), args=args, train_dataset=train, num_canaries=1), runs=500
+        ... )
+    """
+    if runs < 2:
+        raise ValueError(f"runs must be at least 2, got {runs}; some hundreds say something.")
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence must lie in (0, 1), got {confidence}; 0.95 is usual.")
+    scores, included = np.zeros(runs), np.zeros(runs, dtype=bool)
+    claims, deltas, replayed = [], [], None
+    for run in range(runs):
+        trainer = make_trainer()
+        if len(trainer.included) != 1:
+            raise ValueError(f"Repeated runs have one canary each, got num_canaries={len(trainer.included)}.")
+        trainer.train()
+        scores[run], included[run] = trainer.scores[0], trainer.included[0]
+        claims.append(trainer.claims())
+        deltas.append(trainer.privacy_plan().delta)
+        replayed = replayed or trainer.replayed_noise
+    scores = finite(scores)
+    methods: tuple[Method, ...] = ("independent trials",)
+    return AuditResult(
+        kind=trainer.kind,
+        scores=scores,
+        included=included,
+        lower_bounds=lower_bounds(scores, included, methods=methods, delta=max(deltas), confidence=confidence),
+        # With and without the canary N differs by one, and the claims by as little: the weakest ones hold for all runs.
+        claims={
+            accountant: max(claim[accountant] for claim in claims)
+            for accountant in claims[0]
+            # prv has no bound where every example is in every step, which may depend on the one canary.
+            if all(accountant in claim for claim in claims)
+        },
+        delta=max(deltas),
+        confidence=confidence,
+        runs=runs,
+        replayed_noise=replayed,
+    )
+
+
+def finite(scores: Float[np.ndarray, " canaries"]) -> Float[np.ndarray, " canaries"]:
+    """Return the scores with 0 where a loss or a gradient was not finite; any score is fair that the coins did not make."""
+    return np.where(np.isfinite(scores), scores, 0.0)
