@@ -134,6 +134,7 @@ def load_texts(
     dataset_config: str | None = None,
     validation_split: str = "validation",
     text_column: str = "text",
+    unit_column: str | None = None,
 ) -> "DatasetDict":
     """Load a data set of texts, one a row.
 
@@ -143,14 +144,15 @@ def load_texts(
         dataset_config: The hub's configuration of the data set.
         validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
         text_column: The column that holds the text.
+        unit_column: The column of the training split that says whose a text is, or None.
 
     Returns:
-        `train` and `validation` with this column alone.
+        `train` and `validation` with these columns alone.
 
     Raises:
         ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
     """
-    from datasets import load_dataset
+    from datasets import DatasetDict, load_dataset
 
     if dataset_dir is not None:
         splits = _load_folder(Path(dataset_dir), ("validation",))
@@ -158,7 +160,11 @@ def load_texts(
         with hub_or_folder(dataset_name, "--dataset_dir"):
             splits = load_dataset(dataset_name, dataset_config, split={"train": "train", "validation": validation_split})
     _require_columns(splits, (text_column,))
-    return splits.select_columns([text_column])
+    texts = splits.select_columns([text_column])
+    if unit_column is not None:
+        _require_columns(DatasetDict({"train": splits["train"]}), (unit_column,))
+        texts["train"] = splits["train"].select_columns([text_column, unit_column])
+    return texts
 
 
 def _load_folder(folder: Path, evaluation_splits: Sequence[str]) -> "DatasetDict":

@@ -71,7 +71,7 @@ def test_public_names():
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "LowPassOptimizer"]
     assert sorted(doppler_hf.privacy.__all__) == [
         "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PoissonSampler", "PrivacyLedger",
-        "check_per_sample_gradients", "default_delta",
+        "PrivacyStatement", "check_per_sample_gradients", "default_delta",
         "get_epsilon", "get_noise_multiplier",
     ]  # fmt: skip
 

@@ -309,3 +309,24 @@ def test_grey_images_become_what_a_model_of_colours_reads(training_args, tmp_pat
     pixels = images.build(args, LoraArguments(), training_args).train_dataset[0]["pixel_values"]
     assert pixels.shape == (3, 8, 8)
     assert torch.equal(pixels[0], pixels[2])
+
+
+def test_the_column_of_units_reaches_the_trainer(common, tmp_path):
+    write_texts(tmp_path / "texts")
+    flags = [
+        f"--dataset_dir={tmp_path / 'texts'}",
+        "--text_column=review",
+        f"--model_name_or_path={write_gpt2(tmp_path / 'gpt2')}",
+    ]
+    workload, _ = parse_recipe([*common, *flags, "--privacy_unit_column=stars", "--max_seq_length=16"])
+    assert set(workload.train_dataset.column_names) == {"input_ids", "attention_mask", "labels", "stars"}
+    assert set(workload.eval_dataset.column_names) == {"input_ids", "attention_mask", "labels"}
+    with pytest.raises(ValueError, match="lacks the column 'user'"):
+        parse_recipe([*common, *flags, "--privacy_unit_column=user"])
+
+
+def test_what_is_made_from_scratch_follows_the_seed(common):
+    models = [parse_recipe([*DIGITS, *common, f"--seed={seed}"])[0].model for seed in (1, 1, 2)]
+    first, again, other = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)

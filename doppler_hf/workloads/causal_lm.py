@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, set_seed
 
 from doppler_hf.hub import hub_or_folder
 from doppler_hf.lora import LoraArguments, add_lora
@@ -43,7 +43,8 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
     Args:
         args: The texts, the model, and where they come from.
         lora_args: The adapters.
-        training_args: Only for the order of processes: the first tokenizes, the others read its cache.
+        training_args: The seed, the column of units, and the order of processes: the first tokenizes, the others read its
+            cache.
 
     Returns:
         The model and the tokenized splits, unpadded, with every token as a label.
@@ -51,12 +52,15 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
     Raises:
         ValueError: If a split, a file, the column or the model is missing, or the hub cannot be reached.
     """
+    # What is made here, such as a new head, follows the public seed. Noise and draws do not.
+    set_seed(training_args.seed)
     splits = load_texts(
         args.dataset_name,
         args.dataset_dir,
         dataset_config=args.dataset_config,
         validation_split=args.validation_split,
         text_column=args.text_column,
+        unit_column=training_args.privacy_unit_column,
     )
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)

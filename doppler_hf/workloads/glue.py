@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
 
 from doppler_hf.hub import hub_or_folder
 from doppler_hf.lora import LoraArguments, add_lora
@@ -39,7 +39,8 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
     Args:
         args: The task, the model, and where they come from.
         lora_args: The adapters.
-        training_args: Only for the order of processes: the first tokenizes, the others read its cache.
+        training_args: The seed, the column of units, and the order of processes: the first tokenizes, the others read its
+            cache.
 
     Returns:
         The model and the tokenized splits, unpadded.
@@ -51,6 +52,8 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
 
     from doppler_hf.metrics import glue_compute_metrics
 
+    # What is made here, such as a new head, follows the public seed. Noise and draws do not.
+    set_seed(training_args.seed)
     task = glue_task(args.task_name)
     splits = load_glue(args.task_name, args.dataset_dir)
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
@@ -76,13 +79,14 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
         model.config.label2id = {name: index for index, name in enumerate(label.names)}
     model = add_lora(model, lora_args, task_type="SEQ_CLS")
 
+    kept = ("label", training_args.privacy_unit_column)
     # No padding here: the trainer sorts the examples of a step by length, and the collator pads each micro-batch.
     max_length = min(args.max_seq_length, tokenizer.model_max_length)
     with training_args.main_process_first(desc="tokenize"):
         tokenized = splits.map(
             lambda rows: tokenizer(*(rows[column] for column in task.text_columns), truncation=True, max_length=max_length),
             batched=True,
-            remove_columns=[name for name in splits["train"].column_names if name != "label"],
+            remove_columns=[name for name in splits["train"].column_names if name not in kept],
         )
     return Workload(
         model=model,

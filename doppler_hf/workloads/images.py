@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    set_seed,
+)
 from transformers.models.vit import ViTImageProcessorPil
 
 from doppler_hf.hub import hub_or_folder
@@ -48,6 +54,8 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     """
     from doppler_hf.metrics import accuracy_from_logits
 
+    # What is made here, such as a new head, follows the public seed. Noise and draws do not.
+    set_seed(training_args.seed)
     splits = load_images(args.dataset_name, args.dataset_dir)
     label_names = splits["train"].features["label"].names
     if args.model_name_or_path is None:
