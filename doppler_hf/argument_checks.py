@@ -140,6 +140,11 @@ def check_galore(args: "DopplerTrainingArguments") -> None:
             )
         return
     check_target_modules(args.optim_target_modules)
+    if args.low_pass_filter.startswith("optimal-fir"):
+        raise ValueError(
+            f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules): the gradients "
+            "that it keeps would be in the bases of different steps. Leave one of them out."
+        )
     galore = GaloreArguments.parse(args.optim_args)
     if galore.projector_source == "filtered" and args.low_pass_filter == "none":
         raise ValueError(

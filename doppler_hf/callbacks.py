@@ -15,7 +15,6 @@ from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from doppler_hf.filters import noise_gain
 from doppler_hf.plan import PrivacyPlan
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.ledger import latest, set_aside
@@ -30,6 +29,7 @@ class PrivacyCallback(TrainerCallback):
 
     Attributes:
         fallbacks: Layers without a rule in the engine, by name, and how their gradient is had.
+        filter_words: The filter, in one line.
         checkpoint: The folder from which the next run is resumed, or None.
         ledger: What has been spent; None before training.
     """
@@ -39,6 +39,7 @@ class PrivacyCallback(TrainerCallback):
         self._sampler: PoissonSampler | None = None
         self._affordable_steps = 0
         self.fallbacks: dict[str, str] = {}
+        self.filter_words = ""
         self.checkpoint: str | None = None
         self.ledger: PrivacyLedger | None = None
 
@@ -90,7 +91,13 @@ class PrivacyCallback(TrainerCallback):
             aside = set_aside(args.output_dir, unless_before=ledger)
             ledger.save(args.output_dir)
             print_summary(
-                plan, ledger, model=kwargs["model"], first_step=step, last_step=step + affordable, fallbacks=self.fallbacks
+                plan,
+                ledger,
+                model=kwargs["model"],
+                first_step=step,
+                last_step=step + affordable,
+                filter_words=self.filter_words,
+                fallbacks=self.fallbacks,
             )
             if aside is not None:
                 print(
@@ -183,6 +190,7 @@ def print_summary(
     model: Any,
     first_step: int,
     last_step: int,
+    filter_words: str,
     fallbacks: Mapping[str, str],
 ) -> None:
     """Print what is about to be done to the data from `first_step` to `last_step`, as a table."""
@@ -204,7 +212,7 @@ def print_summary(
         ("at the end", epsilons_in_words(ledger, further_steps=last_step - first_step) + target),
         ("δ", f"{plan.delta:.3g}"),
         ("training loss", statement.train_loss_in_words + mend),
-        ("filter", f"{plan.low_pass_filter}, noise power × {noise_gain(plan.low_pass_filter):.3g}"),
+        ("filter", filter_words),
         ("trainable parameters", f"{trainable:,} of {sum(p.numel() for p in parameters):,}"),
     )
     table = Table(title="Private training", show_header=False)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from doppler_hf.filters import LowPassFilter
 from doppler_hf.privacy import PoissonSampler, PrivacyStatement, default_delta, get_noise_multiplier
 from doppler_hf.privacy.accounting import Accountant, Releases, get_total_epsilon
 from doppler_hf.privacy.noise import noise_source
@@ -33,8 +32,7 @@ class PrivacyPlan:
         target_epsilon: ε asked for, or None when σ was given.
         delta: δ.
         accountant: Which accountant bounds ε.
-        low_pass_filter: The filter; it costs nothing.
-        is_secret: Whether noise and draws come from the operating system's entropy.
+        is_secret: Whether noise and draws come from the operating system's entropy, and nothing is recorded without noise.
     """
 
     num_units: int
@@ -47,7 +45,6 @@ class PrivacyPlan:
     target_epsilon: float | None
     delta: float
     accountant: Accountant
-    low_pass_filter: LowPassFilter
     is_secret: bool
 
     @property
@@ -61,6 +58,7 @@ class PrivacyPlan:
         args: DopplerTrainingArguments,
         *,
         sampler: PoissonSampler,
+        records_raw: bool = False,
         spent: Sequence[Releases] = (),
         first_step: int = 0,
     ) -> "PrivacyPlan":
@@ -69,6 +67,7 @@ class PrivacyPlan:
         Args:
             args: The arguments.
             sampler: The sampler.
+            records_raw: Whether gradients are recorded before they are private.
             spent: What earlier runs have released of the same data. A run resumed with the mechanism that it had goes on
                 with it. With another target or length, σ is what brings the whole to the target by the end.
             first_step: The step at which the run goes on.
@@ -99,8 +98,7 @@ class PrivacyPlan:
             target_epsilon=args.target_epsilon,
             delta=delta,
             accountant=args.accountant,
-            low_pass_filter=LowPassFilter.parse(args.low_pass_filter),
-            is_secret=sampler.is_secret,
+            is_secret=sampler.is_secret and not records_raw,
         )
 
     def statement(self, args: DopplerTrainingArguments) -> PrivacyStatement:

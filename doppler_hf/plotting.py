@@ -187,6 +187,46 @@ def plot_paper_filters(path: str | Path) -> None:
     plt.close(figure)
 
 
+def plot_spectra(
+    autocorrelations: Mapping[str, np.ndarray],
+    spectra: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    path: str | Path,
+    *,
+    title: str,
+) -> None:
+    """Draw the paper's figures of gradients in time and frequency: autocorrelation, and power spectral density.
+
+    Args:
+        autocorrelations: Label → autocorrelation from lag 0 on, each drawn in units of its value there.
+        spectra: Label → frequencies as fractions of Nyquist, and the power spectral density in units of the noise's. What
+            has an autocorrelation too gets the same colour; what has none is dashed.
+        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+        title: Title of the picture.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (time, frequency) = plt.subplots(1, 2, figsize=(11.0, 4.6), layout="constrained")
+    colours = {label: f"C{index}" for index, label in enumerate(autocorrelations)}
+    for label, values in autocorrelations.items():
+        time.plot(values / values[0], color=colours[label], label=label)
+    for label, (frequencies, density) in spectra.items():
+        style = "-" if label in colours else "--"
+        frequency.semilogy(frequencies, density, style, color=colours.get(label, "black"), linewidth=1.2, label=label)
+    time.axhline(0, color="black", linewidth=0.6)
+    time.set(xlabel="lag τ (steps)", ylabel="autocorrelation φ_τ / φ_0", title="time")
+    frequency.set(xlabel="frequency (fraction of Nyquist)", ylabel="PSD in units of the noise's", title="frequency")
+    for axes in (time, frequency):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.suptitle(title)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def _leave_out_single_weights(axes: Any, filters: Mapping[str, LowPassFilter]) -> None:
     """Scale to the filters that have a response: beside no filter's single weight of 1 theirs would be flat."""
     weights = [impulse_response(each, 200) for each in filters.values() if each.order]

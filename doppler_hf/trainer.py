@@ -26,13 +26,17 @@ from doppler_hf.callbacks import PrivacyCallback
 from doppler_hf.cards import add_privacy_section
 from doppler_hf.data import MicroBatch, WeightedExamples, check_token_budget, collate_piece, lengths_of, units_of
 from doppler_hf.engine import attached_engine
+from doppler_hf.filter_choice import chosen_filter, filter_in_words
+from doppler_hf.filters import LowPassFilter
 from doppler_hf.galore_args import GaloreArguments, target_parameters
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.per_sample_loss import per_sample_losses
 from doppler_hf.plan import PrivacyPlan
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler
 from doppler_hf.privacy.private_loss import PrivateLoss
+from doppler_hf.recorder import GradientRecorder
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.weight_filter import WeightFilterCallback
 
 
 class DopplerTrainer(Trainer):
@@ -63,6 +67,11 @@ class DopplerTrainer(Trainer):
             raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
         super().__init__(model=model, args=args, **kwargs)
         self._plan: PrivacyPlan | None = None
+        self._weight_filter: WeightFilterCallback | None = None
+        if args.weight_filter is not None:
+            # Ahead of the privacy callback: a run that it refuses to resume must not stand in the ledger.
+            self._weight_filter = WeightFilterCallback(LowPassFilter.parse(args.weight_filter))
+            self.add_callback(self._weight_filter)
         if not args.disable_dp:
             self._refuse_what_cannot_be_private()
             self.privacy = PrivacyCallback(self.privacy_plan)
@@ -88,7 +97,9 @@ class DopplerTrainer(Trainer):
     def privacy_plan(self) -> PrivacyPlan:
         """Return what the run does to the data and what that costs; computed once, before the first step."""
         if self._plan is None:
-            self._plan = PrivacyPlan.from_arguments(self.args, sampler=self._poisson_sampler())
+            self._plan = PrivacyPlan.from_arguments(
+                self.args, sampler=self._poisson_sampler(), records_raw=self._records_raw()
+            )
         return self._plan
 
     # --- left of the privacy boundary -------------------------------------------------------------------------------
@@ -208,6 +219,9 @@ class DopplerTrainer(Trainer):
     def _privatize(self) -> None:
         # What the optimizer will only read in a subspace needs no more noise than that has coordinates. The subspaces come
         # from the gradients of earlier steps, which are private.
+        for recorder in self._recorders():
+            if recorder.record_raw:  # The plan then says that nothing is private.
+                recorder.record_raw_gradient(self._clipped.sums, self._mechanism.expected_batch_size)
         subspaces = self._doppler_optimizer.subspaces()
         named = dict(self.model.named_parameters())
         gradients = self._mechanism.privatize(
@@ -234,6 +248,9 @@ class DopplerTrainer(Trainer):
         if self.args.optim_target_modules is not None:
             projected = target_parameters(trained, self.args.optim_target_modules)
         named = [(name, p) for name, p in trained.named_parameters() if p.requires_grad]
+        dimension = sum(p.numel() for _, p in named)
+        low_pass_filter = chosen_filter(self.args, plan=self.privacy_plan(), dimension=dimension)
+        self.privacy.filter_words = filter_in_words(self.args, low_pass_filter)
         groups = (
             {
                 "params": [p for name, p in named if (name in decayed, name in projected) == (decays, is_projected)],
@@ -246,7 +263,7 @@ class DopplerTrainer(Trainer):
         self.optimizer = self._doppler_optimizer = DopplerOptimizer(
             [group for group in groups if group["params"]],
             lr=self.args.learning_rate,
-            low_pass_filter=self.privacy_plan().low_pass_filter,
+            low_pass_filter=low_pass_filter,
             base=self.args.base_optimizer,
             beta2=self.args.adam_beta2,
             eps=self.args.adam_epsilon,
@@ -273,6 +290,8 @@ class DopplerTrainer(Trainer):
     def _inner_training_loop(self, **kwargs: Any) -> Any:
         # The host's only frame around the loop in which the model is the final one (`train` may still make it, and
         # load a checkpoint into it).
+        if self._weight_filter is not None:
+            self._weight_filter.checkpoint = kwargs.get("resume_from_checkpoint")
         if self.args.disable_dp:
             return super()._inner_training_loop(**kwargs)
         # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients only
@@ -296,6 +315,7 @@ class DopplerTrainer(Trainer):
         return PrivacyPlan.from_arguments(
             self.args,
             sampler=self._poisson_sampler(),
+            records_raw=self._records_raw(),
             spent=() if earlier is None else earlier.history,
             first_step=TrainerState.load_from_json(str(state)).global_step if state is not None and state.exists() else 0,
         )
@@ -330,6 +350,25 @@ class DopplerTrainer(Trainer):
         )
         self.privacy.fallbacks = self._clipped.fallbacks
 
+    def _recorders(self) -> list[GradientRecorder]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, GradientRecorder)]
+
+    def _records_raw(self) -> bool:
+        return any(recorder.record_raw for recorder in self._recorders())
+
+    def _weights_applied(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._weight_filter is None else self._weight_filter.applied()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate and predict as the host does, with the filtered weights where there is a filter on them."""
+        with self._weights_applied():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as the host does, checkpoints included, the filtered weights where there is a filter on them."""
+        with self._weights_applied():
+            super().save_model(output_dir, _internal_call=_internal_call)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: the host's count follows the lengths of the examples drawn, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
@@ -348,4 +387,6 @@ class DopplerTrainer(Trainer):
             if self.args.report_train_loss == "none":  # zeros
                 logs.pop("loss", None)
                 logs.pop("train_loss", None)
+            for recorder in self._recorders():
+                recorder.add_estimates(logs)
         super().log(logs, start_time)

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from transformers import TrainingArguments
 
 from doppler_hf import argument_checks
-from doppler_hf.filters import LowPassFilter
+from doppler_hf.filters import LowPassFilter, parse_name
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy.accounting import Accountant
 from doppler_hf.privacy.clipping import Clipping, Engine, Granularity
@@ -116,7 +116,16 @@ class DopplerTrainingArguments(TrainingArguments):
         default="none",
         metadata={
             "help": "Filter over time on the private gradient: none, momentum, first-order-v1, first-order-v2, "
-            "second-order, f1 … f6, or coefficients such as 'b=0.1,0.1;a=1,-0.8'."
+            "second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1, momentum:beta=0.95 or "
+            "moving-average:taps=4; coefficients such as 'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the "
+            "private gradients; or auto, chosen from steps, noise and schedule. None of them costs privacy."
+        },
+    )
+    weight_filter: str | None = field(
+        default=None,
+        metadata={
+            "help": "Filter over time on the weights, such as momentum:beta=0.97: what is evaluated and saved, and what the "
+            "model is after training, are the filtered weights; training goes on with the raw ones. Costs no privacy."
         },
     )
     base_optimizer: Base = field(
@@ -186,7 +195,9 @@ class DopplerTrainingArguments(TrainingArguments):
         """Validate, then let HF do the same."""
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
-        self.low_pass_filter = str(LowPassFilter.parse(self.low_pass_filter))
+        self.low_pass_filter = canonical(self.low_pass_filter)
+        if self.weight_filter is not None:
+            self.weight_filter = str(LowPassFilter.parse(self.weight_filter))
         if self.report_train_loss == "private" and not self.disable_dp:
             if self.per_sample_max_loss is None:
                 self.per_sample_max_loss = DEFAULT_PER_SAMPLE_MAX_LOSS
@@ -202,3 +213,11 @@ class DopplerTrainingArguments(TrainingArguments):
             argument_checks.check_optimizer(self)
             argument_checks.check_galore(self)
             argument_checks.refuse_what_breaks_privacy(self)
+
+
+def canonical(low_pass_filter: str) -> str:
+    """Return the shortest name of a filter of the grammar; one that a run chooses is its own."""
+    word, _ = parse_name(low_pass_filter)
+    if word in ("auto", "optimal-fir"):
+        return "".join(low_pass_filter.split())
+    return str(LowPassFilter.parse(low_pass_filter))

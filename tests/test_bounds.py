@@ -145,7 +145,12 @@ def test_the_order_at_either_end_is_used_without_a_warning():
     assert 0 < rdp_epsilon([(1000.0, 1e-4, 1)], delta=1e-6) < 0.01
 
 
-def test_no_bound_is_below_zero_and_prv_is_no_worse_than_rdp_for_its_error():
+def test_rdp_takes_over_where_it_is_smaller_than_the_error_of_prv():
+    mechanism = [(2000.0, 1e-5, 20_000)]
+    assert prv_epsilon(mechanism, delta=1e-4) == rdp_epsilon(mechanism, delta=1e-4) < 0.002
+
+
+def test_no_bound_is_below_zero():
     for bound in (prv_epsilon, rdp_epsilon, pld_epsilon):
         assert bound([(100.0, 0.01, 1)], delta=0.5) == 0.0
 

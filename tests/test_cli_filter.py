@@ -80,6 +80,8 @@ def test_picture_has_four_panels_with_every_filter(tmp_path, capsys):
     printed(["show", *names, f"--plot={tmp_path / 'named.svg'}"], capsys)
     printed(["show", f"--plot={tmp_path / 'paper.svg'}"], capsys)
     named, paper = ((tmp_path / f"{name}.svg").read_text() for name in ("named", "paper"))
+    assert "<!-- filters of the ablation: frequency -->" in paper
+    assert "<!-- group delay -->" in named
     for picture, listed in ((named, names), (paper, PAPER_FILTERS)):
         assert len(re.findall(r'<g id="axes_\d+">', picture)) == 4
         assert all(f"<!-- {name} -->" in picture for name in listed)

@@ -129,6 +129,17 @@ def test_without_a_filter_there_is_no_column_for_it(capsys):
     assert rows(text)["its delay"] == "0 steps, 0.00% of T"
 
 
+@pytest.mark.usefixtures("one_cell")
+@pytest.mark.parametrize(
+    ("length", "epochs", "steps"), [(["--epochs", "1.51"], 1.51, 31), (["--max_steps", "37"], 1.85, 37)]
+)
+def test_length_is_given_in_epochs_or_steps(length, epochs, steps, capsys):
+    given = ["--num-examples", "2000", "--batch-size", "100", "--noise-multiplier", "1", "--accountant", "rdp"]
+    plan = json.loads(printed(["plan", *given, *length, "--json"], capsys))
+    for run in (plan, *plan["alternatives"]):
+        assert (run["epochs"], run["steps"]) == (epochs, steps)
+
+
 def test_equal_runs_of_other_lengths_are_not_marked(capsys):
     """Half an epoch of one batch is one step, as a whole epoch is."""
     shown = alternatives(printed([*WORDS, "--batch-size", "2000", "--epochs", "1"], capsys))

@@ -104,6 +104,10 @@ def test_coefficients_of_any_scale_keep_their_shape(b, a):
     np.testing.assert_allclose(rescaled, gains / gains[0], rtol=1e-12, atol=1e-14)
 
 
+def test_coefficients_whose_inverse_overflows_are_rescaled():
+    assert from_coefficients((5e-324,), (1, -0.5)) == momentum(0.5)
+
+
 @pytest.mark.parametrize("ripple_db", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("order", range(1, 7))
 @pytest.mark.parametrize("cutoff", [0.05, 0.5, 0.98])

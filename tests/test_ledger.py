@@ -205,7 +205,7 @@ class Training:
             ledger.save(folder)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(launches=st.lists(LAUNCH, min_size=1, max_size=5))
 def test_no_crash_undercounts_and_a_clean_end_is_exact(tmp_path_factory, launches):
     training, slack = Training(tmp_path_factory.mktemp("out")), 0

@@ -98,6 +98,21 @@ def test_every_way_to_draw_has_the_same_distribution(generator, safe):
     assert low < np.sum(noise**2) < high
 
 
+def noted_fills(stream, monkeypatch):
+    """How many words are drawn from a stream at a time."""
+    drawn, fill = [], stream.fill
+    monkeypatch.setattr(stream, "fill", lambda words, *, step: drawn.append(len(words)) or fill(words, step=step))
+    return drawn
+
+
+@pytest.mark.parametrize(("safe", "times"), [(False, 1), (True, 4)])
+def test_floating_point_safe_noise_takes_four_times_the_words(safe, times, monkeypatch):
+    mechanism = gaussian(floating_point_safe=safe)
+    drawn = noted_fills(mechanism._stream, monkeypatch)
+    mechanism.privatize({"w": torch.zeros(3, 4)}, step=0)
+    assert drawn == [12] * times
+
+
 @pytest.mark.parametrize(("generator", "kind"), [("csprng", SecretBits), ("philox", RekeyedBits)])
 def test_the_generator_is_the_one_that_is_asked_for(generator, kind):
     assert type(gaussian(generator=generator)._stream) is kind
@@ -243,9 +258,8 @@ def test_the_gradient_lies_in_the_subspace_and_in_the_sums_memory(shape, dtype, 
 
 @pytest.mark.parametrize("shape", [WIDE, TALL], ids=["wide", "tall"])
 def test_a_subspace_draws_noise_for_its_own_coordinates_only(shape, monkeypatch):
-    mechanism, drawn = gaussian(), []
-    fill = mechanism._stream.fill
-    monkeypatch.setattr(mechanism._stream, "fill", lambda words, *, step: drawn.append(len(words)) or fill(words, step=step))
+    mechanism = gaussian()
+    drawn = noted_fills(mechanism._stream, monkeypatch)
     sums = {"other": torch.zeros(3, 4), "w": torch.zeros(shape)}
     mechanism.privatize(sums, step=0, subspaces={"w": orthonormal()})
     assert drawn == [12, 32_768, 32_768, RANK * LONG - 2 * 32_768]

@@ -17,7 +17,7 @@ import torch
 
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy import noise_ahead as module
-from doppler_hf.privacy.bits import SecretBits
+from doppler_hf.privacy.bits import BitStream, SecretBits
 from doppler_hf.privacy.noise_ahead import MAX_PREPARED, NoiseAhead
 
 SIGMA, C, B = 1.3, 0.7, 50
@@ -133,6 +133,24 @@ def test_a_double_precision_sum_gets_noise_of_its_own_precision(ahead):
     assert ahead.add_to(values, scale=1.0) == 0
     assert torch.all(values == 0)
     assert ahead.add_to(torch.zeros(10, dtype=torch.bfloat16), scale=1.0) == 10
+
+
+@pytest.mark.parametrize(("safe", "times"), [(False, 1), (True, 4)])
+def test_the_thread_takes_four_times_the_words_in_floating_point_safe_mode(safe, times):
+    words = []
+
+    class Counted(BitStream):
+        is_secret = True
+
+        def fill(self, out, *, step):
+            words.append(len(out))
+            SecretBits().fill(out, step=step)
+
+    ahead = NoiseAhead(Counted, std=1.0, floating_point_safe=safe)
+    ahead.expect(1000, pinned=False)
+    wait_until_full(ahead)
+    ahead.close()
+    assert words == [1000] * times
 
 
 def test_in_floating_point_safe_mode_nothing_rounded_is_multiplied():

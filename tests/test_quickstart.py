@@ -1,9 +1,8 @@
 """The quick start does what the README shows."""
 
-import json
-
 import pytest
 
+from doppler_hf.privacy import PrivacyLedger
 from scripts import quickstart
 
 
@@ -16,7 +15,7 @@ def test_quickstart_prints_one_table_and_draws_the_curves(tmp_path, monkeypatch,
     ledgers = sorted((tmp_path / "out" / "quickstart").glob("*/privacy_ledger.json"))
     assert len(ledgers) == 6
     for ledger in ledgers:
-        written = json.loads(ledger.read_text())
-        assert written["private"]
-        assert 1.99 < written["epsilon_spent"] <= 2.0
+        written = PrivacyLedger.load(ledger)
+        assert written.private
+        assert 1.99 < written.epsilon() <= 2.0
     assert (tmp_path / "out" / "quickstart" / "learning_curves.png").stat().st_size > 10_000

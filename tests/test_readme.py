@@ -47,7 +47,7 @@ def test_commands_name_files_that_exist():
     words = [word for block in blocks("sh") for line in block.splitlines() for word in shlex.split(line, comments=True)]
     assert words.count("make") == 2
     paths = [word for word in words if "/" in word]
-    assert len(paths) == 6
+    assert len(paths) == 7
     for path in paths:
         assert (ROOT / path).exists(), path
 

@@ -48,7 +48,9 @@ def test_a_jump_is_answered_from_its_lower_side(start):
 
 
 def test_out_of_reach():
-    assert solve_falling(lambda x: 1.0, start=1.0, tolerated=TOLERATED) is None
+    excess = Counted(lambda x: 1.0)
+    assert solve_falling(excess, start=1.0, tolerated=TOLERATED) is None
+    assert 1e5 < max(excess.calls) <= 1e6
 
 
 @pytest.mark.parametrize("cost", [math.sqrt, float, lambda n: n**2.0, lambda n: 3 + math.log1p(n), lambda n: n and math.inf])
@@ -70,3 +72,9 @@ def test_a_step_is_found_by_halves():
     cost = Counted(lambda n: 0.0 if n <= 12_345 else 1e12)
     assert largest_count(cost, budget=1.0, at_most=20_000) == 12_345
     assert len(cost.calls) <= 50
+
+
+def test_nothing_is_searched_where_nothing_is_left():
+    cost = Counted(lambda n: 5.0 + n)
+    assert largest_count(cost, budget=4.0, at_most=1000) == 0
+    assert len(cost.calls) == 2

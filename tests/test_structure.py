@@ -62,13 +62,15 @@ def test_nothing_imports_the_command_line():
 def test_public_names():
     assert doppler_hf.__all__ == ["DopplerTrainer", "DopplerTrainingArguments"]
     assert sorted(doppler_hf.filters.__all__) == [
-        "FilterFigures", "LowPassFilter", "PAPER_FILTERS", "auto_filter", "autocorrelation_from_products",
-        "autocorrelation_standard_error", "best_filter", "butterworth", "chebyshev1", "chebyshev2",
-        "convergence_noise_factor", "estimate_autocorrelation", "filter_figures", "frequency_response",
-        "from_coefficients", "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir",
-        "parse_name", "partial_fraction_response", "signal_to_noise_ratio", "step_response", "write_coefficients",
+        "FilterFigures", "LowPassFilter", "PAPER_FILTERS", "PowerEstimate", "auto_filter", "autocorrelation",
+        "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter", "butterworth", "chebyshev1",
+        "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output",
+        "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
+        "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain",
+        "optimal_fir", "parse_name", "partial_fraction_response", "power_spectral_density", "signal_to_noise_ratio",
+        "step_response", "write_coefficients",
     ]  # fmt: skip
-    assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "LowPassOptimizer"]
+    assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "LowPassOptimizer", "OptimalFIR", "WeightFilter"]
     assert sorted(doppler_hf.privacy.__all__) == [
         "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PoissonSampler", "PrivacyLedger",
         "PrivacyStatement", "check_per_sample_gradients", "default_delta",

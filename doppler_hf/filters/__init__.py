@@ -1,7 +1,7 @@
 """Low-pass filters on the time axis of training: design, analyse, estimate and choose them (NumPy and SciPy only)."""
 
 from doppler_hf.filters.auto import auto_filter
-from doppler_hf.filters.best_filter import best_filter
+from doppler_hf.filters.best import best_filter
 from doppler_hf.filters.design import (
     PAPER_FILTERS,
     butterworth,
@@ -12,14 +12,14 @@ from doppler_hf.filters.design import (
     moving_average,
 )
 from doppler_hf.filters.figures import FilterFigures, filter_figures
-from doppler_hf.filters.grammar import parse_name, write_coefficients
-from doppler_hf.filters.low_pass_filter import LowPassFilter
-from doppler_hf.filters.optimal_fir import (
+from doppler_hf.filters.fir import (
     autocorrelation_from_products,
     autocorrelation_standard_error,
     estimate_autocorrelation,
     optimal_fir,
 )
+from doppler_hf.filters.grammar import parse_name, write_coefficients
+from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.response import (
     frequency_response,
     group_delay,
@@ -29,12 +29,23 @@ from doppler_hf.filters.response import (
     step_response,
 )
 from doppler_hf.filters.snr import convergence_noise_factor, signal_to_noise_ratio
+from doppler_hf.filters.spectrum import (
+    PowerEstimate,
+    autocorrelation,
+    corrected_noise_gain,
+    corrected_output,
+    estimate_power,
+    measure_noise_gain,
+    power_spectral_density,
+)
 
 __all__ = [
     "PAPER_FILTERS",
     "FilterFigures",
     "LowPassFilter",
+    "PowerEstimate",
     "auto_filter",
+    "autocorrelation",
     "autocorrelation_from_products",
     "autocorrelation_standard_error",
     "best_filter",
@@ -42,18 +53,23 @@ __all__ = [
     "chebyshev1",
     "chebyshev2",
     "convergence_noise_factor",
+    "corrected_noise_gain",
+    "corrected_output",
     "estimate_autocorrelation",
+    "estimate_power",
     "filter_figures",
     "frequency_response",
     "from_coefficients",
     "group_delay",
     "impulse_response",
+    "measure_noise_gain",
     "momentum",
     "moving_average",
     "noise_gain",
     "optimal_fir",
     "parse_name",
     "partial_fraction_response",
+    "power_spectral_density",
     "signal_to_noise_ratio",
     "step_response",
     "write_coefficients",

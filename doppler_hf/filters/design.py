@@ -191,8 +191,9 @@ def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPas
     # What is not a finite real number, or sums to zero, is refused by the filter itself, with its place.
     if any(np.iscomplexobj(value) or not math.isfinite(value) for value in (*b, *a)) or not math.fsum(b) or not math.fsum(a):
         return LowPassFilter(b=tuple(b), a=tuple(a))
-    scale = math.fsum(a) / math.fsum(b) / a[0]
-    return LowPassFilter(b=tuple(value * scale for value in b), a=tuple(value / a[0] for value in a))
+    # Divided before it is multiplied: coefficients may be so small that the inverse of their sum is infinite.
+    sum_b, sum_a = math.fsum(b), math.fsum(a) / float(a[0])
+    return LowPassFilter(b=tuple(float(value) / sum_b * sum_a for value in b), a=tuple(value / a[0] for value in a))
 
 
 def _positive_integer(name: str, value: int) -> int:

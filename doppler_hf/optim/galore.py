@@ -12,7 +12,7 @@ state s becomes Q s. The second moment v becomes, coordinate by coordinate, Σ_j
 part of a new direction that lies outside of the old subspace, 1 - Σ_j Q_ij², has no history and gets the mean of v.
 """
 
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -32,6 +32,16 @@ OVERSAMPLING: Final = 8
 def is_wide(matrix: Float[Tensor, "m n"]) -> bool:
     """Whether the first side is the shorter one, which is projected."""
     return matrix.shape[0] <= matrix.shape[1]
+
+
+def has_projected(group: dict[str, Any]) -> bool:
+    """Whether any parameter of a group is projected."""
+    return any(is_projected(p, group) for p in group["params"])
+
+
+def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
+    """Whether this parameter of a group is: a matrix whose shorter side is longer than the rank."""
+    return group["rank"] is not None and p.ndim == 2 and min(p.shape) > group["rank"]
 
 
 def find_basis(

@@ -71,6 +71,10 @@ class LowPassOptimizer(Optimizer):
                 f"base is a {type(base).__name__} with {base.low_pass_filter} and would filter the gradient twice: "
                 "wrap an optimizer without a filter, or give that one the filter that you want"
             )
+        if not isinstance(low_pass_filter, LowPassFilter):
+            raise ValueError(
+                f"low_pass_filter is {low_pass_filter!r}: give a fixed LowPassFilter; DopplerOptimizer takes others"
+            )
         # Optimizer.__init__ would make parameter groups of its own; this is torch's way to make an optimizer around
         # groups that exist (it unpickles with it).
         self.__setstate__({"base": base, "low_pass_filter": low_pass_filter, "filter_state": {}})

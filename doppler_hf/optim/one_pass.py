@@ -7,8 +7,9 @@ slices that stay in the cache from the first stage to the last.
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import torch
@@ -40,6 +41,16 @@ class Work:
         """All of them."""
         return [self.weight, self.grad, *self.filter_states, *([] if self.exp_avg_sq is None else [self.exp_avg_sq])]
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether all of them are."""
+        return all(tensor.is_contiguous() for tensor in self.tensors)
+
+    @property
+    def flat(self) -> "Work":
+        """The same in one dimension; what is not contiguous has no such view."""
+        return self.each(lambda tensor: tensor.view(-1))
+
     def each(self, change: Callable[[Tensor], Tensor]) -> "Work":
         """Returns the same of every tensor's image."""
         v = None if self.exp_avg_sq is None else change(self.exp_avg_sq)
@@ -48,6 +59,17 @@ class Work:
     def __getitem__(self, part: slice) -> "Work":
         """Returns a part of every tensor."""
         return self.each(operator.itemgetter(part))
+
+
+def slices(work: Work) -> Iterator[Work]:
+    """Yields parts of all tensors that fit into the cache together; on an accelerator, or not contiguous, the whole."""
+    if not work.is_contiguous:
+        yield work
+        return
+    flat, numel = work.flat, work.weight.numel()
+    size = CPU_SLICE if work.weight.device.type == "cpu" else max(numel, 1)
+    for start in range(0, numel, size):
+        yield flat[start : start + size]
 
 
 class OnePass:
@@ -68,29 +90,19 @@ class OnePass:
 
     def __call__(self, works: Sequence[Work], numbers: Numbers) -> None:
         """Makes one step for each (modified in place)."""
-        rest = []
-        for work in works:
-            if all(tensor.is_contiguous() for tensor in work.tensors):
-                rest.append(work.each(lambda tensor: tensor.view(-1)))
-            else:
-                self._advance(*vars(work).values(), **vars(numbers))
-        if self._is_compiled:
-            rest = self._run_compiled(rest, numbers)
-        for work in rest:
-            numel = work.weight.numel()
-            size = CPU_SLICE if work.weight.device.type == "cpu" else max(numel, 1)
-            for start in range(0, numel, size):
-                self._advance(*vars(work[start : start + size]).values(), **vars(numbers))
+        rest = self._run_compiled(works, numbers) if self._is_compiled else works
+        for part in chain.from_iterable(map(slices, rest)):
+            self._advance(*vars(part).values(), **vars(numbers))
 
-    def _run_compiled(self, works: Sequence[Work], numbers: Numbers) -> list[Work]:
+    def _run_compiled(self, works: Sequence[Work], numbers: Numbers) -> Sequence[Work]:
         """Does what it can, and returns the rest."""
         kinds: dict[tuple[torch.dtype, torch.dtype, torch.device], list[Work]] = {}
         rest = []
         for work in works:
-            if work.weight.numel() < SMALLEST_COMPILED:
+            if work.weight.numel() < SMALLEST_COMPILED or not work.is_contiguous:
                 rest.append(work)
             else:
-                kinds.setdefault((work.weight.dtype, work.grad.dtype, work.weight.device), []).append(work)
+                kinds.setdefault((work.weight.dtype, work.grad.dtype, work.weight.device), []).append(work.flat)
         for kind, some in kinds.items():  # all of them before any is run
             try:
                 if kind not in self._programs:

@@ -20,15 +20,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
+from doppler_hf.optim.adaptive_fir import OptimalFIR, advance_fir, found_anew, new_estimate, record
+from doppler_hf.optim.arguments import RANK_WITHOUT_EFFECT, check_constants, check_group
 from doppler_hf.optim.galore import (
-    BASIS_CHANGES,
     PROJECTOR_SOURCES,
-    PROJECTORS,
     BasisChange,
     Projector,
     ProjectorSource,
     add_lifted,
     find_basis,
+    has_projected,
+    is_projected,
     is_wide,
     project,
     rotated,
@@ -36,7 +38,7 @@ from doppler_hf.optim.galore import (
 from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
 from doppler_hf.optim.one_pass import OnePass, Work
 from doppler_hf.optim.rounding import in_float32
-from doppler_hf.optim.state import BASES, Base, copied_state, dense, full_dtype, refuse_other_rank, refuse_other_state
+from doppler_hf.optim.state import BASES, Base, copied_state, dense, full_dtype, refuse_other_group, refuse_other_state
 from doppler_hf.optim.update import Numbers, descend, filtered
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
@@ -46,8 +48,6 @@ from doppler_hf.optim.update import Numbers, descend, filtered
 DEFAULT_FLOOR_FRACTION: Final = 0.3
 # Parameters from which on compiling, some twenty seconds, is worth its time.
 WORTH_COMPILING: Final = 20_000_000
-RANK_WITHOUT_EFFECT: Final = "rank is {}, but no parameter is a matrix with a shorter side above it: lower the rank"
-GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale")
 
 
 @final
@@ -65,7 +65,8 @@ class DopplerOptimizer(Optimizer):
     Args:
         params: Parameters, or parameter groups, as for every torch optimizer.
         lr: Learning rate, at least 0.
-        low_pass_filter: The filter along the steps.
+        low_pass_filter: The filter along the steps; or an `OptimalFIR`, whose taps are estimated from the gradients of each
+            parameter group. The latter keeps the last gradients, and neither GaLore nor a compiled update goes with it.
         base: What is done with the filtered gradient: ``"sgd"``, ``"adam"`` (DPAdam), or ``"adam_bc"`` (DPAdamBC,
             which subtracts the noise from the second moment).
         beta2: Decay of the second moment, in [0, 1).
@@ -74,7 +75,7 @@ class DopplerOptimizer(Optimizer):
             gradient. By default ``max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2)``: it matters as much as the
             learning rate, and follows the noise.
         noise_std: Standard deviation of the noise, per coordinate of the mean gradient (the paper's σ_DP). Read by
-            ``"adam_bc"``.
+            ``"adam_bc"`` and by an `OptimalFIR`.
         weight_decay: Decoupled weight decay as in AdamW, at least 0.
         rank: r of GaLore, or None for none.
         update_proj_gap: After how many steps GaLore's basis is found anew.
@@ -109,7 +110,7 @@ class DopplerOptimizer(Optimizer):
         params: ParamsT,
         lr: float,
         *,
-        low_pass_filter: LowPassFilter = PAPER_FILTERS["none"],
+        low_pass_filter: LowPassFilter | OptimalFIR = PAPER_FILTERS["none"],
         base: Base = "sgd",
         beta2: float = 0.999,
         eps: float = 1e-8,
@@ -125,19 +126,23 @@ class DopplerOptimizer(Optimizer):
         state_dtype: torch.dtype | None = None,
         compiled: bool | None = None,
     ) -> None:
-        _check_constants(base=base, beta2=beta2, eps=eps, floor=floor, noise_std=noise_std, state_dtype=state_dtype)
-        for name, value, choices in (
-            ("basis_change", basis_change, BASIS_CHANGES),
-            ("projector", projector, PROJECTORS),
-            ("projector_source", projector_source, PROJECTOR_SOURCES),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
+        check_constants(
+            low_pass_filter=low_pass_filter,
+            base=base,
+            beta2=beta2,
+            eps=eps,
+            floor=floor,
+            noise_std=noise_std,
+            basis_change=basis_change,
+            projector=projector,
+            projector_source=projector_source,
+            state_dtype=state_dtype,
+            compiled=compiled,
+        )
         # These are attributes and no group options: load_state_dict replaces the groups by those of the checkpoint,
         # and with them it would silently put back the noise_std of an earlier run, which is wrong as soon as the
         # privacy arguments have changed.
         self.low_pass_filter = low_pass_filter
-        self._b, self._a = padded_coefficients(low_pass_filter)
         self.basis_change: BasisChange = basis_change
         self.projector: Projector = projector
         self.projector_source: ProjectorSource = projector_source
@@ -162,34 +167,21 @@ class DopplerOptimizer(Optimizer):
         """Adds a group of parameters, as every torch optimizer does.
 
         Args:
-            param_group: ``params``, and those of `GROUP_OPTIONS` that differ from the optimizer's.
+            param_group: ``params``, and those of `arguments.GROUP_OPTIONS` that differ from the optimizer's.
 
         Raises:
             ValueError: If an option lies outside its range, or there is none of that name.
         """
-        group, own = self.defaults | param_group, set(param_group)
-        for name in ("lr", "weight_decay"):
-            if not 0 <= group[name] < math.inf:
-                raise ValueError(f"{name} is {group[name]}: give a finite number of at least 0")
-        if group["rank"] is not None and not (isinstance(group["rank"], int) and group["rank"] >= 1):
-            raise ValueError(f"rank is {group['rank']}: give a whole number of at least 1, or None for no projection")
-        if not (isinstance(group["update_proj_gap"], int) and group["update_proj_gap"] >= 1):
-            raise ValueError(f"update_proj_gap is {group['update_proj_gap']}: give a whole number of at least 1")
-        if not 0 < group["scale"] < math.inf:
-            raise ValueError(f"scale is {group['scale']}: give a finite number above 0")
-        # A scheduler that was there before the group has put its own mark on the others.
-        for name in param_group.keys() - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}:
-            raise ValueError(f"a group has {name}={param_group[name]!r}, which has no effect here: leave it out")
+        own = set(param_group)  # torch adds the defaults to the dict itself
         super().add_param_group(param_group)
-        added = self.param_groups[-1]  # only now are its parameters a list
-        refusal = None
-        if "rank" in own and group["rank"] is not None and not has_projected(added):
-            refusal = RANK_WITHOUT_EFFECT.format(group["rank"])
-        if self.state_dtype is not None and any(p.dtype == torch.float64 for p in added["params"]):
-            refusal = f"state_dtype is {self.state_dtype}, but a parameter is of torch.float64: leave it out"
-        if refusal is not None:
+        added = self.param_groups[-1]  # only now are its parameters a list, and the defaults in it
+        try:
+            check_group(added, own=own, low_pass_filter=self.low_pass_filter, state_dtype=self.state_dtype)
+        except ValueError:
             del self.param_groups[-1]
-            raise ValueError(refusal)
+            raise
+        if isinstance(self.low_pass_filter, OptimalFIR):
+            added["taps"] = [1 / self.low_pass_filter.taps] * self.low_pass_filter.taps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -210,10 +202,15 @@ class DopplerOptimizer(Optimizer):
             state, decay = self._state_of(p, group), 1 - float(group["lr"]) * float(group["weight_decay"])
             if "basis" not in state:
                 work = Work(p.detach(), grad, state["filter_states"], state.get("exp_avg_sq"))
-                works.setdefault(self._numbers(state, lr=group["lr"], decay=decay), []).append(work)
+                numbers = self._numbers(state, group, decay=decay)
+                if "taps" in group:
+                    products = advance_fir(work, taps=group["taps"], beta2=self.beta2, numbers=numbers)
+                    record(state, products, numel=p.numel(), noise_std=self.noise_std)
+                else:
+                    works.setdefault(numbers, []).append(work)
                 continue
             grad, filtered_grad = self._projected(grad, state, group)
-            numbers = self._numbers(state, lr=group["lr"], decay=1.0)
+            numbers = self._numbers(state, group, decay=1.0)
             # What the plain update does to weights of zero is the update itself.
             update, v = torch.zeros_like(grad), state.get("exp_avg_sq")
             if filtered_grad is None:
@@ -225,12 +222,22 @@ class DopplerOptimizer(Optimizer):
             self._one_pass(some, numbers)
         for p, update, basis, scale, decay in lifted:
             add_lifted(p, update, basis, scale=scale, decay=decay)
+        if isinstance(self.low_pass_filter, OptimalFIR):
+            self._adapt(self.low_pass_filter.update_gap)
+
+    def _adapt(self, update_gap: int) -> None:
+        """Finds the taps of each group anew where its steps have come to a multiple of the gap."""
+        for group in self.param_groups:
+            states = [self.state[p] for p in group["params"] if p in self.state]
+            if max((state["step"] for state in states), default=1) % update_gap == 0:
+                group["taps"] = found_anew(group["taps"], states, noise_std=self.noise_std)
 
     def _projected(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Returns the projected gradient, and the projected filtered one where the filter runs ahead of the projection."""
         filtered_grad = None
         if self.projector_source == "filtered":
-            filtered_grad = filtered(in_float32(grad), state["filter_states"], b=self._b, a=self._a)
+            b, a = self._coefficients
+            filtered_grad = filtered(in_float32(grad), state["filter_states"], b=b, a=a)
         if state["steps_in_basis"] % group["update_proj_gap"] == 0:
             source = in_float32(grad) if filtered_grad is None else filtered_grad
             self._renew_basis(source, state, rank=group["rank"])
@@ -238,10 +245,15 @@ class DopplerOptimizer(Optimizer):
         basis = state["basis"]
         return project(grad, basis), None if filtered_grad is None else project(filtered_grad, basis)
 
-    def _numbers(self, state: dict[str, Any], *, lr: float, decay: float) -> Numbers:
+    def _numbers(self, state: dict[str, Any], group: dict[str, Any], *, decay: float) -> Numbers:
         """Advances the step count, and takes the corrections of the zero start into the constants and the step size."""
         state["step"] += 1
-        step_size = float(lr) / bias_correction(state["bias_states"], b=self._b, a=self._a)
+        if "taps" in group:
+            response = math.fsum(group["taps"][: state["step"]])
+        else:
+            b, a = self._coefficients
+            response = bias_correction(state["bias_states"], b=b, a=a)
+        step_size = float(group["lr"]) / response
         if self.base == "sgd":
             return Numbers(step_size=step_size, decay=decay)
         k = 1 - self.beta2 ** state["step"]
@@ -297,10 +309,14 @@ class DopplerOptimizer(Optimizer):
         """
         saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
         for saved_group, group in zip(state_dict["param_groups"], own, strict=False):
-            refuse_other_rank(saved_group, rank=group["rank"])
+            refuse_other_group(saved_group, group)
         for saved_state in saved_states.values():
             refuse_other_state(
-                saved_state, base=self.base, low_pass_filter=self.low_pass_filter, projector_source=self.projector_source
+                saved_state,
+                base=self.base,
+                order=self.low_pass_filter.order,
+                filter_name=str(self.low_pass_filter),
+                projector_source=self.projector_source,
             )
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, own, strict=True):
@@ -316,17 +332,25 @@ class DopplerOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickling and copying take along; torch's own would leave the attributes out."""
-        names = ("low_pass_filter", "_b", "_a", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
+        names = ("low_pass_filter", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
         more = ("projector_source", "state_dtype", "compiled")
         return super().__getstate__() | {name: getattr(self, name) for name in names + more}
+
+    @functools.cached_property
+    def _coefficients(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        assert isinstance(self.low_pass_filter, LowPassFilter), "the taps of the other kind are its groups'"
+        return padded_coefficients(self.low_pass_filter)
 
     @functools.cached_property
     def _one_pass(self) -> OnePass:
         numel = sum(p.numel() for group in self.param_groups for p in group["params"])
         compiled = numel >= WORTH_COMPILING if self.compiled is None else self.compiled
-        return OnePass(b=self._b, a=self._a, beta2=self.beta2, compiled=compiled)
+        b, a = self._coefficients
+        return OnePass(b=b, a=a, beta2=self.beta2, compiled=compiled)
 
     def _dtype_of_state(self, p: Tensor, name: str) -> torch.dtype:
+        if name == "products":
+            return torch.float64
         return full_dtype(p) if self.state_dtype is None or name == "basis" else self.state_dtype
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -351,39 +375,10 @@ class DopplerOptimizer(Optimizer):
         state["filter_states"] = [self._zeros(p, filtered_shape) for _ in range(order)]
         if self.base != "sgd":
             state["exp_avg_sq"] = self._zeros(p, shape)
+        if isinstance(self.low_pass_filter, OptimalFIR):
+            state |= new_estimate(self.low_pass_filter.taps, p.device)
         return state
 
     def _zeros(self, p: Tensor, shape: torch.Size) -> Tensor:
         dtype = self._dtype_of_state(p, "filter_states")
         return torch.zeros_like(p, dtype=dtype) if shape == p.shape else torch.zeros(shape, dtype=dtype, device=p.device)
-
-
-def has_projected(group: dict[str, Any]) -> bool:
-    """Whether GaLore projects any of the group's parameters."""
-    return any(is_projected(p, group) for p in group["params"])
-
-
-def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
-    """Whether GaLore projects this parameter: a matrix whose shorter side is longer than the rank."""
-    return group["rank"] is not None and p.ndim == 2 and min(p.shape) > group["rank"]
-
-
-def _check_constants(
-    *, base: str, beta2: float, eps: float, floor: float | None, noise_std: float, state_dtype: torch.dtype | None
-) -> None:
-    if base not in BASES:
-        raise ValueError(f"base is {base!r}: choose one of {', '.join(BASES)}")
-    if not 0 <= beta2 < 1:
-        raise ValueError(f"beta2 is {beta2}: give a decay in [0, 1)")
-    if not 0 < eps < math.inf:
-        raise ValueError(f"eps is {eps}: give a positive number")
-    if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std is {noise_std}: give a finite number of at least 0")
-    if state_dtype not in (None, torch.bfloat16, torch.float32):
-        raise ValueError(f"state_dtype is {state_dtype}: choose torch.float32 or torch.bfloat16, or leave it out")
-    if floor is None:
-        return
-    if base != "adam_bc":
-        raise ValueError(f"floor is {floor}, but base {base!r} has none: leave it out or set base='adam_bc'")
-    if not 0 < floor < math.inf:
-        raise ValueError(f"floor is {floor}: give a positive number, or leave it out to follow noise_std")

@@ -10,7 +10,6 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.galore import PROJECTOR_SOURCES, ProjectorSource
 
 Base = Literal["sgd", "adam", "adam_bc"]
@@ -52,8 +51,8 @@ def copied_state(state: dict[str, Any], *, device: torch.device, dtype_of: Calla
     return {name: copied(name, value) for name, value in state.items()}
 
 
-def refuse_other_rank(saved_group: dict[str, Any], *, rank: int | None) -> None:
-    """Raises if a parameter group of a checkpoint is not one of a `DopplerOptimizer` of this rank.
+def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> None:
+    """Raises if a parameter group of a checkpoint is not one of a `DopplerOptimizer` with this rank and kind of filter.
 
     Raises:
         ValueError: With the mend.
@@ -63,14 +62,23 @@ def refuse_other_rank(saved_group: dict[str, Any], *, rank: int | None) -> None:
             f"a group of the checkpoint has the options {sorted(saved_group)} and was not written by DopplerOptimizer: load "
             "one that was, or start afresh"
         )
-    if saved_group["rank"] != rank:
+    if saved_group["rank"] != group["rank"]:
         raise ValueError(
-            f"the checkpoint is of rank {saved_group['rank']}, this optimizer of rank {rank}: set rank={saved_group['rank']}"
+            f"the checkpoint is of rank {saved_group['rank']}, this optimizer of rank {group['rank']}: set "
+            f"rank={saved_group['rank']}"
+        )
+    saved_taps, taps = (len(some["taps"]) if "taps" in some else None for some in (saved_group, group))
+    if saved_taps != taps:
+        of = "fixed coefficients" if saved_taps is None else f"{saved_taps} taps that the run finds"
+        here = "fixed ones" if taps is None else f"{taps} taps that the run finds"
+        raise ValueError(
+            f"the checkpoint is of a filter with {of}, this optimizer's has {here}: set the low_pass_filter of the "
+            "checkpoint's run"
         )
 
 
 def refuse_other_state(
-    saved: dict[str, Any], *, base: Base, low_pass_filter: LowPassFilter, projector_source: ProjectorSource
+    saved: dict[str, Any], *, base: Base, order: int, filter_name: str, projector_source: ProjectorSource
 ) -> None:
     """Raises if a parameter's state in a checkpoint is not that of a `DopplerOptimizer` of this kind.
 
@@ -91,8 +99,8 @@ def refuse_other_state(
             f"the checkpoint is of projector_source {other!r}, this optimizer of {projector_source!r}: set "
             f"projector_source={other!r}"
         )
-    if saved_order != low_pass_filter.order:
+    if saved_order != order:
         raise ValueError(
-            f"the checkpoint is of a filter of order {saved_order}, this optimizer's {low_pass_filter} is of order "
-            f"{low_pass_filter.order}: set the low_pass_filter of the checkpoint's run"
+            f"the checkpoint is of a filter of order {saved_order}, this optimizer's {filter_name} is of order {order}: set "
+            "the low_pass_filter of the checkpoint's run"
         )

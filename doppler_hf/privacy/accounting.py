@@ -196,8 +196,7 @@ def get_noise_multiplier(
             f"What was released earlier costs ε = {already:.6g}, which leaves nothing of target_epsilon={target_epsilon}; "
             "raise target_epsilon."
         )
-    # The middle of what is tolerated; where the earlier releases alone come that close, the middle of what is left.
-    aim = max(target_epsilon * (1.0 - _CALIBRATION_TOLERANCE / 2), (already + target_epsilon) / 2)
+    aim = target_epsilon * (1.0 - _CALIBRATION_TOLERANCE / 2)
     tolerated = (math.log(target_epsilon * (1.0 - _CALIBRATION_TOLERANCE) / aim), math.log(target_epsilon / aim))
 
     def excess(noise_multiplier: float, *, by: Accountant) -> float:

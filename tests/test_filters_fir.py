@@ -20,7 +20,7 @@ POLES = {"ar1": [0.95], "ar2": [0.95 * np.exp(0.1j), 0.95 * np.exp(-0.1j)], "fas
 
 
 def make_signal(kind, generator, steps=STEPS):
-    """A signal of mean power 1, and its gradients' true autocorrelation over these steps, from its definition."""
+    """A signal of mean power 1, and its autocorrelation over these steps, from its definition; 0 where negative."""
     if kind == "constant":
         signal = np.tile(generator.normal(size=DIMENSION), (steps, 1))
     else:
@@ -28,7 +28,7 @@ def make_signal(kind, generator, steps=STEPS):
         signal = scipy.signal.lfilter([1], np.poly(POLES[kind]).real, noise, axis=0)[300:]
     signal /= np.sqrt(np.mean(np.sum(signal**2, axis=1)))
     products = [np.mean([signal[t] @ signal[t - lag] for t in range(lag, steps)]) for lag in range(TAPS)]
-    return signal, 0.5 * np.minimum(products, 1)
+    return signal, 0.5 * np.clip(products, 0, 1)
 
 
 @pytest.mark.parametrize("noise_to_signal", [0.0, 1.0, 10.0])
@@ -46,11 +46,12 @@ def test_known_autocorrelations_are_found_within_their_standard_error(kind, nois
     assert error.max() <= {0.0: 0.0, 1.0: 0.0035, 10.0: 0.035}[noise_to_signal]
 
 
-def test_the_stated_error_is_the_error():
+@pytest.mark.parametrize(("kind", "noise_to_signal"), [("ar1", 5.0), ("fast", 0.02)])
+def test_the_stated_error_is_the_error(kind, noise_to_signal):
     """Over 60 draws of the noise the mean square in units of the error is 1 within 6 of its own errors, √(2/60) each."""
     generator = np.random.default_rng(3)
-    signal, true = make_signal("ar1", generator)
-    noise_std = np.sqrt(5 / DIMENSION)
+    signal, true = make_signal(kind, generator)
+    noise_std = np.sqrt(noise_to_signal / DIMENSION)
     error = autocorrelation_standard_error(true, signal_power=1.0, noise_std=noise_std, dimension=DIMENSION, steps=STEPS)
     scores = []
     for _ in range(60):
@@ -58,8 +59,8 @@ def test_the_stated_error_is_the_error():
         scores.append((estimate_autocorrelation(gradients, noise_std, taps=TAPS) - true)[1:] / error[1:])
     squares = np.mean(np.square(scores), axis=0)
     assert np.all(squares < 1 + 6 * np.sqrt(2 / 60))
-    # The error is an upper bound, and for this signal a close one.
-    assert squares.mean() > 0.5
+    # The error is an upper bound, and not a wide one: what is lost is 1 + ρ_2τ ≤ 2.
+    assert squares.mean() > 0.4
 
 
 def test_the_papers_closed_form_is_something_else():

@@ -18,8 +18,8 @@ from doppler_hf.filters import (
     step_response,
 )
 
-LAGS = np.arange(80)
-LARGEST_POLE = 0.01 ** (1 / 80)
+LAGS = np.arange(60)
+LARGEST_POLE = 0.01 ** (1 / 60)
 SIGNALS = {
     "decay": 0.5 * 0.8**LAGS,
     "two decays": 0.25 * 0.9**LAGS + 0.25 * 0.3**LAGS,
@@ -58,7 +58,7 @@ def test_the_search_loses_to_no_grid_of_first_order_filters(name, objective):
     kappa = np.stack([b_0, *((b_0 * poles + b_1) * poles**lag for lag in range(200))], axis=1)
     kappa = kappa[np.cumsum(kappa, axis=1).min(axis=1) > 0]
     assert len(kappa) > 5000
-    signal = kappa[:, :80] @ c
+    signal = kappa[:, :60] @ c
     values = (signal if objective == "snr" else signal**2) / np.sum(kappa**2, axis=1)
     # The grid has the largest pole itself, the search comes within 2e-7 of it.
     assert best >= values.max() * (1 - 1e-5)
@@ -66,7 +66,7 @@ def test_the_search_loses_to_no_grid_of_first_order_filters(name, objective):
     assert best <= values.max() * 1.02
 
 
-@pytest.mark.parametrize("name", ["decay", "oscillation"])
+@pytest.mark.parametrize("name", ["decay", "two decays", "oscillation"])
 def test_the_search_loses_to_no_global_search_at_order_two(name):
     c = SIGNALS[name]
     impulse = np.eye(1, 400)[0]
@@ -79,7 +79,7 @@ def test_the_search_loses_to_no_global_search_at_order_two(name):
         if (abs(middle) + root if spread > 0 else math.hypot(middle, root)) > LARGEST_POLE:
             return 0.0
         kappa = scipy.signal.lfilter([b_0, b_1, a.sum() - b_0 - b_1], a, impulse)
-        return 0.0 if np.cumsum(kappa).min() <= 0 else -float(kappa[:80] @ c / (kappa @ kappa))
+        return 0.0 if np.cumsum(kappa).min() <= 0 else -float(kappa[:60] @ c / (kappa @ kappa))
 
     bounds = [(-1, 1), (-1, 1), (-0.5, 1), (-1, 1)]
     found = scipy.optimize.differential_evolution(loss, bounds, seed=0, maxiter=150, popsize=15, polish=False)
@@ -87,10 +87,10 @@ def test_the_search_loses_to_no_global_search_at_order_two(name):
     assert signal_to_noise_ratio(best_filter(c, 2), c) >= -found.fun * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("name", ["smooth", "oscillation"])
 def test_more_order_is_never_worse(name):
     c = SIGNALS[name]
-    ratios = [signal_to_noise_ratio(best_filter(c, order), c) for order in range(4)]
+    ratios = [signal_to_noise_ratio(best_filter(c, order), c) for order in range(3)]
     assert ratios[0] == pytest.approx(0.5, rel=1e-12)
     assert all(after >= before * (1 - 1e-4) for before, after in itertools.pairwise(ratios))
 
@@ -133,7 +133,7 @@ def test_poles_have_died_out_at_the_last_lag():
 
 
 def test_the_result_is_the_same_each_time():
-    assert best_filter(SIGNALS["oscillation"], 3) == best_filter(SIGNALS["oscillation"], 3)
+    assert best_filter(SIGNALS["oscillation"], 2) == best_filter(SIGNALS["oscillation"], 2)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from typing import Final, Literal
 import numpy as np
 from jaxtyping import Float, Float64
 
-from doppler_hf.filters.best_filter import Objective
+from doppler_hf.filters.best import Objective
 from doppler_hf.filters.design import from_coefficients
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.snr import check_autocorrelation

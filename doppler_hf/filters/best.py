@@ -34,7 +34,9 @@ LAST_LAG: Final = 0.01
 
 # The reflection coefficients are tanh of what is searched, up to 1 - 2e-7.
 SEARCH_RANGE: Final = 8.0
-RANDOM_STARTS: Final = 8
+
+# On seven autocorrelations, orders 1 to 3 and both objectives, 8 starts missed what 64 find once, and 24 never.
+RANDOM_STARTS: Final = 24
 
 
 def best_filter(autocorrelation: Float64[np.ndarray, " lags"], order: int, *, objective: Objective = "snr") -> LowPassFilter:

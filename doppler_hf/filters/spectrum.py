@@ -1,0 +1,282 @@
+r"""Measurement: the autocorrelation and the spectrum of a series of gradients, and how much of its power is signal.
+
+    φ_τ = E⟨g_t, g_{t-τ}⟩ / d,    P(ν) = Σ_τ φ_τ e^{-iπντ},    ∫_0^1 P(ν) dν = φ_0,    ν as a fraction of Nyquist
+
+White noise of variance s² has P = s² at all frequencies, and a filter turns P into |H|² P. The mean is not removed: it is
+the part of the gradient that a low-pass filter is there to keep.
+
+Nobody may look at the signal s_t in g_t = s_t + w_t, but the size σ of the white noise is public, and so
+
+    mean ‖g_t‖² - d σ²         estimates mean ‖s_t‖² from private gradients,
+    mean ‖m̂_t‖² - d σ² Σκ²     the same after a filter with impulse response κ.
+
+Source: DOPPLER, Section 3 (P_s is the Fourier transform of φ_s) and Appendix A; Welch 1967.
+"""
+
+import math
+from typing import Final, Literal, NamedTuple, get_args
+
+import numpy as np
+import scipy.signal
+from jaxtyping import Float, Float64
+
+from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
+from doppler_hf.filters.response import impulse_response, step_response
+
+Method = Literal["welch", "autocorrelation"]
+METHODS: Final[tuple[Method, ...]] = get_args(Method)
+
+NO_FILTER: Final = LowPassFilter(b=(1.0,))
+
+
+class PowerEstimate(NamedTuple):
+    """How much of the mean squared norm of gradients is signal, and how much noise.
+
+    Attributes:
+        signal: Mean squared norm less that of the noise: unbiased, and therefore below 0 at times where there is much
+            noise. It is not clamped, so that it can be averaged.
+        error: Standard error of `signal`.
+        noise: Mean squared norm of the noise, known exactly.
+    """
+
+    signal: float
+    error: float
+    noise: float
+
+    @property
+    def snr(self) -> float:
+        """Signal power per noise power; infinite without noise."""
+        return self.signal / self.noise if self.noise else math.inf
+
+
+def autocorrelation(
+    series: Float[np.ndarray, "steps dimension"], max_lag: int | None = None
+) -> Float64[np.ndarray, " lags"]:
+    r"""The autocorrelation of a series, as a mean over its coordinates: φ_τ = Σ_{t≥τ} ⟨g_t, g_{t-τ}⟩ / (d T).
+
+    Divided by T at every lag, not by the T - τ products that there are: the biased estimate, smaller than the unbiased one
+    by 1 - τ/T, whose spectrum is never negative.
+
+    Args:
+        series: One row for each step, shape (steps, dimension).
+        max_lag: The greatest lag, from 0 to steps - 1; by default steps - 1.
+
+    Returns:
+        φ_0 ... φ_{max_lag}, shape (max_lag + 1,), in squared units of the series; φ_0 is the mean square.
+
+    Raises:
+        ValueError: If the series is empty or not finite, or max_lag is out of range.
+
+    Example:
+        >>> autocorrelation(np.array([[1.0], [1.0], [-1.0]]), 1)
+        array([1., 0.])
+    """
+    series = _checked(series)
+    steps = len(series)
+    max_lag = steps - 1 if max_lag is None else max_lag
+    if not isinstance(max_lag, int | np.integer) or not 0 <= max_lag < steps:
+        raise ValueError(f"max_lag is {max_lag}: give an integer from 0 to {steps - 1}, one less than the steps")
+    # Padded, so that no product wraps around the end.
+    power = np.abs(np.fft.rfft(series, n=2 * steps, axis=0)) ** 2
+    return np.fft.irfft(power.mean(axis=1), n=2 * steps)[: max_lag + 1] / steps
+
+
+def power_spectral_density(
+    series: Float[np.ndarray, "steps dimension"], method: Method = "welch", *, segment: int | None = None
+) -> tuple[Float64[np.ndarray, " frequencies"], Float64[np.ndarray, " frequencies"]]:
+    r"""The distribution of a series' power over frequency, as a mean over its coordinates.
+
+    Args:
+        series: One row for each step, shape (steps, dimension).
+        method: ``"welch"`` averages the spectra of half overlapping segments under a Hann window: less detail, less error.
+            ``"autocorrelation"`` is the paper's, the Fourier transform of `autocorrelation` at all lags: every
+            frequency, each coordinate with an error as large as the value itself.
+        segment: Length of Welch's segments, from 2 to steps; by default 2/9 of the steps, which makes eight of them.
+
+    Returns:
+        Frequencies as fractions of Nyquist from 0 on, and P there in squared units of the series. Over the whole circle,
+        where all frequencies but 0 and 1 count twice, the paper's method has exactly the mean φ_0.
+
+    Raises:
+        ValueError: If the series is empty or not finite, there is no such method, or segment is out of range or given for
+            a method without segments.
+
+    Example:
+        >>> power_spectral_density(np.array([[1.0], [1.0]]), "autocorrelation")
+        (array([0. , 0.5, 1. ]), array([2., 1., 0.]))
+
+    Source:
+        DOPPLER, Section 3 and Appendix A; `scipy.signal.welch`.
+    """
+    series = _checked(series)
+    steps = len(series)
+    if method == "autocorrelation":
+        if segment is not None:
+            raise ValueError(f"segment is {segment}, but the autocorrelation is taken over all lags: leave it out")
+        lags = autocorrelation(series)
+        # Both signs of τ: twice the real part, less the lag 0 that both contain.
+        density = 2 * np.fft.rfft(lags, n=2 * steps).real - lags[0]
+        return np.arange(steps + 1) / steps, density
+    if method != "welch":
+        raise ValueError(f"method is {method!r}: choose one of {', '.join(METHODS)}")
+    segment = max(2, 2 * steps // 9) if segment is None else segment
+    if not isinstance(segment, int | np.integer) or not 2 <= segment <= steps:
+        raise ValueError(f"segment is {segment}: give an integer from 2 to the {steps} steps")
+    # Two-sided: SciPy's one-sided density doubles all frequencies but 0 and Nyquist, where noise would then not be flat.
+    _, density = scipy.signal.welch(series, nperseg=segment, detrend=False, return_onesided=False, axis=0)
+    frequencies = np.arange(segment // 2 + 1) * 2 / segment
+    return frequencies, density[: len(frequencies)].mean(axis=1)
+
+
+def corrected_output(
+    filter: LowPassFilter, series: Float[np.ndarray, "steps dimension"]
+) -> Float64[np.ndarray, "steps dimension"]:
+    r"""What the optimizer makes of a series from its first step on: m̂_t = m_t / c_t.
+
+    Args:
+        filter: The filter, with states of zero before the first step.
+        series: One row for each step, shape (steps, dimension).
+
+    Returns:
+        m̂, shape (steps, dimension).
+
+    Raises:
+        ValueError: If the series is empty or not finite.
+
+    Example:
+        >>> corrected_output(LowPassFilter(b=(0.5,), a=(1.0, -0.5)), np.array([[1.0], [4.0]]))
+        array([[1.],
+               [3.]])
+
+    Source:
+        DOPPLER, Algorithm 1, lines 6-8.
+    """
+    series = _checked(series)
+    return scipy.signal.lfilter(filter.b, filter.a, series, axis=0) / step_response(filter, len(series))[:, None]
+
+
+def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
+    r"""The share of white noise power that is in m̂_t: Σ_{τ≤t} κ_τ² / c_t², from 1 down to Σκ² once the filter is settled.
+
+    Args:
+        filter: The filter.
+        steps: How many steps from the first on, at least 1.
+
+    Returns:
+        The noise gain at each step, shape (steps,).
+
+    Raises:
+        ValueError: If steps is less than 1.
+
+    Example:
+        >>> corrected_noise_gain(LowPassFilter(b=(0.5,), a=(1.0, -0.5)), 2).round(6)
+        array([1.      , 0.555556])
+    """
+    return np.cumsum(impulse_response(filter, steps) ** 2) / step_response(filter, steps) ** 2
+
+
+def estimate_power(
+    square_norms: Float[np.ndarray, " steps"],
+    *,
+    noise_std: float,
+    dimension: int,
+    filter: LowPassFilter = NO_FILTER,
+    first_step: int = 0,
+) -> PowerEstimate:
+    r"""The power of the signal in successive noisy gradients, before a filter or after it.
+
+    The standard error is that of the noise, for the signal that was there: with R_τ = Σ_j κ_j κ_{j+τ} the noise's
+    autocorrelation after the filter,
+
+        T Var = 2 d σ⁴ Σ_{|τ|<T} (1 - |τ|/T) R_τ² + 4 σ² S Σ_{|τ|<T} |R_τ|,
+
+    where the second term is an upper bound, S the estimate, or 0 where that is negative. The steps
+    in which the filter settles have their own noise gain G_t in place of R_0, and R_τ is scaled to it, which
+    overstates the error of the first few steps.
+
+    Args:
+        square_norms: ‖g_t‖², or with a filter ‖m̂_t‖², of successive steps, shape (steps,).
+        noise_std: Standard deviation σ of the white noise per coordinate of g.
+        dimension: Number of coordinates d.
+        filter: The filter that m̂ is from; none by default.
+        first_step: How many steps the filter had run before the first of these.
+
+    Returns:
+        The powers of signal and noise, in squared units of the gradient, and the standard error.
+
+    Raises:
+        ValueError: If there are no squared norms, one of them is negative or not finite, noise_std or first_step is
+            negative, or dimension is less than 1.
+
+    Example:
+        >>> estimate_power(np.array([3.0, 5.0]), noise_std=1.0, dimension=2)
+        PowerEstimate(signal=2.0, error=2.449489742783178, noise=2.0)
+    """
+    if square_norms.ndim != 1 or not len(square_norms):
+        raise ValueError(f"the squared norms have shape {square_norms.shape}: give one for each step in one row")
+    for square in square_norms:
+        if not 0 <= square < math.inf:
+            raise ValueError(f"a squared norm is {square}: give finite numbers of at least 0")
+    if not 0 <= noise_std < math.inf:
+        raise ValueError(f"noise_std is {noise_std}: give a standard deviation, 0 for none")
+    if dimension < 1 or first_step < 0:
+        raise ValueError(f"dimension is {dimension} and first_step is {first_step}: at least 1 and 0")
+    steps = len(square_norms)
+    gains = corrected_noise_gain(filter, first_step + steps)[first_step:]
+    noise = dimension * noise_std**2 * float(gains.mean())
+    signal = float(square_norms.mean()) - noise
+    correlation = _output_correlation(filter, steps)
+    weights = np.where(np.arange(steps) == 0, 1.0, 2.0)
+    of_noise = (
+        2 * dimension * noise_std**4 * float(np.mean(gains**2) * (weights * (1 - np.arange(steps) / steps)) @ correlation**2)
+    )
+    of_both = 4 * noise_std**2 * max(signal, 0.0) * float(gains.mean() * weights @ np.abs(correlation))
+    return PowerEstimate(signal, math.sqrt((of_noise + of_both) / steps), noise)
+
+
+def measure_noise_gain(
+    noise: Float[np.ndarray, "steps dimension"], filtered: Float[np.ndarray, "steps dimension"]
+) -> tuple[float, float]:
+    r"""The noise gain of whatever filtered some noise: Σ‖w̃_t‖² / Σ‖w_t‖².
+
+    The standard error is that of a ratio of sums over the coordinates, which must be independent and at least two:
+    with A_i, B_i the sums of coordinate i and r the ratio, √(Σ(A_i - r B_i)² d/(d-1)) / ΣB_i.
+
+    Args:
+        noise: The noise w, shape (steps, dimension).
+        filtered: The same noise after the filter, of steps in which that is settled, shape (steps, dimension).
+
+    Returns:
+        The noise gain, and its standard error.
+
+    Raises:
+        ValueError: If a series is empty, not finite, or of fewer than two coordinates, or the noise is zero.
+
+    Example:
+        >>> measure_noise_gain(np.array([[1.0, -1.0]]), np.array([[0.5, -0.5]]))
+        (0.25, 0.0)
+    """
+    after, before = (np.sum(_checked(series) ** 2, axis=0) for series in (filtered, noise))
+    if len(before) < 2 or not before.any():
+        raise ValueError(f"the noise has shape {noise.shape} and power {before.sum()}: give two coordinates or more of some")
+    gain = float(after.sum() / before.sum())
+    dimension = len(before)
+    error = math.sqrt(float(np.sum((after - gain * before) ** 2)) * dimension / (dimension - 1)) / float(before.sum())
+    return gain, error
+
+
+def _output_correlation(filter: LowPassFilter, lags: int) -> Float64[np.ndarray, " lags"]:
+    """R_τ / R_0 of white noise after a settled filter, τ = 0 ... lags - 1."""
+    kappa = np.concatenate(list(impulse_blocks(filter.b, filter.a)))
+    power = np.abs(np.fft.rfft(kappa, n=2 * max(len(kappa), lags))) ** 2
+    correlation = np.fft.irfft(power)[:lags]
+    return correlation / correlation[0]
+
+
+def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, "steps dimension"]:
+    series = np.asarray(series, dtype=np.float64)
+    if series.ndim != 2 or not series.size:
+        raise ValueError(f"the series has shape {series.shape}: give (steps, dimension), neither of them 0")
+    if not np.isfinite(series).all():
+        raise ValueError(f"the series is not finite at step {np.argmin(np.isfinite(series).all(axis=1))}")
+    return series

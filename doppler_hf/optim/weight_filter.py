@@ -1,0 +1,168 @@
+r"""The same filter on the weights: the trajectory that training takes is low-passed, and the filtered weights are used.
+
+    m_t = lowpass(w)_t,    ŵ_t = m_t / c_t,    w_t the weights after step t
+
+With momentum's filter and its start-up correction this is the exponential moving average of weights, which De et al. 2022
+("Unlocking High-Accuracy Differentially Private Image Classification through Scale") found to matter. Training goes on
+with w.
+
+The weights are private, as they are made of private gradients alone; so is what is made of them.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from doppler_hf.filters import LowPassFilter
+from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
+from doppler_hf.optim.one_pass import CPU_SLICE
+from doppler_hf.optim.state import full_dtype
+
+
+@final
+class WeightFilter:
+    """Low-passes the trajectory of parameters. It holds ``low_pass_filter.order + 1`` tensors for each, float32 at least.
+
+    Args:
+        params: The parameters that are trained.
+        low_pass_filter: The filter along the steps.
+
+    Raises:
+        ValueError: If there are no parameters.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> weight_filter = WeightFilter([weight], LowPassFilter.parse("momentum:beta=0.5"))
+        >>> for step in range(2):
+        ...     weight.data += 3.0
+        ...     weight_filter.update()
+        >>> with weight_filter.applied():
+        ...     print(weight.data)
+        tensor([5.])
+        >>> weight.data
+        tensor([6.])
+
+    Source:
+        DOPPLER, Algorithm 1, lines 6-8, with weights in place of gradients.
+    """
+
+    def __init__(self, params: Iterable[Tensor], low_pass_filter: LowPassFilter) -> None:
+        self.low_pass_filter = low_pass_filter
+        self._params = list(params)
+        if not self._params:
+            raise ValueError("there are no parameters: give those that are trained")
+        # c_t of the last update; 0 before the first, when there is nothing to apply.
+        self._response = 0.0
+        self._bias_states = [0.0] * low_pass_filter.order
+        self._filter_states = [[_zeros(p) for _ in range(low_pass_filter.order)] for p in self._params]
+        self._filtered = [_zeros(p) for p in self._params]
+        self._raw: list[Tensor] | None = None  # while the filtered weights are in the parameters
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the weights after an optimizer step into the average.
+
+        Raises:
+            ValueError: If the filtered weights are in the parameters.
+        """
+        self._refuse_while_applied("update()")
+        b, a = padded_coefficients(self.low_pass_filter)
+        self._response = bias_correction(self._bias_states, b=b, a=a)
+        for p, states, filtered in zip(self._params, self._filter_states, self._filtered, strict=True):
+            tensors = [p.detach(), filtered, *states]
+            for weight, result, *parts in _slices(tensors):
+                result.copy_(low_pass(weight.to(result.dtype), parts, b=b, a=a))
+
+    @torch.no_grad()
+    def copy_to_params(self) -> None:
+        """Puts the filtered weights into the parameters, rounded to their dtype; before the first update it does nothing."""
+        if self._response:
+            for p, filtered in zip(self._params, self._filtered, strict=True):
+                p.copy_(filtered / self._response)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Has the filtered weights in the parameters, and afterwards, whatever happened, the raw ones again.
+
+        Inside of another one it changes nothing.
+        """
+        if self._raw is not None:
+            yield
+            return
+        self._raw = [p.detach().clone() for p in self._params]
+        try:
+            self.copy_to_params()
+            yield
+        finally:
+            _copy(self._raw, self._params)
+            self._raw = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the filter's states and the raw weights, whichever are in the parameters: numbers, tensors, and lists."""
+        return {
+            "b": list(self.low_pass_filter.b),
+            "a": list(self.low_pass_filter.a),
+            "response": self._response,
+            "bias_states": list(self._bias_states),
+            "filter_states": self._filter_states,
+            "filtered": self._filtered,
+            "raw": self._raw if self._raw is not None else [p.detach() for p in self._params],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of the same filter and parameters: the states, and into the parameters the raw weights.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it is of another filter or of other parameters, or if the filtered weights are in the parameters.
+                Nothing has changed then.
+        """
+        self._refuse_while_applied("load_state_dict()")
+        saved = LowPassFilter(b=tuple(state_dict["b"]), a=tuple(state_dict["a"]))
+        if saved != self.low_pass_filter:
+            raise ValueError(
+                f"the checkpoint is of the weight filter {saved}, this one is {self.low_pass_filter}: set that of the "
+                "checkpoint's run"
+            )
+        shapes, own = ([tuple(tensor.shape) for tensor in tensors] for tensors in (state_dict["raw"], self._params))
+        if shapes != own:
+            raise ValueError(
+                f"the checkpoint's weights have the shapes {shapes}, the parameters {own}: build the model of the "
+                "checkpoint's run, with the same parameters trained"
+            )
+        self._response = state_dict["response"]
+        self._bias_states = list(state_dict["bias_states"])
+        for states, saved_states in zip(self._filter_states, state_dict["filter_states"], strict=True):
+            _copy(saved_states, states)
+        _copy(state_dict["filtered"], self._filtered)
+        _copy(state_dict["raw"], self._params)
+
+    def _refuse_while_applied(self, call: str) -> None:
+        if self._raw is not None:
+            raise ValueError(f"{call} inside of applied(), where the parameters hold the filtered weights: call it outside")
+
+
+def _zeros(p: Tensor) -> Float[Tensor, "*shape"]:
+    return torch.zeros_like(p, dtype=full_dtype(p), requires_grad=False)
+
+
+@torch.no_grad()
+def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _slices(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields parts of all tensors that fit into the cache together, as `one_pass.slices` does."""
+    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+        yield tensors
+        return
+    flat = [tensor.view(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), CPU_SLICE):
+        yield [tensor[start : start + CPU_SLICE] for tensor in flat]

@@ -1,0 +1,84 @@
+"""A low-pass filter on the weights of a run: who looks at the model sees the filtered ones, training has the raw ones.
+
+A checkpoint's model files hold the filtered weights, so that `from_pretrained` and the choice of the best model get them.
+`weight_filter.pt` beside them holds the raw weights and the filter's states, from which a run is resumed.
+
+The hooks of the host are enough to follow a run. What the host evaluates and saves it calls by itself, so `DopplerTrainer`
+puts `applied` around `evaluation_loop` and `save_model`.
+"""
+
+import contextlib
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from doppler_hf.filters import LowPassFilter
+from doppler_hf.optim import WeightFilter
+from doppler_hf.training_args import DopplerTrainingArguments
+
+WEIGHT_FILTER_NAME: Final = "weight_filter.pt"
+
+
+class WeightFilterCallback(TrainerCallback):
+    """Filters the trained weights of a run. After training the model holds the filtered ones.
+
+    Args:
+        low_pass_filter: The filter along the steps.
+
+    Attributes:
+        checkpoint: The folder from which the next run is resumed, or None.
+    """
+
+    def __init__(self, low_pass_filter: LowPassFilter) -> None:
+        self._low_pass_filter = low_pass_filter
+        self._weights: WeightFilter | None = None
+        self.checkpoint: str | None = None
+
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        """Have the filtered weights in the model for a while; before and after training it is as it is."""
+        return contextlib.nullcontext() if self._weights is None else self._weights.applied()
+
+    def on_train_begin(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin with the weights of the model, or go on with those of the checkpoint.
+
+        Raises:
+            ValueError: The checkpoint has no raw weights, or those of another filter or model.
+        """
+        weights = WeightFilter((p for p in kwargs["model"].parameters() if p.requires_grad), self._low_pass_filter)
+        if self.checkpoint is not None:
+            path = Path(self.checkpoint) / WEIGHT_FILTER_NAME
+            if not path.exists():
+                raise ValueError(
+                    f"There is no {WEIGHT_FILTER_NAME} in {self.checkpoint}, so the weights that training would go on with "
+                    "are unknown. Resume without a weight filter if that run had none, or from another checkpoint."
+                )
+            weights.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        self._weights = weights
+
+    def on_step_end(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the new weights in."""
+        assert self._weights is not None
+        self._weights.update()
+
+    def on_save(self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Put the raw weights and the filter's states into the checkpoint, if a run shall be resumed from it."""
+        assert self._weights is not None
+        if args.should_save and not args.save_only_model:
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            torch.save(self._weights.state_dict(), folder / WEIGHT_FILTER_NAME)
+
+    def on_train_end(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the filtered weights in the model: the last ones, or the best checkpoint's, which the host has loaded."""
+        assert self._weights is not None
+        if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):
+            self._weights.copy_to_params()
+        self._weights = None

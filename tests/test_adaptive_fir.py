@@ -1,0 +1,337 @@
+"""The filter whose taps follow the gradients: against a plain NumPy loop, for a known autocorrelation, and resumed."""
+
+import io
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    LowPassFilter,
+    autocorrelation_standard_error,
+    impulse_response,
+    moving_average,
+    optimal_fir,
+)
+from doppler_hf.optim import DopplerOptimizer, LowPassOptimizer, OptimalFIR
+from doppler_hf.optim.adaptive_fir import fir
+
+BASES = ["sgd", "adam", "adam_bc"]
+SHAPES = [(4, 5), (7,), (3, 6)]  # the last one is a group of its own
+FIR = OptimalFIR(taps=4, update_gap=5)
+
+
+def normal(*shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def gradient(shape, *, index, step):
+    """A signal that turns slowly, and noise of standard deviation 0.5."""
+    angle = step / (6.0 if index < 2 else 2.0)
+    signal = normal(*shape, seed=index) * np.cos(angle) + normal(*shape, seed=50 + index) * np.sin(angle)
+    return signal + 0.5 * normal(*shape, seed=1000 * (index + 1) + step)
+
+
+def has_gradient(index, step):
+    """The second parameter begins at the third step and pauses later."""
+    return index != 1 or (step >= 3 and step % 7 != 0)
+
+
+def parameters(dtype=torch.float64):
+    return [torch.nn.Parameter(torch.from_numpy(normal(*shape, seed=90 + i)).to(dtype)) for i, shape in enumerate(SHAPES)]
+
+
+def optimizer_of(params, **options):
+    constants = {"lr": 0.05, "low_pass_filter": FIR, "base": "adam_bc", "noise_std": 0.5, "weight_decay": 0.1, "beta2": 0.98}
+    return DopplerOptimizer([{"params": params[:2]}, {"params": params[2:]}], **constants | options)
+
+
+def run(optimizer, params, steps):
+    for step in steps:
+        for index, p in enumerate(params):
+            p.grad = None
+            if has_gradient(index, step):
+                p.grad = torch.from_numpy(gradient(p.shape, index=index, step=step)).to(p.dtype)
+        optimizer.step()
+
+
+def plain_loop(steps, *, base, noise_std=0.5, eps=0.01, floor=1e-3):
+    """Whole histories in NumPy. Returns the weights of every step, and the taps that each group had in it."""
+    weights = [normal(*shape, seed=90 + i) for i, shape in enumerate(SHAPES)]
+    seen, moments = [[] for _ in SHAPES], [np.zeros(shape) for shape in SHAPES]
+    taps, iterates, used = {0: np.full(4, 0.25), 1: np.full(4, 0.25)}, [], []
+    groups = {0: [0, 1], 1: [2]}
+    for step in steps:
+        used.append({group: values.tolist() for group, values in taps.items()})
+        for group, members in groups.items():
+            for i in members:
+                if not has_gradient(i, step):
+                    continue
+                seen[i].append(gradient(SHAPES[i], index=i, step=step))
+                pairs = list(zip(taps[group], reversed(seen[i]), strict=False))
+                m_hat = sum(tap * g for tap, g in pairs) / sum(tap for tap, _ in pairs)
+                moments[i] = 0.98 * moments[i] + 0.02 * seen[i][-1] ** 2
+                v = moments[i] / (1 - 0.98 ** len(seen[i]))
+                if base == "adam_bc":
+                    m_hat = m_hat / np.sqrt(np.maximum(v - noise_std**2, floor))
+                elif base == "adam":
+                    m_hat = m_hat / np.maximum(np.sqrt(v), eps)
+                weights[i] = weights[i] - 0.05 * (0.1 * weights[i] + m_hat)
+            if max(len(seen[i]) for i in members) % 5 == 0:
+                taps[group] = estimated([seen[i] for i in members], taps[group], noise_std)
+        iterates.append([weight.copy() for weight in weights])
+    return iterates, used
+
+
+def estimated(histories, taps, noise_std):
+    sums, counts = np.zeros(4), np.zeros(4)
+    for history in histories:
+        for end in range(len(history)):
+            for lag in range(min(4, end + 1)):
+                fade = 0.998 ** (len(history) - 1 - end)
+                sums[lag] += fade * (
+                    np.vdot(history[end], history[end - lag]) - (lag == 0) * history[end].size * noise_std**2
+                )
+                counts[lag] += fade * history[end].size
+    means = sums / counts
+    if means[0] <= 2 * noise_std**2 * np.sqrt(2 / counts[0]):
+        return taps
+    correlation = np.clip(means / means[0], 0, 1)
+    return correlation / correlation.sum()
+
+
+@pytest.mark.parametrize("slice_size", [2**17, 3])
+@pytest.mark.parametrize("base", BASES)
+def test_equals_a_plain_loop(base, slice_size, monkeypatch):
+    monkeypatch.setattr("doppler_hf.optim.one_pass.CPU_SLICE", slice_size)
+    expected, used = plain_loop(range(1, 24), base=base)
+    params = parameters()
+    optimizer = optimizer_of(params, base=base, eps=0.01, floor=1e-3 if base == "adam_bc" else None)
+    for step in range(1, 24):
+        taps = [group["taps"] for group in optimizer.param_groups]
+        np.testing.assert_allclose(taps, [used[step - 1][0], used[step - 1][1]], rtol=1e-10, atol=1e-12)
+        run(optimizer, params, [step])
+        for p, weight in zip(params, expected[step - 1], strict=True):
+            np.testing.assert_allclose(p.detach().numpy(), weight, rtol=1e-10, atol=1e-12)
+    first, last = used[0], used[-1]
+    assert all(first[group] != last[group] for group in (0, 1))
+    assert last[0] != last[1]
+
+
+def test_begins_as_a_moving_average():
+    ours, theirs = parameters(), parameters()
+    run(optimizer_of(ours, low_pass_filter=OptimalFIR(taps=4)), ours, range(1, 20))
+    run(optimizer_of(theirs, low_pass_filter=moving_average(4)), theirs, range(1, 20))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_pure_noise_leaves_the_taps_as_they_are():
+    p = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float64))
+    optimizer = DopplerOptimizer([p], 0.1, low_pass_filter=FIR, noise_std=2.0)
+    for step in range(50):
+        p.grad = torch.from_numpy(2.0 * normal(1000, seed=step))
+        optimizer.step()
+    # The seeds are fixed. With others one of the ten looks may well exceed two standard errors: each does in 2.3 %.
+    assert optimizer.param_groups[0]["taps"] == [0.25] * 4
+    zeros = torch.nn.Parameter(torch.zeros(3))
+    optimizer = DopplerOptimizer([zeros], 0.1, low_pass_filter=FIR)  # nothing at all, and no noise to compare it with
+    for _ in range(10):
+        zeros.grad = torch.zeros(3)
+        optimizer.step()
+    assert optimizer.param_groups[0]["taps"] == [0.25] * 4
+
+
+RHO, STEPS, SIZE, NOISE_STD = 0.6, 300, 20_000, 1.0
+
+
+def noisy_ar1(*, noise_std=NOISE_STD):
+    """Signal s_t = ρ s_{t-1} + √(1-ρ²) e_t of power 0.5 per coordinate, and white noise, without end."""
+    rng = np.random.default_rng(0)
+    signal = rng.standard_normal(SIZE)
+    while True:
+        yield np.sqrt(0.5) * signal + noise_std * rng.standard_normal(SIZE)
+        signal = RHO * signal + np.sqrt(1 - RHO**2) * rng.standard_normal(SIZE)
+
+
+@pytest.fixture(scope="module")
+def found_taps():
+    p = torch.nn.Parameter(torch.zeros(SIZE))
+    optimizer = DopplerOptimizer([p], 0.1, low_pass_filter=OptimalFIR(taps=8, update_gap=STEPS), noise_std=NOISE_STD)
+    for grad in itertools.islice(noisy_ar1(), STEPS):
+        p.grad = torch.from_numpy(grad).float()
+        optimizer.step()
+    return np.array(optimizer.param_groups[0]["taps"])
+
+
+def test_taps_recover_a_known_autocorrelation(found_taps):
+    c = 0.5 * RHO ** np.arange(8)
+    error = autocorrelation_standard_error(c, signal_power=SIZE / 2, noise_std=NOISE_STD, dimension=SIZE, steps=STEPS)
+    # The stated error is for a given signal; that of a chance signal's own correlation, at most √((1+ρ²)/(1-ρ²)/(4 T d)),
+    # is added. Seven lags beyond 5.5 of them: 3e-7.
+    of_signal = np.sqrt((1 + RHO**2) / (1 - RHO**2) / (4 * STEPS * SIZE))
+    tolerance = 5.5 * (error + of_signal)
+    assert tolerance.max() < 0.01
+    estimate = found_taps / found_taps[0] / 2
+    assert np.all(np.abs(estimate - c) <= tolerance)
+    np.testing.assert_allclose(found_taps.sum(), 1.0, rtol=1e-12)
+
+
+def test_output_has_more_signal_to_noise_than_any_fixed_filter(found_taps):
+    def signal_to_noise(low_pass_filter):
+        """Power of the output's part along the present signal over that of its noise, for equal powers of the input."""
+        kappa = impulse_response(low_pass_filter, 200)
+        return (kappa @ RHO ** np.arange(200)) ** 2 / (kappa @ kappa)
+
+    ours = signal_to_noise(LowPassFilter(b=tuple(found_taps)))
+    others = {name: signal_to_noise(low_pass_filter) for name, low_pass_filter in PAPER_FILTERS.items()}
+    assert ours > 1.05 * max(others.values())
+    assert ours > 0.999 * signal_to_noise(optimal_fir(RHO ** np.arange(8)))
+
+
+def test_forgets_what_was():
+    """A signal that stands still for 600 steps, and then is another one every step: the lags lose their weight."""
+    p = torch.nn.Parameter(torch.zeros(200, dtype=torch.float64))
+    optimizer = DopplerOptimizer([p], 0.1, low_pass_filter=OptimalFIR(taps=2, update_gap=100))
+    for step in range(1200):
+        p.grad = torch.from_numpy(normal(200, seed=0 if step < 600 else step))
+        optimizer.step()
+    still = 0.998**600 * (1 - 0.998**600) / (1 - 0.998**1200)  # what is left of the first half
+    expected = still / (1 + still)
+    # b_1 = ρ / (1 + ρ): the 600 products of the second half are white, with a deviation of √200 each.
+    assert abs(optimizer.param_groups[0]["taps"][1] - expected) < 0.03
+    assert expected < 0.2
+
+
+def test_noise_is_subtracted_as_it_was_in_its_step():
+    p = torch.nn.Parameter(torch.zeros(5000, dtype=torch.float64))
+    optimizer = DopplerOptimizer([p], 0.1, low_pass_filter=OptimalFIR(taps=2, update_gap=100), noise_std=3.0)
+    signal = normal(5000, seed=1)
+    for step in range(100):
+        optimizer.noise_std = 3.0 if step < 50 else 0.1
+        p.grad = torch.from_numpy(signal + optimizer.noise_std * normal(5000, seed=10 + step))
+        optimizer.step()
+    # A signal that stands still: equal taps, were it not for the noise, whose deviation in ρ is 9 / √(50 · 5000) = 0.02.
+    assert optimizer.param_groups[0]["taps"][1] == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [(torch.float64, None), (torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("done", [3, 10, 12])  # before the first estimate, right after the second, and within
+def test_resuming_is_uninterrupted_to_the_bit(dtype, state_dtype, done):
+    params = parameters(dtype)
+    whole = optimizer_of(params, state_dtype=state_dtype)
+    run(whole, params, range(1, done + 1))
+    resumed_params = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    file = io.BytesIO()
+    torch.save(whole.state_dict(), file)
+    file.seek(0)
+    resumed = optimizer_of(resumed_params, state_dtype=state_dtype)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert resumed.state[resumed_params[0]]["products"].dtype == torch.float64
+    assert resumed.state[resumed_params[0]]["filter_states"][0].dtype == (
+        state_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
+    )
+    for optimizer, some in ((whole, params), (resumed, resumed_params)):
+        run(optimizer, some, range(done + 1, 24))
+    for one, other in zip(params, resumed_params, strict=True):
+        assert torch.equal(one, other)
+    assert [group["taps"] for group in whole.param_groups] == [group["taps"] for group in resumed.param_groups]
+    assert whole.param_groups[0]["taps"] != [0.25] * 4
+
+
+def test_state_is_a_function_of_the_private_gradients_alone():
+    """No privacy is spent: with other weights, losses and data, but the same `p.grad`, all that is kept is the same."""
+    states = []
+    for offset in (0.0, 100.0):
+        params = parameters()
+        for p in params:
+            p.data.add_(offset)
+        optimizer = optimizer_of(params)
+        run(optimizer, params, range(1, 12))
+        states.append(optimizer.state_dict())
+    for one, other in zip(states[0]["state"].values(), states[1]["state"].values(), strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+
+
+def test_products_and_output_of_one_step():
+    grad, history = torch.tensor([1.0, 2.0]), [torch.tensor([3.0, 4.0]), torch.tensor([-1.0, 1.0])]
+    filtered, products = fir(grad, history, taps=[0.5, 0.25, 0.25])
+    torch.testing.assert_close(filtered, torch.tensor([1.0, 2.25]), rtol=1e-6, atol=1e-6)
+    assert products.tolist() == [5.0, 11.0, 1.0]
+
+
+def test_tensors_that_are_not_contiguous_are_stepped_too():
+    def params_of(*, transposed):
+        values = torch.from_numpy(normal(4, 5, seed=3))
+        return [torch.nn.Parameter(values.T.contiguous().T if transposed else values)]
+
+    ends = []
+    for transposed in (False, True):
+        (p,) = params = params_of(transposed=transposed)
+        optimizer = DopplerOptimizer(params, 0.1, low_pass_filter=FIR, noise_std=0.5)
+        for step in range(12):
+            p.grad = torch.from_numpy(gradient((4, 5), index=0, step=step))
+            optimizer.step()
+        ends.append(p.detach().clone())
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"taps": 1}, "taps is 1: give a whole number of at least 2"),
+        ({"taps": 2.5}, r"taps is 2\.5"),
+        ({"taps": 4, "update_gap": 0}, "update_gap is 0"),
+    ],
+)
+def test_what_is_no_number_of_taps_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OptimalFIR(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2}, "rank is 2, but optimal-fir:taps=4 compares gradients of different steps"),
+        ({"compiled": True}, "compiled is True, but optimal-fir:taps=4 has taps that change"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_at_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(parameters(), **options)
+
+
+def test_other_optimizers_refuse_it():
+    with pytest.raises(ValueError, match="give a fixed LowPassFilter"):
+        LowPassOptimizer(torch.optim.SGD(parameters(), lr=0.1), FIR)
+
+
+@pytest.mark.parametrize("steps", [0, 6])
+@pytest.mark.parametrize(
+    ("saved_filter", "own_filter", "message"),
+    [
+        (FIR, OptimalFIR(taps=3), "with 4 taps that the run finds, this optimizer's has 3 taps that the run finds"),
+        (FIR, moving_average(4), "with 4 taps that the run finds, this optimizer's has fixed ones"),
+        (moving_average(4), FIR, "with fixed coefficients, this optimizer's has 4 taps that the run finds"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_filter_is_refused(saved_filter, own_filter, message, steps):
+    params, others = parameters(), parameters()
+    saving, loading = optimizer_of(params, low_pass_filter=saved_filter), optimizer_of(others, low_pass_filter=own_filter)
+    run(saving, params, range(1, steps + 1))
+    with pytest.raises(ValueError, match=message):
+        loading.load_state_dict(saving.state_dict())
+    assert not loading.state
+
+
+def test_named_as_in_the_grammar():
+    assert str(OptimalFIR(taps=8, update_gap=20)) == "optimal-fir:taps=8"

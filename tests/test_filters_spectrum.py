@@ -1,0 +1,226 @@
+"""Spectra equal SciPy's and the sums that define them, and the estimates of signal and noise have the stated errors."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.signal
+
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    LowPassFilter,
+    PowerEstimate,
+    autocorrelation,
+    corrected_noise_gain,
+    corrected_output,
+    estimate_power,
+    frequency_response,
+    measure_noise_gain,
+    noise_gain,
+    power_spectral_density,
+)
+
+SERIES = np.random.default_rng(0).normal(size=(45, 3)) + 1.5
+FIRST_ORDER = PAPER_FILTERS["first-order-v1"]
+
+
+# --- autocorrelation and spectrum -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_lag", [0, 7, 44])
+def test_autocorrelation_is_its_double_sum(max_lag):
+    expected = [
+        sum(SERIES[t, i] * SERIES[t - lag, i] for t in range(lag, 45) for i in range(3)) / (45 * 3)
+        for lag in range(max_lag + 1)
+    ]
+    np.testing.assert_allclose(autocorrelation(SERIES, max_lag), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("segment", [None, 2, 8, 9, 45])
+def test_welch_is_scipys_with_the_ends_doubled(segment):
+    length = segment or 10  # 2/9 of 45
+    frequencies, density = power_spectral_density(SERIES, segment=segment)
+    # With a sampling rate of 2, Nyquist is 1. One-sided, SciPy doubles all but the frequencies that have no twin.
+    expected_frequencies, expected = scipy.signal.welch(SERIES.T, fs=2, nperseg=length, detrend=False)
+    expected[:, 0] *= 2
+    if length % 2 == 0:
+        expected[:, -1] *= 2
+    np.testing.assert_allclose(frequencies, expected_frequencies, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(density, expected.mean(axis=0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 44, 45])
+def test_the_papers_spectrum_is_the_transform_of_the_autocorrelation(steps):
+    series = SERIES[:steps]
+    frequencies, density = power_spectral_density(series, "autocorrelation")
+    np.testing.assert_allclose(frequencies, np.linspace(0, 1, steps + 1), rtol=1e-12, atol=0)
+    # Wiener and Khinchin: it is also the squared transform of the series, padded to twice its length.
+    padded = np.abs(np.fft.rfft(series, n=2 * steps, axis=0)) ** 2 / steps
+    np.testing.assert_allclose(density, padded.mean(axis=1), rtol=1e-10, atol=1e-12)
+    # Parseval, over the whole circle.
+    circle = np.concatenate([density, density[1:-1]])
+    np.testing.assert_allclose(circle.mean(), np.mean(series**2), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("method", ["welch", "autocorrelation"])
+def test_white_noise_is_flat_at_its_variance_and_the_filter_shapes_it(method):
+    noise = 3.0 * np.random.default_rng(1).normal(size=(450, 1000))
+    # A coordinate's error is at most √2 of the value in any bin (χ² of one degree, at the ends), so that of the mean over
+    # 1,000 is 4.5 %. Six of these, in at most 451 bins: 9e-7 of false alarm.
+    frequencies, density = power_spectral_density(noise, method)
+    np.testing.assert_allclose(density, 9.0, rtol=6 * math.sqrt(2 / 1000), atol=0)
+    filtered = scipy.signal.lfilter(FIRST_ORDER.b, FIRST_ORDER.a, noise, axis=0)[100:]
+    frequencies, density = power_spectral_density(filtered)
+    gain = np.abs(frequency_response(FIRST_ORDER, frequencies)) ** 2
+    # A window of 77 steps smears the steep beginning over two bins.
+    np.testing.assert_allclose(density[3:], 9 * gain[3:], rtol=6 * math.sqrt(2 / 1000), atol=9e-3)
+
+
+def test_a_sinusoid_peaks_at_its_frequency():
+    steps = np.arange(900)
+    series = np.stack([2 * np.sin(np.pi * 0.3 * steps), 2 * np.cos(np.pi * 0.3 * steps)], axis=1)
+    for method in ("welch", "autocorrelation"):
+        frequencies, density = power_spectral_density(series, method)
+        assert abs(frequencies[np.argmax(density)] - 0.3) <= frequencies[1]
+        near = np.abs(frequencies - 0.3) < 0.05
+        assert density[~near].max() < 1e-2 * density.max()
+        # All the power 2 is there: a sum over both signs of the frequency.
+        assert np.trapezoid(density, frequencies) == pytest.approx(2.0, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "music"}, "method is 'music': choose one of welch, autocorrelation"),
+        ({"segment": 1}, "segment is 1: give an integer from 2 to the 45 steps"),
+        ({"segment": 46}, "segment is 46"),
+        ({"segment": 9.0}, "segment is 9.0"),
+        ({"method": "autocorrelation", "segment": 9}, "segment is 9, but the autocorrelation"),
+    ],
+)
+def test_spectra_that_do_not_exist_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        power_spectral_density(SERIES, **options)
+
+
+@pytest.mark.parametrize("max_lag", [-1, 45, 2.0])
+def test_lags_that_do_not_exist_are_refused(max_lag):
+    with pytest.raises(ValueError, match=f"max_lag is {max_lag}: give an integer from 0 to 44"):
+        autocorrelation(SERIES, max_lag)
+
+
+def test_what_is_no_series_is_refused():
+    with pytest.raises(ValueError, match=r"the series has shape \(45,\)"):
+        autocorrelation(SERIES[:, 0])
+    with pytest.raises(ValueError, match=r"the series has shape \(45, 0\)"):
+        power_spectral_density(SERIES[:, :0])
+    broken = SERIES.copy()
+    broken[7, 1] = np.nan
+    with pytest.raises(ValueError, match="not finite at step 7"):
+        corrected_output(FIRST_ORDER, broken)
+
+
+# --- after the filter -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "first-order-v1", "second-order", "f6"])
+def test_output_and_noise_gain_are_corrected_for_the_start(name):
+    low_pass_filter = PAPER_FILTERS[name]
+    steps = 30
+    # The map from inputs to corrected outputs, column by column, by the recursion of the paper.
+    impulses = np.eye(steps)
+    columns = np.zeros((steps, steps))
+    correction = np.zeros(steps)
+    for driven, target in ((impulses, columns), (np.ones((steps, 1)), correction[:, None])):
+        for t in range(steps):
+            target[t] = sum(b * driven[t - i] for i, b in enumerate(low_pass_filter.b) if t >= i)
+            target[t] -= sum(a * target[t - i] for i, a in enumerate(low_pass_filter.a) if 0 < i <= t)
+    matrix = columns / correction[:, None]
+    np.testing.assert_allclose(
+        corrected_output(low_pass_filter, SERIES[:steps]), matrix @ SERIES[:steps], rtol=1e-9, atol=1e-9
+    )
+    np.testing.assert_allclose(corrected_noise_gain(low_pass_filter, steps), (matrix**2).sum(axis=1), rtol=1e-9, atol=1e-12)
+    assert corrected_noise_gain(low_pass_filter, 2000)[-1] == pytest.approx(noise_gain(low_pass_filter), rel=1e-9)
+
+
+# --- signal and noise -----------------------------------------------------------------------------------------------------
+
+
+def square_norms(series):
+    return np.sum(series**2, axis=1)
+
+
+@pytest.mark.parametrize(("filter", "first_step"), [(LowPassFilter(b=(1.0,)), 0), (FIRST_ORDER, 0), (FIRST_ORDER, 60)])
+def test_the_estimate_is_unbiased_and_its_error_is_as_stated(filter, first_step):
+    steps, dimension, noise_std, repeats = 40, 20, 0.7, 1000
+    signal = np.full(dimension, 0.2)
+    noise = noise_std * np.random.default_rng(2).normal(size=(first_step + steps, repeats * dimension))
+    output = corrected_output(filter, np.tile(signal, repeats) + noise)[first_step:].reshape(steps, repeats, dimension)
+    estimates = [
+        estimate_power(
+            square_norms(output[:, repeat]), noise_std=noise_std, dimension=dimension, filter=filter, first_step=first_step
+        )
+        for repeat in range(repeats)
+    ]
+    gains = corrected_noise_gain(filter, first_step + steps)[first_step:]
+    assert estimates[0].noise == pytest.approx(dimension * noise_std**2 * gains.mean(), rel=1e-12)
+    assert estimates[0].snr == estimates[0].signal / estimates[0].noise
+    signals = np.array([estimate.signal for estimate in estimates])
+    # Five and a half standard errors of the mean: 4e-8 of false alarm for each.
+    assert abs(signals.mean() - signal @ signal) < 5.5 * signals.std() / math.sqrt(repeats)
+    # The deviation of 1,000 has an error of 2.2 %, five and a half of which are 12 %. On top of that comes the part of the
+    # signal, which is a bound, and the steps in which a filter settles, where the error is overstated.
+    stated = math.sqrt(np.mean([estimate.error**2 for estimate in estimates]))
+    assert 0.88 < stated / signals.std() < (1.25 if first_step or not filter.order else 1.7)
+
+
+def test_noise_alone_is_estimated_below_zero_about_half_of_the_time():
+    generator = np.random.default_rng(3)
+    signals = [
+        estimate_power(square_norms(generator.normal(size=(50, 40))), noise_std=1.0, dimension=40).signal for _ in range(400)
+    ]
+    # Binomial(400, a half, nearly): six standard deviations are 60.
+    assert 140 < sum(signal < 0 for signal in signals) < 260
+
+
+def test_without_noise_all_is_signal():
+    assert estimate_power(np.array([4.0, 6.0]), noise_std=0.0, dimension=3) == PowerEstimate(5.0, 0.0, 0.0)
+    assert estimate_power(np.array([4.0]), noise_std=0.0, dimension=3).snr == math.inf
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"square_norms": np.zeros(0)}, r"shape \(0,\)"),
+        ({"square_norms": np.zeros((2, 2))}, r"shape \(2, 2\)"),
+        ({"square_norms": np.array([1.0, -1.0])}, "a squared norm is -1.0"),
+        ({"square_norms": np.array([np.nan])}, "a squared norm is nan"),
+        ({"noise_std": -0.1}, "noise_std is -0.1"),
+        ({"dimension": 0}, "dimension is 0"),
+        ({"first_step": -1}, "first_step is -1"),
+    ],
+)
+def test_what_has_no_power_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        estimate_power(**({"square_norms": np.ones(3), "noise_std": 1.0, "dimension": 2} | changed))
+
+
+def test_measured_noise_gain_is_the_filters_within_its_error():
+    generator = np.random.default_rng(4)
+    deviations = []
+    for _ in range(60):
+        noise = generator.normal(size=(400, 200))
+        gain, error = measure_noise_gain(noise[100:], corrected_output(FIRST_ORDER, noise)[100:])
+        deviations.append((gain - noise_gain(FIRST_ORDER)) / error)
+    # Five and a half errors of the mean of 60: 4e-8 of false alarm.
+    assert abs(np.mean(deviations)) < 5.5 / math.sqrt(60)
+    # χ² of 60 degrees over 60: 1e-7 at 0.26 and at 2.3.
+    assert 0.26 < np.mean(np.square(deviations)) < 2.3
+    assert measure_noise_gain(noise, 0.5 * noise) == pytest.approx((0.25, 0.0), abs=1e-12)
+
+
+def test_a_noise_gain_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(5, 1\)"):
+        measure_noise_gain(np.ones((5, 1)), np.ones((5, 1)))
+    with pytest.raises(ValueError, match=r"power 0.0"):
+        measure_noise_gain(np.zeros((5, 2)), np.zeros((5, 2)))
