@@ -12,7 +12,7 @@ from transformers import BertForSequenceClassification
 from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, moving_average
 from doppler_hf.optim import WeightFilter
-from doppler_hf.weight_filter import WEIGHT_FILTER_NAME, WeightFilterCallback
+from doppler_hf.weight_filter import WEIGHT_FILTER_NAME
 from tests.conftest import tiny_bert
 from tests.test_trainer import trainer_of, weights
 
