@@ -169,9 +169,10 @@ def pld_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
         max(farthest for _, farthest in scales) / _PLD_POINTS,
     )
     try:
-        total = privacy_loss_distribution.identity(spacing)
-        for sigma, rate, steps in parts:
-            total = total.compose(_pld_of_step(sigma, rate, spacing, log_tail).self_compose(steps))
-        return float(total.get_epsilon_for_delta(delta))
-    except OverflowError:
+        with np.errstate(over="raise", invalid="raise"):
+            total = privacy_loss_distribution.identity(spacing)
+            for sigma, rate, steps in parts:
+                total = total.compose(_pld_of_step(sigma, rate, spacing, log_tail).self_compose(steps))
+            return float(total.get_epsilon_for_delta(delta))
+    except (OverflowError, FloatingPointError):
         return rdp_epsilon(mechanisms, delta=delta)
