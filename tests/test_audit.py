@@ -27,7 +27,7 @@ from doppler_hf.audit import (
     audit_repeatedly,
 )
 from doppler_hf.audit.data import CANARY_COLUMN, ORDINARY, numbered_rows
-from doppler_hf.audit.dirac import log_likelihood_ratio
+from doppler_hf.audit.dirac import STRETCH, log_likelihood_ratio
 from doppler_hf.audit.replay import MOST_COMPARED
 from doppler_hf.audit.result import lower_bounds
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, clipping, get_epsilon
@@ -119,21 +119,42 @@ def test_audit_of_the_real_trainer_is_below_the_claim_and_near_it(options, tmp_p
     result = audited(tmp_path, **options)
     assert result.replayed_noise is None
     assert not result.contradicts_claim
+    assert result.lower_bounds == lower_bounds(
+        result.scores, result.included, methods=("one run", "independent trials"), delta=1e-2, confidence=SURE
+    )
     assert 0.2 * result.claimed_epsilon < result.lower_bound < result.claimed_epsilon
     assert result.claimed_epsilon < 4.0
 
 
-def test_scores_have_the_distribution_that_the_accountant_bounds(tmp_path):
-    # One step: the score is an increasing function of x ~ 𝒩(0, σ²), or (1 − q)·𝒩(0, σ²) + q·𝒩(1, σ²) with the canary.
-    sigma, batch = 0.8, 2000
-    result = audited(tmp_path, per_device_train_batch_size=batch, noise_multiplier=sigma, clipping="automatic")
+@pytest.mark.parametrize(("granularity", "parts"), [("flat", 1), ("per_layer", 2)])
+def test_scores_have_the_distribution_that_the_accountant_bounds(granularity, parts, tmp_path):
+    # One step: the score is an increasing function of x ~ 𝒩(0, σ²), or (1 − q)·𝒩(0, σ²) + q·𝒩(1, σ²) with the canary, σ in
+    # units of what a canary may contribute: C, or C/√2 where the canaries' weights are one of two layers.
+    batch, sigma = 2000, 0.6 * parts**0.5
+    result = audited(
+        tmp_path, per_device_train_batch_size=batch, noise_multiplier=0.6, clipping="automatic",
+        clipping_granularity=granularity,
+    )  # fmt: skip
     rate = batch / (200 + result.included.sum())
-    x = 0.5 + sigma**2 * np.log((np.exp(result.scores) - (1 - rate)) / rate)
-    # The logarithm has lost the far left, where exp(score) is 1 − q; 1e-3 quantiles and above have not.
+    # Far to the left the logarithm has lost all digits; nothing has been lost of the order.
+    x = 0.5 + sigma**2 * np.log(np.maximum(np.exp(result.scores) - (1 - rate), 1e-300) / rate)
     cdf = lambda q, shift: scipy.stats.norm.cdf(q, loc=shift, scale=sigma)  # noqa: E731
     out = scipy.stats.kstest(x[~result.included], lambda q: cdf(q, 0.0))
     inside = scipy.stats.kstest(x[result.included], lambda q: (1 - rate) * cdf(q, 0.0) + rate * cdf(q, 1.0))
     assert min(out.pvalue, inside.pvalue) > 5e-7  # false alarm 1e-6
+
+
+def test_loss_of_a_canary_is_its_own_weight_and_nothing_else(tmp_path):
+    trainer = AuditOfLine(
+        model=Line(), args=arguments(tmp_path), train_dataset=points(), num_canaries=5, data_collator=stack
+    )
+    table = trainer.model.audit_canaries.weight
+    nn.init.normal_(table)
+    inputs = stack([points()[index] for index in range(3)])
+    losses = trainer.compute_per_sample_loss(trainer.model, inputs | {CANARY_COLUMN: torch.tensor([3, ORDINARY, 0])})
+    ordinary = (trainer.model(inputs["x"]) - inputs["labels"]) ** 2
+    expected = torch.stack([STRETCH * table[3, 0], ordinary[1], STRETCH * table[0, 0]])
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0.0)
 
 
 def test_log_likelihood_ratio():
