@@ -263,9 +263,11 @@ def test_the_hub_is_asked_for_the_texts_that_the_arguments_name(training_args, m
 
     monkeypatch.setattr(causal_lm, "load_texts", load_texts)
     args = causal_lm.CausalLMArguments("gpt2", "wiki", "en", "test[:9]", text_column="body")
+    training_args.privacy_unit_column = "writer"
     with pytest.raises(ValueError, match="enough"):
         causal_lm.build(args, LoraArguments(), training_args)
-    assert asked == [("wiki", None, {"dataset_config": "en", "validation_split": "test[:9]", "text_column": "body"})]
+    names = {"dataset_config": "en", "validation_split": "test[:9]", "text_column": "body", "unit_column": "writer"}
+    assert asked == [("wiki", None, names)]
 
 
 @pytest.mark.parametrize("kind", ["glue", "causal_lm"])
