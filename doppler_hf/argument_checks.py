@@ -149,7 +149,7 @@ def check_galore(args: "DopplerTrainingArguments") -> None:
     if galore.projector_source == "filtered" and args.low_pass_filter == "none":
         raise ValueError(
             "optim_args has projector_source=filtered, which is without effect for low_pass_filter='none': the "
-            "filtered gradient is the gradient itargs. Leave it out, or set a filter."
+            "filtered gradient is the gradient itself. Leave it out, or set a filter."
         )
     if galore.basis_change != "rotate" and args.low_pass_filter == "none" and args.base_optimizer == "sgd":
         raise ValueError(

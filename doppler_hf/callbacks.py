@@ -13,7 +13,6 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from doppler_hf.plan import PrivacyPlan
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
@@ -137,21 +136,20 @@ class PrivacyCallback(TrainerCallback):
         self.ledger.record_step()
         self._affordable_steps -= 1
 
+    def add_to_checkpoint(self, folder: str, args: DopplerTrainingArguments, state: TrainerState) -> None:
+        """Put the ledger into a checkpoint, before the host pushes that to the hub."""
+        if self.ledger is not None and state.is_world_process_zero:
+            self.ledger.checkpoint(state.global_step)
+            set_aside(folder, unless_before=self.ledger)  # A checkpoint of an earlier training, just overwritten.
+            self.ledger.save(folder)
+            self.ledger.save(args.output_dir)
+
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop when the next step would overrun the budget."""
         if self._affordable_steps <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
-
-    def on_save(self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Put the ledger into the checkpoint."""
-        if self.ledger is not None and state.is_world_process_zero:
-            self.ledger.checkpoint(state.global_step)
-            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            set_aside(folder, unless_before=self.ledger)  # A checkpoint of an earlier training, just overwritten.
-            self.ledger.save(folder)
-            self.ledger.save(args.output_dir)
 
     def on_train_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -20,7 +20,7 @@ def chosen_filter(args: DopplerTrainingArguments, *, plan: PrivacyPlan, dimensio
     """
     word, values = parse_name(args.low_pass_filter)
     if word == "optimal-fir":
-        return OptimalFIR(taps=int(values["taps"]))
+        return OptimalFIR(**{name: int(value) for name, value in values.items()})
     if word != "auto":
         return LowPassFilter.parse(args.low_pass_filter)
     return auto_filter(

@@ -143,6 +143,11 @@ class Question:
                 f"{what}: of epsilon, noise_multiplier, epochs (or max_steps) and batch_size give three; the fourth is "
                 "solved for."
             )
+        if self.batch_size == self.num_examples and self.accountant == "prv":
+            raise ValueError(
+                f"batch_size is {self.batch_size}, all examples in every step, for which prv has no bound: set accountant "
+                "to pld or rdp, or lower batch_size."
+            )
 
     @property
     def _unknowns(self) -> list[Unknown]:
@@ -273,29 +278,33 @@ def alternatives(
 
     Returns:
         Epochs, ½ to 4 times those of the run → runs with ¼ to 4 times its batch size, as far as that is smaller than the
-        data set.
+        data set and some noise reaches the ε.
     """
 
-    def calibrated(batch_size: int, steps: int) -> PlannedRun:
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=delta,
-            sample_rate=batch_size / run.num_examples,
-            steps=steps,
-            accountant=accountant,
-        )
+    def calibrated(batch_size: int, steps: int) -> PlannedRun | None:
+        try:
+            noise_multiplier = get_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=delta,
+                sample_rate=batch_size / run.num_examples,
+                steps=steps,
+                accountant=accountant,
+            )
+        except ValueError:  # The run's own ε is so small that the accountants cannot tell whether this one's is.
+            return None
         return PlannedRun(run.num_examples, batch_size, steps, noise_multiplier, run.max_grad_norm)
 
     batch_sizes = {max(1, round(factor * run.expected_batch_size)) for factor in BATCH_SIZE_FACTORS}
     table = {}
     for length in [factor * epochs for factor in EPOCH_FACTORS]:
-        table[length] = [
+        runs = (
             run
             if (length, batch_size) == (epochs, run.expected_batch_size)
             else calibrated(batch_size, math.ceil(length * _steps_per_epoch(run.num_examples, batch_size)))
             for batch_size in sorted(batch_sizes)
             if batch_size < run.num_examples or batch_size == run.expected_batch_size
-        ]
+        )
+        table[length] = [other for other in runs if other is not None]
     return table
 
 

@@ -300,7 +300,7 @@ class DopplerTrainer(Trainer):
         self._synchronize_replicas()
         self._plan = plan = self._plan_from(kwargs.get("resume_from_checkpoint"))
         with contextlib.ExitStack() as self._while_training:
-            self._mechanism = self._gaussian_mechanism(plan.noise_multiplier, plan.max_grad_norm)
+            self._mechanism = self._gaussian_mechanism(plan.noise_multiplier, plan.max_grad_norm, draw_ahead=True)
             self._private_loss = None
             if plan.loss_noise_multiplier is not None:
                 of_loss = self._gaussian_mechanism(plan.loss_noise_multiplier, self.args.per_sample_max_loss)
@@ -320,7 +320,7 @@ class DopplerTrainer(Trainer):
             first_step=TrainerState.load_from_json(str(state)).global_step if state is not None and state.exists() else 0,
         )
 
-    def _gaussian_mechanism(self, noise_multiplier: float, max_norm: Any) -> GaussianMechanism:
+    def _gaussian_mechanism(self, noise_multiplier: float, max_norm: Any, *, draw_ahead: bool = False) -> GaussianMechanism:
         return self._while_training.enter_context(
             GaussianMechanism(
                 noise_multiplier=noise_multiplier,
@@ -328,6 +328,7 @@ class DopplerTrainer(Trainer):
                 expected_batch_size=self.privacy_plan().expected_batch_size,
                 generator=self.args.noise_generator,
                 floating_point_safe=self.args.floating_point_safe,
+                draw_ahead=draw_ahead,
                 seed=self.args.noise_seed,
             )
         )
@@ -365,9 +366,28 @@ class DopplerTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the host does, checkpoints included, the filtered weights where there is a filter on them."""
+        """Save as the host does, the filtered weights where there is a filter on them; into a checkpoint also the ledger."""
         with self._weights_applied():
             super().save_model(output_dir, _internal_call=_internal_call)
+        if _internal_call and output_dir is not None:  # So the host saves checkpoints. `on_save` is after it pushes them.
+            if self._weight_filter is not None:
+                self._weight_filter.add_to_checkpoint(output_dir, self.args)
+            if not self.args.disable_dp:
+                self.privacy.add_to_checkpoint(output_dir, self.args, self.state)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as the host does, without privacy.
+
+        Raises:
+            ValueError: With privacy.
+        """
+        if not self.args.disable_dp:
+            raise ValueError(
+                "hyperparameter_search trains on the same data again and again: every trial would cost its own ε, and the "
+                "choice among them is not accounted for. Search with disable_dp=True on public data, or start one run for "
+                "each setting and add their ε up."
+            )
+        return super().hyperparameter_search(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: the host's count follows the lengths of the examples drawn, and is saved."""

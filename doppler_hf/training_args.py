@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from doppler_hf import argument_checks
 from doppler_hf.filters import LowPassFilter, parse_name
+from doppler_hf.optim import OptimalFIR
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy.accounting import Accountant
 from doppler_hf.privacy.clipping import Clipping, Engine, Granularity
@@ -217,7 +218,9 @@ class DopplerTrainingArguments(TrainingArguments):
 
 def canonical(low_pass_filter: str) -> str:
     """Return the shortest name of a filter of the grammar; one that a run chooses is its own."""
-    word, _ = parse_name(low_pass_filter)
-    if word in ("auto", "optimal-fir"):
-        return "".join(low_pass_filter.split())
+    word, values = parse_name(low_pass_filter)
+    if word == "auto":
+        return word
+    if word == "optimal-fir":
+        return str(OptimalFIR(**{name: int(value) for name, value in values.items()}))
     return str(LowPassFilter.parse(low_pass_filter))

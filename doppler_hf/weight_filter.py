@@ -4,7 +4,7 @@ A checkpoint's model files hold the filtered weights, so that `from_pretrained` 
 `weight_filter.pt` beside them holds the raw weights and the filter's states, from which a run is resumed.
 
 The hooks of the host are enough to follow a run. What the host evaluates and saves it calls by itself, so `DopplerTrainer`
-puts `applied` around `evaluation_loop` and `save_model`.
+puts `applied` around `evaluation_loop` and `save_model`, and calls `add_to_checkpoint`.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import WeightFilter
@@ -67,12 +66,10 @@ class WeightFilterCallback(TrainerCallback):
         assert self._weights is not None
         self._weights.update()
 
-    def on_save(self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Put the raw weights and the filter's states into the checkpoint, if a run shall be resumed from it."""
-        assert self._weights is not None
-        if args.should_save and not args.save_only_model:
-            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            torch.save(self._weights.state_dict(), folder / WEIGHT_FILTER_NAME)
+    def add_to_checkpoint(self, folder: str, args: DopplerTrainingArguments) -> None:
+        """Put the raw weights and the filter's states into a checkpoint, if a run shall be resumed from it."""
+        if self._weights is not None and args.should_save and not args.save_only_model:
+            torch.save(self._weights.state_dict(), Path(folder) / WEIGHT_FILTER_NAME)
 
     def on_train_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,7 +6,8 @@
 The parameters have the shapes of RoBERTa-base's encoder, 85 million in 192 tensors, and gradients that stay the same; noise
 is not drawn. A step of AdamW and one of ours make a pair; the result is the median of the pairs' ratios, with its quartiles.
 Memory is the most that three steps add to parameters and gradients, in a fresh process for each. `galore` is the same in a
-subspace of rank 64, between refreshes. `projectors` compares what finds a basis of rank 64 for a 768 × 3072 matrix with
+subspace of rank 64, between refreshes; `adaptive` has taps that follow the gradients; `weights` is what a filter on the
+weights adds to a step. `projectors` compares what finds a basis of rank 64 for a 768 × 3072 matrix with
 torch's full SVD, in time and in the energy ‖PᵀG‖² that the basis captures, for singular values falling as 1/i and for a
 matrix whose signal is a tenth of its noise.
 """
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 from doppler_hf.cli_args import one_line_errors, parse_args
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles, seconds_of
-from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.optim import DopplerOptimizer, OptimalFIR, WeightFilter
 from doppler_hf.optim.galore import PROJECTORS, find_basis
 
 SECOND = {"low_pass_filter": PAPER_FILTERS["second-order"], "base": "adam_bc", "noise_std": 1e-4}
 FIRST = SECOND | {"low_pass_filter": PAPER_FILTERS["first-order-v1"]}
-# Name → arguments of DopplerOptimizer.
+# Name → arguments of DopplerOptimizer; for `weights` of WeightFilter.
 WORKS: dict[str, dict[str, dict[str, Any]]] = {
     "filters": {
         "second-order, compiled": SECOND | {"compiled": True},
@@ -43,6 +44,8 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
         "second-order, bf16 state": SECOND | {"compiled": False, "state_dtype": torch.bfloat16},
     },
     "galore": {"second-order, GaLore": SECOND | {"compiled": False, "update_proj_gap": 10_000}},
+    "adaptive": {str(fir): SECOND | {"low_pass_filter": fir, "compiled": False} for fir in map(OptimalFIR, (4, 8))},
+    "weights": {f"{name} on the weights": {"weight_filter": PAPER_FILTERS[name]} for name in ("momentum", "second-order")},
 }
 SIZES = {"full": (768, 12), "tiny": (32, 1)}  # width and layers
 WARM_UP = 3
@@ -76,12 +79,14 @@ def parameters(args: BenchArguments) -> list[nn.Parameter]:
     return made
 
 
-def optimizer_of(kind: dict[str, Any] | None, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return ours with these arguments, or for None torch's own."""
+def step_of(kind: dict[str, Any] | None, params: list[nn.Parameter]) -> Callable[[], Any]:
+    """Return a step of ours with these arguments, or for None of torch's own optimizer."""
     if kind is None:
-        return torch.optim.AdamW(params, lr=1e-4, fused=True)
+        return torch.optim.AdamW(params, lr=1e-4, fused=True).step
+    if "weight_filter" in kind:
+        return WeightFilter(params, kind["weight_filter"]).update
     rank = min(params[0].shape) // 12 if "update_proj_gap" in kind else None
-    return DopplerOptimizer(params, lr=1e-4, weight_decay=0.01, rank=rank, **kind)
+    return DopplerOptimizer(params, lr=1e-4, weight_decay=0.01, rank=rank, **kind).step
 
 
 def paired_seconds(first: Callable[[], Any], second: Callable[[], Any], args: BenchArguments) -> np.ndarray:
@@ -97,9 +102,9 @@ def peak_memory(kind: dict[str, Any] | None, args: BenchArguments) -> float:
     params = parameters(args)
     gc.collect()
     before = memory_now(args.device)
-    optimizer = optimizer_of(kind, params)
+    step = step_of(kind, params)
     for _ in range(MEMORY_STEPS):
-        optimizer.step()
+        step()
     return (memory_peak(args.device) - before) / MIB
 
 
@@ -162,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = {name: kind for work in args.works.split(",") for name, kind in WORKS.get(work, {}).items()}
     adamw_mib = in_fresh_process(peak_memory, None, args) if kinds else 0.0
     for name, kind in kinds.items():
-        steps = (optimizer_of(None, parameters(args)).step, optimizer_of(kind, parameters(args)).step)
+        steps = (step_of(None, parameters(args)), step_of(kind, parameters(args)))
         seconds = paired_seconds(*steps, args)
         q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
         adamw_s, ours_s = np.median(seconds, axis=0).tolist()

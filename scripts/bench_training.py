@@ -7,8 +7,8 @@ optimizers and schedules, and the private one with noise and a filter. `Trainer`
 `batch_size`; `DopplerTrainer` makes Poisson draws, sorts each by length and cuts it into pieces of that size on average.
 Draws differ in size, so that what is compared is seconds per example. Every run gets further examples, the same ones for
 both; its first step is not timed. The result is the median of the ratios, with its quartiles. Noise and optimizer cost the
-same for a step of any size, so that `accumulation` matters. Memory is the most that a run, from its start, adds to the
-model and the data, in a fresh process for each.
+same for a step of any size, so that `accumulation` matters; what a step waits for its noise is also given by itself. Memory
+is the most that a run, from its start, adds to the model and the data, in a fresh process for each.
 """
 
 import contextlib
@@ -16,9 +16,10 @@ import gc
 import io
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,7 +40,8 @@ from transformers import (
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli_args import one_line_errors, parse_args
 from doppler_hf.lora import LoraArguments, add_lora
-from doppler_hf.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles
+from doppler_hf.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles, seconds_of
+from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.tasks import load_glue
 
 
@@ -85,15 +87,29 @@ def build(args: BenchArguments, *, vocabulary: int) -> nn.Module:
 
 
 class Clock(TrainerCallback):
-    """Notes time, examples and padded tokens at the end of every step."""
+    """Notes time, examples, padded tokens and seconds of noise at the end of every step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._seen = np.zeros(2)
+        self._seen = np.zeros(3)
         self._marks: list[np.ndarray] = []
         self.hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._seen += (len(kwargs["input_ids"]), kwargs["input_ids"].numel())
+        self._seen += (len(kwargs["input_ids"]), kwargs["input_ids"].numel(), 0.0)
+
+    @contextlib.contextmanager
+    def counting_noise(self, device: str) -> Iterator[None]:
+        """Count how long the sums wait to become private gradients: what their noise takes, or is late."""
+        privatize = GaussianMechanism.privatize
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            seconds_of(lambda: None, device=device)  # the gradients' own queue is done
+            result = {}
+            self._seen[2] += seconds_of(lambda: result.update(privatize(*args, **kwargs)), device=device)
+            return result
+
+        with mock.patch.object(GaussianMechanism, "privatize", timed):
+            yield
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the run stands."""
@@ -102,15 +118,15 @@ class Clock(TrainerCallback):
         self._marks.append(np.array([time.perf_counter(), *self._seen]))
 
     def per_example(self) -> np.ndarray:
-        """Return the seconds and the padded tokens per example of all steps but the first, shape (2,)."""
-        seconds, examples, tokens = self._marks[-1] - self._marks[0]
-        return np.array([seconds, tokens]) / examples
+        """Return seconds, padded tokens and seconds of noise per example of all steps but the first, shape (3,)."""
+        seconds, examples, tokens, noise = self._marks[-1] - self._marks[0]
+        return np.array([seconds, tokens, noise]) / examples
 
 
 def train(
     model: nn.Module, examples: Dataset, tokenizer: PreTrainedTokenizerBase, args: BenchArguments, *, private: bool
 ) -> np.ndarray:
-    """Train for an epoch, and return the seconds and the padded tokens per example, shape (2,)."""
+    """Train for an epoch, and return what `Clock.per_example` does."""
     clock = Clock(model)
     with tempfile.TemporaryDirectory() as folder:
         common = {
@@ -138,7 +154,8 @@ def train(
             data_collator=DataCollatorWithPadding(tokenizer),
             callbacks=[clock],
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # a summary for every run would hide the result
+        # A summary for every run would hide the result.
+        with contextlib.redirect_stdout(io.StringIO()), clock.counting_noise(args.device):
             trainer.train()
     clock.hook.remove()
     return clock.per_example()
@@ -179,15 +196,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             ]
             for start in range(0, len(tokenized), size)
         ]
-    )  # pair × (plain, private) × (seconds, tokens)
+    )  # pair × (plain, private) × (seconds, tokens, seconds of noise)
     q1, ratio, q3 = quartiles(measured[:, 1, 0] / measured[:, 0, 0])
-    (plain_s, plain_tokens), (private_s, private_tokens) = np.median(measured, axis=0).tolist()
+    (plain_s, plain_tokens, _), (private_s, private_tokens, noise_s) = np.median(measured, axis=0).tolist()
     first = tokenized.select(range(size))
     plain_mib, private_mib = (in_fresh_process(peak_memory, first, tokenizer, args, private) for private in (False, True))
     print(
         f"sst2 {args.engine} time ×{ratio:.3f} ({q1:.3f} to {q3:.3f}): {1000 * plain_s:.4g} → {1000 * private_s:.4g} ms per "
         f"example; memory ×{private_mib / plain_mib:.2f}: {plain_mib:.0f} → {private_mib:.0f} MiB; padded tokens per "
-        f"example {plain_tokens:.1f} → {private_tokens:.1f}"
+        f"example {plain_tokens:.1f} → {private_tokens:.1f}; noise {noise_s / private_s:.2%} of a step"
     )
     result = {
         "work": "sst2",
@@ -196,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "ratio_quartiles": [q1, q3],
         "plain_s": plain_s,
         "private_s": private_s,
+        "noise_s": noise_s,
         "plain_tokens": plain_tokens,
         "private_tokens": private_tokens,
         "plain_mib": plain_mib,

@@ -14,6 +14,7 @@ from doppler_hf.filters import (
     impulse_response,
     moving_average,
     optimal_fir,
+    parse_name,
 )
 from doppler_hf.optim import DopplerOptimizer, LowPassOptimizer, OptimalFIR
 from doppler_hf.optim.adaptive_fir import fir
@@ -300,8 +301,8 @@ def test_what_is_no_number_of_taps_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 2}, "rank is 2, but optimal-fir:taps=4 compares gradients of different steps"),
-        ({"compiled": True}, "compiled is True, but optimal-fir:taps=4 has taps that change"),
+        ({"rank": 2}, "rank is 2, but optimal-fir:taps=4,update_gap=5 compares gradients of different steps"),
+        ({"compiled": True}, "compiled is True, but optimal-fir:taps=4,update_gap=5 has taps that change"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_at_construction(options, message):
@@ -334,4 +335,6 @@ def test_a_checkpoint_of_another_filter_is_refused(saved_filter, own_filter, mes
 
 
 def test_named_as_in_the_grammar():
-    assert str(OptimalFIR(taps=8, update_gap=20)) == "optimal-fir:taps=8"
+    for written in ("optimal-fir:taps=8", "optimal-fir:taps=8,update_gap=20"):
+        _, values = parse_name(written)
+        assert str(OptimalFIR(**values)) == written

@@ -7,17 +7,17 @@ import torch
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.measure import in_fresh_process
-from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.optim import DopplerOptimizer, WeightFilter
 from scripts import bench_optimizer
 from scripts.bench_optimizer import (
     WORKS,
     BenchArguments,
     energy,
     matrices,
-    optimizer_of,
     paired_seconds,
     parameters,
     peak_memory,
+    step_of,
 )
 
 FLAGS = ["--scale=tiny", "--pairs=2", "--threads=1"]
@@ -65,13 +65,17 @@ def test_memory_is_measured_in_a_process_of_its_own():
 @pytest.mark.usefixtures("measured")
 def test_a_second_run_appends(tmp_path, capsys, monkeypatch):
     uncompiled = {
-        work: {name: kind for name, kind in kinds.items() if not kind["compiled"]} for work, kinds in WORKS.items()
+        work: {name: kind for name, kind in kinds.items() if not kind.get("compiled")} for work, kinds in WORKS.items()
     }
     monkeypatch.setattr(bench_optimizer, "WORKS", uncompiled)
     path = tmp_path / "bench.jsonl"
     bench_optimizer.main([*FLAGS, "--works=filters", f"--output={path}"])
     bench_optimizer.main([*FLAGS, "--works=bfloat16,galore", f"--output={path}"])
-    works = ["second-order", "first-order-v1", "second-order, bf16 state", "second-order, GaLore"]
+    bench_optimizer.main([*FLAGS, "--works=adaptive,weights", f"--output={path}"])
+    works = [
+        *("second-order", "first-order-v1", "second-order, bf16 state", "second-order, GaLore"),
+        *("optimal-fir:taps=4", "optimal-fir:taps=8", "momentum on the weights", "second-order on the weights"),
+    ]
     assert [result["work"] for result in lines(path)] == works
     assert [line.split(" time")[0].strip() for line in capsys.readouterr().out.splitlines()] == works
 
@@ -99,7 +103,9 @@ def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
 
 
 def test_an_unknown_work_ends_in_one_line():
-    with pytest.raises(SystemExit, match=r"^error: no work 'adam'; choose of filters, bfloat16, galore, projectors"):
+    with pytest.raises(
+        SystemExit, match=r"^error: no work 'adam'; choose of filters, bfloat16, galore, adaptive, weights, proj"
+    ):
         bench_optimizer.main([*FLAGS, "--works=galore,adam"])
 
 
@@ -120,12 +126,16 @@ def test_the_parameters_are_an_encoders():
 
 def test_the_kinds_are_the_optimizers_that_their_names_say():
     params = parameters(TINY)
-    assert type(optimizer_of(None, params)) is torch.optim.AdamW
+    assert type(step_of(None, params).__self__) is torch.optim.AdamW
     for kinds in WORKS.values():
         for name, kind in kinds.items():
-            optimizer = optimizer_of(kind, params)
+            optimizer = step_of(kind, params).__self__
+            if "on the weights" in name:
+                assert isinstance(optimizer, WeightFilter)
+                assert optimizer.low_pass_filter == PAPER_FILTERS[name.split()[0]]
+                continue
             assert isinstance(optimizer, DopplerOptimizer)
-            assert optimizer.low_pass_filter == PAPER_FILTERS[name.split(",")[0]]
+            assert PAPER_FILTERS.get(name.split(",")[0], name) in (optimizer.low_pass_filter, str(optimizer.low_pass_filter))
             assert optimizer.compiled == ("compiled" in name)
             assert (optimizer.state_dtype == torch.bfloat16) == ("bf16" in name)
             assert (optimizer.defaults["rank"] is not None) == ("GaLore" in name)

@@ -45,6 +45,7 @@ def test_both_trainers_are_timed_in_turn(flags, tmp_path, capsys, more):
     result = json.loads((tmp_path / "b.jsonl").read_text())
     assert result["ratio_quartiles"][0] <= result["ratio"] <= result["ratio_quartiles"][1]
     assert min(result["plain_s"], result["private_s"], result["plain_mib"], result["private_mib"]) > 0
+    assert 0 < result["noise_s"] < result["private_s"]
     # A sentence has 2 to 19 words and two special tokens; a draw sorted by length needs less padding.
     assert 4 <= result["private_tokens"] < result["plain_tokens"] <= 21
     assert f"×{result['ratio']:.3f}" in capsys.readouterr().out
@@ -64,4 +65,4 @@ def test_the_clock_leaves_the_first_step_out(monkeypatch):
         batch = pad(text_data(rows))
         model(**(batch | {"input_ids": torch.ones(rows, 8, dtype=torch.long), "attention_mask": torch.ones(rows, 8)}))
         clock.on_step_end(TrainingArguments(use_cpu=True), None, None)
-    np.testing.assert_allclose(clock.per_example(), [5.0 / 5, 8.0])
+    np.testing.assert_allclose(clock.per_example(), [5.0 / 5, 8.0, 0.0])

@@ -105,7 +105,7 @@ def test_only_process_0_writes(tmp_path):
     callback.ledger, callback._affordable_steps = PrivacyLedger.open(statement()), 5
     callback.on_step_begin(args, state, control)
     callback.on_pre_optimizer_step(args, state, control)
-    callback.on_save(args, state, control)
+    callback.add_to_checkpoint(str(tmp_path / "out" / "checkpoint-1"), args, state)
     callback.on_train_end(args, state, control)
     assert callback.ledger.steps_run == 1
     assert not (tmp_path / "out").exists()

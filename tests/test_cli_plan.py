@@ -216,7 +216,7 @@ def test_picture_is_written(ending, tmp_path, capsys):
         (["--noise-multiplier", "1"], "all are given: of epsilon, "),
         (["--batch-size", "3000"], "batch_size is 3000, but there are only 2000 examples: lower batch_size."),
         (["--epsilon", "-1"], "epsilon is -1.0: give a finite number above 0."),
-        (["--accountant", "prv", "--batch-size", "2000"], "The prv accountant cannot handle a sample rate of 1"),
+        (["--accountant", "prv", "--batch-size", "2000"], "batch_size is 2000, all examples in every step"),
     ],
 )
 def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, capsys):

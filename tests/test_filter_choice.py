@@ -59,10 +59,10 @@ def test_learning_rates_are_those_that_training_has(tmp_path):
 
 
 def test_the_taps_of_an_optimal_fir_are_the_optimizers(tmp_path, capsys):
-    trainer = trainer_of(tmp_path, low_pass_filter="optimal-fir:taps=4", max_steps=3)
+    trainer = trainer_of(tmp_path, low_pass_filter="optimal-fir: update_gap=7, taps=4", max_steps=3)
     trainer.train()
-    assert trainer.optimizer.optimizer.low_pass_filter == OptimalFIR(taps=4)
-    assert "optimal-fir:taps=4" in capsys.readouterr().out
+    assert trainer.optimizer.optimizer.low_pass_filter == OptimalFIR(taps=4, update_gap=7)
+    assert "optimal-fir:taps=4,update_gap=7" in capsys.readouterr().out
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
@@ -72,7 +72,9 @@ def test_auto_stands_in_the_summary(tmp_path, capsys):
     assert "auto: none" in capsys.readouterr().out  # three steps are too few to be late
 
 
-@pytest.mark.parametrize("name", ["auto:order=2", "optimal-fir", "optimal-fir:taps=many", "butterworth:order=2"])
+@pytest.mark.parametrize(
+    "name", ["auto:order=2", "optimal-fir", "optimal-fir:taps=many", "optimal-fir:taps=1", "butterworth:order=2"]
+)
 def test_what_is_no_filter_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=name.partition(":")[0]):
+    with pytest.raises(ValueError, match="taps is 1" if name.endswith("taps=1") else name.partition(":")[0]):
         arguments(tmp_path, low_pass_filter=name)

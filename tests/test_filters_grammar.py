@@ -114,6 +114,7 @@ def test_designs_from_numpy_numbers_print_as_plain_ones():
     [
         ("auto", ("auto", {})),
         (" optimal-fir : taps = 8", ("optimal-fir", {"taps": 8})),
+        ("optimal-fir:update_gap=20,taps=8", ("optimal-fir", {"taps": 8, "update_gap": 20})),
         ("butterworth:order=2,cutoff=0.1", ("butterworth", {"order": 2, "cutoff": 0.1})),
         ("first-order-v1", ("first-order-v1", {})),
         ("momentum", ("momentum", {})),
@@ -123,7 +124,7 @@ def test_designs_from_numpy_numbers_print_as_plain_ones():
 def test_names_are_split(text, expected):
     word, values = parse_name(text)
     assert (word, values) == expected
-    assert all(isinstance(value, int) == (key in ("order", "taps")) for key, value in values.items())
+    assert all(isinstance(value, int) == (key in ("order", "taps", "update_gap")) for key, value in values.items())
 
 
 @pytest.mark.parametrize("text", ["auto", "optimal-fir:taps=8"])
@@ -142,7 +143,9 @@ def test_filters_that_a_run_chooses_are_no_fixed_ones(text):
         ("chebyshev1:order=2,cutoff=0.1", "has the form 'chebyshev1:order=...,cutoff=...,ripple_db=...'"),
         ("momentum:0.9", "gives '0.9', but 'momentum' has the form 'momentum:beta=...'"),
         ("momentum:", "gives '', but 'momentum' has the form"),
-        ("optimal-fir", "has the form 'optimal-fir:taps=...'"),
+        ("optimal-fir", "has the form 'optimal-fir:taps=...[,update_gap=...]'"),
+        ("optimal-fir:update_gap=5", "gives 'update_gap', but 'optimal-fir' has the form"),
+        ("optimal-fir:taps=8,update_gap=2,update_gap=2", "gives 'taps', 'update_gap', 'update_gap', but"),
         ("auto:taps=8", "gives 'taps', but 'auto' takes nothing"),
         ("butterworth:order=2.5,cutoff=0.1", "gives order=2.5: order is an integer"),
         ("butterworth:order=2,cutoff=low", "gives cutoff=low: cutoff is a number"),

@@ -12,7 +12,7 @@ from doppler_hf.privacy import noise as module
 from doppler_hf.privacy.bits import BitStream, RekeyedBits, ReproducibleBits, SecretBits
 from doppler_hf.privacy.noise import add_gaussian_noise, box_muller, noise_source, noise_stream, transform
 
-PIECE = 1 << 15  # normals made at a time on the CPU
+PIECE = module._PIECE["cpu"]  # normals made at a time
 WAYS = [(make, safe) for make in (SecretBits, RekeyedBits) for safe in (False, True)]
 IDS = ["csprng", "csprng, safe", "philox", "philox, safe"]
 
@@ -132,7 +132,7 @@ def test_torch_and_numpy_seeds_do_not_matter():
 
 @pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
 def test_the_transform_is_box_mullers(library):
-    """With NumPy as on the CPU, with torch as on a GPU: against sine and cosine in extended precision."""
+    """With NumPy as in one thread, with torch as in several and on a GPU: against sine and cosine in extended precision."""
     words = SecretBits().bits(20_000, step=0).view(np.int64)
     t = (words.astype(np.longdouble) + np.array([0.5] * 10_000 + [0.0] * 10_000)) * np.longdouble(2) ** -63
     radius, angle = 1.5 * np.sqrt(-2 * np.log(np.abs(t[:10_000]))), np.longdouble("3.14159265358979323846") * t[10_000:]
@@ -223,4 +223,4 @@ def test_noise_on_a_gpu(make, safe):
 
 
 def test_pieces_are_small_enough_for_one_thread():
-    assert module._PIECE["cpu"] <= 32_768  # what torch does not divide, at::internal::GRAIN_SIZE
+    assert module._PIECE_OF_ONE_THREAD <= 32_768  # what torch does not divide, at::internal::GRAIN_SIZE

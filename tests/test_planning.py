@@ -27,7 +27,10 @@ def epsilon(num_examples, batch_size, steps, noise_multiplier, *, delta=None, ac
 @pytest.mark.parametrize(("num_examples", "batch_size"), [(1000, 100), (1001, 100), (999, 100), (67349, 1000), (7, 7)])
 @pytest.mark.parametrize("epochs", [0.1, 1, 2.5, 3])
 def test_steps_are_those_of_the_host(num_examples, batch_size, epochs):
-    run = Question(num_examples=num_examples, batch_size=batch_size, epochs=epochs, noise_multiplier=1.0).solve()
+    question = Question(
+        num_examples=num_examples, batch_size=batch_size, epochs=epochs, noise_multiplier=1.0, accountant="rdp"
+    )
+    run = question.solve()
     sampler = PoissonSampler(num_examples=num_examples, expected_batch_size=batch_size)
     # Trainer.set_initial_training_values
     assert run.steps == math.ceil(epochs * sampler.steps_per_epoch)
@@ -174,6 +177,10 @@ def test_delta_and_clip_norm_are_used():
         ({"epsilon": None, "max_steps": 10}, r"epochs is 2\.0 and max_steps is 10: give one"),
         ({"epsilon": None, "num_examples": 1}, "num_examples is 1: give the size"),
         ({"epsilon": None, "batch_size": 1001}, "batch_size is 1001, but there are only 1000 examples: lower"),
+        (
+            {"epsilon": None, "batch_size": 1000},
+            "batch_size is 1000, all examples in every step, for which prv has no bound",
+        ),
         ({"epsilon": None, "batch_size": 0}, "batch_size is 0: give a finite number above 0"),
         ({"epsilon": None, "epochs": math.nan}, "epochs is nan: give a finite number"),
         ({"epsilon": None, "epochs": None, "max_steps": -1}, "max_steps is -1: give a finite number"),
@@ -233,3 +240,14 @@ def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes):
     run = PlannedRun(num_examples=8, expected_batch_size=batch_size, steps=9, noise_multiplier=2.0, max_grad_norm=1.0)
     table = alternatives(run, epochs=run.epochs, target_epsilon=1.0, delta=1e-5, accountant="rdp")
     assert [other.expected_batch_size for other in table[run.epochs]] == batch_sizes
+
+
+def test_alternatives_that_no_noise_brings_to_the_target_are_left_out():
+    """PRV's bound has an error of its own, below which it sees no difference."""
+    run = Question(num_examples=67_349, batch_size=10, max_steps=3, noise_multiplier=1e5).solve()
+    target = epsilon(67_349, 10, 3, 1e5, accountant="prv")
+    table = alternatives(run, epochs=run.epochs, target_epsilon=target, delta=67_349**-1.1, accountant="prv")
+    runs = [other for others in table.values() for other in others]
+    assert run in runs
+    assert all(other.noise_multiplier < 1e5 for other in runs if other is not run)
+    assert len(runs) < 20

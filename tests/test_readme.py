@@ -28,7 +28,7 @@ def test_python_snippets_run(tmp_path, monkeypatch):
         "metrics": lambda prediction: {}, "x": x, "y": (x.sum(dim=1) > 0).long(), "network": torch.nn.Linear(4, 2),
     }  # fmt: skip
     snippets = blocks("python")
-    assert len(snippets) == 5
+    assert len(snippets) == 6
     for snippet in snippets:
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, names["y"]), batch_size=50)
         fresh = {"pad": pad, "loader": loader, "network": torch.nn.Linear(4, 2)}
@@ -47,7 +47,7 @@ def test_commands_name_files_that_exist():
     words = [word for block in blocks("sh") for line in block.splitlines() for word in shlex.split(line, comments=True)]
     assert words.count("make") == 2
     paths = [word for word in words if "/" in word]
-    assert len(paths) == 7
+    assert len(paths) == 8
     for path in paths:
         assert (ROOT / path).exists(), path
 

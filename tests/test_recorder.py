@@ -138,8 +138,8 @@ def test_the_raw_gradient_is_what_the_noise_is_added_to(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, callbacks=[recorder, witness], max_steps=3)
     make = trainer._gaussian_mechanism
 
-    def hooked(*arguments):
-        mechanism = make(*arguments)
+    def hooked(*arguments, **options):
+        mechanism = make(*arguments, **options)
         hooks.append(Sums(recorder, mechanism))
         monkeypatch.setattr(mechanism, "privatize", hooks[-1])
         return mechanism

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -256,6 +257,20 @@ def test_ledger_lies_beside_the_model_and_in_every_checkpoint(tmp_path):
     assert statement["expected_batch_size"] == 8
     assert statement["target_delta"] == pytest.approx(24**-1.1)
     assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_a_checkpoint_is_complete_when_it_is_pushed(tmp_path):
+    pushed = []
+
+    class Pushing(DopplerTrainer):
+        def _push_from_checkpoint(self, checkpoint_folder):
+            pushed.append({path.name for path in Path(checkpoint_folder).iterdir()})
+
+    trainer = trainer_of(tmp_path, cls=Pushing, save_strategy="steps", save_steps=4, weight_filter="momentum:beta=0.9")
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert len(pushed) == 1
+    assert pushed[0] >= {LEDGER_NAME, "weight_filter.pt", "model.safetensors", "optimizer.pt"}
 
 
 def test_every_evaluation_logs_epsilon_so_far(tmp_path):
@@ -568,6 +583,8 @@ def test_what_could_bypass_privacy_is_refused(tmp_path):
         DopplerTrainer(**(options | {"train_dataset": text_data().to_iterable_dataset()}))
     with pytest.raises(ValueError, match="args must be DopplerTrainingArguments, got TrainingArguments"):
         DopplerTrainer(**(options | {"args": TrainingArguments(str(tmp_path))}))
+    with pytest.raises(ValueError, match="every trial would cost its own ε"):
+        DopplerTrainer(**options).hyperparameter_search(n_trials=2)
 
 
 @pytest.mark.parametrize(

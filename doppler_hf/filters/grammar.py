@@ -2,7 +2,7 @@
 
     first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    optimal-fir:taps=8    auto
 
-A name is a word, and after a colon what it takes as key=value. Blanks do not count.
+A name is a word, and after a colon what it takes as key=value, in any order. Blanks do not count.
 """
 
 import re
@@ -39,6 +39,8 @@ KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {
     "optimal-fir": {"taps": int},
     "auto": {},
 }
+# What may be left out.
+OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"optimal-fir": {"update_gap": int}}
 
 
 def parse_name(text: str) -> tuple[str, dict[str, float]]:
@@ -66,13 +68,13 @@ def parse_name(text: str) -> tuple[str, dict[str, float]]:
         return word, {}
     if word not in KEYS:
         raise _unreadable(text)
-    keys = KEYS[word]
+    keys, optional = KEYS[word], OPTIONAL_KEYS.get(word, {})
     pairs = [pair.partition("=") for pair in listed.split(",")] if colon else []
     given = [key for key, _, _ in pairs]
-    if sorted(given) != sorted(keys):
+    if len(set(given)) < len(given) or not set(keys) <= set(given) <= {*keys, *optional}:
         form = f"has the form {_form(word)!r}" if keys else "takes nothing"
         raise ValueError(f"{text!r} gives {', '.join(map(repr, given)) or 'nothing'}, but {word!r} {form}")
-    return word, {key: _number(text, key, value, keys[key]) for key, _, value in pairs}
+    return word, {key: _number(text, key, value, {**keys, **optional}[key]) for key, _, value in pairs}
 
 
 def read_filter(text: str) -> LowPassFilter:
@@ -126,7 +128,8 @@ def _number(text: str, key: str, value: str, kind: type[int] | type[float]) -> f
 
 
 def _form(word: str) -> str:
-    return f"{word}:{','.join(f'{key}=...' for key in KEYS[word])}" if KEYS[word] else word
+    may_follow = "".join(f"[,{key}=...]" for key in OPTIONAL_KEYS.get(word, {}))
+    return f"{word}:{','.join(f'{key}=...' for key in KEYS[word])}{may_follow}" if KEYS[word] else word
 
 
 def _unreadable(text: str) -> ValueError:

@@ -32,6 +32,7 @@ from doppler_hf.optim.rounding import in_float32
 from doppler_hf.optim.update import Numbers, descend
 
 MEMORY: Final = 0.998
+DEFAULT_UPDATE_GAP: Final = 50
 # Standard errors by which the power of the gradients must exceed that of the noise.
 SIGNIFICANCE: Final = 2.0
 
@@ -49,12 +50,12 @@ class OptimalFIR:
         ValueError: If either is not such a number.
 
     Example:
-        >>> print(OptimalFIR(taps=8))
-        optimal-fir:taps=8
+        >>> print(OptimalFIR(taps=8), OptimalFIR(taps=8, update_gap=20))
+        optimal-fir:taps=8 optimal-fir:taps=8,update_gap=20
     """
 
     taps: int
-    update_gap: int = 50
+    update_gap: int = DEFAULT_UPDATE_GAP
 
     def __post_init__(self) -> None:
         if not isinstance(self.taps, Integral) or self.taps < 2:
@@ -68,7 +69,8 @@ class OptimalFIR:
         return self.taps - 1
 
     def __str__(self) -> str:
-        return f"optimal-fir:taps={self.taps}"
+        gap = "" if self.update_gap == DEFAULT_UPDATE_GAP else f",update_gap={self.update_gap}"
+        return f"optimal-fir:taps={self.taps}{gap}"
 
 
 def fir(

@@ -33,9 +33,11 @@ from doppler_hf.privacy.bits import BitStream, RekeyedBits, ReproducibleBits, Se
 
 NoiseGenerator = Literal["csprng", "philox"]
 
-# Normals made at a time. On the CPU the working memory stays in a core's cache (0.5 MiB), and torch copies and adds at most
-# 32,768 numbers in the thread that asks for it. A GPU wants many at once, here in 16 MiB.
-_PIECE: Final = {"cpu": 1 << 15, "cuda": 1 << 20}
+# Normals made at a time: enough to divide among torch's threads, and on a GPU among many more; working memory 4 and 16 MiB.
+_PIECE: Final = {"cpu": 1 << 18, "cuda": 1 << 20}
+# In one thread the working memory stays in its core's cache (0.5 MiB), and torch copies and adds at most 32,768 numbers
+# without the help of another.
+_PIECE_OF_ONE_THREAD: Final = 1 << 15
 # How many normals `floating_point_safe` adds; their variance is as many times that of one.
 _TERMS: Final = 4
 
@@ -76,20 +78,20 @@ def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False
     return f"{bits}, Box-Muller" + (", sum of four against floating-point attacks" if floating_point_safe else "")
 
 
-def box_muller(words: Int64[Tensor, " n"], *, std: float, out: Float64[Tensor, " n"]) -> None:
+def box_muller(words: Int64[Tensor, " n"], *, std: float, out: Float64[Tensor, " n"], one_thread: bool = False) -> None:
     """Turn an even number of uniform words into as many independent draws of 𝒩(0, std²).
 
     Args:
         words: Uniform words, shape (n,), n even (modified in place: it is overwritten).
         std: Standard deviation.
         out: Where the draws go, shape (n,), on the device of `words` (modified in place).
+        one_thread: Whether to leave torch's threads alone. On the CPU only.
     """
-    # torch's own logarithm and tangent would run in all of its threads from 128 numbers on, which a background thread must
-    # not; NumPy's are as fast as torch's on one.
-    if out.is_cuda:
-        transform(words, out, std=std, library=torch)
-    else:
+    # torch's own logarithm and tangent run in all of its threads from 128 numbers on; NumPy's are as fast in one.
+    if one_thread:
         transform(words.numpy(), out.numpy(), std=std, library=np)
+    else:
+        transform(words, out, std=std, library=torch)
 
 
 def transform(words: Any, out: Any, *, std: float, library: ModuleType) -> None:
@@ -118,7 +120,14 @@ def transform(words: Any, out: Any, *, std: float, library: ModuleType) -> None:
 
 
 def gaussian_pieces(
-    count: int, *, std: float, stream: BitStream, step: int, device: torch.device, floating_point_safe: bool
+    count: int,
+    *,
+    std: float,
+    stream: BitStream,
+    step: int,
+    device: torch.device,
+    floating_point_safe: bool,
+    one_thread: bool = False,
 ) -> Iterator[Float64[Tensor, " n"]]:
     """Yield `count` independent draws of 𝒩(0, std²) in pieces, each in the memory of the one before.
 
@@ -129,8 +138,9 @@ def gaussian_pieces(
         step: Optimizer step, counted from 0.
         device: Where they are made, the CPU or a CUDA device.
         floating_point_safe: Whether each is the sum of four.
+        one_thread: Whether to leave torch's threads alone, as a background thread must. On the CPU only.
     """
-    piece = _PIECE[device.type]
+    piece = _PIECE_OF_ONE_THREAD if one_thread else _PIECE[device.type]
     words = torch.empty(min(piece, count + count % 2), dtype=torch.int64, device=device)
     out = torch.empty_like(words, dtype=torch.float64)
     total = torch.empty_like(out) if floating_point_safe else out
@@ -141,11 +151,11 @@ def gaussian_pieces(
             total.zero_()
             for _ in range(_TERMS):
                 stream.fill(words[:even], step=step)
-                box_muller(words[:even], std=std / math.sqrt(_TERMS), out=out[:even])
+                box_muller(words[:even], std=std / math.sqrt(_TERMS), out=out[:even], one_thread=one_thread)
                 total[:even].add_(out[:even])
         else:
             stream.fill(words[:even], step=step)
-            box_muller(words[:even], std=std, out=out[:even])
+            box_muller(words[:even], std=std, out=out[:even], one_thread=one_thread)
         yield total[:size]
 
 

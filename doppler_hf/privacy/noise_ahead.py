@@ -143,7 +143,6 @@ class NoiseAhead:
     def _prepare(self) -> None:
         """Keep the store full: what the thread does."""
         # Nothing here may use torch's threads: a second OpenMP team would fight with the one that computes gradients.
-        # `gaussian_pieces` uses NumPy, and torch below the size at which it divides work.
         try:
             if sys.platform == "linux":
                 # On Linux a priority belongs to a thread. The gradients come first: this takes what they leave idle, and of
@@ -165,6 +164,7 @@ class NoiseAhead:
                     step=0,  # no stream that is drawn from ahead depends on it
                     device=block.device,
                     floating_point_safe=self._floating_point_safe,
+                    one_thread=True,
                 ):
                     block[position : position + len(piece)].copy_(piece)
                     position += len(piece)

@@ -33,9 +33,11 @@ def solve_falling(excess: Callable[[float], float], *, start: float, tolerated: 
         if high > 1e6:
             return None
         excess_high = excess(high)
-    candidate = high
-    while low == 0.0:
-        candidate /= 1.5
+    stride = 0.0
+    while low == 0.0 and excess_high < smallest:
+        # A little too far rather than not far enough: a bracket is half of the answer.
+        stride = max(min(excess_high / 1.2, 2.0 * stride, -0.01), -0.7)
+        candidate = high * math.exp(stride)
         excess_candidate = excess(candidate)
         if excess_candidate > largest:
             low, excess_low = candidate, excess_candidate
