@@ -1,6 +1,7 @@
 """The *Differential privacy* section of a model card, written from the privacy ledger of the training.
 
-It says what the ledger says and nothing else, and how to check that it does.
+It says what the ledger says and nothing else, and how to check that it does. The optimizer stands elsewhere in the card,
+among the hyper-parameters.
 """
 
 from pathlib import Path
@@ -76,6 +77,20 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
         ("software", ", ".join(f"{name} {version}" for name, version in ledger.runs[-1].versions.items())),
     ]
+
+
+def name_optimizer(path: str | Path, words: str) -> None:
+    """Say in a card of the host which optimizer the model was trained with: the host names the one of its own arguments.
+
+    Args:
+        path: The card.
+        words: The optimizer, in one line.
+    """
+    path = Path(path)
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text(
+        "".join(f"- optimizer: {words}\n" if line.startswith("- optimizer: ") else line for line in lines), "utf-8"
+    )
 
 
 def add_privacy_section(path: str | Path, ledger: PrivacyLedger) -> None:

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from doppler_hf.callbacks import PrivacyCallback
-from doppler_hf.cards import add_privacy_section
+from doppler_hf.cards import add_privacy_section, name_optimizer
 from doppler_hf.data import MicroBatch, WeightedExamples, check_token_budget, collate_piece, lengths_of, units_of
 from doppler_hf.engine import attached_engine
 from doppler_hf.filter_choice import chosen_filter, filter_in_words
@@ -394,10 +394,15 @@ class DopplerTrainer(Trainer):
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the host's model card, with what the privacy ledger says."""
+        """Write the host's model card, with the optimizer that there was, and what the privacy ledger says."""
         super().create_model_card(*args, **kwargs)
         if not self.args.disable_dp and self.privacy.ledger is not None and self.is_world_process_zero():
-            add_privacy_section(Path(self.args.output_dir) / "README.md", self.privacy.ledger)
+            card = Path(self.args.output_dir) / "README.md"
+            weight_filter = "" if self.args.weight_filter is None else f"; on the weights: {self.args.weight_filter}"
+            name_optimizer(
+                card, f"{self.args.base_optimizer} of doppler_hf; filter: {self.privacy.filter_words}{weight_filter}"
+            )
+            add_privacy_section(card, self.privacy.ledger)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does; add ε so far to evaluations, and leave the training loss out if asked to."""

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from doppler_hf.filters import (
     parse_name,
 )
 from doppler_hf.optim import DopplerOptimizer, LowPassOptimizer, OptimalFIR
-from doppler_hf.optim.adaptive_fir import fir
+from doppler_hf.optim.adaptive_fir import fir, found_anew
 
 BASES = ["sgd", "adam", "adam_bc"]
 SHAPES = [(4, 5), (7,), (3, 6)]  # the last one is a group of its own
@@ -283,6 +284,16 @@ def test_tensors_that_are_not_contiguous_are_stepped_too():
             optimizer.step()
         ends.append(p.detach().clone())
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("power", "found"), [(0.98, False), (1.02, True)])
+def test_taps_wait_until_the_signal_exceeds_two_standard_errors(power, found):
+    # The mean of n squares of noise of variance 4 has the standard deviation 4·√(2/n).
+    pairs, noise_std = 200.0, 2.0
+    mean = power * 2 * noise_std**2 * math.sqrt(2 / pairs)
+    state = {"products": torch.tensor([mean, 0.5 * mean]) * pairs, "pairs": [pairs, pairs]}
+    taps = found_anew([0.5, 0.5], [state], noise_std=noise_std)
+    assert taps == pytest.approx([2 / 3, 1 / 3] if found else [0.5, 0.5])
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,19 @@ def test_ledger_lies_beside_the_model_and_in_every_checkpoint(tmp_path):
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
+def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_path):
+    trainer = trainer_of(tmp_path, weight_filter="momentum:beta=0.9", low_pass_filter="first-order-v1")
+    trainer.train()
+    for _ in range(2):
+        trainer.create_model_card(model_name="a model")
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert card.count("## Differential privacy") == 1
+        assert f"    {trainer.privacy.ledger.head}\n" in card
+        assert "- optimizer: adam_bc of doppler_hf; filter: first-order-v1, noise power × 0.0909" in card
+        assert "; on the weights: momentum:beta=0.9\n" in card
+        assert "ADAMW" not in card
+
+
 def test_a_checkpoint_is_complete_when_it_is_pushed(tmp_path):
     pushed = []
 
