@@ -296,6 +296,11 @@ def test_taps_wait_until_the_signal_exceeds_two_standard_errors(power, found):
     assert taps == pytest.approx([2 / 3, 1 / 3] if found else [0.5, 0.5])
 
 
+def test_taps_wait_until_every_lag_has_been_seen():
+    state = {"products": torch.tensor([100.0, 0.0]), "pairs": [5.0, 0.0]}
+    assert found_anew([0.7, 0.3], [state], noise_std=1.0) == [0.7, 0.3]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

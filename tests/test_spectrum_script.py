@@ -1,7 +1,6 @@
 """The measurement of a run's spectrum: the table says what the series hold, and a real run goes through it."""
 
 import io
-import json
 import re
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from doppler_hf.filters import PAPER_FILTERS, corrected_noise_gain, noise_gain
-from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.recorder import GradientRecorder
 from scripts import spectrum
 
@@ -63,7 +62,6 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "new" / "spectrum.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
 def test_a_real_run_goes_through_and_is_marked(tmp_path, capsys):
     picture, folder = tmp_path / "spectrum.svg", tmp_path / "out"
     spectrum.main(
@@ -78,7 +76,7 @@ def test_a_real_run_goes_through_and_is_marked(tmp_path, capsys):
     # Five and a half standard errors.
     assert abs(gain - noise_gain(PAPER_FILTERS["first-order-v1"])) < 5.5 * error
     assert GradientRecorder.load(tmp_path / "r.npz").raw.shape == (40, 64)
-    assert not json.loads((folder / LEDGER_NAME).read_text())["private"]
+    assert not PrivacyLedger.load(folder).private
 
 
 def test_a_picture_without_a_format_is_refused(tmp_path):
