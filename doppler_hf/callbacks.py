@@ -140,9 +140,14 @@ class PrivacyCallback(TrainerCallback):
         """Put the ledger into a checkpoint, before the host pushes that to the hub."""
         if self.ledger is not None and state.is_world_process_zero:
             self.ledger.checkpoint(state.global_step)
-            set_aside(folder, unless_before=self.ledger)  # A checkpoint of an earlier training, just overwritten.
-            self.ledger.save(folder)
             self.ledger.save(args.output_dir)
+            self.save_beside_model(folder, state)
+
+    def save_beside_model(self, folder: str, state: TrainerState) -> None:
+        """Put the ledger into the folder of a model that was saved; one of an earlier training there is set aside."""
+        if self.ledger is not None and state.is_world_process_zero:
+            set_aside(folder, unless_before=self.ledger)
+            self.ledger.save(folder)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -366,14 +366,18 @@ class DopplerTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the host does, the filtered weights where there is a filter on them; into a checkpoint also the ledger."""
+        """Save as the host does, the filtered weights where there is a filter on them, and the ledger beside the model."""
         with self._weights_applied():
             super().save_model(output_dir, _internal_call=_internal_call)
-        if _internal_call and output_dir is not None:  # So the host saves checkpoints. `on_save` is after it pushes them.
-            if self._weight_filter is not None:
-                self._weight_filter.add_to_checkpoint(output_dir, self.args)
-            if not self.args.disable_dp:
-                self.privacy.add_to_checkpoint(output_dir, self.args, self.state)
+        # So the host saves checkpoints. Its `on_save` comes only after it has pushed them.
+        is_checkpoint = _internal_call and output_dir is not None
+        folder = self.args.output_dir if output_dir is None else output_dir
+        if is_checkpoint and self._weight_filter is not None:
+            self._weight_filter.add_to_checkpoint(folder, self.args)
+        if is_checkpoint and not self.args.disable_dp:
+            self.privacy.add_to_checkpoint(folder, self.args, self.state)
+        elif not self.args.disable_dp:
+            self.privacy.save_beside_model(folder, self.state)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as the host does, without privacy.

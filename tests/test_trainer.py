@@ -272,6 +272,23 @@ def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_pat
         assert "ADAMW" not in card
 
 
+def test_the_ledger_goes_wherever_the_model_is_saved(tmp_path):
+    folder, other = tmp_path / "release", trainer_of(tmp_path / "other")
+    other.save_model(str(folder))
+    assert not (folder / LEDGER_NAME).exists()  # nothing was trained
+    other.train()
+    other.save_model(str(folder))
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    for _ in range(2):
+        trainer.save_model(str(folder))
+    assert PrivacyLedger.load(folder).head == trainer.privacy.ledger.head
+    aside = folder / f"privacy_ledger.{other.privacy.ledger.head[:8]}.json"
+    assert {path.name for path in folder.glob("privacy*")} == {LEDGER_NAME, aside.name}
+    assert PrivacyLedger.load(aside).head == other.privacy.ledger.head
+    assert main(["verify", str(folder)]) == 0
+
+
 def test_a_checkpoint_is_complete_when_it_is_pushed(tmp_path):
     pushed = []
 
