@@ -165,8 +165,8 @@ class DopplerTrainingArguments(TrainingArguments):
         default="csprng",
         metadata={
             "help": "csprng: AES-256-CTR under a secret key; nobody can reproduce the noise, even who sees every step's "
-            "gradient. philox: a faster generator with a new secret key each step, for those who release the last model "
-            "only; it is not made to withstand an attacker who sees some of a step's noise."
+            "gradient. philox: a generator with a new secret key each step, which a GPU runs by itself, for those who "
+            "release the last model only; it is not made to withstand an attacker who sees some of a step's noise."
         },
     )
     floating_point_safe: bool = field(
