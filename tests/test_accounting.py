@@ -59,7 +59,9 @@ def test_rdp_agrees_with_googles(sigma, rate, steps, delta):
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-@pytest.mark.parametrize(("target", "rate", "steps"), [(0.1, 0.5, 12), (1.0, 1e-4, 1), (8.0, 0.02, 165), (20.0, 0.1, 3)])
+@pytest.mark.parametrize(
+    ("target", "rate", "steps"), [(0.1, 0.5, 12), (1.0, 1e-4, 1), (8.0, 0.02, 165), (20.0, 0.1, 3), (20.0, 1e-4, 1000)]
+)
 def test_calibration_meets_the_target_from_below(target, rate, steps, accountant):
     check_calibration(target, rate, steps, accountant)
 

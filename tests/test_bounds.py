@@ -163,9 +163,15 @@ def test_rdp_takes_over_where_fourier_transforms_lose_delta(bound):
 
 
 @pytest.mark.parametrize("mechanism", [(0.1, 0.25, 40), (0.4, 0.5, 1000)])
-def test_rdp_takes_over_where_prv_overflows_and_pld_does_not(mechanism):
-    assert prv_epsilon([mechanism], delta=1e-5) == rdp_epsilon([mechanism], delta=1e-5)
+def test_pld_takes_over_where_prv_overflows(mechanism):
+    assert prv_epsilon([mechanism], delta=1e-5) == pld_epsilon([mechanism], delta=1e-5)
     assert pld_epsilon([mechanism], delta=1e-5) < rdp_epsilon([mechanism], delta=1e-5) < math.inf
+
+
+def test_the_bound_does_not_jump_where_prv_begins_to_overflow():
+    epsilons = [prv_epsilon([(sigma, 1e-4, 1000)], delta=1e-5) for sigma in np.arange(0.225, 0.245, 0.001)]
+    ratios = np.divide(epsilons[:-1], epsilons[1:])
+    assert 1.0 < ratios.min() < ratios.max() < 1.03
 
 
 def test_rdp_takes_over_where_pld_overflows():

@@ -98,7 +98,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
         accountant: "prv", "rdp" or "pld".
 
     Returns:
-        ε, as `get_epsilon`. Where the arithmetic of PRV or PLD fails, RDP's larger bound.
+        ε, as `get_epsilon`. Where the arithmetic of PRV or PLD fails, another one's bound.
 
     Raises:
         ValueError: As `get_epsilon`.

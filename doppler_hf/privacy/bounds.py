@@ -77,7 +77,8 @@ def rdp_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
 def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     """Return the bound of privacy random variables on ε at `delta`, or that of *rdp* where it is smaller.
 
-    *rdp* also takes over where this arithmetic fails: below δ = 10⁻¹⁰, or with ε in the hundreds.
+    *rdp* also takes over below δ = 10⁻¹⁰, and the smaller one of *rdp* and *pld* where this arithmetic overflows: with next
+    to no noise.
 
     Args:
         mechanisms: At least one; every q < 1.
@@ -117,8 +118,9 @@ def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
             # Lower bound, estimate, upper bound: the last is δ's and ε's error bound away from the estimate.
             _, _, upper = composed.compute_epsilon(delta, delta_error, epsilon_error)
     except (FloatingPointError, RuntimeError):
-        # Overflow with next to no noise, or a mean that the grid cannot hold.
-        return rdp
+        # Overflow with next to no noise, or a mean that the grid cannot hold. RDP's bound may be a third larger, and no
+        # noise multiplier would then meet a target that lies in between.
+        return min(rdp, pld_epsilon(mechanisms, delta=delta))
     return min(max(float(upper), 0.0), rdp)
 
 
