@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import warnings
 from pathlib import Path
 
@@ -86,6 +87,22 @@ def test_noise_in_grad_has_the_promised_deviation_and_no_memory(tmp_path):
     assert low < np.sum((noise / std) ** 2) < high
     correlations = np.corrcoef(noise)[np.triu_indices(len(noise), 1)]
     assert np.all(np.abs(correlations) < 5.5 / math.sqrt(noise.shape[1]))
+
+
+def test_the_next_steps_noise_is_prepared_while_training_and_the_thread_ends_with_it(tmp_path):
+    def threads():
+        return [thread.name for thread in threading.enumerate()].count("noise-ahead")
+
+    class Threads(TrainerCallback):
+        seen = ()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.seen = (*self.seen, threads())
+
+    before, callback = threads(), Threads()
+    trainer_of(tmp_path, callbacks=[callback]).train()
+    assert callback.seen == (before + 1,) * 4
+    assert threads() == before
 
 
 def test_the_same_seed_gives_other_noise_and_other_batches(tmp_path):
