@@ -22,21 +22,28 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
-from doppler_hf.callbacks import PrivacyCallback
-from doppler_hf.cards import add_privacy_section, name_optimizer
-from doppler_hf.data import MicroBatch, WeightedExamples, check_token_budget, collate_piece, lengths_of, units_of
-from doppler_hf.engine import attached_engine
-from doppler_hf.filter_choice import chosen_filter, filter_in_words
 from doppler_hf.filters import LowPassFilter
-from doppler_hf.galore_args import GaloreArguments, target_parameters
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.per_sample_loss import per_sample_losses
-from doppler_hf.plan import PrivacyPlan
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler
-from doppler_hf.privacy.private_loss import PrivateLoss
-from doppler_hf.recorder import GradientRecorder
+from doppler_hf.privacy.batching.micro_batches import (
+    MicroBatch,
+    WeightedExamples,
+    check_token_budget,
+    collate_piece,
+    lengths_of,
+    units_of,
+)
+from doppler_hf.privacy.losses.host_losses import per_sample_losses
+from doppler_hf.privacy.noise.private_loss import PrivateLoss
+from doppler_hf.run.engine import attached_engine
+from doppler_hf.run.filter_choice import chosen_filter, filter_in_words
+from doppler_hf.run.gradient_recorder import GradientRecorder
+from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.model_card import add_privacy_section, name_optimizer
+from doppler_hf.run.plan import PrivacyPlan
+from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.weight_filter import WeightFilterCallback
+from doppler_hf.training_args.galore import GaloreArguments, target_parameters
 
 
 class DopplerTrainer(Trainer):
@@ -158,7 +165,7 @@ class DopplerTrainer(Trainer):
         return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return one loss per example. Override it for a task that `doppler_hf.per_sample_loss` has no rule for.
+        """Return one loss per example. Override it for a task that `doppler_hf.privacy.losses.host_losses` has no rule for.
 
         Each entry must depend on its own example alone: no mean over the batch or over the batch's tokens. `model` must
         be called once, with the whole micro-batch. Text is padded on the right: a model with absolute positions counts

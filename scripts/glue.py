@@ -9,9 +9,9 @@ flag; the flag wins. The data comes from the hub, or from a folder of parquet fi
 from collections.abc import Sequence
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.cli_args import one_line_errors, parse_args
-from doppler_hf.lora import LoraArguments
+from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.glue import GlueArguments, build
+from doppler_hf.workloads.lora import LoraArguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,9 +11,9 @@ recipe or follow it as a flag; the flag wins.
 from collections.abc import Sequence
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.cli_args import one_line_errors, parse_args
-from doppler_hf.lora import LoraArguments
+from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.images import ImageArguments, build
+from doppler_hf.workloads.lora import LoraArguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,9 +19,9 @@ from rich.table import Table
 from transformers import PrinterCallback, ViTConfig, ViTForImageClassification, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.metrics import accuracy_from_logits
-from doppler_hf.plotting import plot_learning_curves
-from doppler_hf.tasks import load_images
+from doppler_hf.reports.plots import plot_learning_curves
+from doppler_hf.workloads.data_sources import load_images
+from doppler_hf.workloads.metrics import accuracy_from_logits
 
 EPSILON = 2.0
 SEEDS = (0, 1, 2)

@@ -22,12 +22,12 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doppler_hf.audit.data import CANARY_COLUMN
+from doppler_hf.audit.canaries import CANARY_COLUMN
 from doppler_hf.audit.result import CanaryKind, Method
 from doppler_hf.audit.trainer import AuditTrainer
-from doppler_hf.per_sample_loss import token_task
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping import clip_factors
+from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
+from doppler_hf.privacy.losses.host_losses import token_task
 
 # How far the weights are moved for a directional derivative, relative to their norm: far enough for float32, and along
 # noise, which is the direction, a loss is straight that far.

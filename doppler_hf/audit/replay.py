@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.plan import PrivacyPlan
 from doppler_hf.privacy import GaussianMechanism
+from doppler_hf.run.plan import PrivacyPlan
 
 Gradients = Mapping[str, Float[Tensor, "..."]]
 

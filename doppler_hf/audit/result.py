@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 import numpy as np
 from jaxtyping import Bool, Float
 
-from doppler_hf.privacy.accounting import Accountant
-from doppler_hf.privacy.auditing import clopper_pearson_epsilon, one_run_epsilon
+from doppler_hf.audit.lower_bounds import clopper_pearson_epsilon, one_run_epsilon
+from doppler_hf.privacy.accounting.accounting import Accountant
 
 AUDIT_NAME: Final = "privacy_audit.json"
 

@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from doppler_hf.audit.data import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
+from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
 from doppler_hf.audit.replay import NoiseReplay
 from doppler_hf.audit.result import AuditResult, CanaryKind, Method, lower_bounds
-from doppler_hf.privacy.accounting import Accountant
+from doppler_hf.privacy.accounting.accounting import Accountant
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 

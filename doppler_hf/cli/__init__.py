@@ -2,6 +2,8 @@
 
 Each command is a module of this folder with `add_arguments(parser)` and `run(args)`; the first line of its docstring is
 its line in `doppler-hf --help`, and the whole docstring what its own `--help` says. `python -m doppler_hf` is the same.
+
+- plan, filter, audit, verify: the commands
 """
 
 import argparse

@@ -35,7 +35,8 @@ from doppler_hf.audit import (
     audit_repeatedly,
 )
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.workloads import Workload, parse_recipe
+from doppler_hf.workloads.recipe import parse_recipe
+from doppler_hf.workloads.workload import Workload
 
 KINDS: Final[dict[str, type[AuditTrainer]]] = {
     "dirac": DiracAuditTrainer,

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures, write_coefficients
 from doppler_hf.filters.grammar import DESIGNS
-from doppler_hf.plotting import PICTURE_ENDINGS, plot_filters, plot_paper_filters
+from doppler_hf.reports.plots import PICTURE_ENDINGS, plot_filters, plot_paper_filters
 
 # What a design is asked for, beside its type: flag, type, what it means.
 PARAMETERS: Final = {

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, group_delay, noise_gain
-from doppler_hf.planning import PlannedRun, Question, alternatives
-from doppler_hf.plotting import PICTURE_ENDINGS, plot_planned_runs
-from doppler_hf.privacy.accounting import Accountant, get_epsilons
+from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
+from doppler_hf.reports.planned_runs import PlannedRun, Question, alternatives
+from doppler_hf.reports.plots import PICTURE_ENDINGS, plot_planned_runs
 
 READING: Final = (
     "noise_std: noise per coordinate of the mean gradient of one step. averaged: noise_std/√T, of the average over all "

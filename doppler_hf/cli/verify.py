@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting import Accountant, Releases, get_total_epsilon
-from doppler_hf.privacy.ledger_file import package_versions
-from doppler_hf.privacy.ledger_record import Claim
+from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
+from doppler_hf.privacy.ledger.file import package_versions
+from doppler_hf.privacy.ledger.record import Claim
 
 # The same code on another machine adds up in another order.
 _SAME_VERSIONS_TOLERANCE: Final = 1e-6

@@ -1,4 +1,16 @@
-"""Low-pass filters on the time axis of training: design, analyse, estimate and choose them (NumPy and SciPy only)."""
+"""Low-pass filters on the time axis of training: design, analyse, estimate and choose them (NumPy and SciPy only).
+
+- low_pass_filter: what a filter is
+- design: presets, designs, coefficients
+- grammar: how one is written
+- response: impulse, step, frequency, delay, noise gain
+- snr: what a filter is worth for a signal
+- figures: its figures, in one row
+- spectrum: measured autocorrelations and spectra
+- best: the best filter for a signal
+- fir: taps from gradients
+- auto: a choice for who has none
+"""
 
 from doppler_hf.filters.auto import auto_filter
 from doppler_hf.filters.best import best_filter

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.optim.adaptive_fir import OptimalFIR, advance_fir, found_anew, new_estimate, record
-from doppler_hf.optim.arguments import RANK_WITHOUT_EFFECT, check_constants, check_group
+from doppler_hf.optim.checks import RANK_WITHOUT_EFFECT, check_constants, check_group
 from doppler_hf.optim.galore import (
     PROJECTOR_SOURCES,
     BasisChange,
@@ -43,7 +43,7 @@ from doppler_hf.optim.update import Numbers, descend, filtered
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
 # is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
-# hence a fraction of it, not a constant. Measured on two tasks and two ε (scripts/tune_floor.py), with a learning rate
+# hence a fraction of it, not a constant. Measured on two tasks and two ε (scripts/experiments/tune_floor.py), with a rate
 # for each: 0.1 to 1 are the same, below that accuracy falls.
 DEFAULT_FLOOR_FRACTION: Final = 0.3
 # Parameters from which on compiling, some twenty seconds, is worth its time.

@@ -1,86 +1,12 @@
-"""From a recipe to model and data, wherever the package is installed: `parse_recipe`.
+"""From a recipe to model and data: what the scripts and the command line train.
 
-A recipe does not say which kind of workload it is for. Its names do, where only one kind knows them all.
+- recipe: a recipe, whichever kind of workload it is for
+- arguments: a recipe and the flags after it become dataclasses
+- workload: what all kinds have in common
+- glue, causal_lm, images: the kinds
+- data_sources: the data, from the hub, a package or a folder
+- metrics: scores
+- mean_pooling: a head on the mean of all tokens
+- lora: adapters
+- hub: a name on the hub or a folder
 """
-
-import argparse
-import dataclasses
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-from doppler_hf.cli_args import parse_args, read_recipe
-from doppler_hf.lora import LoraArguments
-from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.workloads import causal_lm, glue, images
-from doppler_hf.workloads.workload import Workload
-
-__all__ = ["Workload", "parse_recipe"]
-
-# Kind → its own arguments, and what builds it from these, the adapters' and the trainer's.
-KINDS: dict[str, tuple[type, Callable[[Any, LoraArguments, DopplerTrainingArguments], Workload]]] = {
-    "glue": (glue.GlueArguments, glue.build),
-    "causal_lm": (causal_lm.CausalLMArguments, causal_lm.build),
-    "images": (images.ImageArguments, images.build),
-}
-
-
-def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArguments]:
-    """Read an optional recipe and the flags that override it, and build the model and the data that they describe.
-
-    Args:
-        argv: A script's command line: the path of a YAML recipe, flags, or both. `--workload glue`, `causal_lm` or
-            `images` among them says which kind it is; by default the only one that has all arguments.
-
-    Returns:
-        The workload, and the arguments for its trainer.
-
-    Raises:
-        ValueError: If no kind has all the arguments or several have; for a recipe that cannot be read or an unknown
-            name; and if data or model are missing.
-        SystemExit: From argparse, for a value that has the wrong type or a required argument that is nowhere given.
-
-    Example:
-        >>> workload, training_args = parse_recipe(["recipes/image/digits-eps8.yaml", "--num_train_epochs", "1"])
-        >>> trainer = DopplerTrainer(
-        ...     model=workload.model,
-        ...     args=training_args,
-        ...     train_dataset=workload.train_dataset,
-        ...     eval_dataset=workload.eval_dataset,
-        ...     data_collator=workload.data_collator,
-        ...     processing_class=workload.processing_class,
-        ...     compute_metrics=workload.compute_metrics,
-        ... )
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--workload")
-    chosen, flags = parser.parse_known_args(argv)
-    kind = _kind_of(flags) if chosen.workload is None else chosen.workload
-    if kind not in KINDS:
-        raise ValueError(f"no workload {kind!r}; choose one of {', '.join(KINDS)}")
-    arguments, build = KINDS[kind]
-    args, lora_args, training_args = parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=flags)
-    return build(args, lora_args, training_args), training_args
-
-
-def _kind_of(argv: Sequence[str]) -> str:
-    """Return the only kind that has every argument of this command line."""
-    names = [word.removeprefix("--").split("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
-    if argv and not argv[0].startswith("-"):
-        scalars, structured = read_recipe(Path(argv[0]))
-        names = [*scalars, *structured, *names]
-
-    lacks: dict[str, list[str]] = {}
-    for kind, (arguments, _) in KINDS.items():
-        types = (arguments, LoraArguments, DopplerTrainingArguments)
-        fields = {field.name for each in types for field in dataclasses.fields(each)}
-        # --no_NAME is how a flag says that NAME is false.
-        lacks[kind] = [name for name in names if not {name, name.removeprefix("no_")} & fields]
-    fitting = [kind for kind in KINDS if not lacks[kind]]
-    if len(fitting) == 1:
-        return fitting[0]
-    decide = f"--workload {'|'.join(KINDS)} decides"
-    if fitting:
-        raise ValueError(f"recipe and flags fit several workloads: {', '.join(fitting)}; {decide}")
-    missing = "; ".join(f"{kind} lacks {', '.join(dict.fromkeys(names))}" for kind, names in lacks.items())
-    raise ValueError(f"recipe and flags fit no workload: {missing}; {decide}")

@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, set_seed
 
-from doppler_hf.hub import hub_or_folder
-from doppler_hf.lora import LoraArguments, add_lora
-from doppler_hf.tasks import load_texts
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.workloads.data_sources import load_texts
+from doppler_hf.workloads.hub import hub_or_folder
+from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.workload import Workload
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
 
-from doppler_hf.hub import hub_or_folder
-from doppler_hf.lora import LoraArguments, add_lora
-from doppler_hf.pooling import MeanPoolingForSequenceClassification
-from doppler_hf.tasks import glue_task, load_glue
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.workloads.data_sources import glue_task, load_glue
+from doppler_hf.workloads.hub import hub_or_folder
+from doppler_hf.workloads.lora import LoraArguments, add_lora
+from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
 from doppler_hf.workloads.workload import Workload
 
 
@@ -50,7 +50,7 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
     """
     from datasets import ClassLabel
 
-    from doppler_hf.metrics import glue_compute_metrics
+    from doppler_hf.workloads.metrics import glue_compute_metrics
 
     # What is made here, such as a new head, follows the public seed. Noise and draws do not.
     set_seed(training_args.seed)

@@ -12,10 +12,10 @@ from transformers import (
 )
 from transformers.models.vit import ViTImageProcessorPil
 
-from doppler_hf.hub import hub_or_folder
-from doppler_hf.lora import LoraArguments, add_lora
-from doppler_hf.tasks import load_images
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.workloads.data_sources import load_images
+from doppler_hf.workloads.hub import hub_or_folder
+from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.workload import Workload
 
 
@@ -52,7 +52,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     Raises:
         ValueError: If the data set, a file, a column or the model is missing, or the hub cannot be reached.
     """
-    from doppler_hf.metrics import accuracy_from_logits
+    from doppler_hf.workloads.metrics import accuracy_from_logits
 
     # What is made here, such as a new head, follows the public seed. Noise and draws do not.
     set_seed(training_args.seed)

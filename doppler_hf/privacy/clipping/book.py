@@ -1,0 +1,108 @@
+"""What the layers of a model note down during one forward and one backward pass."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from doppler_hf.privacy.clipping.factored import Dense, Grams, NormRule, PerSampleGradient, in_float32, outer_products
+
+
+class Book:
+    """What the layers note during one forward and backward pass.
+
+    Args:
+        norm_rule: How the norm of a product is had; see `outer_products`.
+        embedded: Parameters that are looked up somewhere, for which a direct gradient would be a whole table per example.
+
+    Attributes:
+        batch_size: Of the forward pass under way, or None.
+        uses: Parameter → its per-sample gradient from each use, filled by the backward pass.
+        copies: Parameters that were replaced by one copy per example in the forward pass, and these copies: their ordinary
+            gradient is the per-sample gradient.
+        repeated: Names of layers whose output has no batch and was repeated for each example.
+        only_example: In a check, the one example whose loss is differentiated; nothing is kept then.
+        coupled: Parameters at which that loss reached the place of another example.
+        is_in_forward: Whether the model is in a forward pass whose gradient is wanted.
+    """
+
+    def __init__(self, *, norm_rule: NormRule, embedded: set[Tensor]) -> None:
+        self._norm_rule: NormRule = norm_rule
+        self._embedded = embedded
+        self._grams = Grams()
+        self.batch_size: int | None = None
+        self.uses: dict[Tensor, list[PerSampleGradient]] = {}
+        self.copies: list[tuple[nn.Parameter, Tensor]] = []
+        self.repeated: list[str] = []
+        self.only_example: int | None = None
+        self.coupled: set[Tensor] = set()
+        self.is_in_forward = False
+        self._is_unwatched = False
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether layers note what they do: in a pass whose gradient is wanted.
+
+        Re-entrant checkpointing runs parts of such a pass without gradients first, and expects the same shapes from them.
+        """
+        return not self._is_unwatched and (torch.is_grad_enabled() or self.is_in_forward)
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let layers compute as if nobody watched."""
+        before, self._is_unwatched = self._is_unwatched, True
+        try:
+            yield
+        finally:
+            self._is_unwatched = before
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._grams = Grams()
+        self.batch_size = None
+        self.uses.clear()
+        self.copies.clear()
+        self.repeated.clear()
+        self.coupled.clear()
+
+    def passing(self, weight: Tensor) -> Tensor:
+        """Return the weight that a layer's gradient is passed on through: in a check, noise instead of nothing but zeros."""
+        if self.only_example is None or weight.any():
+            return weight
+        return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+
+    def note(self, parameter: Tensor, gradient: PerSampleGradient) -> None:
+        """Note one use of a parameter, or hold it against the one example that has a loss."""
+        if self.only_example is None:
+            self.uses.setdefault(parameter, []).append(gradient)
+        elif reaches_others(gradient, self.only_example):
+            self.coupled.add(parameter)
+
+    def note_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        """Note a use whose gradient is Σ_t left_t right_tᵀ; both of shape (batch, time, ·)."""
+        rule: NormRule = "ghost" if parameter in self._embedded else self._norm_rule
+        self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=rule, grams=self._grams))
+
+    def note_sum(self, parameter: Tensor | None, terms: Tensor) -> None:
+        """Note a use whose gradient is the sum over time of `terms`, shape (batch, time, *shape), if it is trained."""
+        if parameter is not None and parameter.requires_grad:
+            self.note(parameter, Dense(in_float32(terms).sum(dim=1)))
+
+    def note_copy(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Note the gradient of a parameter's copies, of any shape with the batch in front."""
+        self.note(parameter, Dense(in_float32(gradient).reshape(len(gradient), *parameter.shape)))
+
+    def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+        """Return a stand-in for the parameter with one copy per example, shape (batch, *shape)."""
+        assert self.batch_size is not None
+        copy = parameter.detach().view(shape).expand(self.batch_size, *shape).requires_grad_()
+        self.copies.append((parameter, copy))
+        return copy
+
+
+def reaches_others(gradient: PerSampleGradient, index: int) -> bool:
+    """Whether any example but this one has a gradient; a NaN is for clipping to see to."""
+    squares = gradient.squared_norms().clone()
+    squares[index] = 0.0
+    return bool((squares > 0.0).any())

@@ -1,0 +1,233 @@
+"""Per-sample clipping: a sum over examples to which each contributes a vector of norm at most C.
+
+    vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
+    automatic   clip(g) = C/(‖g‖ + γ)·g,  γ = 0.01         (Bu et al. 2023, https://arxiv.org/abs/2206.07136)
+
+*flat* takes one norm over all trainable parameters. *per_layer* clips each of the L layers to C/√L on its own, so that
+the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum is C in all four cases.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from doppler_hf.privacy.clipping.engine import BookKeepingEngine
+from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient
+
+Clipping = Literal["automatic", "vanilla"]
+Granularity = Literal["flat", "per_layer"]
+Engine = Literal["book_keeping", "opacus"]
+
+AUTOMATIC_CLIPPING_GAMMA = 0.01
+
+
+def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
+    """Return the factor that brings each norm to at most `max_grad_norm`.
+
+    Args:
+        norms: Per-sample gradient norms, shape (batch,), finite.
+        max_grad_norm: C.
+        clipping: The clipping function.
+
+    Returns:
+        Factors, shape (batch,), with factor·norm ≤ C.
+    """
+    if clipping == "vanilla":
+        return (max_grad_norm / norms).clamp(max=1.0)
+    return max_grad_norm / (norms + AUTOMATIC_CLIPPING_GAMMA)
+
+
+class ClippedGradients:
+    """A context in which a model's per-sample gradients are clipped and summed.
+
+    Args:
+        model: The model; its trainable parameters (`requires_grad`) are clipped together. It is not wrapped: parameter
+            names and checkpoints stay as they are.
+        max_grad_norm: C, the most that one example contributes.
+        clipping: "vanilla" or "automatic".
+        granularity: "flat" or "per_layer".
+        engine: Where per-sample gradients come from. "book_keeping" keeps them as factors and costs about as much as
+            ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
+        norm_rule: How "book_keeping" has the norm of a matrix's gradient: "ghost" from Gram matrices, "direct" from the
+            matrix itself, "auto" the cheaper one for each layer and sequence length; see `gradients.outer_products`.
+
+    Attributes:
+        sums: Parameter name → Σ clip(gᵢ), of the parameter's shape, in float32 (float64 for float64 parameters),
+            accumulated over calls of `backward` until `reset`. Not private: it has no noise yet.
+        fallbacks: Layers without a rule of their own, by name, and how their gradient is had at what cost; complete after
+            the first backward pass.
+        num_non_finite: How many examples since the last `reset` had a gradient with a NaN or an infinity. They
+            contribute nothing.
+
+    Raises:
+        ValueError: An unknown option, a clip norm that is not positive, nothing to train, or a model with a layer whose
+            per-sample gradient cannot be had, by name.
+
+    Example:
+        >>> with ClippedGradients(model, max_grad_norm=1.0, clipping="vanilla") as clipped:
+        ...     norms = clipped.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
+        ...     total = clipped.sums["weight"]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_grad_norm: float = 1.0,
+        clipping: Clipping = "vanilla",
+        granularity: Granularity = "flat",
+        engine: Engine = "book_keeping",
+        norm_rule: NormRule = "auto",
+    ) -> None:
+        if not 0.0 < max_grad_norm < float("inf"):
+            raise ValueError(f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
+        for name, value, choices in (
+            ("clipping", clipping, get_args(Clipping)),
+            ("granularity", granularity, get_args(Granularity)),
+            ("engine", engine, get_args(Engine)),
+            ("norm_rule", norm_rule, get_args(NormRule)),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+        if engine == "opacus" and norm_rule != "auto":
+            raise ValueError(f"norm_rule={norm_rule!r} is without effect for engine='opacus'; leave it out.")
+        self._model = model
+        self._max_grad_norm = max_grad_norm
+        self._clipping = clipping
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ValueError("The model has no trainable parameter; set requires_grad on what is to be trained.")
+        self._engine_name, self._norm_rule = engine, norm_rule
+        self._trainable = trainable
+        self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
+        self._sums: dict[str, Tensor] = {}
+        self.num_non_finite = 0
+        self._engine: BookKeepingEngine | None = None
+
+    @property
+    def sums(self) -> dict[str, Float[Tensor, "..."]]:
+        """Parameter name → Σ clip(gᵢ) since the last `reset`."""
+        for name in self._trainable.keys() - self._sums.keys():
+            self._sums[name] = self._empty_sum(name).zero_()
+        return {name: self._sums[name] for name in self._trainable}
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Layer name → how its per-sample gradient is had without a rule."""
+        return {} if self._engine is None else self._engine.fallbacks
+
+    def __enter__(self) -> "ClippedGradients":
+        by_rules = self._engine_name == "book_keeping"
+        self._engine = BookKeepingEngine(self._model, norm_rule=self._norm_rule, by_rules=by_rules)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._engine is not None:
+            self._engine.detach()
+            self._engine = None
+
+    def backward(
+        self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, " batch"]:
+        """Back-propagate one loss per example and add the clipped per-sample gradients to `sums`.
+
+        The ordinary gradients that the backward pass leaves in `.grad` are not private and are discarded.
+
+        Args:
+            losses: One loss per example, shape (batch,), from a call of the model with that batch. An example's loss must
+                depend on that example alone: no mean over the batch's tokens, no term over the batch.
+            weights: What each clipped gradient is multiplied by, shape (batch,), in [0, 1]; by default 1. Where several
+                examples belong to one unit of privacy and their weights add up to 1 or less, the unit contributes at most
+                C.
+
+        Returns:
+            Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,). Not private.
+
+        Raises:
+            ValueError: `losses` or `weights` not of shape (batch,), a weight outside [0, 1], or a per-sample gradient whose
+                batch dimension is not the batch.
+            RuntimeError: Called outside the `with` block.
+        """
+        if self._engine is None:
+            raise RuntimeError("ClippedGradients.backward works inside its `with` block only.")
+        if losses.ndim != 1:
+            raise ValueError(f"losses must have shape (batch,), one per example, got {tuple(losses.shape)}.")
+        if weights is not None and (weights.shape != losses.shape or not bool(((weights >= 0) & (weights <= 1)).all())):
+            # Not the weights: how many examples a unit has is private, and messages end in logs.
+            raise ValueError(
+                f"weights must be {len(losses)} numbers in [0, 1], one per example, got shape {tuple(weights.shape)} or a "
+                "number outside."
+            )
+        if len(losses) == 0:
+            return losses.detach()
+        # Outside of autocast and of every mode that rounds the factors of a product: the bound is about float32 numbers.
+        with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
+            return self._add_clipped(self._engine.per_sample_gradients(losses), weights, batch_size=len(losses))
+
+    def reset(self) -> None:
+        """Set the sums to zero, for the next draw."""
+        self._sums.clear()
+        self.num_non_finite = 0
+
+    def _empty_sum(self, name: str) -> Tensor:
+        # Made when first written to, like the gradients of ordinary training: not there during the forward pass.
+        parameter = self._trainable[name]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+
+    @torch.no_grad()
+    def _add_clipped(
+        self, gradients: dict[str, PerSampleGradient], weights: Float[Tensor, " batch"] | None, *, batch_size: int
+    ) -> Float[Tensor, " batch"]:
+        # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same
+        # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
+        # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
+        squares: dict[str, Tensor] = {}
+        for name, gradient in gradients.items():
+            square, group = gradient.squared_norms(), self._group_of[name]
+            squares[group] = squares[group] + square if group in squares else square
+        norms = torch.stack(tuple(squares.values())).sum(dim=0).sqrt()
+
+        # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Its rows are
+        # left out, since 0·NaN would still be NaN.
+        finite = norms.isfinite()
+        num_non_finite = batch_size - int(finite.sum())
+        self.num_non_finite += num_non_finite
+        if num_non_finite == batch_size:
+            return norms
+
+        layers = len(set(self._group_of.values()))
+        bound = self._max_grad_norm / layers**0.5
+        factors = {
+            group: clip_factors(square[finite].sqrt(), max_grad_norm=bound, clipping=self._clipping)
+            for group, square in squares.items()
+        }
+        if weights is not None:  # at most 1 each: factor·norm stays within the bound
+            factors = {group: factor * weights[finite].to(factor) for group, factor in factors.items()}
+        for name in tuple(gradients):
+            gradient = gradients.pop(name)  # and its memory with it
+            if num_non_finite:
+                gradient = gradient.of_examples(finite)
+            beta = 1 if name in self._sums else 0
+            if beta == 0:
+                self._sums[name] = self._empty_sum(name)
+            gradient.add_weighted(self._sums[name], factors[self._group_of[name]], beta=beta)
+        return norms
+
+
+@contextlib.contextmanager
+def highest_matmul_precision() -> Iterator[None]:
+    """Multiply float32 matrices in float32, whatever the user has allowed (TF32, bfloat16) for the model."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

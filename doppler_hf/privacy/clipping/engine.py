@@ -1,0 +1,237 @@
+"""Per-sample gradients from one forward and one backward pass, for the price of ordinary ones.
+
+Every layer that is trained gets a stand-in for its forward (`layer_rules`, `host_layers`, `other_layers`), which notes in a
+`Book` what multiplied what. Nothing else about the model changes: not its class, nor the names of its parameters, nor what
+it computes. After the backward pass the notes are norms and sums in waiting (`gradients`).
+
+A batch dimension is never guessed: an input that does not start with the batch is computed as usual, its parameters then
+receive an ordinary gradient, and that is an error with the parameter's name. The same net catches every use of a parameter
+outside its layer.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient, combined
+from doppler_hf.privacy.clipping.host_layers import HOST_RULES, has_relative_bias, relative_bias
+from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
+from doppler_hf.privacy.clipping.refused_layers import refuse_compiled, refuse_layers_that_mix_examples, trainable_of
+from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
+
+
+class BookKeepingEngine:
+    """Stand-ins on a model that give the gradient of each example's loss, until `detach`.
+
+    Args:
+        model: The model, not wrapped in anything.
+        norm_rule: "auto" chooses by cost for each product; see `gradients.outer_products`.
+        by_rules: False leaves every layer that Opacus has a sampler for to it, as a reference.
+
+    Raises:
+        ValueError: A layer that mixes examples, by name, or a compiled model.
+    """
+
+    def __init__(self, model: nn.Module, *, norm_rule: NormRule = "auto", by_rules: bool = True) -> None:
+        refuse_compiled(model)
+        refuse_layers_that_mix_examples(model)
+        self._model = model
+        embedded: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        self._book = Book(norm_rule=norm_rule, embedded=embedded)
+        self._without_rule: dict[str, LayerWithoutRule] = {}
+        self._not_batched: dict[str, tuple[int, ...]] = {}
+        self._cleanup = contextlib.ExitStack()
+        self._is_checked = False
+        for name, module in model.named_modules():
+            if has_relative_bias(module):
+                self._replace(
+                    module, "compute_bias", functools.partial(relative_bias, self._book, name, module, module.compute_bias)
+                )
+            if not trainable_of(module):
+                continue
+            rule = rule_for(module, RULES | HOST_RULES) if by_rules else None
+            if rule is None:
+                sampler = sampler_for(module, by_rules=by_rules)
+                self._without_rule[name] = LayerWithoutRule(name, module, self._book, sampler=sampler)
+            watched = self._without_rule[name] if rule is None else functools.partial(self._apply, rule, name, module)
+            self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
+        self._replace(model, "forward", functools.partial(self._forward, model.forward))
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Layers without a rule and how their gradient is had, by name; complete after the first backward pass."""
+        return {name: layer.fallback for name, layer in self._without_rule.items() if layer.fallback}
+
+    def detach(self) -> None:
+        """Give the model its own forwards back."""
+        self._book.clear()
+        self._cleanup.close()
+
+    def per_sample_gradients(self, losses: Float[Tensor, " batch"]) -> dict[str, PerSampleGradient]:
+        """Back-propagate `losses` and return each example's gradient.
+
+        Args:
+            losses: One loss per example, shape (batch,), from one forward pass.
+
+        Returns:
+            Parameter name → gradient of each example's loss. A parameter that the forward pass did not use is left out.
+
+        Raises:
+            ValueError: A use of a parameter for which there is no per-sample gradient, by name.
+        """
+        book, batch_size = self._book, self._book.batch_size
+        if batch_size != len(losses):
+            raise ValueError(
+                f"There are {len(losses)} losses, but the model was called with a batch of {batch_size}. Call the model "
+                "once with the whole micro-batch and return one loss per example."
+            )
+        trainable = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        try:
+            if not self._is_checked and len(losses) > 1:
+                self._check_that_examples_are_apart(losses, trainable)
+                self._is_checked = True
+            self._back_propagate(losses.sum(), trainable)
+            return {
+                name: combined(book.uses.pop(parameter), shape=parameter.shape)
+                for name, parameter in trainable.items()
+                if parameter in book.uses
+            }
+        finally:
+            for parameter in trainable.values():
+                parameter.grad = None
+            book.clear()
+            book.only_example = None
+            self._not_batched.clear()
+
+    def _back_propagate(self, loss: Tensor, trainable: Mapping[str, nn.Parameter], *, retain_graph: bool = False) -> None:
+        """Fill the book, and nothing else."""
+        book = self._book
+        book.uses.clear()
+        for tensor in (*trainable.values(), *(copy for _, copy in book.copies)):
+            tensor.grad = None
+        loss.backward(retain_graph=retain_graph)
+        for parameter, copy in book.copies:
+            if copy.grad is not None:
+                book.note_copy(parameter, copy.grad)
+        for name, parameter in trainable.items():
+            if parameter.grad is not None:
+                raise ValueError(self._unexplained(name))
+
+    def _check_that_examples_are_apart(self, losses: Tensor, trainable: Mapping[str, nn.Parameter]) -> None:
+        """Hold that the loss of the first and of the last example reach no other example's row in any layer.
+
+        A first dimension that equals the batch size need not be the batch; and a loss may depend on the whole batch. Both
+        would give gradients to the wrong example, and both show here, exactly: zeros stay zeros. Made once, because the
+        layout of a model's tensors does not change, whatever their sizes. Behind weights that begin at zero, as adapters
+        do, `Book.passing` lets the gradient through.
+        """
+        book = self._book
+        with kept_gradients(leaves_of(losses)):
+            for book.only_example in (0, len(losses) - 1):
+                self._back_propagate(losses[book.only_example], trainable, retain_graph=True)
+        book.only_example = None
+        for name, parameter in trainable.items():
+            if parameter in book.coupled:
+                raise ValueError(
+                    f"The loss of one example has a gradient in the places of others at the parameter {name!r}: either the "
+                    "layer's input does not start with the batch, or a loss depends on other examples (a mean or a norm "
+                    "over the batch). Nothing would bound what an example contributes. Let each loss depend on its "
+                    "example alone, or freeze the parameter with requires_grad_(False)."
+                )
+
+    def _unexplained(self, name: str) -> str:
+        layer = name.rpartition(".")[0]
+        reason = "it is used outside its layer's forward"
+        if layer in self._not_batched:
+            reason = (
+                f"its layer gets an input of shape {self._not_batched[layer]}, which does not start with the batch, so that "
+                "a per-sample gradient would be a guess"
+            )
+        return (
+            f"No per-sample gradient for the parameter {name!r}, although the loss depends on it: {reason}. Freeze it with "
+            "requires_grad_(False)."
+        )
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)  # an evaluation, which the layers do not watch either
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
+        self._book.batch_size = tensors[0].shape[0] if tensors else None
+        self._book.is_in_forward = True
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError as error:
+            if not self._book.repeated:
+                raise
+            layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
+            raise ValueError(
+                f"The forward pass fails ({error}), perhaps because the output of {layers} has no batch and was repeated "
+                "for each example, which does not suit what follows. Freeze these layers with requires_grad_(False)."
+            ) from error
+        finally:
+            self._book.is_in_forward = False
+
+    def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        input = (*args, *kwargs.values())[0]
+        is_lookup = isinstance(module, nn.Embedding)
+        rows = input.shape[0] if input.ndim > (0 if is_lookup else 1) else None
+        if is_lookup and rows == 1 != self._book.batch_size:
+            self._book.repeated.append(name)
+        if rows == self._book.batch_size or (rows == 1 and is_lookup):
+            return rule(self._book, module, *args, **kwargs)
+        self._not_batched[name] = tuple(input.shape)
+        return type(module).forward(module, *args, **kwargs)
+
+    def _unless_unwatched(
+        self, original: Callable[..., Any], watched: Callable[..., Any], *, name: str
+    ) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._book.is_watching:
+                return original(*args, **kwargs)
+            if self._book.batch_size is None:
+                raise ValueError(f"The layer {name!r} was called on its own; call the model as a whole.")
+            return watched(*args, **kwargs)
+
+        return forward
+
+    def _replace(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
+        before = module.__dict__.get(method)
+        # Around nn.Module.__setattr__, which would look for parameters and sub-modules.
+        module.__dict__[method] = function
+        if before is None:
+            self._cleanup.callback(module.__dict__.pop, method)
+        else:
+            self._cleanup.callback(module.__dict__.__setitem__, method, before)
+
+
+def leaves_of(losses: Tensor) -> set[Tensor]:
+    """Return the tensors into whose `.grad` a backward pass would write."""
+    leaves, seen, ahead = set(), set(), [losses.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # an AccumulateGrad node
+            leaves.add(node.variable)
+        ahead.extend(next_node for next_node, _ in node.next_functions)
+    return leaves
+
+
+@contextlib.contextmanager
+def kept_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Leave the `.grad` of tensors as it was."""
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient

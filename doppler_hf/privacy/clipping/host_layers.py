@@ -1,0 +1,72 @@
+"""Rules for what transformers and PEFT define: GPT-2's `Conv1D`, T5's relative position bias, DoRA's magnitude."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.refused_layers import substituted
+from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
+from doppler_hf.privacy.clipping.unbatched import repeated
+
+
+def dora(
+    book: Book,
+    module: Any,
+    x: Tensor,
+    *,
+    lora_A: nn.Module,
+    lora_B: nn.Module,
+    scaling: float,
+    base_layer: Any,
+    base_result: Tensor | None = None,
+    adapter_name: str = "default",
+) -> Tensor:
+    """Y = m/n · (W x + s·BA x) − W x, n the row norms of W + s·BA, through which no gradient goes (Liu et al. 2024, §4.3).
+
+    PEFT adds this to W x. Its own forward flattens m, which leaves no room for one copy per example.
+    """
+    with torch.no_grad():
+        weight = dequantize_module_weight(base_layer).to(x.dtype)
+        low_rank = module.get_lora_weight(lora_A=lora_A, lora_B=lora_B, adapter_name=adapter_name).to(x.dtype)
+        norms = module.get_weight_norm(weight=weight, lora_weight=low_rank, scaling=scaling, adapter_name=adapter_name)
+    if base_result is None:  # with dropout, x is not what the base layer has seen
+        base_result = F.linear(x, weight.T if module.fan_in_fan_out else weight)
+    elif base_layer.bias is not None:
+        base_result = base_result - base_layer.bias
+    magnitude = book.one_per_example(module.weight, (1,) * (x.ndim - 2) + tuple(module.weight.shape))
+    return magnitude / norms * torch.add(base_result, lora_B(lora_A(x)), alpha=scaling) - base_result
+
+
+HOST_RULES: dict[Callable[..., Any], Rule] = {Conv1D.forward: transposed_linear, DoraLinearLayer.forward: dora}
+
+
+def has_relative_bias(module: nn.Module) -> bool:
+    """Whether a module computes its position bias from a trained table, as T5's attention does."""
+    table = module._modules.get("relative_attention_bias")
+    return isinstance(table, nn.Embedding) and table.weight.requires_grad and hasattr(module, "compute_bias")
+
+
+def relative_bias(
+    book: Book, name: str, module: Any, compute_bias: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Return the bias of shape (1, heads, length, length), once for each example.
+
+    The look-up inside has no batch dimension, and its first dimension may equal the batch size by chance.
+    """
+    table = module.relative_attention_bias
+    if not book.is_watching:
+        return compute_bias(*args, **kwargs)
+
+    def bias_of(parameters: Mapping[str, Tensor]) -> Tensor:
+        with book.unwatched(), substituted(table, parameters):
+            return compute_bias(*args, **kwargs)
+
+    book.repeated.append(name)
+    return repeated(book, {"weight": table.weight}, bias_of)

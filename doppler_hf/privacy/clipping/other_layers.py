@@ -1,0 +1,288 @@
+"""Per-sample gradients of layers without a rule of their own, in this order:
+
+* **copies**: parameters that act elementwise (any family's RMSNorm, ViT's class token, ConvNeXt's layer scale) are replaced
+  by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost.
+  Whether they act so is not guessed but tried: two examples with different copies must come out as each would alone;
+* **Opacus's samplers**, for the layers of torch that Opacus knows and we do not, or for all of them by the engine "opacus";
+* **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
+
+Apart from these stand functions of parameters alone, whose output has no batch; see `repeated`.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleHooks
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.factored import Dense, in_float32
+from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
+from doppler_hf.privacy.clipping.unbatched import repeated
+
+# What a layer may raise when it is called in a way that it was not written for.
+LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
+
+
+class LayerWithoutRule:
+    """Stands in for the forward of one layer, in the way that turns out to work at its first call.
+
+    Args:
+        name: The layer's name, for messages.
+        module: The layer; its own trainable parameters are what this is about.
+        book: Where to note their gradients.
+        sampler: Opacus's function for this layer, if it is to be used.
+
+    Attributes:
+        fallback: How the gradient is had and what that costs; "" before the first call.
+    """
+
+    def __init__(self, name: str, module: nn.Module, book: Book, *, sampler: Callable[..., Any] | None) -> None:
+        self._name, self._module, self._book, self._sampler = name, module, book, sampler
+        self._forward = module.forward
+        # By the dimensions of the inputs: one layer may see tokens here and their mean there.
+        self._copy_shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]] | None] = {}
+        self._is_held_against_autograd = False
+        self.fallback = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the layer computes, and note its per-sample gradient in the backward pass."""
+        values, spec = pytree.tree_flatten((args, kwargs))
+        sizes = {len(value) if value.ndim else 1 for value in values if isinstance(value, Tensor)}
+        own = dict(trainable_of(self._module))
+        if self._book.batch_size not in sizes or sizes - {1, self._book.batch_size}:
+            return self._without_batch(own, *args, **kwargs)
+        dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
+        if dimensions not in self._copy_shapes:
+            self._copy_shapes[dimensions] = self._try_copies(values, spec) if self._sampler is None else None
+            self.fallback = self._describe()
+        shapes = self._copy_shapes[dimensions]
+        if shapes is not None:
+            copies = {name: self._book.one_per_example(own[name], shape) for name, shape in shapes.items()}
+            with substituted(self._module, copies):
+                return self._forward(*args, **kwargs)
+        with substituted(self._module, {name: parameter.detach() for name, parameter in own.items()}):
+            outputs, output_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
+        seen = [index for index, output in enumerate(outputs) if is_floating(output)]
+        taps = _Tap.apply(self, spec, values, tuple(own), *own.values(), *(outputs[index] for index in seen))
+        for index, tap in zip(seen, taps, strict=True):
+            outputs[index] = tap
+        return pytree.tree_unflatten(outputs, output_spec)
+
+    def _without_batch(self, own: Mapping[str, nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+        def output_of(parameters: Mapping[str, Tensor]) -> Any:
+            with self._book.unwatched(), substituted(self._module, parameters):
+                return self._forward(*args, **kwargs)
+
+        inputs = pytree.tree_leaves((args, kwargs))
+        with torch.no_grad():
+            output = output_of(own)
+        if (
+            not isinstance(output, Tensor)
+            or len(output) != 1
+            or any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        ):
+            # The parameters get an ordinary gradient, and the engine refuses them by name.
+            return self._forward(*args, **kwargs)
+        self.fallback = f"{type(self._module).__name__}: repeated for each example; {self._size()}"
+        self._book.repeated.append(self._name)
+        return repeated(self._book, own, output_of)
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _try_copies(self, values: Sequence[Any], spec: Any) -> dict[str, tuple[int, ...]] | None:
+        """Return the shapes at which copies of the parameters broadcast with the inputs, or None if they do not."""
+        one = [self._probe(value) for value in values]
+        two = [
+            torch.cat([probe, probe]) if self._has_batch(value) else value for value, probe in zip(values, one, strict=True)
+        ]
+        ndim = max(value.ndim for value in values if isinstance(value, Tensor))
+        own = {name: parameter.detach() for name, parameter in trainable_of(self._module)}
+        other = {
+            name: 1.5 * parameter.flip(-1) + 0.5 if parameter.ndim else parameter + 1 for name, parameter in own.items()
+        }
+        shapes = {
+            # A first dimension of 1 is where the batch belongs; otherwise dimensions are aligned at the end.
+            name: tuple(p.shape[1:]) if p.ndim and p.shape[0] == 1 else (1,) * max(ndim - 1 - p.ndim, 0) + tuple(p.shape)
+            for name, p in own.items()
+        }
+        both = {name: torch.stack([own[name].view(shapes[name]), other[name].view(shapes[name])]) for name in own}
+        was_training = [(module, module.training) for module in self._module.modules()]
+        try:
+            self._module.eval()  # Dropout would make any two calls differ.
+            with (
+                warnings.catch_warnings(action="ignore"),
+                self._book.unwatched(),
+                torch.autocast(next(iter(own.values())).device.type, enabled=False),
+            ):
+                alone = [self._outputs(one, spec, parameters) for parameters in (own, other)]
+                together = self._outputs(two, spec, both)
+        except LAYER_ERRORS:
+            return None
+        finally:
+            for module, training in was_training:
+                module.training = training
+        fits = all(
+            len(output) == 2 and is_close(output, torch.cat(singles))
+            for output, *singles in zip(together, *alone, strict=True)
+        )
+        return shapes if fits and together else None
+
+    def _probe(self, value: Any) -> Any:
+        """Return one example; of noise where possible, so that what is chosen does not depend on the data."""
+        if not self._has_batch(value):
+            return value
+        if not value.is_floating_point():
+            return value[:1]
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(1, *value.shape[1:], generator=generator).to(value)
+
+    def _outputs(self, values: Sequence[Any], spec: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        args, kwargs = pytree.tree_unflatten(list(values), spec)
+        with substituted(self._module, parameters):
+            outputs = pytree.tree_leaves(self._forward(*args, **kwargs))
+        return [output for output in outputs if is_floating(output) and output.ndim > 0]
+
+    def _has_batch(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and len(value) == self._book.batch_size
+
+    # --- samplers and functorch -------------------------------------------------------------------------------------
+
+    def _describe(self) -> str:
+        kind = type(self._module).__name__
+        if None not in self._copy_shapes.values():
+            return f"{kind}: one copy of its vectors for each example, free"
+        how = "functorch, one more forward pass of the layer" if self._sampler is None else "Opacus's sampler"
+        return f"{kind}: {how}; {self._size()}"
+
+    def _size(self) -> str:
+        numbers = sum(parameter.numel() for _, parameter in trainable_of(self._module))
+        return f"{numbers * 4 / 2**20:.3g} MiB for each example"
+
+    def per_sample_gradients(
+        self, values: Sequence[Any], spec: Any, names: Sequence[str], gradients: Sequence[Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return the gradient of each example by parameter, shape (batch, *shape), from the gradients of the outputs."""
+        module = self._module
+        args, kwargs = pytree.tree_unflatten(list(values), spec)
+        if self._sampler is not None and len(args) == len(gradients) == 1 and not kwargs:
+            of_parameters = self._sampler(module, [in_float32(args[0])], in_float32(gradients[0]))
+            return {name: of_parameters[parameter] for name, parameter in trainable_of(module)}
+        own = {name: parameter.detach() for name, parameter in trainable_of(module)}
+        batched = [index for index, value in enumerate(values) if self._has_batch(value)]
+
+        def gradient_of_one(of_inputs: list[Tensor], of_outputs: list[Tensor]) -> dict[str, Tensor]:
+            def outputs(parameters: dict[str, Tensor]) -> list[Tensor]:
+                filled = list(values)
+                for index, value in zip(batched, of_inputs, strict=True):
+                    filled[index] = value.unsqueeze(0)
+                args, kwargs = pytree.tree_unflatten(filled, spec)
+                with substituted(module, parameters), self._book.unwatched():
+                    outputs = pytree.tree_leaves(self._forward(*args, **kwargs))
+                return [output.squeeze(0) for output in outputs if is_floating(output)]
+
+            pull_back = torch.func.vjp(outputs, own)[1]
+            return pull_back(of_outputs)[0]
+
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of operations that are slow under vmap
+                # Randomness raises: a second draw of dropout would not be the one whose loss is differentiated.
+                of_examples = torch.func.vmap(gradient_of_one)([values[index] for index in batched], list(gradients))
+            if not self._is_held_against_autograd:
+                self._hold_against_autograd(of_examples, own, args, kwargs, gradients)
+            return of_examples
+        except LAYER_ERRORS as error:
+            raise ValueError(
+                f"The layer {self._name!r} ({type(module).__name__}) has no rule, and functorch cannot form the per-sample "
+                f"gradient of {', '.join(names)}: {error} Freeze them with requires_grad_(False)."
+            ) from error
+
+    def _hold_against_autograd(
+        self,
+        of_examples: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        args: Any,
+        kwargs: Any,
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """Raise if the per-sample gradients do not add up to the ordinary one.
+
+        A tensor that the examples share may have as many rows as there are examples, and then was dealt out among them.
+        """
+        leaves = {name: parameter.detach().requires_grad_() for name, parameter in own.items()}
+        with torch.enable_grad(), substituted(self._module, leaves), self._book.unwatched():
+            outputs = [output for output in pytree.tree_leaves(self._forward(*args, **kwargs)) if is_floating(output)]
+        expected = torch.autograd.grad(outputs, list(leaves.values()), list(gradients), allow_unused=True)
+        for total, gradient in zip(of_examples.values(), expected, strict=True):
+            reference = torch.zeros_like(total[0]) if gradient is None else gradient
+            if reference.isfinite().all() and not is_close(total.sum(dim=0), reference.to(total.dtype), slack=100):
+                raise ValueError("its gradients do not add up to the ordinary one, so that an input is not one row each.")
+        # Gradients of zero, as behind weights of zero, would agree whatever the layer does.
+        self._is_held_against_autograd = any(bool(gradient.any()) for gradient in gradients)
+
+    def note(self, name: str, values: Tensor) -> None:
+        """Note the per-sample gradient of one of the layer's parameters."""
+        self._book.note(self._module.get_parameter(name), Dense(in_float32(values)))
+
+
+class _Tap(torch.autograd.Function):
+    """The identity, through which the gradients of a layer's outputs are seen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: LayerWithoutRule, spec: Any, values: list[Any], names: tuple[str, ...], *rest: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.spec, ctx.names = layer, spec, names
+        ctx.where = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.save_for_backward(*(values[index] for index in ctx.where))
+        # Copies, so that what follows may work in place.
+        return tuple(output.clone() for output in rest[len(names) :])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values = list(ctx.others)
+        for index, value in zip(ctx.where, ctx.saved_tensors, strict=True):
+            values[index] = value
+        for name, value in ctx.layer.per_sample_gradients(values, ctx.spec, ctx.names, gradients).items():
+            ctx.layer.note(name, value)
+        return (None,) * (4 + len(ctx.names)) + gradients
+
+
+def is_floating(value: Any) -> bool:
+    """Whether a value is a tensor that gradients go through."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def is_close(first: Tensor, second: Tensor, *, slack: float = 1.0) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    if first.shape != second.shape:
+        return False
+    rounding = slack * 100 * torch.finfo(first.dtype).eps
+    return torch.allclose(first, second, rtol=rounding, atol=rounding * float(first.abs().max()))
+
+
+def sampler_for(module: nn.Module, *, by_rules: bool) -> Callable[..., Any] | None:
+    """Return Opacus's sampler for a layer, where it computes what the layer does.
+
+    Args:
+        module: The layer.
+        by_rules: Only for layers that nothing else here is made for.
+    """
+    if by_rules and not isinstance(module, nn.Conv1d | nn.Conv3d):
+        return None
+    if "forward" in vars(module) or module._parameters.get("weight") is None:
+        return None
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
+        module.padding_mode != "zeros" or isinstance(module.padding, str)
+    ):
+        return None
+    if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.padding_idx is not None):
+        return None
+    return GradSampleHooks.GRAD_SAMPLERS.get(type(module))

@@ -1,0 +1,217 @@
+"""How each kind of layer gives its per-sample gradient during the one backward pass.
+
+Every rule stands in for the layer's own forward. It computes the same output through an autograd function that saves the
+layer's input, as autograd would, and whose backward pass returns the gradient of the input, hands the pair (input, gradient
+of the output) to the `Book`, and computes no gradient of the weights: the ordinary one would be thrown away.
+
+Parameters are kept as attributes of the context and not among the saved tensors: gradient checkpointing gives back other
+tensor objects for those, and what is noted for another object is lost.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows, in_float32
+
+Rule = Callable[..., Any]
+
+
+def over_time(x: Tensor, dims: int = 1) -> Tensor:
+    """Return x of shape (batch, …, *last) as (batch, time, *last), where the last part has `dims` dimensions."""
+    return x.reshape(x.shape[0], -1, *x.shape[x.ndim - dims :])
+
+
+def linear(book: Book, module: nn.Linear, input: Tensor) -> Tensor:
+    """Y = x Wᵀ + b."""
+    return _Linear.apply(input, module.weight, module.bias, book, False)
+
+
+def transposed_linear(book: Book, module: Any, x: Tensor) -> Tensor:
+    """Y = x W + b: transformers' Conv1D, as GPT-2 writes its linear layers."""
+    return _Linear.apply(x, module.weight, module.bias, book, True)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, book: Book, transposed: bool) -> Tensor:
+        ctx.weight, ctx.bias, ctx.book, ctx.transposed = weight, bias, book, transposed
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        output = F.linear(x, weight.t() if transposed else weight, bias)
+        # As a view of the product it could not be changed in place by what follows.
+        return torch.ops.aten._unsafe_view(output, output.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        if ctx.weight.requires_grad:
+            pair = (over_time(grad), over_time(x))
+            ctx.book.note_product(ctx.weight, *(reversed(pair) if ctx.transposed else pair))
+        ctx.book.note_sum(ctx.bias, over_time(grad))
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 5
+        weight = ctx.book.passing(ctx.weight).to(grad.dtype)
+        return torch.matmul(grad, weight.t() if ctx.transposed else weight), None, None, None, None
+
+
+def embedding(book: Book, module: nn.Embedding, input: Tensor) -> Tensor:
+    """Y = W[ids]; indices of shape (1, …), as positions have them, are looked up once for each example."""
+    if input.shape[0] == 1:
+        assert book.batch_size is not None
+        input = input.expand(book.batch_size, *input.shape[1:])
+    return _Embedding.apply(module.weight, input, module.padding_idx, book)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int | None, book: Book) -> Tensor:
+        ctx.weight, ctx.padding_idx, ctx.book = weight, padding_idx, book
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ids, values = ctx.saved_tensors[0].reshape(len(grad), -1), over_time(grad)
+        if ctx.padding_idx is not None:
+            values = values.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0.0)
+        ctx.book.note(ctx.weight, LookedUpRows(ids, values))
+        return (None,) * 4
+
+
+def layer_norm(book: Book, module: nn.LayerNorm, input: Tensor) -> Tensor:
+    """Y = x̂ w + b, x̂ = (x − mean)/std over the last dimensions."""
+    if input.is_cuda and torch.is_autocast_enabled("cuda"):
+        input = input.float()  # as autocast does for the public function
+    return _LayerNorm.apply(input, module.weight, module.bias, tuple(module.normalized_shape), module.eps, book)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...], eps: float, book: Book
+    ) -> Tensor:
+        ctx.weight, ctx.bias, ctx.shape, ctx.book = weight, bias, shape, book
+        output, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd = ctx.saved_tensors
+        dims = len(ctx.shape)
+        if ctx.weight.requires_grad:
+            terms = (in_float32(x) - mean).mul_(rstd).mul_(grad)
+            ctx.book.note_sum(ctx.weight, over_time(terms, dims))
+        ctx.book.note_sum(ctx.bias, over_time(grad, dims))
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 6
+        # The mask says that only the gradient of the input is wanted.
+        wanted = (True, False, False)
+        arguments = (grad.contiguous(), x, ctx.shape, mean, rstd, ctx.book.passing(ctx.weight), ctx.bias, wanted)
+        return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None, None
+
+
+def rms_norm(book: Book, module: nn.RMSNorm, input: Tensor) -> Tensor:
+    """Y = x̂ w, x̂ = x/√mean(x²) over the last dimensions."""
+    shape = tuple(module.normalized_shape)
+    normalized = F.rms_norm(input, shape, None, module.eps)
+    return normalized * book.one_per_example(module.weight, (1,) * (input.ndim - 1 - len(shape)) + shape)
+
+
+def group_norm(book: Book, module: nn.GroupNorm, input: Tensor) -> Tensor:
+    """Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
+    if input.is_cuda and torch.is_autocast_enabled("cuda"):
+        input = input.float()
+    return _GroupNorm.apply(input, module.weight, module.bias, module.num_groups, module.eps, book)
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, book: Book) -> Tensor:
+        ctx.weight, ctx.bias, ctx.groups, ctx.book = weight, bias, groups, book
+        ctx.sizes = (x.shape[0], x.shape[1], x[0, 0].numel())  # batch, channels, positions
+        batch, channels, positions = ctx.sizes
+        output, mean, rstd = torch.native_group_norm(x.contiguous(), weight, bias, batch, channels, positions, groups, eps)
+        ctx.save_for_backward(x, mean, rstd)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd = ctx.saved_tensors
+        batch, channels, _ = ctx.sizes
+        if ctx.weight.requires_grad:
+            grouped = in_float32(x).reshape(batch, ctx.groups, -1)
+            normalized = (grouped - mean.unsqueeze(-1)).mul_(rstd.unsqueeze(-1)).view(batch, channels, -1)
+            ctx.book.note_sum(ctx.weight, normalized.mul_(grad.reshape(batch, channels, -1)).mT)
+        ctx.book.note_sum(ctx.bias, grad.reshape(batch, channels, -1).mT)
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 6
+        wanted, weight = (True, False, False), ctx.book.passing(ctx.weight)
+        arguments = (grad.contiguous(), x.contiguous(), mean, rstd, weight, *ctx.sizes, ctx.groups, wanted)
+        return torch.ops.aten.native_group_norm_backward(*arguments)[0], None, None, None, None, None
+
+
+def conv2d(book: Book, module: nn.Conv2d, input: Tensor) -> Tensor:
+    """A convolution: a linear layer of the patches, with the positions of the output as its time."""
+    geometry = (module.stride, module.padding, module.dilation, module.groups)
+    return _Conv2d.apply(input, module.weight, module.bias, geometry, book)
+
+
+class _Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, book: Book) -> Tensor:
+        ctx.weight, ctx.bias, ctx.geometry, ctx.book = weight, bias, geometry, book
+        ctx.save_for_backward(x)
+        return F.conv2d(x, weight, bias, *geometry)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.geometry
+        if ctx.weight.requires_grad:
+            patches = F.unfold(x.to(grad.dtype), ctx.weight.shape[2:], dilation, padding, stride)
+            if groups == 1:
+                ctx.book.note_product(ctx.weight, grad.flatten(2).mT, patches.mT)
+            else:
+                # One small product for each group, and no form that keeps factors apart by group.
+                left = in_float32(grad).reshape(len(x), groups, -1, patches.shape[2])
+                right = in_float32(patches).view(len(x), groups, -1, patches.shape[2])
+                ctx.book.note(ctx.weight, Dense((left @ right.mT).view(len(x), *ctx.weight.shape)))
+        ctx.book.note_sum(ctx.bias, grad.flatten(2).mT)
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 5
+        weight = ctx.book.passing(ctx.weight).to(grad.dtype)
+        rest = (None, stride, padding, dilation, False, (0, 0), groups, (True, False, False))
+        return torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0], None, None, None, None
+
+
+# A rule stands in for one function, so it is chosen by that function and not by the name or the ancestry of a class.
+RULES: dict[Callable[..., Any], Rule] = {
+    nn.Linear.forward: linear,
+    nn.Embedding.forward: embedding,
+    nn.LayerNorm.forward: layer_norm,
+    nn.RMSNorm.forward: rms_norm,
+    nn.GroupNorm.forward: group_norm,
+    nn.Conv2d.forward: conv2d,
+}
+
+
+def rule_for(module: nn.Module, rules: Mapping[Callable[..., Any], Rule]) -> Rule | None:
+    """Return the rule that stands in for the module's forward, or None."""
+    if "forward" in vars(module) or "weight" not in module._parameters:
+        return None  # somebody's own forward, or a weight that is computed from others (pruning, weight norm)
+    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return None
+    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+        return None
+    return rules.get(type(module).forward)

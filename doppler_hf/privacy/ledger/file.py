@@ -1,0 +1,103 @@
+"""The file of a privacy ledger: JSON against a schema, read strictly and written whole or not at all.
+
+    {"$schema": "urn:doppler-hf:privacy-ledger:2", "format_version": 2, "entries": […]}
+
+Reading refuses what the schema does not know, and JSON that two readers could read differently.
+"""
+
+import functools
+import importlib.metadata
+import importlib.resources
+import json
+import os
+import platform
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from doppler_hf.privacy.ledger import chain
+
+FORMAT: Final = 2
+SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
+
+_PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of everything that noise, clipping and accounting rest on."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES} | {"python": platform.python_version()}
+
+
+@functools.cache
+def schema_validator() -> Any:
+    """Return the validator of `ledger.schema.json`."""
+    schema = json.loads(importlib.resources.files(__package__).joinpath("ledger.schema.json").read_text("utf-8"))
+    return Draft202012Validator(schema)
+
+
+def read_entries(path: Path) -> list[chain.Entry]:
+    """Return the entries of the file, checked against the schema and as a chain.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: The file is no ledger of this format, or not as it was written.
+    """
+    try:
+        document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    except ValueError as error:
+        raise ValueError(f"This is no JSON that could be a privacy ledger: {error}. Put back the file as it was.") from error
+    mismatch = best_match(schema_validator().iter_errors(document))
+    if mismatch is not None:
+        raise ValueError(
+            f"This is no privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the file "
+            "as it was, or move it away to begin a new ledger."
+        )
+    entries: list[chain.Entry] = document["entries"]
+    chain.check(entries)
+    return entries
+
+
+def is_earlier_state(path: Path, entries: Sequence[chain.Entry]) -> bool:
+    """Return whether the file holds the first of `entries`, or all; a comparison, so that saving often stays cheap."""
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        return False
+    there = document["entries"] if isinstance(document, dict) and "entries" in document else None
+    return isinstance(there, list) and there == entries[: len(there)]
+
+
+def write_entries(path: Path, entries: Sequence[chain.Entry]) -> None:
+    """Write the file: after a crash at any moment there is either the old one or the new one."""
+    document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a name of its own, should two runs write at once
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # The new name, too, must outlast a loss of power; elsewhere folders cannot be synchronized.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a name is given twice among {', '.join(name for name, _ in pairs)}")
+    return values
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")

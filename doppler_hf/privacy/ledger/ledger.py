@@ -1,0 +1,286 @@
+"""The privacy ledger: what was done to the data, in a file that someone else can check.
+
+It lies beside the model and in every checkpoint as `privacy_ledger.json`, a chain of entries to which runs only ever add:
+
+    opened | resumed    the whole statement of a run, before its first step
+    steps               up to and including this many steps may have been released; written before they are computed
+    checkpoint          steps released, and ε
+    closed              steps released, exactly, and ε by every accountant: what was reserved and not run is given back
+
+So a crash at any moment never counts too few steps, and too many by one portion at most, a hundredth of the plan.
+"""
+
+import hashlib
+import math
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Self, get_args
+
+from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_epsilons, get_steps, get_total_epsilon
+from doppler_hf.privacy.ledger import chain
+from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
+from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, Run
+from doppler_hf.privacy.ledger.statement import MECHANISM, NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
+
+LEDGER_NAME: Final = "privacy_ledger.json"
+
+# A run writes the ledger about this often ahead of its steps.
+_PORTIONS: Final = 100
+
+
+class PrivacyLedger:
+    """What a training has released so far, under which statements. Made by `open`, `load` or `resume`."""
+
+    def __init__(self, record: LedgerRecord) -> None:
+        self._record = record
+        self._is_training = False
+
+    # --- what a run does to it ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, statement: PrivacyStatement) -> Self:
+        """Return a new ledger, on which nothing has been spent."""
+        ledger = cls(LedgerRecord())
+        ledger._begin("opened", statement, {})
+        return ledger
+
+    def resume(self, statement: PrivacyStatement, *, from_step: int) -> Self:
+        """Return a ledger that goes on from this one, which stays as it is.
+
+        Args:
+            statement: Of the run that begins; its σ, target or number of steps may be others.
+            from_step: The optimizer step at which it goes on.
+
+        Raises:
+            ValueError: The statement is about other data, another unit of privacy or another δ, so that the two cannot be
+                added up; or this ledger is too short for the step.
+        """
+        ledger = self.as_written()
+        ledger._begin("resumed", statement, {"from_step": from_step, "steps_run": ledger.steps_run})
+        return ledger
+
+    def as_written(self) -> Self:
+        """Return what the entries tell: of a run that was interrupted, the steps that it had reserved."""
+        return type(self)(LedgerRecord(self._record.entries))
+
+    def reserve(self, *, at_most: int) -> bool:
+        """Count the next portion of steps, if the last one is used up, before any of them is computed.
+
+        Args:
+            at_most: Steps that the run may still do.
+
+        Returns:
+            Whether it did. The ledger must then be saved before the next step.
+        """
+        run = self._record.runs[-1]
+        assert self._is_training
+        if run.steps_released < run.steps_reserved:
+            return False
+        portion = min(max(1, run.statement.steps_planned // _PORTIONS), at_most)
+        self._record.add("steps", {"steps_reserved": run.steps_reserved + portion})
+        return True
+
+    def record_step(self) -> None:
+        """Count one release. It was reserved, so the file need not change."""
+        run = self._record.runs[-1]
+        assert self._is_training
+        assert run.steps_released < run.steps_reserved, "a step was released before it was reserved"
+        run.steps_released += 1
+
+    def checkpoint(self, step: int) -> None:
+        """Note that the weights after optimizer step `step` are saved."""
+        assert self._is_training
+        epsilon = _json_number(self.epsilon())
+        self._record.add("checkpoint", {"step": step, "steps_run": self.steps_run, "epsilon": epsilon})
+
+    def close(self) -> None:
+        """Note the clean end of the run: what was reserved and not run is given back."""
+        assert self._is_training
+        epsilons = {name: _json_number(epsilon) for name, epsilon in self.epsilons().items()}
+        self._record.add("closed", {"steps_run": self.steps_run, "epsilon": epsilons})
+        self._is_training = False
+
+    # --- what it says -------------------------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> Sequence[chain.Entry]:
+        """The chain."""
+        return self._record.entries
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """The launches of the training."""
+        return self._record.runs
+
+    @property
+    def claims(self) -> Sequence[Claim]:
+        """Every ε that the entries state."""
+        return self._record.claims
+
+    @property
+    def head(self) -> str:
+        """Hash of the last entry: whoever has noted it can tell later whether this is still the same ledger."""
+        return str(self._record.entries[-1]["hash"])
+
+    @property
+    def statement(self) -> PrivacyStatement:
+        """Statement of the last run."""
+        return self._record.runs[-1].statement
+
+    @property
+    def private(self) -> bool:
+        """Whether every run was private."""
+        return all(run.statement.private for run in self._record.runs)
+
+    @property
+    def not_covered(self) -> list[str]:
+        """What the guarantee says nothing about, over all runs, in the entries' own words."""
+        return list(dict.fromkeys(line for entry in self._record.entries for line in entry.get("not_covered", ())))
+
+    @property
+    def restarts(self) -> list[int]:
+        """Optimizer steps from which the training was resumed."""
+        return [run.from_step for run in self._record.runs if run.from_step is not None]
+
+    @property
+    def steps_run(self) -> int:
+        """Steps released, those that a crash undid included; what was reserved, where a run did not end cleanly."""
+        run = self._record.runs[-1]
+        return run.steps_released if self._is_training else run.steps_counted
+
+    @property
+    def history(self) -> list[Releases]:
+        """What was released: `steps_run` by mechanism."""
+        return self._record.history(self.steps_run)
+
+    def epsilon(self, *, further_steps: int = 0) -> float:
+        """Return ε spent so far by the statement's accountant, or after `further_steps` more; infinity if not private."""
+        if not self.private:
+            return math.inf
+        return get_total_epsilon(
+            self._record.history(self.steps_run + further_steps),
+            delta=self.statement.target_delta,
+            accountant=self.statement.accountant,
+        )
+
+    def epsilons(self, *, further_steps: int = 0) -> dict[Accountant, float]:
+        """Return ε as `epsilon` does, by every accountant, the statement's own first."""
+        chosen = self.statement.accountant
+        if not self.private:
+            return {chosen: math.inf} | dict.fromkeys(get_args(Accountant), math.inf)
+        history = self._record.history(self.steps_run + further_steps)
+        return {chosen: self.epsilon(further_steps=further_steps)} | get_epsilons(history, delta=self.statement.target_delta)
+
+    def affordable_steps(self, steps: int) -> int:
+        """Return how many of `steps` more steps keep within `target_epsilon`; all of them if there is no target."""
+        statement = self.statement
+        if statement.target_epsilon is None or not self.private:
+            return steps
+        return get_steps(
+            target_epsilon=statement.target_epsilon,
+            noise_multiplier=statement.effective_noise_multiplier,
+            sample_rate=statement.sample_rate,
+            delta=statement.target_delta,
+            accountant=statement.accountant,
+            spent=self.history,
+            at_most=steps,
+        )
+
+    # --- the file -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a ledger, or the ledger of a folder.
+
+        Raises:
+            FileNotFoundError: There is none.
+            ValueError: It is no ledger of this format, or not as it was written: the entry, what does not match, and what
+                to do.
+        """
+        path = Path(path) / LEDGER_NAME if Path(path).is_dir() else Path(path)
+        try:
+            return cls(LedgerRecord(read_entries(path)))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def save(self, folder: str | Path) -> None:
+        """Write the ledger into `folder`, whole or not at all.
+
+        Raises:
+            ValueError: The ledger there is not an earlier state of this one, so that its entries would be lost.
+        """
+        path = Path(folder) / LEDGER_NAME
+        if path.exists() and not is_earlier_state(path, self._record.entries):
+            raise ValueError(
+                f"{path} is the ledger of another run: its last hash is {self.load(path).head}, and this run's ledger, with "
+                f"{self.head}, does not go on from it. Two runs write to one folder; use another output_dir for one of them."
+            )
+        write_entries(path, self._record.entries)
+
+    def is_prefix_of(self, other: "PrivacyLedger") -> bool:
+        """Return whether `other` is this ledger, or goes on from it."""
+        return other._record.entries[: len(self._record.entries)] == self._record.entries
+
+    def _begin(self, event: str, statement: PrivacyStatement, payload: dict[str, Any]) -> None:
+        terms = {
+            # Two runs that begin in the same second with the same arguments are still two.
+            "run_id": secrets.token_hex(8),
+            "statement": asdict(statement),
+            "mechanism": MECHANISM,
+            "neighbouring_relation": NEIGHBOURING_RELATION,
+            "role_of_num_units": ROLE_OF_NUM_UNITS,
+            "not_covered": list(statement.not_covered),
+            "versions": package_versions(),
+        }
+        self._record.add(event, payload | terms)
+        self._is_training = True
+
+
+def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
+    """Return the ledger that goes on from all the others.
+
+    Raises:
+        ValueError: Two of them are of different runs, so that taking one would forget what the other has spent.
+    """
+    longest = max(ledgers, key=lambda ledger: len(ledger.entries))
+    for ledger in ledgers:
+        if not ledger.is_prefix_of(longest):
+            raise ValueError(
+                f"The ledgers with the last hashes {ledger.head} and {longest.head} are of different runs: neither goes on "
+                "from the other, so it is unknown what was spent. Resume from a checkpoint of the run whose ledger lies in "
+                "the folder above it, or put that ledger back."
+            )
+    return longest
+
+
+def set_aside(folder: str | Path, *, unless_before: PrivacyLedger) -> Path | None:
+    """Rename the ledger of `folder` after its head, so that nothing of it is lost when another training begins one.
+
+    Args:
+        folder: Where it may lie.
+        unless_before: The ledger to be written there. An earlier state of this one stays.
+
+    Returns:
+        Where it is now; None if it was not moved.
+    """
+    path = Path(folder) / LEDGER_NAME
+    if not path.exists():
+        return None
+    try:
+        there = PrivacyLedger.load(path)
+    except ValueError:  # Damaged, or of another format; it may still tell somebody something.
+        name = hashlib.sha256(path.read_bytes()).hexdigest()
+    else:
+        if there.is_prefix_of(unless_before):
+            return None
+        name = there.head
+    aside = path.with_name(f"{path.stem}.{name[:8]}{path.suffix}")
+    os.replace(path, aside)
+    return aside
+
+
+def _json_number(value: float) -> float | None:
+    return None if math.isinf(value) else value  # JSON has no infinity

@@ -1,0 +1,174 @@
+"""What the entries of a privacy ledger say, taken one by one: runs, steps counted, and every ε that was stated.
+
+A run that came to a clean end counts the steps that it released. Any other counts the steps that it had reserved, since
+nobody knows how many of them were computed.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from doppler_hf.privacy.accounting.accounting import Accountant, Releases
+from doppler_hf.privacy.ledger import chain
+from doppler_hf.privacy.ledger.statement import PrivacyStatement
+
+
+class Claim(NamedTuple):
+    """An ε that the ledger states.
+
+    Attributes:
+        entry: Index of the entry that states it.
+        history: What it is about: everything released until then.
+        epsilons: ε by accountant; infinity where something was not private.
+        private: Whether everything until then was private.
+        versions: Of the packages that computed it.
+    """
+
+    entry: int
+    history: list[Releases]
+    epsilons: dict[Accountant, float]
+    private: bool
+    versions: Mapping[str, str]
+
+
+@dataclass
+class Run:
+    """One launch of the training. Counts of steps are over the ledger's life.
+
+    Attributes:
+        statement: What its guarantee rests on.
+        versions: Of the packages that it ran with.
+        from_step: The optimizer step from which it was resumed; None for the first.
+        steps_before: Steps counted before it.
+        steps_reserved: Steps that may have been released by its end.
+        steps_released: Steps that are known to have been released.
+        is_closed: Whether it came to a clean end.
+    """
+
+    statement: PrivacyStatement
+    versions: Mapping[str, str]
+    from_step: int | None
+    steps_before: int
+    steps_reserved: int
+    steps_released: int
+    is_closed: bool = False
+
+    @property
+    def steps_counted(self) -> int:
+        """Steps counted at its end: what was released if that is known, or else what was reserved."""
+        return self.steps_released if self.is_closed else self.steps_reserved
+
+
+class LedgerRecord:
+    """What a chain of entries says.
+
+    Args:
+        entries: A checked chain; see `doppler_hf.privacy.ledger.chain`.
+
+    Attributes:
+        entries: The chain.
+        runs: The launches so far.
+        claims: Every ε that the entries state.
+
+    Raises:
+        ValueError: An entry that cannot follow those before it.
+    """
+
+    def __init__(self, entries: Iterable[chain.Entry] = ()) -> None:
+        self.entries: list[chain.Entry] = []
+        self.runs: list[Run] = []
+        self.claims: list[Claim] = []
+        for entry in entries:
+            self.take(entry)
+
+    def add(self, event: str, payload: Mapping[str, Any]) -> None:
+        """Append the entry that says `event` now."""
+        self.take(chain.next_entry(self.entries, event, payload))
+
+    def take(self, entry: chain.Entry) -> None:
+        """Append an entry of the chain: the one place where an entry changes what the ledger says.
+
+        Raises:
+            ValueError: It cannot follow those before it.
+        """
+        event = entry["event"]
+        if event in ("opened", "resumed"):
+            self._begin(entry)
+        else:
+            if not self.runs:
+                _refuse(entry, "a ledger begins with 'opened'")
+            if self.runs[-1].is_closed:
+                _refuse(entry, "the run is closed")
+            if event == "steps":
+                self._reserve(entry)
+            else:
+                self._release(entry)
+        self.entries.append(entry)
+
+    def history(self, steps_run: int) -> list[Releases]:
+        """Return what was released, by mechanism, if the last run has brought the count to `steps_run`."""
+        counts = [run.steps_counted for run in self.runs[:-1]] + [steps_run]
+        history: list[Releases] = []
+        for run, counted in zip(self.runs, counts, strict=True):
+            releases = run.statement.releases(counted - run.steps_before)
+            if history and history[-1][:2] == releases[:2]:
+                history[-1] = releases._replace(steps=history[-1].steps + releases.steps)
+            elif releases.steps > 0:
+                history.append(releases)
+        return history
+
+    def _begin(self, entry: chain.Entry) -> None:
+        statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
+        if not math.isclose(statement.sample_rate, statement.expected_batch_size / statement.num_units, rel_tol=1e-12):
+            _refuse(entry, f"its sample_rate {statement.sample_rate} is not expected_batch_size / num_units")
+        if not self.runs:
+            if entry["event"] != "opened":
+                _refuse(entry, "a ledger begins with 'opened'")
+            self.runs.append(Run(statement, versions, None, 0, 0, 0))
+            return
+        if entry["event"] == "opened":
+            _refuse(entry, "the ledger is open")
+        earlier, counted = self.runs[-1].statement, self.runs[-1].steps_counted
+        for name, there, here in (
+            ("num_units", earlier.num_units, statement.num_units),
+            ("unit_of_privacy", earlier.unit_of_privacy, statement.unit_of_privacy),
+            ("target_delta", earlier.target_delta, statement.target_delta),
+        ):
+            if there != here:
+                raise ValueError(
+                    f"The run to be resumed has {name}={there!r}, this one {here!r}. Resume with the same data, the same "
+                    "privacy_unit_column and the same target_delta, or train into a new output_dir."
+                )
+        if entry["steps_run"] != counted:
+            _refuse(entry, f"{counted} steps were counted")
+        if entry["from_step"] > counted:
+            raise ValueError(
+                f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it does not "
+                "belong to this checkpoint. Put back the ledger that was saved with it."
+            )
+        self.runs.append(Run(statement, versions, entry["from_step"], counted, counted, counted))
+
+    def _reserve(self, entry: chain.Entry) -> None:
+        if entry["steps_reserved"] <= self.runs[-1].steps_reserved:
+            _refuse(entry, f"{self.runs[-1].steps_reserved} steps were reserved already")
+        self.runs[-1].steps_reserved = entry["steps_reserved"]
+
+    def _release(self, entry: chain.Entry) -> None:
+        run, steps_run, is_end = self.runs[-1], entry["steps_run"], entry["event"] == "closed"
+        if not run.steps_released <= steps_run <= run.steps_reserved:
+            _refuse(entry, f"{run.steps_released} steps had been released and {run.steps_reserved} were reserved")
+        run.steps_released, run.is_closed = steps_run, is_end
+        stated = entry["epsilon"] if is_end else {run.statement.accountant: entry["epsilon"]}
+        epsilons = {name: math.inf if epsilon is None else epsilon for name, epsilon in stated.items()}
+        private = all(run.statement.private for run in self.runs)
+        self.claims.append(Claim(entry["index"], self.history(steps_run), epsilons, private, run.versions))
+
+
+def _refuse(entry: chain.Entry, reason: str) -> None:
+    said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
+    raise ValueError(
+        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot stand here: {reason}. Take the file from a copy that "
+        "nobody has changed."
+    )

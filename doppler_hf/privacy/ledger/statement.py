@@ -1,0 +1,100 @@
+"""What the guarantee of a run rests on, fixed before its first step.
+
+A step draws each of N units with probability q = B/N, clips what a unit contributes to norm C, and adds noise σC; with a
+private training loss it also releases the sum of clipped losses with noise of its own. Both are one Gaussian mechanism
+with 1/σ₀² = 1/σ² + 1/σ_L², and T steps of it, for add/remove neighbours, are what the accountant bounds.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from doppler_hf.privacy.accounting.accounting import Accountant, Releases, joint_noise_multiplier
+
+MECHANISM: Final = "Poisson-subsampled Gaussian; filter, optimizer and projection are post-processing"
+NEIGHBOURING_RELATION: Final = "add or remove one unit"
+ROLE_OF_NUM_UNITS: Final = "public, not protected"
+
+_RAW_TRAIN_LOSS: Final = "the training loss, which was logged without noise"
+_NEVER_COVERED: Final = (
+    "gradient norms, losses, metrics and whatever else a callback of the user computes from training examples",
+    "metrics on the evaluation data, and every choice made with them: best checkpoint, early stopping, hyper-parameters",
+    "hyper-parameter search, and any other run on the same training data: their ε add up",
+    "the tokenizer, the label set, and the data that the model was pretrained on",
+    "the number of units, which is taken to be public",
+    "the time and memory that a step takes",
+)
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """Everything that the guarantee of a run rests on.
+
+    Attributes:
+        num_units: N, public.
+        unit_of_privacy: Whose presence is protected, such as "one example" or "all examples with the same 'user_id'".
+        max_examples_per_unit: The most examples of a unit in one draw; None where a unit is one example, or has no cap.
+        expected_batch_size: B, in units, over all processes.
+        sample_rate: q = B/N.
+        noise_multiplier: σ, the noise on the gradient in units of C.
+        per_sample_max_grad_norm: C.
+        clipping: Clipping function.
+        clipping_granularity: One norm over everything, or one a layer.
+        train_loss: How the training loss is reported; "raw" is not covered by the guarantee.
+        per_sample_max_loss: The most that one unit adds to the private training loss; None without one.
+        loss_noise_multiplier: σ_L, the noise on that loss in units of it; None without one.
+        target_delta: δ.
+        target_epsilon: The ε that was asked for, or None when σ was given.
+        accountant: Which accountant bounds ε.
+        steps_planned: T, counted from the first step of the training, whatever it was resumed from.
+        private: False when there is no noise, or when noise or draws can be reproduced.
+        noise_source: Where the noise comes from, in one line.
+    """
+
+    num_units: int
+    unit_of_privacy: str
+    max_examples_per_unit: int | None
+    expected_batch_size: int
+    sample_rate: float
+    noise_multiplier: float
+    per_sample_max_grad_norm: float
+    clipping: str
+    clipping_granularity: str
+    train_loss: Literal["raw", "none", "private"]
+    per_sample_max_loss: float | None
+    loss_noise_multiplier: float | None
+    target_delta: float
+    target_epsilon: float | None
+    accountant: Accountant
+    steps_planned: int
+    private: bool
+    noise_source: str
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """σ₀ of everything that a step releases."""
+        # Privacy: gradient and loss are computed from the same Poisson draw, so they are one release, not two.
+        if self.loss_noise_multiplier is None:
+            return self.noise_multiplier
+        return joint_noise_multiplier(self.noise_multiplier, self.loss_noise_multiplier)
+
+    @property
+    def unit_in_words(self) -> str:
+        """The unit of privacy, and its cap if it has one."""
+        cap = self.max_examples_per_unit
+        return self.unit_of_privacy + ("" if cap is None else f", at most {cap} of them in a draw")
+
+    @property
+    def train_loss_in_words(self) -> str:
+        """How the training loss is reported, and whether ε covers it."""
+        if self.train_loss == "private":
+            return f"private: clipped to {self.per_sample_max_loss:g}, noise multiplier {self.loss_noise_multiplier:.4g}"
+        return "not reported" if self.train_loss == "none" else "logged as it is, NOT PRIVATE"
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        """What the guarantee says nothing about."""
+        return (*([_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []), *_NEVER_COVERED)
+
+    def releases(self, steps: int) -> Releases:
+        """Return what `steps` steps release, in the accountant's terms."""
+        return Releases(self.effective_noise_multiplier, self.sample_rate, steps)

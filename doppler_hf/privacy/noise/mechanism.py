@@ -1,0 +1,177 @@
+"""The Gaussian mechanism: the one place where clipped sums become private gradients.
+
+    g_t = (1/B)·(Σ_{i∈draw} clip(∇fᵢ, C) + 𝒩(0, σ²C²·I))                                    (Algorithm 1, line 5)
+
+B is the *expected* batch size, never the drawn one: the drawn size depends on who is in the data. The noise is the
+mechanism's own affair; what the other side of the privacy boundary needs to know of it is one float, `noise_std`.
+For gradients that are read in a subspace only, see `subspace_noise`.
+"""
+
+import functools
+import weakref
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from doppler_hf.privacy.noise.ahead import NoiseAhead
+from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_stream
+from doppler_hf.privacy.noise.subspace_noise import bases_of, coordinates_of, lift, project, stretches_of
+
+
+class GaussianMechanism:
+    """Add Gaussian noise to clipped sums and average them over the expected batch.
+
+    Args:
+        noise_multiplier: σ, the noise's standard deviation in units of the clip norm. 0 adds no noise.
+        max_grad_norm: C, the bound on one example's contribution.
+        expected_batch_size: B, over all processes.
+        generator: Where the random words come from: "csprng", also against who sees every step's gradient, or "philox",
+            against who sees the last model only.
+        floating_point_safe: Whether each normal is the sum of four, against attacks on floating-point noise.
+        draw_ahead: Whether a background thread prepares the next step's noise, at most 4 bytes a coordinate. End it with
+            `close`, or use the mechanism in a `with` statement; it ends with the mechanism at the latest. Only noise that
+            nobody can reproduce is drawn ahead: with a `seed` it depends on the step, and is drawn in it.
+        seed: None for noise from the operating system's entropy. An integer makes it reproducible, for tests only.
+
+    Raises:
+        ValueError: A negative `noise_multiplier`, a clip norm or batch size that is not positive, or an unknown
+            `generator`.
+
+    Example:
+        >>> mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=100)
+        >>> mechanism.noise_std
+        0.005
+        >>> mechanism.privatize({"weight": torch.zeros(3, 2)}, step=0)["weight"].shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(
+        self,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int,
+        generator: NoiseGenerator = "csprng",
+        floating_point_safe: bool = False,
+        draw_ahead: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        if not 0.0 <= noise_multiplier < float("inf"):
+            raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
+        if not 0.0 < max_grad_norm < float("inf"):
+            raise ValueError(f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
+        if expected_batch_size < 1:
+            raise ValueError(f"expected_batch_size must be at least 1, got {expected_batch_size}.")
+        self.noise_multiplier = noise_multiplier
+        self.max_grad_norm = max_grad_norm
+        self.expected_batch_size = expected_batch_size
+        self._floating_point_safe = floating_point_safe
+        self._stream = noise_stream(generator, seed=seed)
+        self._ahead: NoiseAhead | None = None
+        if draw_ahead and seed is None and noise_multiplier > 0.0:
+            self._ahead = NoiseAhead(
+                functools.partial(noise_stream, generator),
+                std=noise_multiplier * max_grad_norm,
+                floating_point_safe=floating_point_safe,
+            )
+            # The thread knows the store, not the mechanism: so that a mechanism nobody has any more ends its thread.
+            weakref.finalize(self, self._ahead.close)
+
+    @property
+    def prepared(self) -> int:
+        """How many normals are ready for the next step; 0 unless they are drawn ahead."""
+        return 0 if self._ahead is None else self._ahead.prepared
+
+    def close(self) -> None:
+        """End the background thread, if there is one. The mechanism stays usable, and draws on the spot."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def __enter__(self) -> "GaussianMechanism":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled: prepared noise and keys would travel with the copy."""
+        raise TypeError("A GaussianMechanism holds secret noise and cannot be pickled or copied; make a new one instead.")
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise per coordinate of the mean gradient, σC/B (the paper's σ_DP).
+
+        In a subspace it is the same per coordinate there, up to the rounding of P.
+        """
+        return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
+
+    @torch.no_grad()
+    def privatize(
+        self,
+        sums: Mapping[str, Float[Tensor, "..."]],
+        *,
+        step: int,
+        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
+    ) -> dict[str, Float[Tensor, "..."]]:
+        """Turn clipped sums into the private gradient of step `step`.
+
+        Args:
+            sums: This process's clipped sums by parameter name, contiguous (modified in place, so that no second gradient
+                is held). With several processes each passes its own; they must agree in names, shapes and order.
+            step: Optimizer step, counted from 0.
+            subspaces: By name, P of each matrix whose gradient is needed in a subspace only, shape (min(m, n), rank) for a
+                sum of shape (m, n), with orthonormal columns; any device and floating dtype. It must be the same on every
+                process, and follow from what earlier steps released (or from public data) alone.
+
+        Returns:
+            The private mean gradient by parameter name, the same on every process: the tensors that were passed. In a
+            subspace it is P·(PᵀS + noise)/B for m ≤ n and (S·P + noise)·Pᵀ/B for m > n, so that PᵀG (or G·P) is the noisy
+            projected mean again.
+
+        Raises:
+            ValueError: A subspace of no parameter or of another shape, or a P whose columns are not orthonormal, by name.
+                No sum has been modified then, and no noise drawn.
+            RuntimeError: The thread that draws ahead has failed. Nothing must be released then.
+        """
+        # Sensitivity: adding or removing one example changes the sum over all processes by a Δ of at most C in the joint
+        # ℓ₂ norm, because each example is on one process only and contributes one clipped gradient. In a subspace
+        # ‖PᵀΔ‖ ≤ ‖P‖₂·‖Δ‖ ≤ stretch·‖Δ‖, and the noise there is `stretch` times as large: in units of the noise the joint
+        # change is at most C/(σC) whatever the subspaces. They depend on earlier releases alone, so that the steps
+        # compose adaptively, which is what the accountant bounds; going back from the subspace is post-processing.
+        #
+        # Process 0 adds the noise before the sums are reduced, so no unnoised total exists anywhere, the noise is there
+        # exactly once whatever the number of processes, and every replica receives the same bits.
+        distributed = dist.is_available() and dist.is_initialized()
+        is_noisy = self.noise_multiplier > 0.0 and (not distributed or dist.get_rank() == 0)
+        bases = bases_of(subspaces, sums)
+        stretches = stretches_of(bases, distributed=distributed)
+        if is_noisy and self._ahead is not None:
+            coordinates = sum(coordinates_of(total, bases.get(name)) for name, total in sums.items())
+            self._ahead.expect(coordinates, pinned=any(total.is_cuda for total in sums.values()))
+        for name, total in sums.items():
+            basis = bases.get(name)
+            released = total if basis is None else project(total, basis)
+            if is_noisy:
+                self._add_noise(released, stretch=stretches.get(name, 1.0), step=step)
+            if distributed:
+                dist.all_reduce(released)
+            released.div_(self.expected_batch_size)
+            if basis is not None:
+                lift(released, basis, out=total)
+        return dict(sums)
+
+    def _add_noise(self, values: Float[Tensor, "..."], *, stretch: float, step: int) -> None:
+        """Add 𝒩(0, (stretch·σC)²) to every coordinate (modified in place)."""
+        # What is not prepared is drawn here, from another stream than the thread's: no coordinate goes without, and none
+        # shares its noise.
+        prepared = 0 if self._ahead is None else self._ahead.add_to(values, scale=stretch)
+        add_gaussian_noise(
+            values.view(-1)[prepared:],
+            std=self.noise_multiplier * self.max_grad_norm * stretch,
+            stream=self._stream,
+            step=step,
+            floating_point_safe=self._floating_point_safe,
+        )

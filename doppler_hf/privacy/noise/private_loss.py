@@ -1,0 +1,55 @@
+"""The training loss as a private number: clipped for each example, summed over the draw, and noised.
+
+    (1/B)·(Σ_{i∈draw} wᵢ·clip(lossᵢ, ±L) + 𝒩(0, σ_L²L²)),    wᵢ the example's share of its unit, 1 for examples of their own
+
+It is one more coordinate of what the step releases, over the same draw as the gradient; `joint_noise_multiplier` says what
+both cost together.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from doppler_hf.privacy.noise.mechanism import GaussianMechanism
+
+
+class PrivateLoss:
+    """Adds up the losses of a draw and releases their noisy mean over the expected batch.
+
+    Args:
+        mechanism: With σ_L as `noise_multiplier` and L as `max_grad_norm`.
+        device: Where the losses are.
+
+    Example:
+        >>> mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=2.0, expected_batch_size=2)
+        >>> loss = PrivateLoss(mechanism, device=torch.device("cpu"))
+        >>> loss.add(torch.tensor([0.5, 7.0]))
+        >>> loss.release(step=0).item()
+        1.25
+    """
+
+    def __init__(self, mechanism: GaussianMechanism, *, device: torch.device) -> None:
+        self._mechanism = mechanism
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None = None) -> None:
+        """Add the losses of some of the draw's examples.
+
+        Args:
+            losses: One loss per example, shape (batch,). What is not a number counts as L.
+            weights: Each example's share of its unit, shape (batch,), which add up to at most 1 for a unit; 1 by default.
+        """
+        # Sensitivity: an example changes the sum by a number within ±L, whatever its loss, and a unit by at most L.
+        bound = self._mechanism.max_grad_norm
+        clipped = losses.double().nan_to_num(nan=bound).clamp(-bound, bound)
+        self._sum += clipped.sum() if weights is None else clipped @ weights.double()
+
+    def release(self, *, step: int) -> Float[Tensor, ""]:
+        """Return the private mean loss of the draw, the same on every process, and begin the next draw.
+
+        Args:
+            step: Optimizer step, counted from 0.
+        """
+        released = self._mechanism.privatize({"loss": self._sum}, step=step)["loss"]
+        self._sum = torch.zeros_like(released)
+        return released

@@ -1,0 +1,102 @@
+"""Noise for a gradient that is read in a subspace only: the bases, how far they stretch, and the way there and back.
+
+An optimizer that reads a matrix's gradient in a subspace only (GaLore, P with orthonormal columns) needs no more noise
+than the subspace has coordinates. With S the clipped sum and Z the noise, on the side where P multiplies from the left,
+
+    Pᵀ(S + Z) = PᵀS + PᵀZ,    columns of PᵀZ ~ 𝒩(0, σ²C²·PᵀP) = 𝒩(0, σ²C²·I), independent,
+
+so noise drawn for PᵀS alone, r × n instead of m × n, gives the optimizer a gradient of the same distribution.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from doppler_hf.privacy.clipping.clipped_gradients import highest_matmul_precision
+
+# A basis found in float32 has e = ‖PᵀP − I‖_F of about 1e-5. One found in TF32 or kept in bfloat16 can be beyond this
+# bound, and would pay for it with noise.
+MAX_ORTHONORMALITY_ERROR: Final = 1e-3
+
+
+def coordinates_of(total: Float[Tensor, "..."], basis: Float[Tensor, "short rank"] | None) -> int:
+    """Return how many coordinates of a sum get noise: all, or those in the subspace."""
+    return total.numel() if basis is None else basis.shape[1] * max(total.shape)
+
+
+def bases_of(
+    subspaces: Mapping[str, Float[Tensor, "..."]], sums: Mapping[str, Float[Tensor, "..."]]
+) -> dict[str, Float[Tensor, "..."]]:
+    """Return each P on the device and in the dtype of its sum.
+
+    Args:
+        subspaces: P by parameter name.
+        sums: Clipped sums by parameter name.
+
+    Raises:
+        ValueError: A name without a sum, or shapes that do not fit.
+    """
+    for name, basis in subspaces.items():
+        if name not in sums:
+            raise ValueError(f"subspaces has {name!r}, of which there is no clipped sum. Leave out what is not trained.")
+        shape, short = tuple(sums[name].shape), min(sums[name].shape, default=0)
+        if len(shape) != 2 or basis.ndim != 2 or basis.shape[0] != short or not 1 <= basis.shape[1] <= short:
+            raise ValueError(
+                f"The subspace of {name!r}, of shape {shape}, has shape {tuple(basis.shape)}. Only matrices have one, and "
+                "its shape is (the shorter side, rank) with 1 ≤ rank ≤ the shorter side."
+            )
+    return {name: basis.to(sums[name]) for name, basis in subspaces.items()}
+
+
+def stretches_of(bases: Mapping[str, Float[Tensor, "..."]], *, distributed: bool) -> dict[str, float]:
+    """Return how much longer each P can make a vector, at most: √(1 + e) ≥ ‖P‖₂ with e = ‖PᵀP − I‖_F.
+
+    Args:
+        bases: P by parameter name, each as it will be multiplied with: rounding it to another dtype changes e.
+        distributed: Whether other processes multiply with the same bases.
+
+    Raises:
+        ValueError: An e above `MAX_ORTHONORMALITY_ERROR`, or not a number.
+    """
+    if not bases:
+        return {}
+    errors = torch.stack([orthonormality_error(basis) for basis in bases.values()])
+    if distributed:
+        # Process 0's noise must do for every process, and none may stop while the others wait for its sums.
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    by_name = dict(zip(bases, errors.tolist(), strict=True))  # one synchronization with the device for all of them
+    for name, error in by_name.items():
+        if error > MAX_ORTHONORMALITY_ERROR:
+            raise ValueError(
+                f"The subspace of {name!r} is not orthonormal: ‖PᵀP − I‖_F is {error:.3g}, more than "
+                f"{MAX_ORTHONORMALITY_ERROR}. Take P from a QR or a singular value decomposition."
+            )
+    return {name: math.sqrt(1.0 + error) for name, error in by_name.items()}
+
+
+def orthonormality_error(basis: Float[Tensor, "short rank"]) -> Float[Tensor, ""]:
+    """Return ‖PᵀP − I‖_F in float64, ∞ where it is not a number."""
+    gram = basis.double().mT @ basis.double()
+    gram.diagonal().sub_(1.0)
+    return torch.nan_to_num(torch.linalg.matrix_norm(gram), nan=math.inf, posinf=math.inf)
+
+
+def project(total: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) -> Float[Tensor, "..."]:
+    """Return PᵀS, shape (rank, n), for m ≤ n and S·P, shape (m, rank), for m > n."""
+    # Outside of autocast and TF32, which would round P and S to fewer digits than the bound on ‖P‖₂ is about.
+    with torch.autocast(total.device.type, enabled=False), highest_matmul_precision():
+        return basis.mT @ total if total.shape[0] <= total.shape[1] else total @ basis
+
+
+def lift(projected: Float[Tensor, "..."], basis: Float[Tensor, "short rank"], *, out: Float[Tensor, "m n"]) -> None:
+    """Set `out` to P·Y for m ≤ n and to Y·Pᵀ for m > n, of which `project` gives Y back (modified in place)."""
+    with torch.autocast(out.device.type, enabled=False), highest_matmul_precision():
+        if out.shape[0] <= out.shape[1]:
+            torch.mm(basis, projected, out=out)
+        else:
+            torch.mm(projected, basis.mT, out=out)

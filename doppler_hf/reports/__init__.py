@@ -1,0 +1,5 @@
+"""For people: tables and pictures, from numbers alone.
+
+- planned_runs: what a run would cost, and its alternatives
+- plots: every picture that the project draws
+"""

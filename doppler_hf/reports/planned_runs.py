@@ -1,0 +1,312 @@
+"""What a run would cost, and what else the same budget buys: arithmetic alone, without model or data.
+
+    q = B/N,    T = ⌈E⌈N/B⌉⌉,    ε = ε(σ, q, T; δ),    noise_std = σC/B
+
+Of ε, σ, the length (epochs E or steps T) and the batch size B, three determine the fourth; T is the host's own arithmetic.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from doppler_hf.filters import LowPassFilter, noise_gain
+from doppler_hf.privacy.accounting.accounting import (
+    Accountant,
+    Releases,
+    default_delta,
+    get_epsilon,
+    get_noise_multiplier,
+    get_steps,
+)
+
+Unknown = Literal["epsilon", "noise_multiplier", "epochs", "batch_size"]
+
+# No run is longer; a search that arrives here was asked for a budget that is no limit.
+MAX_STEPS: Final = 10_000_000
+
+BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)
+EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that could be started: its mechanism, and what that means for the gradient.
+
+    Attributes:
+        num_examples: N.
+        expected_batch_size: B.
+        steps: T.
+        noise_multiplier: σ.
+        max_grad_norm: C.
+    """
+
+    num_examples: int
+    expected_batch_size: int
+    steps: int
+    noise_multiplier: float
+    max_grad_norm: float
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability q = B/N with which each example is drawn at each step."""
+        return self.expected_batch_size / self.num_examples
+
+    @property
+    def epochs(self) -> float:
+        """T/⌈N/B⌉, such that the host, which rounds up to whole steps, arrives at T again."""
+        steps_per_epoch = _steps_per_epoch(self.num_examples, self.expected_batch_size)
+        epochs = self.steps / steps_per_epoch
+        # 29/7·7 is a little more than 29 in floating point.
+        return epochs if math.ceil(epochs * steps_per_epoch) == self.steps else math.nextafter(epochs, 0.0)
+
+    @property
+    def noise_std(self) -> float:
+        """σC/B, per coordinate of the mean gradient of one step."""
+        return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
+
+    @property
+    def average_noise_std(self) -> float:
+        """σC/(B√T), per coordinate of the average of all T mean gradients.
+
+        It is what the budget leaves of the noise after the whole run. A filter hardly changes it: its gain at frequency
+        zero is 1. It falls with B and T towards a floor, where the same ε buys no more.
+        """
+        return self.noise_std / math.sqrt(self.steps)
+
+    @property
+    def examples_processed(self) -> int:
+        """B·T, the expected number of per-sample gradients: what the run costs in time."""
+        return self.expected_batch_size * self.steps
+
+    def filtered_noise_std(self, low_pass_filter: LowPassFilter) -> float:
+        """σC/B·√Σκ², per coordinate of the filtered gradient once the filter has settled."""
+        return self.noise_std * math.sqrt(noise_gain(low_pass_filter))
+
+    @property
+    def releases(self) -> Releases:
+        """What the accountants are told."""
+        return Releases(self.noise_multiplier, self.sample_rate, self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A run with one unknown.
+
+    Args:
+        num_examples: N, at least 2.
+        epsilon: Target ε.
+        noise_multiplier: σ.
+        epochs: E.
+        max_steps: T, in place of epochs.
+        batch_size: B, the expected batch size over all processes and accumulated micro-batches.
+        delta: δ, N^−1.1 by default.
+        accountant: Which accountant bounds ε.
+        max_grad_norm: C.
+
+    Raises:
+        ValueError: A number outside its range, or if not exactly one of ε, σ, the length and B is left out.
+
+    Example:
+        >>> question = Question(num_examples=50_000, batch_size=1000, epochs=3, noise_multiplier=1.0)
+        >>> question.unknown, question.solve().steps
+        ('epsilon', 150)
+    """
+
+    num_examples: int
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    epochs: float | None = None
+    max_steps: int | None = None
+    batch_size: int | None = None
+    delta: float | None = None
+    accountant: Accountant = "prv"
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_examples < 2:
+            raise ValueError(f"num_examples is {self.num_examples}: give the size of the training set, at least 2.")
+        for name in ("epsilon", "noise_multiplier", "epochs", "max_steps", "batch_size", "max_grad_norm"):
+            value = vars(self)[name]
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}: give a finite number above 0.")
+        if self.delta is not None and not 0 < self.delta < 1:
+            raise ValueError(f"delta is {self.delta}: give a probability inside (0, 1), below 1/N.")
+        if self.batch_size is not None and self.batch_size > self.num_examples:
+            raise ValueError(
+                f"batch_size is {self.batch_size}, but there are only {self.num_examples} examples: lower batch_size."
+            )
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError(f"epochs is {self.epochs} and max_steps is {self.max_steps}: give one of them, not both.")
+        if len(self._unknowns) != 1:
+            what = "all are given" if not self._unknowns else f"{', '.join(self._unknowns)} are missing"
+            raise ValueError(
+                f"{what}: of epsilon, noise_multiplier, epochs (or max_steps) and batch_size give three; the fourth is "
+                "solved for."
+            )
+        if self.batch_size == self.num_examples and self.accountant == "prv":
+            raise ValueError(
+                f"batch_size is {self.batch_size}, all examples in every step, for which prv has no bound: set accountant "
+                "to pld or rdp, or lower batch_size."
+            )
+
+    @property
+    def _unknowns(self) -> list[Unknown]:
+        given: dict[Unknown, float | None] = {
+            "epsilon": self.epsilon,
+            "noise_multiplier": self.noise_multiplier,
+            "epochs": self.epochs if self.max_steps is None else self.max_steps,
+            "batch_size": self.batch_size,
+        }
+        return [name for name, value in given.items() if value is None]
+
+    @property
+    def unknown(self) -> Unknown:
+        """What is solved for."""
+        return self._unknowns[0]
+
+    @property
+    def target_delta(self) -> float:
+        """δ, given or the default."""
+        return default_delta(self.num_examples) if self.delta is None else self.delta
+
+    def solve(self) -> PlannedRun:
+        """Return the run that the question determines: the least noise, the most epochs or the largest batch.
+
+        Raises:
+            ValueError: If nothing within reach of the unknown meets the target, or everything does.
+        """
+        batch_size = self._largest_batch_size() if self.batch_size is None else self.batch_size
+        steps = self._most_steps(batch_size) if self.unknown == "epochs" else self._steps(batch_size)
+        noise_multiplier = self.noise_multiplier
+        if noise_multiplier is None:
+            assert self.epsilon is not None
+            noise_multiplier = get_noise_multiplier(
+                target_epsilon=self.epsilon,
+                target_delta=self.target_delta,
+                sample_rate=batch_size / self.num_examples,
+                steps=steps,
+                accountant=self.accountant,
+            )
+        return PlannedRun(self.num_examples, batch_size, steps, noise_multiplier, self.max_grad_norm)
+
+    def _steps(self, batch_size: int) -> int:
+        """The host's own formula (`Trainer.set_initial_training_values`)."""
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.epochs is not None
+        return math.ceil(self.epochs * _steps_per_epoch(self.num_examples, batch_size))
+
+    def _cost(self, batch_size: int, steps: int) -> float:
+        assert self.noise_multiplier is not None
+        return get_epsilon(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=batch_size / self.num_examples,
+            steps=steps,
+            delta=self.target_delta,
+            accountant=self.accountant,
+        )
+
+    def _most_steps(self, batch_size: int) -> int:
+        assert self.epsilon is not None
+        assert self.noise_multiplier is not None
+        at_most, steps = _steps_per_epoch(self.num_examples, batch_size), 0
+        # From few steps to many: the accountants are slow far above the target.
+        while at_most <= MAX_STEPS:
+            steps = get_steps(
+                target_epsilon=self.epsilon,
+                noise_multiplier=self.noise_multiplier,
+                sample_rate=batch_size / self.num_examples,
+                delta=self.target_delta,
+                accountant=self.accountant,
+                at_most=at_most,
+            )
+            if steps < at_most:
+                break
+            at_most *= 4
+        else:
+            raise ValueError(
+                f"With noise_multiplier={self.noise_multiplier} even {steps} steps cost less than epsilon={self.epsilon}: "
+                "lower noise_multiplier, or give epochs and leave noise_multiplier out."
+            )
+        if steps == 0:
+            raise ValueError(
+                f"With noise_multiplier={self.noise_multiplier} and batch_size={batch_size} one step costs ε = "
+                f"{self._cost(batch_size, 1):.4g}, more than epsilon={self.epsilon}: raise noise_multiplier or epsilon, or "
+                "lower batch_size."
+            )
+        return steps
+
+    def _largest_batch_size(self) -> int:
+        # PRV has no bound for q = 1, where every step sees every example.
+        largest = self.num_examples - 1 if self.accountant == "prv" else self.num_examples
+        batch_size = self._largest_batch_size_in(1, largest)
+        if batch_size is None:
+            least = self._cost(1, self._steps(1))
+            raise ValueError(
+                f"With noise_multiplier={self.noise_multiplier} even batch_size=1 costs ε = {least:.4g}, more than "
+                f"epsilon={self.epsilon}: raise noise_multiplier or epsilon, or shorten the run."
+            )
+        return batch_size
+
+    def _largest_batch_size_in(self, low: int, high: int) -> int | None:
+        """Find the largest B in [low, high] within the target.
+
+        ε(B) is not monotone: T drops wherever ⌈N/B⌉ does. But ε rises with q and with T, so no B of the interval costs
+        less than its smallest q with its fewest steps, and an interval where that is too much needs no second look.
+        """
+        assert self.epsilon is not None
+        if self._cost(low, self._steps(high)) > self.epsilon:
+            return None
+        if low == high:
+            return low
+        middle = (low + high) // 2
+        upper = self._largest_batch_size_in(middle + 1, high)
+        return self._largest_batch_size_in(low, middle) if upper is None else upper
+
+
+def alternatives(
+    run: PlannedRun, *, epochs: float, target_epsilon: float, delta: float, accountant: Accountant
+) -> dict[float, list[PlannedRun]]:
+    """Calibrate runs around `run`, with other batch sizes and numbers of epochs, to the same ε.
+
+    Args:
+        run: The run in the middle; it comes back as it is.
+        epochs: Its epochs, before the host rounds up to whole steps.
+        target_epsilon: ε > 0.
+        delta: δ, in (0, 1).
+        accountant: Which accountant calibrates.
+
+    Returns:
+        Epochs, ½ to 4 times those of the run → runs with ¼ to 4 times its batch size, as far as that is smaller than the
+        data set and some noise reaches the ε.
+    """
+
+    def calibrated(batch_size: int, steps: int) -> PlannedRun | None:
+        try:
+            noise_multiplier = get_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=delta,
+                sample_rate=batch_size / run.num_examples,
+                steps=steps,
+                accountant=accountant,
+            )
+        except ValueError:  # The run's own ε is so small that the accountants cannot tell whether this one's is.
+            return None
+        return PlannedRun(run.num_examples, batch_size, steps, noise_multiplier, run.max_grad_norm)
+
+    batch_sizes = {max(1, round(factor * run.expected_batch_size)) for factor in BATCH_SIZE_FACTORS}
+    table = {}
+    for length in [factor * epochs for factor in EPOCH_FACTORS]:
+        runs = (
+            run
+            if (length, batch_size) == (epochs, run.expected_batch_size)
+            else calibrated(batch_size, math.ceil(length * _steps_per_epoch(run.num_examples, batch_size)))
+            for batch_size in sorted(batch_sizes)
+            if batch_size < run.num_examples or batch_size == run.expected_batch_size
+        )
+        table[length] = [other for other in runs if other is not None]
+    return table
+
+
+def _steps_per_epoch(num_examples: int, batch_size: int) -> int:
+    return math.ceil(num_examples / batch_size)

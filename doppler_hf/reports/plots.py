@@ -1,0 +1,237 @@
+"""Pictures of runs. matplotlib is imported when one is drawn."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    LowPassFilter,
+    filter_figures,
+    frequency_response,
+    group_delay,
+    impulse_response,
+    step_response,
+)
+from doppler_hf.reports.planned_runs import PlannedRun
+
+PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
+
+
+def plot_learning_curves(
+    curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]], path: str | Path, *, ylabel: str, title: str
+) -> None:
+    """Draw one curve for each entry: the mean over its runs, and the range from the lowest to the highest.
+
+    Args:
+        curves: Label → runs, each a sequence of (epoch, value); the runs of one entry have the same epochs.
+        path: Where to write the picture; its ending says which format. Folders are made.
+        ylabel: What is on the vertical axis, with its unit.
+        title: Title of the picture.
+
+    Raises:
+        ValueError: Runs of one entry with different epochs, or no run at all.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for label, runs in curves.items():
+        epochs = [[epoch for epoch, _ in run] for run in runs]
+        if not runs or any(other != epochs[0] for other in epochs):
+            raise ValueError(f"the runs of {label!r} must share their epochs, got {epochs}")
+        values = np.array([[value for _, value in run] for run in runs])
+        (line,) = axes.plot(epochs[0], values.mean(axis=0), label=label)
+        axes.fill_between(epochs[0], values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(xlabel="epoch", ylabel=ylabel, title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_planned_runs(
+    table: Mapping[float, Sequence[PlannedRun]], planned: PlannedRun, path: str | Path, *, title: str
+) -> None:
+    """Draw how noisy runs of equal ε are: σ, noise_std and noise_std/√T against the batch size, a curve for each length.
+
+    Args:
+        table: Epochs → runs of that length, ordered by batch size.
+        planned: The run to mark.
+        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+        title: Title of the picture.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    def quantities(run: PlannedRun) -> tuple[float, float, float]:
+        return run.noise_multiplier, run.noise_std, run.average_noise_std
+
+    labels = ("noise multiplier σ", "noise_std = σC/B, one step", "noise_std/√T, average over the run")
+    batch_sizes = sorted({run.expected_batch_size for runs in table.values() for run in runs})
+    figure, panels = plt.subplots(1, len(labels), figsize=(11.0, 3.8), layout="constrained")
+    for index, (axes, label) in enumerate(zip(panels, labels, strict=True)):
+        for epochs, runs in table.items():
+            axes.loglog(
+                [run.expected_batch_size for run in runs],
+                [quantities(run)[index] for run in runs],
+                marker="o",
+                markersize=3,
+                label=f"{epochs:.4g}",
+            )
+        axes.plot(
+            planned.expected_batch_size,
+            quantities(planned)[index],
+            marker="o",
+            markersize=11,
+            color="black",
+            fillstyle="none",
+        )
+        axes.set(xlabel="expected batch size B", title=label)
+        axes.set_xticks(batch_sizes, [f"{batch_size:,}" for batch_size in batch_sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+        axes.grid(alpha=0.3)
+    panels[0].legend(title="epochs")
+    figure.suptitle(title)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None:
+    """Draw what filters do in time and frequency: impulse and step response, gain and group delay.
+
+    Args:
+        filters: Label → filter, at least one.
+        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figures = [filter_figures(low_pass_filter) for low_pass_filter in filters.values()]
+    steps = max(10, *(each.settling_steps for each in figures)) + 1
+    slowest = min(each.cutoff for each in figures)
+    frequencies = np.geomspace(min(1e-2, slowest / 10), 1, 1000)
+    figure, ((impulse, step), (gain, delay)) = plt.subplots(2, 2, figsize=(9.0, 6.6), layout="constrained")
+    marker = "." if steps <= 80 else None
+    for index, (label, low_pass_filter) in enumerate(filters.items()):
+        # The colours repeat after ten.
+        style = ("-", "--", ":", "-.")[index // 10 % 4]
+        impulse.plot(impulse_response(low_pass_filter, steps), style, marker=marker, markersize=3, label=label)
+        step.plot(step_response(low_pass_filter, steps), style, marker=marker, markersize=3)
+        decibels = 20 * np.log10(np.maximum(np.abs(frequency_response(low_pass_filter, frequencies)), 1e-9))
+        gain.semilogx(frequencies, decibels, style)
+        delay.semilogx(frequencies, group_delay(low_pass_filter, frequencies), style)
+    _leave_out_single_weights(impulse, filters)
+    step.axhline(1, color="black", linewidth=0.6)
+    gain.axhline(-3, color="black", linewidth=0.6, linestyle=":")
+    gain.set_ylim(-60, max(5, gain.get_ylim()[1]))
+    impulse.set(xlabel="steps ago τ", ylabel="κ_τ", title="impulse response: weight of an old gradient")
+    step.set(xlabel="step t", ylabel="c_t", title="step response: divisor of the bias correction", ylim=(0, None))
+    gain.set(xlabel="frequency (fraction of Nyquist)", ylabel="|H| (dB)", title="gain (dotted: half the power)")
+    delay.set(xlabel="frequency (fraction of Nyquist)", ylabel="steps", title="group delay")
+    for axes in (impulse, step, gain, delay):
+        axes.grid(alpha=0.3)
+    widest = max(map(len, filters))
+    figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_paper_filters(path: str | Path) -> None:
+    """Draw the paper's figure of its filters: weights over time and gain over frequency, for each of its two tables.
+
+    Args:
+        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(PAPER_FILTERS)
+    first_ablation = names.index("f1")
+    tables = {"filters of the experiments": names[:first_ablation], "filters of the ablation": names[first_ablation:]}
+    frequencies = np.linspace(0, 1, 500)
+    figure, panels = plt.subplots(2, 2, figsize=(9.0, 6.6), layout="constrained")
+    for (time, frequency), (title, listed) in zip(panels, tables.items(), strict=True):
+        for index, name in enumerate(listed):
+            # f1 and f2 have the same gain: dashes let the one below show.
+            style = "--" if index % 2 else "-"
+            time.plot(impulse_response(PAPER_FILTERS[name], 41), style, marker=".", markersize=3, label=name)
+            frequency.plot(frequencies, np.abs(frequency_response(PAPER_FILTERS[name], frequencies)), style, label=name)
+        _leave_out_single_weights(time, {name: PAPER_FILTERS[name] for name in listed})
+        time.set(xlabel="steps τ", ylabel="weight κ_τ", title=f"{title}: time")
+        frequency.set(
+            xlabel="frequency (fraction of Nyquist)", ylabel="gain |H|", title=f"{title}: frequency", ylim=(0, None)
+        )
+        for axes in (time, frequency):
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_spectra(
+    autocorrelations: Mapping[str, np.ndarray],
+    spectra: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    path: str | Path,
+    *,
+    title: str,
+) -> None:
+    """Draw the paper's figures of gradients in time and frequency: autocorrelation, and power spectral density.
+
+    Args:
+        autocorrelations: Label → autocorrelation from lag 0 on, each drawn in units of its value there.
+        spectra: Label → frequencies as fractions of Nyquist, and the power spectral density in units of the noise's. What
+            has an autocorrelation too gets the same colour; what has none is dashed.
+        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+        title: Title of the picture.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (time, frequency) = plt.subplots(1, 2, figsize=(11.0, 4.6), layout="constrained")
+    colours = {label: f"C{index}" for index, label in enumerate(autocorrelations)}
+    for label, values in autocorrelations.items():
+        time.plot(values / values[0], color=colours[label], label=label)
+    for label, (frequencies, density) in spectra.items():
+        style = "-" if label in colours else "--"
+        frequency.semilogy(frequencies, density, style, color=colours.get(label, "black"), linewidth=1.2, label=label)
+    time.axhline(0, color="black", linewidth=0.6)
+    time.set(xlabel="lag τ (steps)", ylabel="autocorrelation φ_τ / φ_0", title="time")
+    frequency.set(xlabel="frequency (fraction of Nyquist)", ylabel="PSD in units of the noise's", title="frequency")
+    for axes in (time, frequency):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.suptitle(title)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _leave_out_single_weights(axes: Any, filters: Mapping[str, LowPassFilter]) -> None:
+    """Scale to the filters that have a response: beside no filter's single weight of 1 theirs would be flat."""
+    weights = [impulse_response(each, 200) for each in filters.values() if each.order]
+    if weights:
+        highest, lowest = max(each.max() for each in weights), min(each.min() for each in weights)
+        axes.set_ylim(min(0.0, 1.1 * lowest) - 0.03 * highest, 1.1 * highest)
+        if len(weights) < len(filters):
+            axes.annotate("↑ 1", (1, 1.1 * highest), xytext=(2, -4), textcoords="offset points", va="top")

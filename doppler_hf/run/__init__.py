@@ -1,0 +1,12 @@
+"""One private run of transformers' Trainer: what it is made of, and what it leaves behind.
+
+- plan: every number of the mechanism, computed once
+- engine: the self-check, the engine of per-sample gradients, and its first pass
+- filter_choice: the filter that the arguments name, or that is chosen for the run
+- ledger_callback: the ledger along the way, and the guard of the budget
+- summary: the table at the start
+- weight_filter_callback: the filter on the weights, and its part of a checkpoint
+- gradient_recorder: a small image of every private gradient
+- projection: how a gradient becomes one
+- model_card: what the model card says of privacy
+"""

@@ -1,0 +1,66 @@
+"""What a private run is about to do to the data, as a table for its user."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.run.plan import PrivacyPlan
+
+
+def print_summary(
+    plan: PrivacyPlan,
+    ledger: PrivacyLedger,
+    *,
+    model: Any,
+    first_step: int,
+    last_step: int,
+    filter_words: str,
+    fallbacks: Mapping[str, str],
+) -> None:
+    """Print what is about to be done to the data from `first_step` to `last_step`, as a table."""
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    statement = ledger.statement
+    target = "" if plan.target_epsilon is None else f" (target {plan.target_epsilon:g})"
+    mend = "; report_train_loss='private' adds noise, 'none' leaves it out" if statement.train_loss == "raw" else ""
+    rows = (
+        ("unit of privacy", statement.unit_in_words),
+        ("units N", f"{plan.num_units:,}"),
+        ("expected batch size B", f"{plan.expected_batch_size:,}"),
+        ("sampling rate q", f"{plan.sample_rate:.4g}"),
+        ("steps T", f"{plan.steps:,}" + (f", resumed at {first_step:,}" if first_step else "")),
+        ("noise multiplier σ", f"{plan.noise_multiplier:.4g}"),
+        ("noise source", statement.noise_source),
+        ("clip norm C", f"{plan.max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
+        ("noise per coordinate σC/B", f"{plan.noise_std:.3g}"),
+        ("at the end", epsilons_in_words(ledger, further_steps=last_step - first_step) + target),
+        ("δ", f"{plan.delta:.3g}"),
+        ("training loss", statement.train_loss_in_words + mend),
+        ("filter", filter_words),
+        ("trainable parameters", f"{trainable:,} of {sum(p.numel() for p in parameters):,}"),
+    )
+    table = Table(title="Private training", show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    for how, (number, first) in counted(fallbacks).items():
+        table.add_row(f"without a rule: {number}, such as" if number > 1 else "without a rule", f"{first} ({how})")
+    Console().print(table)
+
+
+def epsilons_in_words(ledger: PrivacyLedger, *, further_steps: int = 0) -> str:
+    """Return ε by every accountant, the chosen one first."""
+    if not ledger.private:
+        return "ε = ∞: NOT PRIVATE"
+    (chosen, epsilon), *others = ledger.epsilons(further_steps=further_steps).items()
+    return f"ε = {epsilon:.4g} by {chosen}" + "".join(f", {epsilon:.4g} by {name}" for name, epsilon in others)
+
+
+def counted(fallbacks: Mapping[str, str]) -> dict[str, tuple[int, str]]:
+    """Return, for each way in which layers are treated, how many there are and the first one's name."""
+    groups: dict[str, list[str]] = {}
+    for name, how in fallbacks.items():
+        groups.setdefault(how, []).append(name)
+    return {how: (len(names), names[0]) for how, names in groups.items()}

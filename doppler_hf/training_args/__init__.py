@@ -1,0 +1,10 @@
+"""What is asked for: `DopplerTrainingArguments`, and what of it is refused.
+
+- arguments: the arguments, with their help
+- checks: what would break the guarantee, or have no effect
+- galore: what `optim_target_modules` and `optim_args` say of GaLore
+"""
+
+from doppler_hf.training_args.arguments import DopplerTrainingArguments
+
+__all__ = ["DopplerTrainingArguments"]

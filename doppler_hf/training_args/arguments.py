@@ -1,0 +1,226 @@
+"""`DopplerTrainingArguments`: HF's `TrainingArguments`, plus how much privacy and which filter.
+
+Names are the field's: Opacus's and dp-transformers' for privacy, torch's and HF's for the rest. What would break the
+guarantee, or would have no effect, is refused (`argument_checks`) rather than ignored during the run.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from transformers import TrainingArguments
+
+from doppler_hf.filters import LowPassFilter, parse_name
+from doppler_hf.optim import OptimalFIR
+from doppler_hf.optim.state import Base
+from doppler_hf.privacy.accounting.accounting import Accountant
+from doppler_hf.privacy.clipping.clipped_gradients import Clipping, Engine, Granularity
+from doppler_hf.privacy.clipping.factored import NormRule
+from doppler_hf.privacy.noise.gaussian import NoiseGenerator
+from doppler_hf.training_args import checks
+
+# What of the privacy budget, as a share of 1/σ², and what bound a private training loss has by default. With a hundredth
+# the gradient gets 0.5 % more noise.
+DEFAULT_TRAIN_LOSS_BUDGET: Final = 0.01
+DEFAULT_PER_SAMPLE_MAX_LOSS: Final = 5.0
+
+
+@dataclass
+class DopplerTrainingArguments(TrainingArguments):
+    """Arguments of `DopplerTrainer`.
+
+    Exactly one of `target_epsilon` and `noise_multiplier` says how much privacy, unless `disable_dp` is set. The batch
+    size of the guarantee is per_device_train_batch_size × gradient_accumulation_steps × processes, the *expected* size
+    of one Poisson draw: in examples, or with `privacy_unit_column` in units of privacy.
+
+    Raises:
+        ValueError: A value outside its range, or a combination that breaks privacy or would be without effect; with the
+            value and what to do instead.
+
+    Example:
+        >>> args = DopplerTrainingArguments(output_dir="out", target_epsilon=3.0, low_pass_filter="first-order-v1")
+    """
+
+    target_epsilon: float | None = field(
+        default=None,
+        metadata={"help": "ε to be spent by the end of training; the noise multiplier is computed from it."},
+    )
+    noise_multiplier: float | None = field(
+        default=None,
+        metadata={
+            "help": "σ, the noise's standard deviation in units of the clip norm, instead of target_epsilon. 0 keeps "
+            "sampling, clipping, filter and optimizer and adds no noise: nothing is private then."
+        },
+    )
+    target_delta: float | None = field(
+        default=None, metadata={"help": "δ of the guarantee. Default: N^-1.1 for N training examples."}
+    )
+    accountant: Accountant = field(default="prv", metadata={"help": "Which accountant bounds ε: prv (tight) or rdp."})
+    per_sample_max_grad_norm: float = field(
+        default=1.0, metadata={"help": "C, the norm to which each example's gradient is clipped."}
+    )
+    privacy_unit_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of the training set, such as user_id, whose equal values make one unit of privacy: ε is then "
+            "for all examples of a user together, and batch sizes count users. Default: every example is a unit."
+        },
+    )
+    max_examples_per_unit: int | None = field(
+        default=None,
+        metadata={
+            "help": "With privacy_unit_column, the most examples of a unit that one step uses, chosen at random. It bounds "
+            "the work and memory of a step, not the privacy, and defaults to no limit."
+        },
+    )
+    clipping: Clipping = field(
+        default="automatic",
+        metadata={
+            "help": "automatic scales every example's gradient to about C; vanilla shortens only what exceeds C.",
+        },
+    )
+    clipping_granularity: Granularity = field(
+        default="flat",
+        metadata={
+            "help": "flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L.",
+        },
+    )
+    grad_sample_engine: Engine = field(
+        default="book_keeping",
+        metadata={
+            "help": "Where per-sample gradients come from: book_keeping, at about the price of ordinary ones, or opacus, a "
+            "slow reference.",
+        },
+    )
+    grad_sample_norm_rule: NormRule = field(
+        default="auto",
+        metadata={
+            "help": "How book_keeping has the norm of a matrix's gradient: ghost from Gram matrices, direct from the "
+            "matrix, auto the cheaper one for each layer and sequence length.",
+        },
+    )
+    grad_sample_self_check: bool = field(
+        default=True,
+        metadata={
+            "help": "Before the first step, hold the per-sample gradients of two examples against plain autograd, and stop "
+            "if they differ.",
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "The most padded tokens, examples × longest length, that one forward pass gets: each of the "
+            "gradient_accumulation_steps pieces of a draw is cut further to fit. Lengths count before the collator rounds "
+            "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass."
+        },
+    )
+    low_pass_filter: str = field(
+        default="none",
+        metadata={
+            "help": "Filter over time on the private gradient: none, momentum, first-order-v1, first-order-v2, "
+            "second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1, momentum:beta=0.95 or "
+            "moving-average:taps=4; coefficients such as 'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the "
+            "private gradients; or auto, chosen from steps, noise and schedule. None of them costs privacy."
+        },
+    )
+    weight_filter: str | None = field(
+        default=None,
+        metadata={
+            "help": "Filter over time on the weights, such as momentum:beta=0.97: what is evaluated and saved, and what the "
+            "model is after training, are the filtered weights; training goes on with the raw ones. Costs no privacy."
+        },
+    )
+    base_optimizer: Base = field(
+        default="adam_bc",
+        metadata={
+            "help": "What the filtered gradient is fed to: sgd, adam, or adam_bc (Adam whose second moment is corrected "
+            "for the noise).",
+        },
+    )
+    adam_bc_floor: float | None = field(
+        default=None,
+        metadata={
+            "help": "Smallest corrected second moment of adam_bc, in squared gradient units. Default: a fraction of the "
+            "noise's variance."
+        },
+    )
+    report_train_loss: Literal["raw", "private", "none"] = field(
+        default="raw",
+        metadata={
+            "help": "raw logs the training loss, which is not private; private clips each example's loss, adds noise and "
+            "accounts for it; none leaves it out of the logs.",
+        },
+    )
+    per_sample_max_loss: float | None = field(
+        default=None,
+        metadata={"help": "With report_train_loss=private, the bound to which each example's loss is clipped. Default: 5."},
+    )
+    train_loss_budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "With report_train_loss=private, the share of the privacy budget (of 1/σ²) that the loss takes from "
+            "the gradient. Default: 0.01."
+        },
+    )
+    noise_generator: NoiseGenerator = field(
+        default="csprng",
+        metadata={
+            "help": "csprng: AES-256-CTR under a secret key; nobody can reproduce the noise, even who sees every step's "
+            "gradient. philox: a generator with a new secret key each step, which a GPU runs by itself, for those who "
+            "release the last model only; it is not made to withstand an attacker who sees some of a step's noise."
+        },
+    )
+    floating_point_safe: bool = field(
+        default=False,
+        metadata={
+            "help": "Make each noise value of four, against attacks on the gaps between floating-point numbers (Mironov "
+            "2012). Costs four times the noise."
+        },
+    )
+    disable_dp: bool = field(
+        default=False,
+        metadata={"help": "Train with the stock Trainer, optimizer and sampler: the non-private baseline."},
+    )
+    noise_seed: int | None = field(
+        default=None,
+        metadata={"help": "For tests only: makes noise and draws reproducible, and so not private."},
+    )
+    max_grad_norm: float | None = field(
+        default=None,
+        metadata={
+            "help": "Clipping of the whole gradient. Without privacy HF's default of 1.0; with privacy it must stay "
+            "unset or 0, see per_sample_max_grad_norm."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """Validate, then let HF do the same."""
+        if self.max_grad_norm is None:
+            self.max_grad_norm = 1.0 if self.disable_dp else 0.0
+        self.low_pass_filter = canonical(self.low_pass_filter)
+        if self.weight_filter is not None:
+            self.weight_filter = str(LowPassFilter.parse(self.weight_filter))
+        if self.report_train_loss == "private" and not self.disable_dp:
+            if self.per_sample_max_loss is None:
+                self.per_sample_max_loss = DEFAULT_PER_SAMPLE_MAX_LOSS
+            if self.train_loss_budget is None:
+                self.train_loss_budget = DEFAULT_TRAIN_LOSS_BUDGET
+        super().__post_init__()
+        checks.check_choices(self)
+        if self.disable_dp:
+            checks.refuse_privacy_without_dp(self)
+        else:
+            checks.check_privacy(self)
+            checks.check_train_loss(self)
+            checks.check_optimizer(self)
+            checks.check_galore(self)
+            checks.refuse_what_breaks_privacy(self)
+
+
+def canonical(low_pass_filter: str) -> str:
+    """Return the shortest name of a filter of the grammar; one that a run chooses is its own."""
+    word, values = parse_name(low_pass_filter)
+    if word == "auto":
+        return word
+    if word == "optimal-fir":
+        return str(OptimalFIR(**{name: int(value) for name, value in values.items()}))
+    return str(LowPassFilter.parse(low_pass_filter))

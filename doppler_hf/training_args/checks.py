@@ -1,0 +1,206 @@
+"""What `DopplerTrainingArguments` refuses: values outside their range, what breaks the guarantee, what has no effect.
+
+Each message has the value, the reason and the mend.
+"""
+
+import math
+from typing import TYPE_CHECKING, get_args, get_type_hints
+
+from transformers.training_args import OptimizerNames
+
+from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
+
+if TYPE_CHECKING:
+    from doppler_hf.training_args import DopplerTrainingArguments
+
+
+def check_choices(args: "DopplerTrainingArguments") -> None:
+    """Refuse a word that is none of those that an argument may be."""
+    hints = get_type_hints(type(args))
+    for name in (
+        "accountant", "clipping", "clipping_granularity", "grad_sample_engine", "grad_sample_norm_rule",
+        "base_optimizer", "report_train_loss", "noise_generator",
+    ):  # fmt: skip
+        if getattr(args, name) not in get_args(hints[name]):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(hints[name]))}, got {getattr(args, name)!r}.")
+
+
+def refuse_privacy_without_dp(args: "DopplerTrainingArguments") -> None:
+    """Refuse what would be without effect with `disable_dp`."""
+    for name in (
+        "target_epsilon", "noise_multiplier", "noise_seed", "adam_bc_floor", "privacy_unit_column",
+        "max_examples_per_unit", "per_sample_max_loss", "train_loss_budget",
+    ):  # fmt: skip
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"disable_dp=True trains without privacy, but {name}={getattr(args, name)} asks for it. Leave one "
+                "of them out."
+            )
+    if args.report_train_loss == "private":
+        raise ValueError("disable_dp=True trains without privacy, but report_train_loss='private' asks for it.")
+    if args.low_pass_filter != "none":
+        raise ValueError(
+            f"disable_dp=True is the stock Trainer, which has no filter, but low_pass_filter is "
+            f"{args.low_pass_filter!r}. For a filter without noise use noise_multiplier=0."
+        )
+
+    if args.max_tokens_per_micro_batch is not None:
+        raise ValueError(
+            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} is without effect with disable_dp=True: "
+            "the stock Trainer cuts by count. Leave it out, and set per_device_train_batch_size."
+        )
+
+
+def check_privacy(args: "DopplerTrainingArguments") -> None:
+    """Refuse numbers of the mechanism outside their range, and no or two answers to how much privacy."""
+    if (args.target_epsilon is None) == (args.noise_multiplier is None):
+        raise ValueError(
+            f"Give exactly one of target_epsilon (got {args.target_epsilon}) and noise_multiplier (got "
+            f"{args.noise_multiplier}); disable_dp=True trains without privacy."
+        )
+    if args.target_epsilon is not None and not 0.0 < args.target_epsilon < math.inf:
+        raise ValueError(
+            f"target_epsilon must be a finite number > 0, got {args.target_epsilon}; noise_multiplier=0 trains "
+            "without noise."
+        )
+    if args.noise_multiplier is not None and not 0.0 <= args.noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {args.noise_multiplier}.")
+    if args.target_delta is not None and not 0.0 < args.target_delta < 1.0:
+        raise ValueError(f"target_delta must lie in (0, 1), got {args.target_delta}; about 1/N or less is usual.")
+    if not 0.0 < args.per_sample_max_grad_norm < math.inf:
+        raise ValueError(f"per_sample_max_grad_norm must be a finite number > 0, got {args.per_sample_max_grad_norm}.")
+    if args.max_tokens_per_micro_batch is not None and args.max_tokens_per_micro_batch < 1:
+        raise ValueError(
+            f"max_tokens_per_micro_batch must be at least 1, got {args.max_tokens_per_micro_batch}; leave it out for "
+            "no limit."
+        )
+    if args.max_grad_norm:
+        raise ValueError(
+            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient and its noise as a whole, which "
+            "adam_bc then misjudges. Leave it unset; per_sample_max_grad_norm is the norm that privacy needs."
+        )
+
+    if args.max_examples_per_unit is not None and args.privacy_unit_column is None:
+        raise ValueError(
+            f"max_examples_per_unit={args.max_examples_per_unit} is without effect where every example is a unit; set "
+            "privacy_unit_column or leave it out."
+        )
+    if args.max_examples_per_unit is not None and args.max_examples_per_unit < 1:
+        raise ValueError(f"max_examples_per_unit must be at least 1, got {args.max_examples_per_unit}.")
+
+
+def check_train_loss(args: "DopplerTrainingArguments") -> None:
+    """Refuse bounds of a private training loss outside their range, or without one."""
+    if args.report_train_loss != "private":
+        for name in ("per_sample_max_loss", "train_loss_budget"):
+            if getattr(args, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(args, name)} is without effect for report_train_loss={args.report_train_loss!r}; "
+                    "use 'private' or leave it out."
+                )
+        return
+    assert args.per_sample_max_loss is not None
+    assert args.train_loss_budget is not None
+    if not 0.0 < args.per_sample_max_loss < math.inf:
+        raise ValueError(f"per_sample_max_loss must be a finite number > 0, got {args.per_sample_max_loss}.")
+    if not 0.0 < args.train_loss_budget < 1.0:
+        raise ValueError(f"train_loss_budget must lie in (0, 1), got {args.train_loss_budget}; 0.01 is usual.")
+
+
+def check_optimizer(args: "DopplerTrainingArguments") -> None:
+    """Refuse what would be without effect on the private optimizer."""
+    if args.adam_bc_floor is not None and args.base_optimizer != "adam_bc":
+        raise ValueError(
+            f"adam_bc_floor={args.adam_bc_floor} is without effect for base_optimizer={args.base_optimizer!r}; leave "
+            "it out or use adam_bc."
+        )
+    if args.adam_bc_floor is not None and not 0.0 < args.adam_bc_floor < math.inf:
+        raise ValueError(f"adam_bc_floor must be a finite number > 0, got {args.adam_bc_floor}.")
+    if args.optim != OptimizerNames(type(args).__dataclass_fields__["optim"].default):
+        name = OptimizerNames(args.optim).value
+        galore = "; optim_target_modules, with optim_args, is what switches GaLore on" if "galore" in name else ""
+        raise ValueError(
+            f"optim={name!r} is without effect: DopplerTrainer builds its optimizer from base_optimizer and "
+            f"low_pass_filter. Leave optim out{galore}."
+        )
+    if args.adam_beta1 != 0.9:
+        raise ValueError(
+            f"adam_beta1={args.adam_beta1} is without effect: the first moment is the filter's. Use low_pass_filter="
+            f"'b={1 - args.adam_beta1:.6g};a=1,{-args.adam_beta1:.6g}' instead."
+        )
+
+
+def check_galore(args: "DopplerTrainingArguments") -> None:
+    """Refuse GaLore's arguments where they would be without effect."""
+    if args.optim_target_modules is None:
+        if args.optim_args:
+            raise ValueError(
+                f"optim_args={args.optim_args!r} is without effect: it is about GaLore, which optim_target_modules "
+                "switches on. Set that, e.g. to 'all-linear', or leave optim_args out."
+            )
+        return
+    check_target_modules(args.optim_target_modules)
+    if args.low_pass_filter.startswith("optimal-fir"):
+        raise ValueError(
+            f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules): the gradients "
+            "that it keeps would be in the bases of different steps. Leave one of them out."
+        )
+    galore = GaloreArguments.parse(args.optim_args)
+    if galore.projector_source == "filtered" and args.low_pass_filter == "none":
+        raise ValueError(
+            "optim_args has projector_source=filtered, which is without effect for low_pass_filter='none': the "
+            "filtered gradient is the gradient itself. Leave it out, or set a filter."
+        )
+    if galore.basis_change != "rotate" and args.low_pass_filter == "none" and args.base_optimizer == "sgd":
+        raise ValueError(
+            f"optim_args has basis_change={galore.basis_change}, which is without effect for base_optimizer='sgd' and "
+            "low_pass_filter='none': they keep no state that a new basis could change. Leave it out."
+        )
+
+
+def refuse_what_breaks_privacy(args: "DopplerTrainingArguments") -> None:
+    """Refuse those of the host's arguments that would void the guarantee, with the reason."""
+    refusals = (
+        (args.fp16, "fp16", "its gradient scaler skips steps depending on the data; use bf16"),
+        (
+            args.n_gpu > 1,
+            "nn.DataParallel",
+            "it splits the batch behind the engine's back; start with `accelerate launch`",
+        ),
+        (bool(args.deepspeed), "deepspeed", "it keeps the gradients to itself; use plain multi-process training"),
+        (bool(args.fsdp), "fsdp", "it shards the parameters that per-sample clipping needs whole"),
+        (args.parallelism_config is not None, "parallelism_config", "one process must see an example whole"),
+        (args.torch_compile, "torch_compile", "per-sample gradient hooks do not survive compilation"),
+        (args.use_liger_kernel, "use_liger_kernel", "its fused layers have no per-sample gradients"),
+        (
+            args.train_sampling_strategy != "random",
+            f"train_sampling_strategy={args.train_sampling_strategy!r}",
+            "the accountant assumes Poisson sampling; draws are sorted by length anyway",
+        ),
+        (
+            args.label_smoothing_factor != 0,
+            "label_smoothing_factor",
+            "HF's smoother averages over the batch's tokens",
+        ),
+        (
+            args.neftune_noise_alpha is not None,
+            "neftune_noise_alpha",
+            "it hooks the embeddings of the whole batch",
+        ),
+        (args.dataloader_drop_last, "dataloader_drop_last", "a Poisson draw has no last batch"),
+        (args.auto_find_batch_size, "auto_find_batch_size", "it repeats steps whose outcome depends on the data"),
+        (
+            args.torch_empty_cache_steps is not None,
+            "torch_empty_cache_steps",
+            "the private step does not implement it",
+        ),
+        (
+            args.include_num_input_tokens_seen != "no",
+            "include_num_input_tokens_seen",
+            "the number of tokens drawn depends on the data and would be logged without noise",
+        ),
+        (args.ignore_data_skip, "ignore_data_skip", "it makes the steps run differ from the steps planned"),
+    )
+    for refused, name, reason in refusals:
+        if refused:
+            raise ValueError(f"{name} cannot be used with differential privacy: {reason}.")

@@ -1,0 +1,235 @@
+"""Where the examples of a task come from, and what its columns are called.
+
+Three sources, one form: the Hugging Face hub, a local folder of parquet files with the hub's column names, and
+scikit-learn's built-in `digits`. Every loader returns a `DatasetDict` of the training split and the splits to evaluate
+on, and nothing else: GLUE's own test splits have no labels, and texts need no column beside themselves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from doppler_hf.workloads.hub import hub_or_folder
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """The columns and splits of one GLUE task.
+
+    Attributes:
+        text_columns: One or two columns of sentences, in the order in which the model reads them.
+        num_labels: The number of classes; 1 means regression.
+        validation_splits: The labelled splits to evaluate on.
+    """
+
+    text_columns: tuple[str, ...]
+    num_labels: int = 2
+    validation_splits: tuple[str, ...] = ("validation",)
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the label is a number to predict and not a class."""
+        return self.num_labels == 1
+
+
+GLUE_HUB_NAME = "nyu-mll/glue"
+GLUE_TASKS: dict[str, GlueTask] = {
+    "cola": GlueTask(("sentence",)),
+    "mnli": GlueTask(("premise", "hypothesis"), 3, ("validation_matched", "validation_mismatched")),
+    "mrpc": GlueTask(("sentence1", "sentence2")),
+    "qnli": GlueTask(("question", "sentence")),
+    "qqp": GlueTask(("question1", "question2")),
+    "rte": GlueTask(("sentence1", "sentence2")),
+    "sst2": GlueTask(("sentence",)),
+    "stsb": GlueTask(("sentence1", "sentence2"), 1),
+    "wnli": GlueTask(("sentence1", "sentence2")),
+}
+
+IMAGE_HUB_NAMES: dict[str, str] = {"cifar10": "uoft-cs/cifar10", "mnist": "ylecun/mnist"}
+IMAGE_DATASETS: tuple[str, ...] = (*IMAGE_HUB_NAMES, "digits")
+
+
+def glue_task(task_name: str) -> GlueTask:
+    """Look up a GLUE task.
+
+    Raises:
+        ValueError: If there is no such task.
+    """
+    if task_name not in GLUE_TASKS:
+        raise ValueError(f"no GLUE task {task_name!r}; choose one of {', '.join(GLUE_TASKS)}")
+    return GLUE_TASKS[task_name]
+
+
+def load_glue(task_name: str, dataset_dir: str | None = None) -> "DatasetDict":
+    """Load the labelled splits of a GLUE task.
+
+    Args:
+        task_name: One of the nine GLUE tasks.
+        dataset_dir: A folder with `train.parquet` and `validation.parquet` (MNLI: `validation_matched.parquet`,
+            `validation_mismatched.parquet` or both), or shards named as on the hub
+            (`train-00000-of-00001.parquet`); by default the hub.
+
+    Returns:
+        `train` and the validation splits, with the hub's columns.
+
+    Raises:
+        ValueError: If the task, a file or a column is missing, or the hub cannot be reached.
+    """
+    from datasets import DatasetDict, Value, load_dataset
+
+    task = glue_task(task_name)
+    if dataset_dir is None:
+        with hub_or_folder(GLUE_HUB_NAME, "--dataset_dir"):
+            splits = load_dataset(GLUE_HUB_NAME, task_name)
+        splits = DatasetDict({name: splits[name] for name in ("train", *task.validation_splits)})
+    else:
+        splits = _load_folder(Path(dataset_dir), task.validation_splits)
+    _require_columns(splits, (*task.text_columns, "label"))
+    # The loss of a regression needs floating targets, whichever numbers a file holds.
+    return splits.cast_column("label", Value("float32")) if task.is_regression else splits
+
+
+def load_images(dataset_name: str, dataset_dir: str | None = None) -> "DatasetDict":
+    """Load a data set of labelled images.
+
+    Args:
+        dataset_name: `cifar10` or `mnist` from the hub, or the built-in `digits`; without effect if there is a folder.
+        dataset_dir: A folder with `train.parquet` and `test.parquet`, or shards named as on the hub.
+
+    Returns:
+        `train` and `test` with the columns `image` (decoded to PIL images) and `label` (classes with names).
+
+    Raises:
+        ValueError: If the data set, a file or a column is missing, or the hub cannot be reached.
+    """
+    from datasets import DatasetDict, load_dataset
+
+    if dataset_dir is not None:
+        splits = _load_folder(Path(dataset_dir), ("test",))
+    elif dataset_name == "digits":
+        return _load_digits()
+    elif dataset_name in IMAGE_HUB_NAMES:
+        hub_name = IMAGE_HUB_NAMES[dataset_name]
+        with hub_or_folder(hub_name, "--dataset_dir"):
+            splits = load_dataset(hub_name)
+        splits = DatasetDict({name: splits[name] for name in ("train", "test")})
+    else:
+        raise ValueError(
+            f"no image data set {dataset_name!r}; choose one of {', '.join(IMAGE_DATASETS)}, or give a local folder "
+            "with --dataset_dir"
+        )
+    return _as_images(splits)
+
+
+def load_texts(
+    dataset_name: str,
+    dataset_dir: str | None = None,
+    *,
+    dataset_config: str | None = None,
+    validation_split: str = "validation",
+    text_column: str = "text",
+    unit_column: str | None = None,
+) -> "DatasetDict":
+    """Load a data set of texts, one a row.
+
+    Args:
+        dataset_name: Name on the hub; without effect if there is a folder.
+        dataset_dir: A folder with `train.parquet` and `validation.parquet`, or shards named as on the hub.
+        dataset_config: The hub's configuration of the data set.
+        validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
+        text_column: The column that holds the text.
+        unit_column: The column of the training split that says whose a text is, or None.
+
+    Returns:
+        `train` and `validation` with these columns alone.
+
+    Raises:
+        ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
+    """
+    from datasets import DatasetDict, load_dataset
+
+    if dataset_dir is not None:
+        splits = _load_folder(Path(dataset_dir), ("validation",))
+    else:
+        with hub_or_folder(dataset_name, "--dataset_dir"):
+            splits = load_dataset(dataset_name, dataset_config, split={"train": "train", "validation": validation_split})
+    _require_columns(splits, (text_column,))
+    texts = splits.select_columns([text_column])
+    if unit_column is not None:
+        _require_columns(DatasetDict({"train": splits["train"]}), (unit_column,))
+        texts["train"] = splits["train"].select_columns([text_column, unit_column])
+    return texts
+
+
+def _load_folder(folder: Path, evaluation_splits: Sequence[str]) -> "DatasetDict":
+    """Read `train` and those of `evaluation_splits` that the folder has, at least one."""
+    from datasets import load_dataset
+
+    if not folder.is_dir():
+        raise ValueError(f"--dataset_dir {folder} is not a folder")
+    files = {}
+    for split in ("train", *evaluation_splits):
+        # A split in one file, or in the shards of a download from the hub.
+        paths = sorted([*folder.glob(f"{split}.parquet"), *folder.glob(f"{split}-*-of-*.parquet")])
+        if paths:
+            files[split] = [str(path) for path in paths]
+    if "train" not in files:
+        raise ValueError(f"--dataset_dir {folder} has no train.parquet (nor train-00000-of-….parquet)")
+    if len(files) == 1:
+        wanted = " or ".join(f"{split}.parquet" for split in evaluation_splits)
+        raise ValueError(f"--dataset_dir {folder} has no {wanted}")
+    return load_dataset("parquet", data_files=files)
+
+
+def _require_columns(splits: "DatasetDict", columns: Sequence[str]) -> None:
+    for name, split in splits.items():
+        for column in columns:
+            if column not in split.column_names:
+                raise ValueError(f"split {name!r} lacks the column {column!r}; it has {', '.join(split.column_names)}")
+
+
+def _as_images(splits: "DatasetDict") -> "DatasetDict":
+    """Give the columns of every source one name and one type."""
+    from datasets import ClassLabel, Image
+
+    if "img" in splits["train"].column_names:  # CIFAR-10's name on the hub
+        splits = splits.rename_column("img", "image")
+    _require_columns(splits, ("image", "label"))
+    if not isinstance(splits["train"].features["label"], ClassLabel):
+        # The number of classes must be public: counted in the training labels it is a function of private records.
+        raise ValueError(
+            f"the column 'label' is {splits['train'].features['label']}, without class names; save the data after "
+            "dataset.cast_column('label', datasets.ClassLabel(names=[...]))"
+        )
+    return splits.select_columns(["image", "label"]).cast_column("image", Image())
+
+
+def _load_digits() -> "DatasetDict":
+    """Make the data set of scikit-learn's 1,797 images of handwritten digits, 8×8 pixels.
+
+    Of each digit every fifth image, in the order of scikit-learn, is a test image: 1,442 to train on and 355 to test
+    on, the same ones everywhere and without a random generator.
+    """
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    pixels = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
+    rank_in_class = np.zeros(len(bunch.target), dtype=int)
+    for digit in range(10):
+        members = np.flatnonzero(bunch.target == digit)
+        rank_in_class[members] = np.arange(len(members))
+    is_test = rank_in_class % 5 == 4
+    features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
+    return DatasetDict(
+        {
+            name: Dataset.from_dict({"image": list(pixels[rows]), "label": bunch.target[rows].tolist()}, features)
+            for name, rows in (("train", ~is_test), ("test", is_test))
+        }
+    )

@@ -1,0 +1,88 @@
+"""A sequence classifier on the mean of the token vectors, for encoders that were trained to be read that way.
+
+    logits = W·norm(Σ_t mask_t h_t / Σ_t mask_t) + b,    norm(x) = (x − mean(x)) / std(x) over the coordinates
+
+BERT-like classifiers read the first token, which sentence encoders never trained. A head that fits the encoder matters
+more under privacy than without, because the noise leaves no budget to learn another reading; and inputs of unit scale
+let the head move as fast as the adapters at one learning rate.
+"""
+
+from os import PathLike
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from doppler_hf.privacy.losses.losses import classification_losses
+
+
+class MeanPoolingForSequenceClassification(PreTrainedModel):
+    """Any encoder of `AutoModel` under a linear classifier of its mean token vector.
+
+    Args:
+        config: The encoder's config; `num_labels` sizes the head.
+
+    Example:
+        >>> model = MeanPoolingForSequenceClassification.from_encoder("sentence-transformers/all-MiniLM-L6-v2", num_labels=2)
+    """
+
+    config_class = PreTrainedConfig
+    base_model_prefix = "encoder"
+    accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.encoder = AutoModel.from_config(config)
+        # Reads the first token and would be trained for nothing, but noised all the same.
+        if hasattr(self.encoder, "pooler"):
+            self.encoder.pooler = None
+        self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.0))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @classmethod
+    def from_encoder(
+        cls, name_or_path: str | PathLike[str], *, ignore_mismatched_sizes: bool = False, **config_kwargs: Any
+    ) -> "MeanPoolingForSequenceClassification":
+        """Load a pretrained encoder, or a checkpoint of this class, from the hub or a folder.
+
+        Args:
+            name_or_path: Hub name or folder.
+            ignore_mismatched_sizes: Start with a new head where the checkpoint's has another size.
+            **config_kwargs: Entries of the config, such as `num_labels`.
+
+        Returns:
+            The model; the head is new unless the checkpoint has one.
+        """
+        config = AutoConfig.from_pretrained(name_or_path, **config_kwargs)
+        return cls.from_pretrained(name_or_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch length"] | None = None,
+        attention_mask: Int[Tensor, "batch length"] | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Return logits of shape (batch, num_labels), and the mean loss if there are labels."""
+        kwargs.pop("return_dict", None)
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        pooled = F.layer_norm(masked_mean(hidden, attention_mask), (hidden.shape[-1],))
+        logits = self.classifier(self.dropout(pooled))
+        loss = None
+        if labels is not None:
+            loss = classification_losses(logits, labels, problem_type=self.config.problem_type).mean()
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def masked_mean(
+    hidden: Float[Tensor, "batch length hidden"], attention_mask: Int[Tensor, "batch length"] | None
+) -> Float[Tensor, "batch hidden"]:
+    """Return the mean over each example's own tokens: padding depends on the other examples and must not count."""
+    if attention_mask is None:
+        return hidden.mean(dim=1)
+    mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios of paired times, and peak memory."""

@@ -1,0 +1,234 @@
+"""What privacy costs in time and memory: a private step against an ordinary one, in turn, in one process.
+
+    python -m scripts.bench.engine --output out/bench.jsonl
+    python -m scripts.bench.engine --works roberta-full,vit-full --engines book_keeping,opacus --pairs 10
+    python -m scripts.bench.engine --device cuda --pairs 100
+
+A step is a forward and a backward pass that leave a gradient in `p.grad`: of the mean loss for `plain`, the sum of the
+clipped per-sample gradients for an engine. There is no noise and no optimizer; `training.py` has both. A plain and a
+private step make a pair; the result is the median of the pairs' ratios, with its quartiles. Memory is the most that a few
+steps add to model and batch, in a fresh process for each. Models have random weights, and nothing is downloaded.
+
+On Linux's CPU a step may spend more time on getting memory back from the system than on privacy: glibc gives freed blocks
+away and takes the page faults again in the next step. `--heap keep` tells it to keep them, as CUDA's allocator, jemalloc and
+tcmalloc do, for both kinds of steps; `--heap return` is glibc's default. Memory is always measured with the default.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    set_seed,
+)
+
+from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.losses.losses import classification_losses, token_losses
+from doppler_hf.workloads.arguments import one_line_errors, parse_args
+from doppler_hf.workloads.lora import LoraArguments, add_lora
+from scripts.bench.measure import (
+    MIB,
+    append_json_line,
+    in_fresh_process,
+    keep_freed_memory,
+    memory_now,
+    memory_peak,
+    quartiles,
+    seconds_of,
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and a batch; `length` counts the tokens of an example, or the pixels of an image's side."""
+
+    model_type: str
+    head: type
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    batch: int
+    lora_r: int = 0
+
+
+TEXT, IMAGE, LM = AutoModelForSequenceClassification, AutoModelForImageClassification, AutoModelForCausalLM
+ROBERTA = Work("roberta", TEXT, layers=6, hidden=384, heads=6, vocabulary=50_265, length=64, batch=32)
+WORKS = {
+    "roberta-full": ROBERTA,
+    "roberta-lora": replace(ROBERTA, lora_r=8),
+    "vit-full": Work("vit", IMAGE, layers=12, hidden=192, heads=3, vocabulary=0, length=224, batch=16),
+    # On these no rule of any engine was fitted.
+    "gpt2-lm": Work("gpt2", LM, layers=4, hidden=256, heads=4, vocabulary=8_000, length=128, batch=16),
+    "bert-long": Work("bert", TEXT, layers=4, hidden=512, heads=8, vocabulary=30_522, length=256, batch=8),
+    "llama-lm": Work("llama", LM, layers=4, hidden=512, heads=8, vocabulary=8_000, length=256, batch=8),
+}
+TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 64, "length": 32, "batch": 4}
+WARM_UP = 2  # steps of each kind before anything is timed
+MEMORY_STEPS = 3
+
+
+@dataclass
+class BenchArguments:
+    """What to measure, and how often."""
+
+    works: str = field(default=",".join(WORKS), metadata={"help": f"Of {', '.join(WORKS)}; comma separated."})
+    engines: str = field(default="book_keeping", metadata={"help": "Engines of ClippedGradients, comma separated."})
+    norm_rule: str = field(default="auto", metadata={"help": "auto, ghost or direct; for book_keeping only."})
+    pairs: int = field(default=30, metadata={"help": "How many pairs of steps."})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
+    threads: int = field(default=2, metadata={"help": "torch's threads."})
+    heap: str = field(
+        default="keep",
+        metadata={"help": "What glibc does with freed memory while steps are timed.", "choices": ["keep", "return"]},
+    )
+    scale: str = field(default="full", metadata={"help": "tiny tries out the script.", "choices": ["full", "tiny"]})
+    output: str | None = field(default=None, metadata={"help": "File to which every result is added as a line of JSON."})
+
+
+def build(work: Work, *, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model in training mode and a batch, the same ones at every call."""
+    set_seed(0)
+    if work.head is IMAGE:
+        inputs = {"image_size": work.length}
+    else:  # GPT-2's own special tokens lie outside a smaller vocabulary
+        inputs = {"vocab_size": work.vocabulary, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(
+        work.model_type,
+        num_hidden_layers=work.layers,
+        hidden_size=work.hidden,
+        num_attention_heads=work.heads,
+        intermediate_size=4 * work.hidden,
+        **inputs,
+    )
+    model = work.head.from_config(config)
+    lora = LoraArguments(lora_r=work.lora_r, lora_target_modules="query,value" if work.lora_r else None)
+    model = add_lora(model, lora, task_type="SEQ_CLS").to(device).train()
+    if work.head is IMAGE:
+        batch = {"pixel_values": torch.randn(work.batch, 3, work.length, work.length)}
+    else:
+        ids = torch.randint(5, work.vocabulary, (work.batch, work.length))  # above the special tokens
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch["labels"] = batch["input_ids"] if work.head is LM else torch.arange(work.batch) % 2
+    return model, {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return one loss per example, shape (batch,); of a language model, the mean over the example's own tokens."""
+    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    if logits.ndim == 2:
+        return classification_losses(logits, batch["labels"])
+    return token_losses(logits, batch["labels"], shift=True)
+
+
+@contextlib.contextmanager
+def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], *, norm_rule: str) -> Iterator[Callable[[], None]]:
+    """Yield a function that makes one step: an ordinary one for "plain", else a private one but for its noise."""
+
+    def plain() -> None:
+        model.zero_grad(set_to_none=True)  # as the host does
+        losses_of(model, batch).mean().backward()
+
+    if engine == "plain":
+        yield plain
+        return
+
+    options: dict[str, Any] = {"norm_rule": norm_rule} if engine == "book_keeping" else {}
+    with ClippedGradients(model, clipping="automatic", engine=engine, **options) as clipped:
+
+        def private() -> None:
+            model.zero_grad(set_to_none=True)
+            clipped.backward(losses_of(model, batch))
+            for name, total in clipped.sums.items():
+                model.get_parameter(name).grad = total
+            clipped.reset()
+
+        yield private
+
+
+def paired_seconds(work: Work, engine: str, args: BenchArguments) -> np.ndarray:
+    """Return the seconds of plain and of private steps, made in turn on two equal models, shape (pairs, 2)."""
+    with contextlib.ExitStack() as stack:
+        steps = [
+            stack.enter_context(stepping(kind, *build(work, device=args.device), norm_rule=args.norm_rule))
+            for kind in ("plain", engine)
+        ]
+        for step in steps * WARM_UP:
+            seconds_of(step, device=args.device)
+        return np.array([[seconds_of(step, device=args.device) for step in steps] for _ in range(args.pairs)])
+
+
+def peak_memory(work: Work, engine: str, args: BenchArguments) -> float:
+    """Return what a few steps need beyond model and batch, in MiB; for a process that has done nothing else.
+
+    On the CPU this is the highest resident memory of the process less what was resident before the first step. It is too
+    much where building the model took more than the steps do, as for tiny works.
+    """
+    torch.set_num_threads(args.threads)
+    model, batch = build(work, device=args.device)
+    gc.collect()
+    before = memory_now(args.device)
+    with stepping(engine, model, batch, norm_rule=args.norm_rule) as step:
+        for _ in range(MEMORY_STEPS):
+            step()
+    return (memory_peak(args.device) - before) / MIB
+
+
+def measure(name: str, work: Work, engine: str, args: BenchArguments, *, plain_mib: float) -> dict[str, Any]:
+    """Return time and memory of one engine on one work, and the settings they were measured with."""
+    seconds = paired_seconds(work, engine, args)
+    q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
+    plain_s, private_s = np.median(seconds, axis=0).tolist()
+    return {
+        "work": name,
+        "engine": engine,
+        "ratio": ratio,
+        "ratio_quartiles": [q1, q3],
+        "plain_s": plain_s,
+        "private_s": private_s,
+        "plain_mib": plain_mib,
+        "private_mib": in_fresh_process(peak_memory, work, engine, args),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "settings": asdict(args),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure every engine on every work, and print one line for each."""
+    with one_line_errors():
+        (args,) = parse_args(BenchArguments, argv=argv)
+        for name in args.works.split(","):
+            if name not in WORKS:
+                raise ValueError(f"no work {name!r}; choose of {', '.join(WORKS)}")
+    torch.set_num_threads(args.threads)
+    if args.device == "cpu" and args.heap == "keep":
+        keep_freed_memory()
+    for name in args.works.split(","):
+        work = WORKS[name] if args.scale == "full" else replace(WORKS[name], **TINY)
+        plain_mib = in_fresh_process(peak_memory, work, "plain", args)
+        for engine in args.engines.split(","):
+            result = measure(name, work, engine, args, plain_mib=plain_mib)
+            q1, q3 = result["ratio_quartiles"]
+            memory_ratio = result["private_mib"] / plain_mib
+            print(
+                f"{name:12} {engine:12} time ×{result['ratio']:.3f} ({q1:.3f} to {q3:.3f}): {result['plain_s']:.4g} → "
+                f"{result['private_s']:.4g} s; memory ×{memory_ratio:.2f}: {plain_mib:.0f} → "
+                f"{result['private_mib']:.0f} MiB",
+                flush=True,
+            )
+            append_json_line(result, args.output)
+
+
+if __name__ == "__main__":
+    main()

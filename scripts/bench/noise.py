@@ -1,0 +1,86 @@
+"""What secret noise costs: each way to draw it against torch's own normals, in turn, in one process.
+
+    python -m scripts.bench.noise --results out/noise.jsonl
+    python -m scripts.bench.noise --count 10000000 --threads 1 --ways "csprng,csprng ahead"
+
+`torch.Tensor.normal_` and a `privatize` of ours make a pair; the result is the median of the pairs' ratios, with its
+quartiles. Ours also adds the noise to a sum and divides it by the batch size. Of `ahead` what is measured is how long
+`privatize` takes once the background thread has prepared what it may: the part that a step waits for.
+"""
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from doppler_hf.privacy import GaussianMechanism
+from doppler_hf.privacy.noise.ahead import MAX_PREPARED
+from doppler_hf.workloads.arguments import one_line_errors, parse_args
+from scripts.bench.measure import append_json_line, quartiles, seconds_of
+
+# Name → arguments of GaussianMechanism.
+WAYS: dict[str, dict[str, Any]] = {
+    "csprng": {"generator": "csprng"},
+    "philox": {"generator": "philox"},
+    "csprng safe": {"generator": "csprng", "floating_point_safe": True},
+    "philox safe": {"generator": "philox", "floating_point_safe": True},
+    "csprng ahead": {"generator": "csprng", "draw_ahead": True},
+}
+WARM_UP = 1
+
+
+@dataclass
+class BenchArguments:
+    """What to draw, and how often."""
+
+    ways: str = field(default=",".join(WAYS), metadata={"help": f"Of {', '.join(WAYS)}; comma separated."})
+    count: int = field(default=125_000_000, metadata={"help": "Coordinates that get noise."})
+    tensors: int = field(default=1, metadata={"help": "Into how many tensors they are divided."})
+    pairs: int = field(default=7, metadata={"help": "How many pairs of draws."})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
+    threads: int = field(default=2, metadata={"help": "torch's threads."})
+    results: str | None = field(default=None, metadata={"help": "File to which every result is added as a line of JSON."})
+
+
+def paired_seconds(way: dict[str, Any], args: BenchArguments) -> np.ndarray:
+    """Return the seconds of torch's normals and of ours, made in turn, shape (pairs, 2)."""
+    normals = torch.empty(args.count, device=args.device)
+    sums = {str(i): part for i, part in enumerate(torch.zeros(args.count, device=args.device).chunk(args.tensors))}
+    seconds = []
+    with GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=100, **way) as mechanism:
+        for step in range(WARM_UP + args.pairs):
+            while step and "draw_ahead" in way and mechanism.prepared < min(args.count, MAX_PREPARED):
+                time.sleep(0.001)
+            ours = functools.partial(mechanism.privatize, sums, step=step)
+            seconds.append([seconds_of(draw, device=args.device) for draw in (normals.normal_, ours)])
+    return np.array(seconds[WARM_UP:])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print one line for each way."""
+    with one_line_errors():
+        (args,) = parse_args(BenchArguments, argv=argv)
+        for name in args.ways.split(","):
+            if name not in WAYS:
+                raise ValueError(f"no way {name!r}; choose of {', '.join(WAYS)}")
+    torch.set_num_threads(args.threads)
+    for name in args.ways.split(","):
+        seconds = paired_seconds(WAYS[name], args)
+        q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
+        torch_s, ours_s = np.median(seconds, axis=0).tolist()
+        print(
+            f"{name:12} time ×{ratio:.2f} ({q1:.2f} to {q3:.2f}) of torch's normals: {1000 * torch_s:.4g} → "
+            f"{1000 * ours_s:.4g} ms, {1e9 * ours_s / args.count:.2f} ns each",
+            flush=True,
+        )
+        result = {"work": name, "ratio": ratio, "ratio_quartiles": [q1, q3], "torch_s": torch_s, "ours_s": ours_s}
+        device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        append_json_line(result | {"device": device, "torch": torch.__version__, "settings": asdict(args)}, args.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What an optimizer step costs: `DopplerOptimizer` against torch's fused AdamW, in turn, in one process.
+
+    python -m scripts.bench.optimizer --output out/bench.jsonl
+    python -m scripts.bench.optimizer --works filters --pairs 100 --device cuda
+
+The parameters have the shapes of RoBERTa-base's encoder, 85 million in 192 tensors, and gradients that stay the same; noise
+is not drawn. A step of AdamW and one of ours make a pair; the result is the median of the pairs' ratios, with its quartiles.
+Memory is the most that three steps add to parameters and gradients, in a fresh process for each. `galore` is the same in a
+subspace of rank 64, between refreshes; `adaptive` has taps that follow the gradients; `weights` is what a filter on the
+weights adds to a step. `projectors` compares what finds a basis of rank 64 for a 768 × 3072 matrix with
+torch's full SVD, in time and in the energy ‖PᵀG‖² that the basis captures, for singular values falling as 1/i and for a
+matrix whose signal is a tenth of its noise.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.optim import DopplerOptimizer, OptimalFIR, WeightFilter
+from doppler_hf.optim.galore import PROJECTORS, find_basis
+from doppler_hf.workloads.arguments import one_line_errors, parse_args
+from scripts.bench.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles, seconds_of
+
+SECOND = {"low_pass_filter": PAPER_FILTERS["second-order"], "base": "adam_bc", "noise_std": 1e-4}
+FIRST = SECOND | {"low_pass_filter": PAPER_FILTERS["first-order-v1"]}
+# Name → arguments of DopplerOptimizer; for `weights` of WeightFilter.
+WORKS: dict[str, dict[str, dict[str, Any]]] = {
+    "filters": {
+        "second-order, compiled": SECOND | {"compiled": True},
+        "second-order": SECOND | {"compiled": False},
+        "first-order-v1, compiled": FIRST | {"compiled": True},
+        "first-order-v1": FIRST | {"compiled": False},
+        "none, compiled": SECOND | {"low_pass_filter": PAPER_FILTERS["none"], "compiled": True},
+    },
+    "bfloat16": {
+        "second-order, bf16 state, compiled": SECOND | {"compiled": True, "state_dtype": torch.bfloat16},
+        "second-order, bf16 state": SECOND | {"compiled": False, "state_dtype": torch.bfloat16},
+    },
+    "galore": {"second-order, GaLore": SECOND | {"compiled": False, "update_proj_gap": 10_000}},
+    "adaptive": {str(fir): SECOND | {"low_pass_filter": fir, "compiled": False} for fir in map(OptimalFIR, (4, 8))},
+    "weights": {f"{name} on the weights": {"weight_filter": PAPER_FILTERS[name]} for name in ("momentum", "second-order")},
+}
+SIZES = {"full": (768, 12), "tiny": (32, 1)}  # width and layers
+WARM_UP = 3
+MEMORY_STEPS = 3
+
+
+@dataclass
+class BenchArguments:
+    """What to measure, and how often."""
+
+    works: str = field(
+        default=",".join([*WORKS, "projectors"]),
+        metadata={"help": f"Of {', '.join(WORKS)}, projectors; comma separated."},
+    )
+    pairs: int = field(default=30, metadata={"help": "How many pairs of steps."})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
+    threads: int = field(default=2, metadata={"help": "torch's threads."})
+    scale: str = field(default="full", metadata={"help": "tiny tries out the script.", "choices": list(SIZES)})
+    output: str | None = field(default=None, metadata={"help": "File to which every result is added as a line of JSON."})
+
+
+def parameters(args: BenchArguments) -> list[nn.Parameter]:
+    """Return the encoder's parameters with their gradients, the same ones at every call."""
+    width, layers = SIZES[args.scale]
+    generator = torch.Generator().manual_seed(0)
+    attention = [(width, width), (width,)] * 4
+    rest = [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,), (width,), (width,)]
+    made = [nn.Parameter(torch.randn(shape, generator=generator).to(args.device)) for shape in (attention + rest) * layers]
+    for p in made:
+        p.grad = 1e-3 * torch.randn(p.shape, generator=generator).to(args.device)
+    return made
+
+
+def step_of(kind: dict[str, Any] | None, params: list[nn.Parameter]) -> Callable[[], Any]:
+    """Return a step of ours with these arguments, or for None of torch's own optimizer."""
+    if kind is None:
+        return torch.optim.AdamW(params, lr=1e-4, fused=True).step
+    if "weight_filter" in kind:
+        return WeightFilter(params, kind["weight_filter"]).update
+    rank = min(params[0].shape) // 12 if "update_proj_gap" in kind else None
+    return DopplerOptimizer(params, lr=1e-4, weight_decay=0.01, rank=rank, **kind).step
+
+
+def paired_seconds(first: Callable[[], Any], second: Callable[[], Any], args: BenchArguments) -> np.ndarray:
+    """Return the seconds of both, made in turn, shape (pairs, 2)."""
+    for step in (first, second) * WARM_UP:
+        step()
+    return np.array([[seconds_of(step, device=args.device) for step in (first, second)] for _ in range(args.pairs)])
+
+
+def peak_memory(kind: dict[str, Any] | None, args: BenchArguments) -> float:
+    """Return what three steps need beyond parameters and gradients, in MiB; for a process that has done nothing else."""
+    torch.set_num_threads(args.threads)
+    params = parameters(args)
+    gc.collect()
+    before = memory_now(args.device)
+    step = step_of(kind, params)
+    for _ in range(MEMORY_STEPS):
+        step()
+    return (memory_peak(args.device) - before) / MIB
+
+
+def matrices(args: BenchArguments) -> dict[str, Tensor]:
+    """Return a matrix with singular values 1/i, and the same with ten times as much noise."""
+    width, _ = SIZES[args.scale]
+    generator = torch.Generator().manual_seed(0)
+    left = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
+    right = torch.linalg.qr(torch.randn(4 * width, width, generator=generator)).Q
+    decaying = (left / torch.arange(1, width + 1)) @ right.T
+    noise = torch.randn(width, 4 * width, generator=generator)
+    noise *= 10 * decaying.norm() / noise.norm()
+    return {"decaying": decaying.to(args.device), "noisy": (decaying + noise).to(args.device)}
+
+
+def energy(matrix: Tensor, basis: Tensor) -> float:
+    """Return ‖PᵀG‖²."""
+    return float((basis.T @ matrix).square().sum())
+
+
+def measure_projectors(args: BenchArguments) -> None:
+    """Compare every way to find a basis with the full SVD, and print a line for each."""
+    width, _ = SIZES[args.scale]
+    rank = width // 12
+    for name, matrix in matrices(args).items():
+        best = energy(matrix, find_basis(matrix, rank, projector="svd"))
+        # What a warm start begins from: the basis of an earlier gradient, here of one with other noise.
+        noise = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(1)).to(matrix)
+        previous = find_basis(matrix + noise * (matrix.norm() / noise.norm()), rank, projector="randomized")
+        for projector in PROJECTORS:
+            full_svd = functools.partial(find_basis, matrix, rank, projector="svd")
+            ours = functools.partial(find_basis, matrix, rank, projector=projector, previous=previous)
+            seconds = paired_seconds(full_svd, ours, args)
+            captured = energy(matrix, ours()) / best
+            q1, speedup, q3 = quartiles(seconds[:, 0] / seconds[:, 1])
+            milliseconds = 1000 * float(np.median(seconds[:, 1]))
+            print(
+                f"{name:9} {projector:11} {speedup:5.1f} times as fast as the SVD ({q1:.1f} to {q3:.1f}), "
+                f"{milliseconds:.3g} ms; captures {captured:.4f} of it",
+                flush=True,
+            )
+            result = {"work": f"projector {projector}, {name}", "speedup": speedup, "speedup_quartiles": [q1, q3]}
+            append_json_line(result | {"captured": captured, "seconds": milliseconds / 1000} | settings(args), args.output)
+
+
+def settings(args: BenchArguments) -> dict[str, Any]:
+    """Return what a result was measured with."""
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    return {"device": device, "torch": torch.__version__, "settings": asdict(args)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print one line for each kind."""
+    with one_line_errors():
+        (args,) = parse_args(BenchArguments, argv=argv)
+        for work in args.works.split(","):
+            if work not in [*WORKS, "projectors"]:
+                raise ValueError(f"no work {work!r}; choose of {', '.join(WORKS)}, projectors")
+    torch.set_num_threads(args.threads)
+    kinds = {name: kind for work in args.works.split(",") for name, kind in WORKS.get(work, {}).items()}
+    adamw_mib = in_fresh_process(peak_memory, None, args) if kinds else 0.0
+    for name, kind in kinds.items():
+        steps = (step_of(None, parameters(args)), step_of(kind, parameters(args)))
+        seconds = paired_seconds(*steps, args)
+        q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
+        adamw_s, ours_s = np.median(seconds, axis=0).tolist()
+        ours_mib = in_fresh_process(peak_memory, kind, args)
+        print(
+            f"{name:35} time ×{ratio:.2f} ({q1:.2f} to {q3:.2f}) of fused AdamW: {1000 * adamw_s:.3g} → {1000 * ours_s:.3g} "
+            f"ms; memory ×{ours_mib / adamw_mib:.2f}: {adamw_mib:.0f} → {ours_mib:.0f} MiB",
+            flush=True,
+        )
+        result = {"work": name, "ratio": ratio, "ratio_quartiles": [q1, q3], "adamw_s": adamw_s, "ours_s": ours_s}
+        append_json_line(result | {"adamw_mib": adamw_mib, "ours_mib": ours_mib} | settings(args), args.output)
+    if "projectors" in args.works.split(","):
+        measure_projectors(args)
+
+
+if __name__ == "__main__":
+    main()

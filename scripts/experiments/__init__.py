@@ -1,0 +1,1 @@
+"""Measurements behind the defaults and the results pages."""

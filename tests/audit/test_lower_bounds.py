@@ -1,0 +1,347 @@
+"""The audit's bounds against linear programs, SciPy's exact intervals, closed forms and simulated audits of known ε."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import brentq, linprog
+from scipy.sparse import lil_array
+from scipy.special import expit, logit
+from scipy.stats import binom, binomtest, norm
+
+from doppler_hf.audit.lower_bounds import _p_value, _right_guesses, clopper_pearson_epsilon, one_run_epsilon
+
+BOUNDS = [one_run_epsilon, clopper_pearson_epsilon]
+
+
+def coins(rng, canaries):
+    return rng.random(canaries) < 0.5
+
+
+def randomized_response(rng, included, epsilon):
+    """The coin, or its opposite with probability 1 / (1 + e^ε), and below the point a number that means nothing."""
+    told = np.where(rng.random(len(included)) < expit(epsilon), included, ~included)
+    return told + rng.random(len(included))
+
+
+def gaussian_epsilon(mu, delta):
+    """Balle and Wang 2018, Theorem 8, solved for ε."""
+
+    def spent(epsilon):
+        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon + norm.logcdf(-mu / 2 - epsilon / mu))
+
+    return brentq(lambda epsilon: spent(epsilon) - delta, 0.0, 50.0)
+
+
+def most_probable(canaries, guesses, right, epsilon, delta):
+    """The largest P[right guesses or more] of any mechanism from coins to guesses, by a linear program over all of them.
+
+    The unknowns are P[guesses | coins], and for each two neighbours and each outcome how far the first exceeds e^ε times
+    the second.
+    """
+    inputs = list(itertools.product([False, True], repeat=canaries))
+    outputs = [
+        (who, what)
+        for who in itertools.combinations(range(canaries), guesses)
+        for what in itertools.product([False, True], repeat=guesses)
+    ]
+    neighbours = [
+        (a, b)
+        for a, b in itertools.permutations(range(len(inputs)), 2)
+        if sum(x != y for x, y in zip(inputs[a], inputs[b], strict=True)) == 1
+    ]
+    probabilities = len(inputs) * len(outputs)
+    excesses = len(neighbours) * len(outputs)
+    limits = lil_array((excesses + len(neighbours), probabilities + excesses))
+    totals = lil_array((len(inputs), probabilities + excesses))
+    gain = np.zeros(probabilities + excesses)
+    for pair, (a, b) in enumerate(neighbours):
+        for output in range(len(outputs)):
+            row = pair * len(outputs) + output
+            limits[row, a * len(outputs) + output] = 1
+            limits[row, b * len(outputs) + output] = -math.exp(epsilon)
+            limits[row, probabilities + row] = -1
+            limits[excesses + pair, probabilities + row] = 1
+    for i, coin in enumerate(inputs):
+        totals[i, i * len(outputs) : (i + 1) * len(outputs)] = 1
+        for output, (who, what) in enumerate(outputs):
+            correct = sum(coin[canary] == guess for canary, guess in zip(who, what, strict=True))
+            gain[i * len(outputs) + output] = (correct >= right) / len(inputs)
+    solved = linprog(
+        -gain,
+        A_ub=limits.tocsr(),
+        b_ub=np.concatenate([np.zeros(excesses), np.full(len(neighbours), delta)]),
+        A_eq=totals.tocsr(),
+        b_eq=np.ones(len(inputs)),
+        method="highs",
+    )
+    assert solved.success
+    return -solved.fun
+
+
+@pytest.mark.parametrize(("canaries", "guesses"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 0.0), (0.0, 0.01), (1.0, 0.02), (0.5, 0.1), (2.0, 0.05)])
+def test_p_value_is_the_largest_of_any_private_mechanism(canaries, guesses, epsilon, delta):
+    for right in range(1, guesses + 1):
+        largest = most_probable(canaries, guesses, right, epsilon, delta)
+        ours = min(1.0, _p_value(guesses, right, canaries, epsilon=epsilon, delta=delta))
+        assert ours == pytest.approx(largest, rel=1e-7, abs=1e-9)
+
+
+@pytest.mark.parametrize("guesses", [1, 5, 30, 200, 1000])
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0, 3.0, 6.0])
+def test_p_value_is_the_binomial_tail_and_below_half_of_the_papers_term_for_delta(guesses, epsilon):
+    accuracy = expit(epsilon)
+    delta, canaries = 1e-3, 2000
+    for right in range(1, guesses + 1):
+        tail = binom.sf(right - 1, guesses, accuracy)
+        if tail < 1e-12:
+            break
+        if tail <= 0.05:
+            assert _p_value(guesses, right, canaries, epsilon=epsilon, delta=0.0) == pytest.approx(tail, rel=1e-9, abs=0)
+            fewer = np.arange(1, right + 1)
+            papers = 2 * canaries * delta * np.max((binom.sf(right - fewer - 1, guesses, accuracy) - tail) / fewer)
+            ours = _p_value(guesses, right, canaries, epsilon=epsilon, delta=delta) - tail
+            point = binom.pmf(right, guesses, accuracy)
+            assert ours == pytest.approx(canaries * delta * (1 - tail) * tail / (right * point), rel=1e-6, abs=0)
+            assert ours < 0.5 * papers
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-6, 1e-3, 0.02])
+@pytest.mark.parametrize(("guesses", "right"), [(16, 16), (100, 80), (1000, 990), (5000, 3000), (5000, 5000)])
+def test_p_value_grows_with_epsilon_from_below_the_smallest_double(guesses, right, delta):
+    values = [0.0]
+    for epsilon in np.linspace(0, 12, 500):
+        values.append(_p_value(guesses, right, 2 * guesses, epsilon=epsilon, delta=delta))
+        if values[-1] > 0.5:
+            break
+        assert values[-1] >= values[-2] * (1 - 1e-12) or values[-1] < 1e-290  # Where doubles lose their digits.
+    assert len(values) > 2
+    assert values[-1] > 0.5
+
+
+def leaky(rng, included, epsilon, delta):
+    """Randomized response that tells the truth, and says that it does, with probability δ: (ε, δ)-DP exactly."""
+    scores = randomized_response(rng, included, epsilon)
+    return np.where(rng.random(len(included)) < delta, np.where(included, 10.0, -10.0), scores)
+
+
+AUDITS = 2000
+
+
+def overshoots(bound, mechanism, *, canaries, delta, truth):
+    rng = np.random.default_rng(0)
+    count = 0
+    for _ in range(AUDITS):
+        included = coins(rng, canaries)
+        count += bound(mechanism(rng, included), included, delta=delta) > truth
+    return count
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("canaries", [40, 500])
+def test_randomized_response_is_not_overestimated(bound, canaries):
+    # All cuts of these scores are as good as each other, so that choosing one after the fact would show.
+    # False alarm 1e-6: more than the allowed share of overshoots if each audit had one with probability 0.05.
+    count = overshoots(
+        bound, lambda rng, included: randomized_response(rng, included, 1.0), canaries=canaries, delta=0.0, truth=1.0
+    )
+    assert count <= binom.isf(1e-6, AUDITS, 0.05)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.03), (1.0, 0.05)])
+def test_failures_of_probability_delta_are_not_taken_for_epsilon(bound, epsilon, delta):
+    # Among the 500 scores some 15 or 25 are certain, and they are the highest and the lowest. False alarm 1e-6.
+    count = overshoots(
+        bound, lambda rng, included: leaky(rng, included, epsilon, delta), canaries=500, delta=delta, truth=epsilon
+    )
+    assert count <= binom.isf(1e-6, AUDITS, 0.05)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(("mu", "delta"), [(0.5, 1e-2), (2.0, 1e-4)])
+def test_gaussian_mechanism_is_not_overestimated(bound, mu, delta):
+    # False alarm 1e-6.
+    truth = gaussian_epsilon(mu, delta)
+    count = overshoots(
+        bound, lambda rng, included: rng.normal(size=len(included)) + mu * included, canaries=500, delta=delta, truth=truth
+    )
+    assert count <= binom.isf(1e-6, AUDITS, 0.05)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 3.0])
+@pytest.mark.parametrize("decimals", [0, 15])  # The bare answers, which are nothing but ties, and without ties.
+def test_one_run_reaches_nine_tenths_of_randomized_response(epsilon, decimals):
+    # The mean of 40 bounds: its standard deviation is below 0.01 ε, and it lies more than 0.03 ε above the mark at ε = 1,
+    # 0.04 ε at ε = 3. False alarm below 1e-6.
+    rng = np.random.default_rng(0)
+    bounds = []
+    for _ in range(40):
+        included = coins(rng, 10_000)
+        scores = randomized_response(rng, included, epsilon)
+        scores = np.floor(scores) if decimals == 0 else scores
+        bounds.append(one_run_epsilon(scores, included, delta=0.0))
+    assert np.mean(bounds) >= 0.9 * epsilon
+
+
+@pytest.mark.parametrize(("mu", "least"), [(1.0, 1.8), (2.0, 3.5)])
+def test_gaussian_mechanism_is_detected(mu, least):
+    # Without any limit on canaries, ε(1e-5) is 4.4 and 9.5. Means of 20 bounds with standard deviations below 0.1 each.
+    rng = np.random.default_rng(0)
+    for bound in BOUNDS:
+        found = []
+        for _ in range(20):
+            included = coins(rng, 10_000)
+            found.append(bound(rng.normal(size=10_000) + mu * included, included, delta=1e-5))
+        assert least <= np.mean(found) <= gaussian_epsilon(mu, 1e-5)
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.999])
+def test_one_run_with_every_guess_right(confidence):
+    # With 20 canaries the grid has one split, all 20 guesses: q^20 = 1 − confidence.
+    included = np.arange(20) % 3 == 0
+    scores = included + np.linspace(0, 0.5, 20)
+    exact = logit((1 - confidence) ** (1 / 20))
+    # The cut that divides 7 from 13 is not in the middle, unless ties have moved it; with all in one half it is.
+    halves = np.arange(20) < 10
+    assert one_run_epsilon(halves + np.linspace(0, 0.5, 20), halves, delta=0.0, confidence=confidence) == pytest.approx(
+        exact, rel=1e-9
+    )
+    assert one_run_epsilon(scores, included, delta=0.0, confidence=confidence) < exact
+    assert one_run_epsilon(included.astype(float), included, delta=0.0, confidence=confidence) == pytest.approx(
+        exact, rel=1e-9
+    )
+    # And with δ, at the p-value of ε = 0.5: the bound is 0.5.
+    tail = _p_value(20, 20, 20, epsilon=0.5, delta=1e-3)
+    assert one_run_epsilon(halves + np.linspace(0, 0.5, 20), halves, delta=1e-3, confidence=1 - tail) == pytest.approx(
+        0.5, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("side", ["in", "out", "both"])
+def test_one_run_finds_a_leak_of_few_canaries(side):
+    # 64 of 1024 scores are certain, the others are equal: 64 right guesses of 64, and 19 splits share the error.
+    included = np.arange(1024) % 2 == 0
+    scores = np.zeros(1024)
+    highest, lowest = {"in": (64, 0), "out": (0, 64), "both": (32, 32)}[side]
+    scores[np.flatnonzero(included)[:highest]] = 1.0
+    scores[np.flatnonzero(~included)[:lowest]] = -1.0
+    assert one_run_epsilon(scores, included, delta=0.0) == pytest.approx(logit((0.05 / 19) ** (1 / 64)), rel=1e-9)
+
+
+def intervals(inside, outside, delta, error):
+    """The bound by SciPy's exact intervals, threshold by threshold; scores without ties."""
+    largest = 0.0
+    for rank in (1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 18, 23, 28, 36, 44):
+        if rank > (len(outside) + 1) // 2:
+            break
+        threshold = np.sort(outside)[-rank]
+        true = binomtest(int(np.sum(inside > threshold)), len(inside)).proportion_ci(1 - 2 * error, method="exact")
+        false = binomtest(int(np.sum(outside > threshold)), len(outside)).proportion_ci(1 - 2 * error, method="exact")
+        if true.low > delta:
+            largest = max(largest, math.log((true.low - delta) / false.high))
+    return largest
+
+
+@pytest.mark.parametrize("mu", [0.0, 1.0, 3.0, 20.0])
+@pytest.mark.parametrize("delta", [0.0, 0.05])
+@pytest.mark.parametrize("negatives", [False, True])
+def test_clopper_pearson_agrees_with_scipys_exact_intervals(mu, delta, negatives):
+    # 90 and 80 trials have 15 and 14 ranks up to the median, so 2 · (15 + 14) bounds share the error. A third of the group
+    # that the thresholds do not come from is shifted, so that one direction is better than the other.
+    rng = np.random.default_rng(1)
+    shifted = rng.normal(size=80) + mu * (np.arange(80) % 3 > 0)
+    still = rng.normal(size=90)
+    scores, included = np.concatenate([shifted, still]), np.arange(170) < 80
+    error = 0.05 / (2 * (15 + 14))
+    expected = max(intervals(shifted, still, delta, error), intervals(-still, -shifted, delta, error))
+    if negatives:
+        scores, included = -scores, ~included
+    assert clopper_pearson_epsilon(scores, included, delta=delta) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_in_and_out_are_treated_alike(bound):
+    # 512 canaries without ties: turning over scores and coins exchanges the two kinds of guesses.
+    rng = np.random.default_rng(2)
+    for leak in (rng.random(512) < 0.3, np.ones(512, bool)):
+        included = coins(rng, 512)
+        scores = rng.random(512) + 3.0 * (included & leak)
+        turned = bound(-scores, ~included, delta=1e-4)
+        assert bound(scores, included, delta=1e-4) == pytest.approx(turned, rel=1e-9)
+        assert turned > 0.5
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_the_order_of_the_canaries_does_not_matter(bound):
+    rng = np.random.default_rng(3)
+    included = coins(rng, 300)
+    scores = np.round(rng.normal(size=300) + 2 * included, 1)
+    tied = bound(scores, included, delta=1e-5)
+    assert tied > 0.5
+    for order in (np.arange(300)[::-1], np.argsort(included, kind="stable"), np.argsort(~included, kind="stable")):
+        assert bound(scores[order], included[order], delta=1e-5) == tied
+
+
+def test_ties_are_never_in_the_auditors_favour():
+    # Whatever way the ties fall. The first split is left out: it moves its cut to where there is no tie.
+    rng = np.random.default_rng(4)
+    for trial in range(20):
+        included = coins(rng, 300)
+        scores = np.round(rng.normal(size=300) + included * trial / 10, 1)
+        broken = scores + 0.001 * rng.random(300)
+        tied, free = _right_guesses(scores, included)[1:], _right_guesses(broken, included)[1:]
+        assert all(a[0] == b[0] and a[1] <= b[1] for a, b in zip(tied, free, strict=True))
+        tied, free = (clopper_pearson_epsilon(values, included, delta=1e-5) for values in (scores, broken))
+        assert tied <= free
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_scores_that_say_nothing_show_nothing(bound):
+    included = np.arange(1000) < 500
+    assert bound(np.zeros(1000), included, delta=0.0) == 0.0
+    assert bound(-included.astype(float), included, delta=0.0) == 0.0
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_less_delta_and_less_confidence_show_more(bound):
+    rng = np.random.default_rng(4)
+    included = coins(rng, 2000)
+    scores = rng.normal(size=2000) + 2.0 * included
+    by_delta = [bound(scores, included, delta=delta) for delta in (0.0, 1e-5, 1e-4, 1e-3, 0.99)]
+    assert by_delta[0] > by_delta[1] > by_delta[2] > by_delta[3] > by_delta[4] == 0.0
+    by_confidence = [bound(scores, included, delta=1e-5, confidence=level) for level in (0.5, 0.95, 0.999)]
+    assert by_confidence[0] > by_confidence[1] > by_confidence[2]
+    assert bound(scores, included, delta=1e-5) == by_confidence[1]
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(scores=np.array([0.0, 1.0, np.nan, 2.0])), "finite, got nan for canary 2"),
+        (dict(scores=np.array([0.0, -np.inf, 1.0, 2.0])), "finite, got -inf for canary 1"),
+        (dict(scores=np.zeros(3)), "got 3 and 4"),
+        (dict(included=np.ones(4, bool)), "got 4 in and 0 out"),
+        (dict(included=np.zeros(4, bool)), "got 0 in and 4 out"),
+        (dict(included=np.array([0, 1, 1, 0])), r"got int64; use included.astype\(bool\)"),
+        (dict(delta=-1e-9), r"delta must lie in \[0, 1\), got -1e-09"),
+        (dict(delta=1.0), r"delta must lie in \[0, 1\), got 1.0"),
+        (dict(delta=math.nan), r"delta must lie in \[0, 1\), got nan"),
+        (dict(confidence=0.0), r"confidence must lie in \(0, 1\), got 0.0"),
+        (dict(confidence=1.0), r"confidence must lie in \(0, 1\), got 1.0"),
+    ],
+)
+def test_bad_input(bound, change, message):
+    good = dict(scores=np.arange(4.0), included=np.array([True, False, True, False]), delta=0.0)
+    bound(**good)
+    with pytest.raises(ValueError, match=message):
+        bound(**good | change)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_two_canaries_are_enough_to_be_asked(bound):
+    assert bound(np.array([0.0, 1.0]), np.array([False, True]), delta=0.0) == 0.0
+    assert bound(np.array([1.0, 0.0], np.float32), np.array([False, True]), delta=0.1) == 0.0

@@ -1,0 +1,102 @@
+"""The command: its table, its help, its flags, and how mistakes end."""
+
+import importlib
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from doppler_hf import cli
+from doppler_hf.cli import COMMANDS, main
+
+
+def test_installed_command_is_main():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, name = project["scripts"]["doppler-hf"].split(":")
+    assert getattr(importlib.import_module(module), name) is main
+
+
+def test_module_is_the_same_command_and_returns_its_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doppler_hf", "plan", "--num-examples", "1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("doppler_hf", run_name="__main__")
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: num_examples is 1: give the size of the training set, at least 2.\n"
+
+
+def test_every_command_is_in_the_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, command in COMMANDS.items():
+        assert f"{name} {' '.join(command.__doc__.splitlines()[0].split())}" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_says_what_it_is_for(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert COMMANDS[name].__doc__.strip() in shown
+    assert f"usage: doppler-hf {name}" in shown
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["plan", "--nonsense"], ["plan", "--num", "5"], ["plan"]])
+def test_unknown_words_end_with_exit_code_2(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "doppler-hf" in capsys.readouterr().err
+
+
+class Recorder:
+    """Records what it is called with."""
+
+    def add_arguments(self, parser):
+        parser.add_argument("--two-words")
+        parser.add_argument("word", nargs="?")
+
+    def run(self, args):
+        if args.word == "bad_word":
+            raise ValueError("bad_word is bad: give another")
+        if args.word == "broken":
+            raise RuntimeError("a defect")
+        self.got = (args.two_words, args.word)
+        return 1
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    command = Recorder()
+    monkeypatch.setattr(cli, "COMMANDS", {"record": command})
+    return command
+
+
+@pytest.mark.parametrize("flag", ["--two-words", "--two_words"])
+@pytest.mark.parametrize("value", ["a_b", "a--b_c"])
+def test_hyphens_and_underscores_are_the_same_in_flags_alone(recorder, flag, value):
+    assert main(["record", flag, value, "other_word"]) == 1
+    assert recorder.got == (value, "other_word")
+    assert main(["record", f"{flag}={value}=d_e"]) == 1
+    assert recorder.got == (f"{value}=d_e", None)
+
+
+def test_words_come_from_the_command_line_by_default(recorder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["doppler-hf", "record", "--two_words", "x"])
+    assert main() == 1
+    assert recorder.got == ("x", None)
+
+
+def test_mistakes_end_with_one_line_and_defects_with_a_traceback(recorder, capsys):
+    assert main(["record", "bad_word"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "error: bad_word is bad: give another\n"
+    assert captured.out == ""
+    with pytest.raises(RuntimeError):
+        main(["record", "broken"])

@@ -1,0 +1,234 @@
+"""`doppler-hf plan`: what it prints is what the accountants, SciPy and the definitions say."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import scipy.signal
+
+from doppler_hf.cli import main
+from doppler_hf.privacy.accounting.accounting import get_epsilon
+from doppler_hf.reports import planned_runs as planning
+
+WORDS = ["plan", "--num-examples", "2000", "--batch-size", "100", "--epochs", "1.5", "--epsilon", "3", "--accountant", "rdp"]
+FILTER = ["--low-pass-filter", "first-order-v1"]
+
+
+def printed(words, capsys):
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def rows(text):
+    """Return the rows of the first table, name → value."""
+    return {name.strip(): value.strip() for name, value in re.findall(r"│ (.*?) +│ (.*?) *│", text)}
+
+
+def alternatives(text):
+    """Return the rows of the second table, as words."""
+    return [line.split() for line in text.splitlines() if re.match(r"^ *→? *[\d.]+ +[\d,]+ ", line)]
+
+
+@pytest.fixture
+def one_cell(monkeypatch):
+    monkeypatch.setattr(planning, "EPOCH_FACTORS", (1,))
+    monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (1,))
+
+
+def test_json_holds_every_number(capsys):
+    plan = json.loads(printed([*WORDS, *FILTER, "--json", "--max_grad_norm=0.5"], capsys))
+    delta = 2000**-1.1
+    sigma = plan["noise_multiplier"]
+    assert plan["solved_for"] == "noise_multiplier"
+    assert (plan["num_examples"], plan["batch_size"], plan["sample_rate"], plan["steps"]) == (2000, 100, 0.05, 30)
+    assert (plan["max_grad_norm"], plan["epochs"], plan["target_epsilon"], plan["accountant"]) == (0.5, 1.5, 3.0, "rdp")
+    assert plan["examples_processed"] == 3000
+    assert plan["low_pass_filter"] == "first-order-v1"
+    np.testing.assert_allclose(plan["delta"], delta, rtol=1e-15)
+    np.testing.assert_allclose(plan["noise_std"], sigma * 0.5 / 100, rtol=1e-15)
+    np.testing.assert_allclose(plan["average_noise_std"], sigma * 0.5 / 100 / math.sqrt(30), rtol=1e-15)
+    assert list(plan["epsilon"]) == ["prv", "rdp", "pld"]
+    for accountant, epsilon in plan["epsilon"].items():
+        expected = get_epsilon(noise_multiplier=sigma, sample_rate=0.05, steps=30, delta=delta, accountant=accountant)
+        np.testing.assert_allclose(epsilon, expected, rtol=1e-12)
+    # The filter, by SciPy's simulation and its own group delay.
+    b, a = (1 / 11, 1 / 11), (1, -9 / 11)
+    kappa = scipy.signal.dimpulse((b, a, 1), n=2000)[1][0].ravel()
+    np.testing.assert_allclose(plan["noise_gain"], np.sum(kappa**2), rtol=1e-9)
+    np.testing.assert_allclose(plan["filtered_noise_std"], plan["noise_std"] * np.sqrt(np.sum(kappa**2)), rtol=1e-9)
+    np.testing.assert_allclose(plan["delay_steps"], scipy.signal.group_delay((b, a), w=[0.0])[1][0], rtol=1e-12)
+    np.testing.assert_allclose(plan["delay_steps"], 5.0, rtol=1e-9)
+    np.testing.assert_allclose(plan["delay_share_of_steps"], 5.0 / 30, rtol=1e-9)
+
+
+def test_json_holds_the_alternatives(capsys):
+    plan = json.loads(printed([*WORDS, "--json"], capsys))
+    cells = plan["alternatives"]
+    assert [cell["epochs"] for cell in cells[::5]] == [0.75, 1.5, 3.0, 6.0]
+    assert [cell["batch_size"] for cell in cells[:5]] == [25, 50, 100, 200, 400]
+    assert [cell["steps"] for cell in cells[:5]] == [60, 30, 15, 8, 4]
+    assert cells[7] == {name: plan[name] for name in cells[7]}
+    for cell in cells:
+        epsilon = get_epsilon(
+            noise_multiplier=cell["noise_multiplier"],
+            sample_rate=cell["sample_rate"],
+            steps=cell["steps"],
+            delta=plan["delta"],
+            accountant="rdp",
+        )
+        assert 2.997 <= epsilon <= 3.0
+
+
+def test_tables_show_the_numbers_of_the_json(capsys):
+    plan = json.loads(printed([*WORDS, *FILTER, "--json"], capsys))
+    text = printed([*WORDS, *FILTER], capsys)
+    assert rows(text) == {
+        "training examples N": "2,000",
+        "expected batch size B": "100",
+        "sampling rate q = B/N": "0.05",
+        "epochs": "1.5",
+        "steps T (max_steps)": "30",
+        "clip norm C": "1",
+        "noise multiplier σ": f"{plan['noise_multiplier']:.6g} (solved for)",
+        "noise_std = σC/B": f"{plan['noise_std']:.4g}",
+        "δ": f"{2000**-1.1:.4g}",
+        "ε by prv": f"{plan['epsilon']['prv']:.4g}",
+        "ε by rdp": f"{plan['epsilon']['rdp']:.4g} (target 3)",
+        "ε by pld": f"{plan['epsilon']['pld']:.4g}",
+        "filter": "first-order-v1",
+        "its noise gain Σκ²": f"{plan['noise_gain']:.4g} (noise_std {plan['filtered_noise_std']:.4g} after it)",
+        "its delay": "5 steps, 16.67% of T",
+    }
+    assert "ε = 3 (rdp), δ = 0.000234, N = 2,000, C = 1" in text
+    shown = alternatives(text)
+    assert len(shown) == 20
+    for row, cell in zip(shown, plan["alternatives"], strict=True):
+        chosen = [cell[name] for name in ("epochs", "batch_size")] == [1.5, 100]
+        assert row == [
+            *(["→"] if chosen else []),
+            f"{cell['epochs']:.4g}",
+            f"{cell['batch_size']:,}",
+            f"{cell['steps']:,}",
+            f"{cell['noise_multiplier']:#.4g}",
+            f"{cell['noise_std']:.2e}",
+            f"{cell['filtered_noise_std']:.2e}",
+            f"{cell['average_noise_std']:.2e}",
+            f"{cell['examples_processed']:,}",
+        ]
+    assert "filtered: noise_std·√Σκ²" in " ".join(text.split())
+
+
+def test_without_a_filter_there_is_no_column_for_it(capsys):
+    text = printed(WORDS, capsys)
+    assert {len(row) for row in alternatives(text)} == {7, 8}
+    assert "filtered" not in text
+    assert rows(text)["its delay"] == "0 steps, 0.00% of T"
+
+
+@pytest.mark.usefixtures("one_cell")
+@pytest.mark.parametrize(
+    ("length", "epochs", "steps"), [(["--epochs", "1.51"], 1.51, 31), (["--max_steps", "37"], 1.85, 37)]
+)
+def test_length_is_given_in_epochs_or_steps(length, epochs, steps, capsys):
+    given = ["--num-examples", "2000", "--batch-size", "100", "--noise-multiplier", "1", "--accountant", "rdp"]
+    plan = json.loads(printed(["plan", *given, *length, "--json"], capsys))
+    for run in (plan, *plan["alternatives"]):
+        assert (run["epochs"], run["steps"]) == (epochs, steps)
+
+
+def test_equal_runs_of_other_lengths_are_not_marked(capsys):
+    """Half an epoch of one batch is one step, as a whole epoch is."""
+    shown = alternatives(printed([*WORDS, "--batch-size", "2000", "--epochs", "1"], capsys))
+    assert [row[0] for row in shown].count("→") == 1
+    assert ["→", "1", "2,000", "1"] in [row[:4] for row in shown]
+    assert ["0.5", "2,000", "1"] in [row[:3] for row in shown]
+
+
+@pytest.mark.usefixtures("one_cell")
+@pytest.mark.parametrize("accountant", ["prv", "pld"])
+def test_target_is_met_by_the_accountant_that_solves(accountant, capsys):
+    words = f"plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3 --accountant {accountant} --json".split()
+    plan = json.loads(printed(words, capsys))
+    assert plan["steps"] == 204
+    assert 2.997 <= plan["epsilon"][accountant] <= 3.0
+    assert plan["epsilon"]["rdp"] > 3.0
+
+
+@pytest.mark.usefixtures("one_cell")
+def test_prv_is_the_default(capsys):
+    words = ["plan", "--num-examples", "2000", "--batch-size", "100", "--epochs", "1", "--noise-multiplier", "1", "--json"]
+    plan = json.loads(printed(words, capsys))
+    assert plan["accountant"] == "prv"
+    assert plan["target_epsilon"] == plan["epsilon"]["prv"]
+
+
+@pytest.mark.usefixtures("one_cell")
+@pytest.mark.parametrize(
+    ("left_out", "row"),
+    [
+        ("--epsilon", "ε by rdp"),
+        ("--noise-multiplier", "noise multiplier σ"),
+        ("--epochs", "epochs"),
+        ("--batch-size", "expected batch size B"),
+    ],
+)
+def test_what_was_solved_for_is_marked(left_out, row, capsys):
+    given = {"--epsilon": "3", "--noise-multiplier": "1", "--epochs": "2", "--batch-size": "100"}
+    words = [word for flag, value in given.items() if flag != left_out for word in (flag, value)]
+    text = printed(["plan", "--num-examples", "2000", "--accountant", "rdp", *words], capsys)
+    assert [name for name, value in rows(text).items() if value.endswith("(solved for)")] == [row]
+    assert [row[0] for row in alternatives(text)] == ["→"]
+
+
+@pytest.mark.usefixtures("one_cell")
+def test_table_holds_a_given_epsilon_and_not_the_one_that_is_spent(capsys):
+    """With σ given, whole steps leave a little of ε: the alternatives may spend it."""
+    given = ["--num-examples", "50", "--batch-size", "25", "--noise-multiplier", "2", "--epsilon", "3"]
+    words = ["plan", *given, "--accountant", "rdp", "--json"]
+    plan = json.loads(printed(words, capsys))
+    assert plan["target_epsilon"] == 3.0
+    assert plan["epsilon"]["rdp"] < 2.99
+
+
+@pytest.mark.usefixtures("one_cell")
+def test_delta_that_permits_publishing_an_example_is_marked(capsys):
+    assert rows(printed([*WORDS, "--delta", "0.0005"], capsys))["δ"] == "0.0005: too large, stay below 1/N"
+    assert rows(printed([*WORDS, "--delta", "0.0004"], capsys))["δ"] == "0.0004"
+
+
+@pytest.mark.usefixtures("one_cell")
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_picture_is_written(ending, tmp_path, capsys):
+    path = tmp_path / "new" / f"plan.{ending}"
+    printed([*WORDS, "--plot", str(path)], capsys)
+    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plot", "plan.txt"], "plot is plan.txt: give a file that ends in .png, .svg, .pdf."),
+        (["--low-pass-filter", "b=0.5"], "the DC gain sum(b)/sum(a) is 0.5, not 1: multiply b by 2"),
+        (["--noise-multiplier", "1"], "all are given: of epsilon, "),
+        (["--batch-size", "3000"], "batch_size is 3000, but there are only 2000 examples: lower batch_size."),
+        (["--epsilon", "-1"], "epsilon is -1.0: give a finite number above 0."),
+        (["--accountant", "prv", "--batch-size", "2000"], "batch_size is 2000, all examples in every step"),
+    ],
+)
+def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, capsys):
+    assert main([*WORDS, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("one_cell")
+def test_picture_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main([*WORDS, "--plot", str(tmp_path / "file" / "plan.png")]) == 2
+    assert re.match(r"error: plot .*plan\.png cannot be written \(.*\): give a file", capsys.readouterr().err)

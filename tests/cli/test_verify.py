@@ -1,0 +1,303 @@
+"""`doppler-hf verify` believes a ledger as it was written, and nothing else."""
+
+import argparse
+import json
+import math
+
+import pytest
+
+from doppler_hf.cli import main, verify
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.accounting.accounting import get_epsilon
+from doppler_hf.privacy.ledger import ledger as ledger_module
+from doppler_hf.privacy.ledger.file import package_versions
+from doppler_hf.privacy.ledger.ledger import set_aside
+from tests.privacy.ledger.test_ledger import objects, rehashed
+from tests.support.ledgers import after, all_events, document_in, statement, write
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with a ledger of every event, and its text."""
+    folder = tmp_path_factory.mktemp("out")
+    all_events(train_loss="raw", target_epsilon=8.0).save(folder)
+    return folder, (folder / LEDGER_NAME).read_text("utf-8")
+
+
+def check(folder, *options):
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    return verify.run(parser.parse_args([str(folder), *options]))
+
+
+def said(capsys):
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+# --- what holds -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_as_it_was_written_is_verified(written, capsys):
+    folder, text = written
+    head = json.loads(text)["entries"][-1]["hash"]
+    assert check(folder) == check(folder / LEDGER_NAME) == 0
+    assert check(folder, "--head", head.upper()) == 0
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 0
+    output = said(capsys)
+    epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5)
+    assert f"VERIFIED: ({epsilon:.4g}, 1e-05)-differential privacy for one example after 10 steps, by prv." in output
+    assert "NOT VERIFIED" not in output
+    for shown in (
+        head, "at step 6", "add or remove one unit", "1,000 (public, not protected)", "a test", "10 (closed)",
+        "the training loss, which was logged without noise", "Without --head", "steps planned 10", "target ε 8",
+    ):  # fmt: skip
+        assert shown in output, shown
+
+
+def test_all_three_are_recomputed_beside_what_was_stated(written, capsys):
+    folder, text = written
+    assert check(folder) == 0
+    output = said(capsys)
+    for name, stated in json.loads(text)["entries"][-1]["epsilon"].items():
+        recomputed = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5, accountant=name)
+        assert f"{name} {stated:.6g} {recomputed:.6g} {recomputed:.6g}" in output
+
+
+def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, capsys):
+    ledger = after(PrivacyLedger.open(statement(steps_planned=1000)), 4)
+    ledger.checkpoint(4)
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 0
+    output = said(capsys)
+    assert "10 (not closed: at least 4 of them were run)" not in output  # at_most was 4
+    assert "4 (not closed: at least 4 of them were run)" in output
+    assert "after 4 steps" in output
+
+
+def test_a_full_batch_has_no_prv(tmp_path, capsys):
+    ledger = PrivacyLedger.open(statement(expected_batch_size=1000, sample_rate=1.0, noise_multiplier=5.0, accountant="pld"))
+    after(ledger, 2).close()
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 0
+    assert "prv – – –" in said(capsys)
+
+
+def test_checkpoints_are_earlier_states(tmp_path, capsys):
+    ledger = after(PrivacyLedger.open(statement(private=True)), 2)
+    ledger.checkpoint(2)
+    ledger.save(tmp_path / "checkpoint-2")
+    after(ledger, 1).save(tmp_path)
+    assert check(tmp_path) == 0
+    # A later training in the same folder, which has not come to checkpoint 2 yet.
+    other = after(PrivacyLedger.open(statement()), 1)
+    set_aside(tmp_path, unless_before=other)
+    other.save(tmp_path)
+    (tmp_path / "privacy_ledger.damaged.json").write_text("{")
+    assert check(tmp_path) == 0
+    # … and one whose ledger lies nowhere.
+    stranger = after(PrivacyLedger.open(statement()), 2)
+    stranger.save(tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-6").mkdir()
+    (tmp_path / "checkpoint-6" / LEDGER_NAME).write_text("{}")
+    capsys.readouterr()
+    assert check(tmp_path) == 1
+    output = said(capsys)
+    assert f"{tmp_path / 'checkpoint-4' / LEDGER_NAME} is no earlier state" in output
+    assert f"{tmp_path / 'checkpoint-6' / LEDGER_NAME}: This is no privacy ledger" in output
+    assert "2 of the checks failed" in output
+    assert "checkpoint-2" not in output
+
+
+# --- edits ----------------------------------------------------------------------------------------------------------------
+
+
+def replacements(value):
+    """Other values in the place of a leaf."""
+    if isinstance(value, bool):
+        return [not value, 1]
+    if isinstance(value, int):
+        return [value - 1, float(value)]
+    if isinstance(value, float):
+        return [value * (1 + 1e-15) + 1e-300, None]
+    if value is None:
+        return [0.5, ""]
+    return [value + " ", ("1" if value.startswith("0") else "0") + value[1:]]
+
+
+def test_every_edit_of_a_value_is_found(written, tmp_path, capsys):
+    _, text = written
+    leaves = [
+        (path, key)
+        for path, inner in objects(json.loads(text))
+        for key, value in inner.items()
+        if not isinstance(value, dict | list)
+    ]
+    leaves += [
+        (("entries", index, "not_covered"), line)
+        for index, entry in enumerate(json.loads(text)["entries"])
+        for line in range(len(entry.get("not_covered", ())))
+    ]
+    edits = 0
+    for path, key in leaves:
+        target = json.loads(text)
+        for name in path:
+            target = target[name]
+        for replacement in replacements(target[key]):
+            if (key, replacement) == ("format_version", 2.0):
+                continue  # The same number to JSON, and no hash is over it.
+            document = json.loads(text)
+            inner = document
+            for name in path:
+                inner = inner[name]
+            assert json.dumps(inner[key]) != json.dumps(replacement)
+            inner[key] = replacement
+            (tmp_path / LEDGER_NAME).write_text(json.dumps(document))
+            assert check(tmp_path) == 1, (path, key, replacement)
+            edits += 1
+    assert edits > 200
+    assert capsys.readouterr().out.count("NOT VERIFIED") == edits
+
+
+def test_every_edit_of_a_byte_is_found_unless_it_says_the_same(written, tmp_path):
+    folder, text = written
+    content = (folder / LEDGER_NAME).read_bytes()
+    found = 0
+    for place in range(0, len(content), 23):
+        byte = content[place]
+        other = ord("0") + (byte - ord("0") + 1) % 10 if chr(byte).isdigit() else byte ^ 1
+        edited = content[:place] + bytes([other]) + content[place + 1 :]
+        try:
+            if json.loads(edited) == json.loads(text):
+                continue  # a blank between two values, or the last digits of a number
+        except ValueError:
+            pass
+        (tmp_path / LEDGER_NAME).write_bytes(edited)
+        with pytest.raises(ValueError, match=r"Entry|no privacy ledger|no JSON"):
+            PrivacyLedger.load(tmp_path)
+        found += 1
+    assert found > len(content) / 23 / 2
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(lambda entries, index=index: entries.pop(index) for index in range(13)),
+        *(lambda entries, index=index: entries.insert(index, entries.pop(index + 1)) for index in range(13)),
+        lambda entries: entries.insert(2, entries[1]),
+        lambda entries: entries.reverse(),
+        lambda entries: entries.clear(),
+    ],
+)
+def test_entries_taken_out_or_moved_are_found(written, tmp_path, edit):
+    document = json.loads(written[1])
+    edit(document["entries"])
+    (tmp_path / LEDGER_NAME).write_text(json.dumps(document))
+    assert check(tmp_path) == 1
+
+
+# --- what a chain cannot show alone ---------------------------------------------------------------------------------------
+
+
+def test_a_tail_that_was_cut_off_is_found_with_the_head(written, tmp_path, capsys):
+    head = json.loads(written[1])["entries"][-1]["hash"]
+    for length in range(1, 14):
+        write(tmp_path, json.loads(written[1])["entries"][:length])
+        assert check(tmp_path) == 0
+        assert check(tmp_path, "--head", head) == 1
+        assert "this is another ledger, or its tail was cut off" in said(capsys)
+
+
+def test_a_ledger_that_went_on_is_told_from_one_that_was_cut_off(written, capsys):
+    folder, text = written
+    assert check(folder, "--head", json.loads(text)["entries"][7]["hash"]) == 1
+    assert "the ledger has gone on since" in said(capsys)
+
+
+def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):
+    entries = json.loads(written[1])["entries"]
+    write(tmp_path, entries[:8])
+    (tmp_path / "checkpoint-6").mkdir()
+    write(tmp_path / "checkpoint-6", entries[:9])
+    assert check(tmp_path) == 1
+    assert check(tmp_path / "checkpoint-6") == 0
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda e: e[-1]["epsilon"].update(prv=0.9 * e[-1]["epsilon"]["prv"]), "Entry 13 (closed) states ε = "),
+        (lambda e: e[-1]["epsilon"].update(rdp=e[-1]["epsilon"]["rdp"] * (1 - 3e-6)), "Entry 13 (closed) states ε = "),
+        (lambda e: e[-1]["epsilon"].update(pld=None), "Entry 13 (closed) states ε = inf by pld"),
+        (lambda e: e[7].update(epsilon=0.0), "Entry 7 (checkpoint) states ε = 0 by prv"),
+        (lambda e: [entry["statement"].update(noise_multiplier=2.0) for entry in (e[0], e[9])], "Entry 7 (checkpoint)"),
+        (lambda e: e[9]["statement"].update(target_epsilon=0.5), "The target was ε = 0.5, and what was released costs"),
+        (lambda e: e[9]["statement"].update(private=False), "The training was not private"),
+        (lambda e: e[0]["statement"].update(private=False), "The training was not private"),
+        (
+            lambda e: [entry["statement"].update(expected_batch_size=1000, sample_rate=1.0) for entry in (e[0], e[9])],
+            "Entry 7 (checkpoint) states ε = ",
+        ),
+    ],
+)
+def test_a_forged_chain_is_found_where_its_numbers_disagree(written, tmp_path, capsys, edit, message):
+    entries = json.loads(written[1])["entries"]
+    write(tmp_path, rehashed(entries))
+    assert check(tmp_path) == 0
+    edit(entries)
+    (tmp_path / LEDGER_NAME).unlink()
+    write(tmp_path, rehashed(entries))
+    capsys.readouterr()
+    assert check(tmp_path) == 1
+    assert message in said(capsys)
+
+
+def test_another_version_may_bound_a_little_differently(written, tmp_path):
+    entries = json.loads(written[1])["entries"]
+    entries[-1]["epsilon"]["prv"] *= 1.005
+    write(tmp_path, rehashed(entries))
+    assert check(tmp_path) == 1
+    for name in ("doppler_hf", "opacus", "dp-accounting"):
+        for factor, code in ((1.005, 0), (1.02, 1), (0.98, 1)):
+            entries = json.loads(written[1])["entries"]
+            for entry in (entries[0], entries[9]):
+                entry["versions"][name] = "0.0.1"
+            entries[-1]["epsilon"]["prv"] *= factor
+            (tmp_path / LEDGER_NAME).unlink()
+            write(tmp_path, rehashed(entries))
+            assert check(tmp_path) == code, (name, factor)
+    assert verify.tolerance(package_versions() | {"torch": "1.0"}) == 1e-6
+
+
+def test_a_target_that_was_overrun_is_found(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ledger_module, "get_steps", lambda **arguments: arguments["at_most"])  # a guard that fails
+    ledger = PrivacyLedger.open(statement(target_epsilon=1.0))
+    after(ledger, ledger.affordable_steps(30)).close()
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 1
+    assert "The target was ε = 1, and what was released costs" in said(capsys)
+
+
+# --- how it is asked ------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_asked_is_a_mistake_in_the_arguments(written, tmp_path, capsys):
+    assert main(["verify", str(tmp_path)]) == main(["verify", str(tmp_path / "nowhere")]) == 2
+    assert f"There is no privacy_ledger.json at {tmp_path}" in capsys.readouterr().err
+    head = json.loads(written[1])["entries"][-1]["hash"]
+    assert main(["verify", str(written[0]), "--head", head[:63]]) == 2
+    assert "head must be all 64 hexadecimal digits" in capsys.readouterr().err
+
+
+def test_recomputing_says_when_it_cannot():
+    assert verify.recompute([], "prv", private=False, delta=1e-5) == math.inf
+    assert verify.recompute([], "prv", private=True, delta=1e-5) == 0.0
+    full = statement(expected_batch_size=1000, sample_rate=1.0).releases(1)
+    assert math.isnan(verify.recompute([full], "prv", private=True, delta=1e-5))
+
+
+def test_the_file_is_only_read(written):
+    folder, text = written
+    check(folder)
+    assert document_in(folder) == json.loads(text)
+    assert [path.name for path in folder.iterdir()] == [LEDGER_NAME]

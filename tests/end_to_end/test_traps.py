@@ -1,0 +1,290 @@
+"""The ways in which private trainers of the field have gone wrong, one test each, on the trainer as a user runs it.
+
+Trap 14, noise scaled wrongly over processes, is in test_distributed.py. False-alarm rates are stated.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
+from doppler_hf.privacy.losses.host_losses import per_sample_losses
+from doppler_hf.run.model_card import privacy_section
+from tests.conftest import text_data, tiny_bert
+from tests.end_to_end.test_trainer import NoSignal, Recorder, arguments, trainer_of
+from tests.support.models import gpt2_lm
+
+
+class Counting(DopplerTrainer):
+    """Every example's gradient is 1 in one coordinate, so that B·p.grad there counts the examples of a step."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.seen = [*getattr(self, "seen", []), inputs["input_ids"][:, 0].tolist()]
+        return model(**{name: inputs[name] for name in ("input_ids", "attention_mask")}).logits[:, 0]
+
+
+class Counts(Recorder):
+    """Keeps what each step's gradient says about the number of its examples."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append(8 * model.classifier.bias.grad[0].item())
+
+
+def count(tmp_path, **overrides):
+    """Train without noise or effective clipping; return the trainer and the number of examples of each step."""
+    counts = Counts()
+    options = dict(cls=Counting, noise_multiplier=0.0, noise_seed=7, clipping="vanilla", per_sample_max_grad_norm=1e6)
+    trainer = trainer_of(tmp_path, callbacks=[counts], **(options | overrides))
+    trainer.train()
+    return trainer, counts.gradients
+
+
+def sizes(steps, **overrides):
+    """What the sampler draws under the same test seed, without the trainer."""
+    sampler = PoissonSampler(**(dict(num_examples=24, expected_batch_size=8, seed=7) | overrides))
+    return [len(sampler.draw(step)) for step in range(steps)]
+
+
+def distinct(num_examples=24):
+    """Examples that can be told apart by their first token."""
+    return text_data(num_examples).map(
+        lambda row, index: {"input_ids": [5 + index, *row["input_ids"][1:]]}, with_indices=True
+    )
+
+
+def test_trap_01_the_loader_never_passes_through_prepare_and_ranks_share_the_data_out(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+    prepared = []
+    prepare = trainer.accelerator.prepare
+    monkeypatch.setattr(trainer.accelerator, "prepare", lambda *objects, **options: (prepared.extend(objects), prepare(*objects, **options))[1])  # noqa: E501  # fmt: skip
+    trainer.train()
+    assert prepared
+    assert not any(isinstance(item, torch.utils.data.DataLoader) for item in prepared)
+    shards = []
+    for rank in range(3):
+        monkeypatch.setattr(type(trainer.args), "world_size", 3)
+        monkeypatch.setattr(type(trainer.args), "process_index", rank)
+        sampler = trainer.get_train_dataloader().batch_sampler
+        assert (type(sampler), sampler.sample_rate) == (PoissonSampler, 1.0)  # B = 4 × 2 × 3 of 24
+        shards.append(sampler.draw(0).tolist())
+    assert sorted(itertools.chain(*shards)) == list(range(24))  # all of it, and nothing twice
+
+
+def test_trap_02_what_the_accountant_is_told_is_read_off_the_sampler_and_the_sampler_is_poisson(tmp_path, monkeypatch):
+    _, counts = count(tmp_path / "a", max_steps=30)
+    assert counts == pytest.approx(sizes(30), abs=1e-3)
+    assert len(set(sizes(30))) > 3  # a shuffle would give eight each time
+    init = PoissonSampler.__init__
+    monkeypatch.setattr(
+        PoissonSampler, "__init__", lambda self, **options: init(self, **options | {"expected_batch_size": 6})
+    )
+    trainer = trainer_of(tmp_path / "b", max_steps=2)  # arguments that say 8, and a sampler that does otherwise
+    trainer.train()
+    assert PrivacyLedger.load(tmp_path / "b" / "out").statement.sample_rate == 0.25
+    mechanism = dict(noise_multiplier=1.0, sample_rate=0.25, steps=2, delta=24**-1.1)
+    assert trainer.privacy.epsilon() == pytest.approx(get_epsilon(**mechanism), rel=1e-9)
+
+
+def test_trap_03_an_example_contributes_at_most_once_a_step_however_a_step_is_cut(tmp_path):
+    trainer = trainer_of(
+        tmp_path, cls=Counting, data=distinct(), max_steps=30, per_device_train_batch_size=3, gradient_accumulation_steps=4,
+        grad_sample_self_check=False,
+    )  # fmt: skip
+    steps, boundaries = [], []
+
+    class Boundary(Recorder):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            boundaries.append(len(trainer.seen))
+
+    trainer.add_callback(Boundary())
+    trainer.train()
+    start = 1  # the first micro-batch is the look at the engine
+    for stop in boundaries:
+        steps.append(list(itertools.chain(*trainer.seen[start:stop])))
+        start = stop
+    # Four draws of 3 of 24 each would repeat one of their examples in a step with probability 0.93.
+    assert len(steps) == 30
+    assert all(len(set(step)) == len(step) for step in steps)
+
+
+def test_trap_04_a_records_gradient_does_not_follow_its_neighbours_length():
+    model, norms = gpt2_lm().double().train(), []
+    generator = torch.Generator().manual_seed(0)
+    record = torch.randint(2, 20, (4,), generator=generator)
+    for length in (4, 12):
+        ids = torch.full((2, length), 1)
+        ids[0, :4], ids[1] = record, torch.randint(2, 20, (length,), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, 4:] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        with ClippedGradients(model) as clipped:
+            norms.append(clipped.backward(per_sample_losses(model, inputs, base_model=model)))
+    assert norms[0][0].item() == pytest.approx(norms[1][0].item(), rel=1e-6)
+    assert norms[0][1].item() != pytest.approx(norms[1][1].item(), rel=1e-2)
+
+
+def test_trap_05_the_noise_does_not_follow_the_public_seed(tmp_path):
+    runs = []
+    for run in range(2):
+        recorder = Recorder()
+        trainer_of(tmp_path / str(run), cls=NoSignal, callbacks=[recorder], seed=42, max_steps=2).train()
+        runs.append(torch.stack(recorder.gradients))
+    assert not torch.any(runs[0] == runs[1])  # float32 noise: a single equal pair has a probability below 1e-6 a pair
+    torch.manual_seed(42)
+    replayed = torch.randn(runs[0].numel())
+    for run in runs:
+        for shift in range(3):  # the attacker may be off by what else was drawn
+            pair = np.corrcoef(run.flatten()[shift : shift + 3000], replayed[:3000])
+            assert abs(pair[0, 1]) < 6 / math.sqrt(3000)  # 2e-9 each
+
+
+def test_trap_06_resuming_draws_new_noise_and_keeps_the_account(tmp_path):
+    options = dict(cls=NoSignal, max_steps=4, save_strategy="steps", save_steps=2)
+    first, second = Recorder(), Recorder()
+    trainer_of(tmp_path, callbacks=[first], **options).train()
+    resumed = trainer_of(tmp_path, callbacks=[second], **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert not torch.any(torch.stack(second.gradients) == torch.stack(first.gradients[2:]))
+    assert resumed.privacy.ledger.steps_run == 6  # four of the first run, two once more
+    mechanism = dict(noise_multiplier=1.0, sample_rate=1 / 3, steps=6, delta=24**-1.1)
+    assert resumed.privacy.epsilon() == pytest.approx(get_epsilon(**mechanism), rel=1e-9)
+
+
+def test_trap_07_training_stops_before_the_budget_is_overrun(tmp_path):
+    options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=8, save_strategy="steps", save_steps=4)
+    trainer = trainer_of(tmp_path, **options)
+
+    class Crash(Recorder):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    trainer.add_callback(Crash())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    ledger = resumed.privacy.ledger
+    sigma = resumed.privacy_plan().noise_multiplier
+    unclamped = get_epsilon(noise_multiplier=sigma, sample_rate=1 / 3, steps=ledger.steps_run, delta=24**-1.1)
+    assert resumed.privacy.epsilon() == pytest.approx(unclamped, rel=1e-9)
+    assert (
+        unclamped <= 3.0 < get_epsilon(noise_multiplier=sigma, sample_rate=1 / 3, steps=ledger.steps_run + 1, delta=24**-1.1)
+    )
+
+
+@pytest.mark.parametrize("overrides", [dict(num_train_epochs=1.4, max_steps=-1), dict(num_train_epochs=2, max_steps=-1)])
+def test_trap_08_steps_planned_and_run_and_accounted_are_one_number(tmp_path, overrides):
+    recorder = Recorder()
+    trainer = trainer_of(tmp_path, callbacks=[recorder], **overrides)
+    trainer.train()
+    planned = trainer.privacy_plan().steps
+    assert planned == len(recorder.gradients) == trainer.state.global_step == trainer.privacy.ledger.steps_run
+    assert PrivacyLedger.load(tmp_path / "out").steps_run == planned
+
+
+@pytest.mark.parametrize("num_examples", [24, 25])
+def test_trap_09_no_piece_of_a_draw_leaks_into_the_next_step(tmp_path, num_examples):
+    # Four epochs, whose last group a shuffling loader would leave short; each step is a whole draw.
+    _, counts = count(
+        tmp_path, data=text_data(num_examples), max_steps=12, per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
+    assert counts == pytest.approx(sizes(12, num_examples=num_examples), abs=1e-3)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 8])
+@pytest.mark.parametrize("average_tokens", [True, False])
+def test_trap_10_nothing_scales_the_loss_so_the_clip_norm_keeps_its_meaning(tmp_path, accumulation, average_tokens):
+    _, counts = count(
+        tmp_path, per_device_train_batch_size=8 // accumulation, gradient_accumulation_steps=accumulation, max_steps=3,
+        average_tokens_across_devices=average_tokens,
+    )  # fmt: skip
+    assert counts == pytest.approx(sizes(3), abs=1e-3)
+
+
+def test_trap_11_the_logged_norm_is_that_of_the_private_gradient(tmp_path):
+    recorder = Recorder()
+    trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=3)
+    trainer.train()
+    logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert logged == pytest.approx([gradient.norm().item() for gradient in recorder.gradients], rel=1e-4)
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 would rescale the private gradient"):
+        arguments(tmp_path, max_grad_norm=1.0)
+
+
+def test_trap_12_an_empty_draw_is_a_step_of_pure_noise(tmp_path):
+    recorder = Recorder()
+    trainer = trainer_of(
+        tmp_path, callbacks=[recorder], data=text_data(200), per_device_train_batch_size=1, gradient_accumulation_steps=1,
+        max_steps=40,
+    )  # fmt: skip
+    trainer.train()  # about 15 of 40 draws of one in 200 are empty; none of 40 with probability 1e-8
+    assert len(recorder.gradients) == 40 == trainer.privacy.ledger.steps_run
+    assert all(gradient.norm() > 0 for gradient in recorder.gradients)
+
+
+def test_trap_13_every_process_flips_its_own_coins(tmp_path, monkeypatch):
+    masks, trainer = [], trainer_of(tmp_path, data=text_data(400), seed=42)
+    for rank in range(2):
+        monkeypatch.setattr(type(trainer.args), "world_size", 2)
+        monkeypatch.setattr(type(trainer.args), "process_index", rank)
+        sampler = trainer.get_train_dataloader().batch_sampler
+        drawn = [sampler.draw(step) for step in range(100)]
+        masks.append(np.array([np.isin(np.arange(rank, 400, 2), draw) for draw in drawn]))
+    assert abs(np.corrcoef(masks[0].ravel(), masks[1].ravel())[0, 1]) < 6 / math.sqrt(masks[0].size)  # 2e-9
+
+
+def test_trap_15_what_has_no_per_sample_gradient_is_refused_by_name_and_adapters_move(tmp_path):
+    class Borrowing(type(tiny_bert())):
+        def forward(self, input_ids, attention_mask, labels=None):
+            output = super().forward(input_ids=input_ids, attention_mask=attention_mask)
+            output.logits = output.logits + self.bert.pooler.dense.bias[:2]  # which no layer rule sees
+            return output
+
+    model = Borrowing(tiny_bert().config)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"pooler\.dense"):
+        trainer_of(tmp_path, model=model).train()
+    assert all(map(torch.equal, before, model.parameters()))
+    adapted = get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    start = {name: p.detach().clone() for name, p in adapted.named_parameters() if "lora_" in name}
+    trainer_of(tmp_path, model=adapted).train()
+    assert start
+    assert not any(torch.equal(p, start[name]) for name, p in adapted.named_parameters() if name in start)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (dict(train_sampling_strategy="group_by_length"), "the accountant assumes Poisson sampling"),
+        (dict(label_smoothing_factor=0.1), "averages over the batch's tokens"),
+        (dict(neftune_noise_alpha=5.0), "hooks the embeddings"),
+        (dict(dataloader_drop_last=True), "a Poisson draw has no last batch"),
+        (dict(auto_find_batch_size=True), "repeats steps"),
+        (dict(torch_compile=True), "do not survive compilation"),
+    ],
+)
+def test_trap_16_arguments_that_couple_examples_are_refused_with_the_reason(tmp_path, overrides, reason):
+    with pytest.raises(ValueError, match=reason):
+        arguments(tmp_path, **overrides)
+
+
+def test_trap_16_layers_that_couple_examples_are_refused_by_name(tmp_path):
+    model = tiny_bert()
+    model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))
+    with pytest.raises(ValueError, match=r"classifier\.0"):
+        trainer_of(tmp_path, model=model).train()
+
+
+def test_trap_17_ledger_and_card_say_that_choices_on_evaluation_data_are_not_covered(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=2)
+    trainer.train()
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    for text in ("\n".join(ledger.not_covered), privacy_section(ledger)):
+        for choice in ("best checkpoint", "early stopping", "hyper-parameter search"):
+            assert choice in text

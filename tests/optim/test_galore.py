@@ -1,0 +1,474 @@
+"""GaLore: bases hold what they should, states follow them, white noise stays white, the rest of a model is as without."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTORS, add_lifted, find_basis, project, rotated
+from tests.support.reference import doppler_trajectory
+
+BASES = ["sgd", "adam", "adam_bc"]
+SHAPES = [(5, 9), (9, 5), (6, 6)]
+SECOND_ORDER = PAPER_FILTERS["second-order"]
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def orthonormal(rows, columns, seed=0):
+    return torch.from_numpy(np.linalg.qr(normal(rows, columns, seed=seed).numpy())[0])
+
+
+def decaying(rows, columns):
+    """Singular values 1/i."""
+    short = min(rows, columns)
+    left, right = orthonormal(rows, short), orthonormal(columns, short, seed=1)
+    return (left / torch.arange(1, short + 1)) @ right.T
+
+
+def galore_projection(matrix, rank):
+    """What the first implementation projects onto: right singular vectors of tall and square matrices, left ones of wide."""
+    left, _, right = np.linalg.svd(matrix, full_matrices=False)
+    if matrix.shape[0] >= matrix.shape[1]:
+        return (matrix @ right[:rank].T) @ right[:rank]
+    return left[:, :rank] @ (left[:, :rank].T @ matrix)
+
+
+def lifted(matrix, basis):
+    wide = matrix.shape[0] <= matrix.shape[1]
+    return basis @ (basis.T @ matrix) if wide else (matrix @ basis) @ basis.T
+
+
+def captured(matrix, basis):
+    return project(matrix, basis).square().sum().item()
+
+
+def parameters(*shapes, dtype=torch.float64):
+    return [torch.nn.Parameter(normal(*shape, seed=index, dtype=dtype)) for index, shape in enumerate(shapes)]
+
+
+def step(optimizer, params, seed, change=lambda p, grad: grad):
+    for index, p in enumerate(params):
+        p.grad = change(p, normal(*p.shape, seed=1000 * index + seed + 50).to(p.dtype))
+    optimizer.step()
+
+
+def optimizer_of(params, **options):
+    return DopplerOptimizer(
+        params, **{"lr": 0.05, "low_pass_filter": SECOND_ORDER, "rank": 2, "update_proj_gap": 3} | options
+    )
+
+
+def assert_close(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (30, 40)], ids=str)
+@pytest.mark.parametrize("projector", PROJECTORS)
+def test_bases_are_orthonormal(projector, shape, dtype, tolerance):
+    matrices = [normal(*shape), normal(shape[0], 1) @ normal(1, shape[1]), torch.zeros(shape, dtype=torch.float64)]
+    for rank in range(1, min(shape) + 1):
+        for matrix in matrices:
+            basis = None
+            for _ in range(2):  # the second one starts warm
+                basis = find_basis(matrix.to(dtype), rank, projector=projector, previous=basis)
+                assert basis.shape == (min(shape), rank)
+                assert_close(basis.T @ basis, torch.eye(rank, dtype=dtype), tolerance)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_svd_projects_as_galore_does_and_as_well_as_can_be(shape, rank):
+    matrix = normal(*shape)
+    approximation = lifted(matrix, find_basis(matrix, rank, projector="svd")).numpy()
+    np.testing.assert_allclose(approximation, galore_projection(matrix.numpy(), rank), atol=1e-12, rtol=1e-12)
+    left, values, right = np.linalg.svd(matrix.numpy(), full_matrices=False)
+    best = left[:, :rank] * values[:rank] @ right[:rank]
+    np.testing.assert_allclose(approximation, best, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("projector", ["randomized", "warm"])
+@pytest.mark.parametrize("shape", [(96, 384), (384, 96), (96, 96)], ids=str)
+def test_fast_projectors_capture_what_svd_does(shape, projector):
+    matrix, noise = decaying(*shape), normal(*shape, seed=2)
+    previous = find_basis(matrix + noise * (0.3 * matrix.norm() / noise.norm()), 8, projector="svd")
+    best = captured(matrix, find_basis(matrix, 8, projector="svd"))
+    assert (
+        0.99 * best <= captured(matrix, find_basis(matrix, 8, projector=projector, previous=previous)) <= best * (1 + 1e-9)
+    )
+
+
+def test_randomized_is_almost_as_good_as_svd_in_noise():
+    """One power iteration and the oversampling are what makes it so: without either it is below this."""
+    matrix = normal(96, 384)
+    best = captured(matrix, find_basis(matrix, 8, projector="svd"))
+    assert captured(matrix, find_basis(matrix, 8, projector="randomized")) > 0.8 * best
+
+
+def test_warm_is_one_step_of_subspace_iteration():
+    matrix, previous = normal(9, 14), orthonormal(9, 3)
+    expected = np.linalg.qr(matrix.numpy() @ matrix.numpy().T @ previous.numpy())[0]
+    basis = find_basis(matrix, 3, projector="warm", previous=previous).numpy()
+    np.testing.assert_allclose(basis @ basis.T, expected @ expected.T, atol=1e-12, rtol=1e-12)
+
+
+def test_warm_begins_as_randomized_and_follows_a_direction_that_rotates():
+    basis = None
+    for t in range(40):
+        direction = torch.zeros(20, 1, dtype=torch.float64)
+        direction[0], direction[1] = math.cos(0.05 * t), math.sin(0.05 * t)
+        matrix = 5 * direction @ normal(1, 30, seed=t) + 0.5 * normal(20, 30, seed=100 + t)
+        before, basis = basis, find_basis(matrix, 1, projector="warm", previous=basis)
+        if before is None:
+            assert torch.equal(basis, find_basis(matrix, 1, projector="randomized"))
+        assert (basis.T @ direction).abs().item() > 0.98
+
+
+def test_the_first_basis_of_a_warm_optimizer_is_that_of_its_gradient():
+    params = parameters((5, 9))
+    optimizer = optimizer_of(params)
+    basis = None
+    for t in (0, 3):
+        step(optimizer, params, t)
+        basis = find_basis(params[0].grad, 2, projector="warm", previous=basis)
+        assert torch.equal(optimizer.state[params[0]]["basis"], basis)
+        step(optimizer, params, t + 1)
+        step(optimizer, params, t + 2)
+
+
+def test_randomized_is_deterministic_and_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    one, other = (find_basis(normal(20, 30), 3, projector="randomized") for _ in range(2))
+    assert torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_projecting_and_lifting_equal_numpy(shape, dtype):
+    basis_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    matrix, basis = normal(*shape, dtype=dtype), orthonormal(min(shape), 2).to(basis_dtype)
+    x, p, wide = matrix.double().numpy().copy(), basis.double().numpy(), shape[0] <= shape[1]
+    low_rank, expected = project(matrix, basis), p.T @ x if wide else x @ p
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert low_rank.dtype == basis_dtype
+    np.testing.assert_allclose(low_rank.double().numpy(), expected, atol=tolerance, rtol=tolerance)
+    d = low_rank.double().numpy()
+    add_lifted(matrix, low_rank, basis, scale=-0.3, decay=0.9)
+    # In half precision the sum is rounded, once, by at most 2⁻⁸ of it.
+    rtol = 2.0**-8 * 1.001 if dtype == torch.bfloat16 else tolerance
+    assert matrix.dtype == dtype
+    np.testing.assert_allclose(
+        matrix.double().numpy(), 0.9 * x - 0.3 * (p @ d if wide else d @ p.T), atol=tolerance, rtol=rtol
+    )
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_rotating_equals_numpy(wide):
+    old, new = orthonormal(7, 3), orthonormal(7, 3, seed=1)
+    states = [normal(3, 4, seed=2), normal(3, 4, seed=3)]
+    v = normal(3, 4, seed=4).square()
+    flip = (lambda tensor: tensor) if wide else (lambda tensor: tensor.T)
+    moved, moved_v = rotated([flip(state) for state in states], flip(v), old=old, new=new, wide=wide)
+    change = new.numpy().T @ old.numpy()
+    for state, result in zip(states, moved, strict=True):
+        np.testing.assert_allclose(flip(result).numpy(), change @ state.numpy(), atol=1e-12, rtol=1e-12)
+    expected = np.zeros((3, 4))
+    for i in range(3):
+        for column in range(4):
+            shares = [change[i, j] ** 2 for j in range(3)]
+            expected[i, column] = sum(share * v[j, column] for j, share in enumerate(shares))
+            expected[i, column] += (1 - sum(shares)) * v[:, column].mean()
+    np.testing.assert_allclose(flip(moved_v).numpy(), expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_rotated_second_moment_is_never_negative_and_stays_isotropic(wide, dtype):
+    shape = (4, 6) if wide else (6, 4)
+    for seed in range(20):
+        old, new = orthonormal(9, 4, seed=seed).float(), orthonormal(9, 4, seed=seed + 1).float()
+        one_direction = torch.zeros(shape, dtype=dtype)
+        (one_direction if wide else one_direction.T)[0] = 100.0
+        # A basis that stays: shares add up to 1 but for rounding, to either side.
+        for v, basis in (((normal(*shape, seed=seed) ** 4).to(dtype), new), (one_direction, old)):
+            assert (rotated([], v, old=old, new=basis, wide=wide)[1] >= 0).all()
+        v = one_direction
+        same = torch.full(shape, 0.375, dtype=dtype)
+        states, still = rotated([v], same, old=old, new=new, wide=wide)
+        assert (states[0].dtype, still.dtype) == (dtype, dtype)
+        torch.testing.assert_close(still, same, atol=0, rtol=1e-6)
+    assert rotated([], None, old=old, new=new, wide=wide) == ([], None)
+
+
+def test_rotating_within_a_subspace_loses_nothing():
+    old, state = orthonormal(7, 3), normal(3, 4)
+    new = old @ orthonormal(3, 3, seed=1)
+    (moved,), _ = rotated([state], None, old=old, new=new, wide=True)
+    assert_close(new @ moved, old @ state)
+
+
+def test_projected_white_noise_is_white_of_the_same_variance():
+    noise = project(0.3 * normal(24, 20_000), orthonormal(24, 6, seed=1))
+    # The standard error of a covariance is 0.7 % of the variance, and 1 % that of a variance; 6 of them are a false alarm
+    # once in 10⁷ times. The seed is fixed.
+    covariance = torch.cov(noise) / 0.3**2
+    torch.testing.assert_close(covariance, torch.eye(6, dtype=torch.float64), atol=0.06, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(32, 512), (512, 32)], ids=["wide", "tall"])
+@pytest.mark.parametrize("basis_change", BASIS_CHANGES)
+def test_adam_bc_subtracts_the_variance_that_projected_noise_has(basis_change, shape, monkeypatch):
+    bases = iter(range(100))
+    monkeypatch.setattr(
+        "doppler_hf.optim.optimizer.find_basis",
+        lambda matrix, rank, **_: orthonormal(min(shape), rank, seed=next(bases)).float(),
+    )
+    p, noise_std, beta2, gap = torch.nn.Parameter(torch.zeros(shape)), 0.3, 0.9999, 40
+    constants = {"base": "adam_bc", "noise_std": noise_std, "beta2": beta2, "basis_change": basis_change}
+    optimizer = optimizer_of([p], rank=8, update_proj_gap=gap, **constants)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5 * gap):
+        p.grad = noise_std * torch.randn(shape, generator=generator)
+        optimizer.step()
+    state = optimizer.state[p]
+    steps = gap if basis_change == "reset" else 5 * gap
+    assert state["step"] == steps
+    # A mean of `steps` squares in each of 8·512 coordinates; 5 standard errors are a false alarm once in 10⁶ times.
+    ratio = state["exp_avg_sq"].double().mean().item() / (1 - beta2**steps) / noise_std**2
+    np.testing.assert_allclose(ratio, 1.0, atol=5 * math.sqrt(2 / (8 * 512 * steps)), rtol=0)
+
+
+@pytest.mark.parametrize("projector", PROJECTORS)
+def test_what_a_basis_picks_from_its_own_noise_counts_in_one_step_of_a_gap_only(projector):
+    """A gradient's own basis holds its largest noise: at most (1 + √(m/n))² of the variance (Bai and Yin 1993)."""
+    p, noise_std, beta2, gap = torch.nn.Parameter(torch.zeros(32, 512)), 0.3, 0.9999, 40
+    constants = {"base": "adam_bc", "noise_std": noise_std, "beta2": beta2, "projector": projector}
+    optimizer = optimizer_of([p], rank=8, update_proj_gap=gap, **constants)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2 * gap):
+        p.grad = noise_std * torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    ratio = optimizer.state[p]["exp_avg_sq"].double().mean().item() / (1 - beta2 ** (2 * gap)) / noise_std**2
+    alarm = 5 * math.sqrt(2 / (8 * 512 * 2 * gap))
+    assert 1 - alarm < ratio < 1 + ((1 + math.sqrt(32 / 512)) ** 2 - 1) / gap + alarm
+
+
+def test_plain_descent_takes_galores_own_step():
+    (p,) = parameters((5, 9))
+    before, grad = p.detach().clone(), normal(5, 9, seed=9)
+    p.grad = grad.clone()
+    DopplerOptimizer([p], 0.5, rank=2, scale=0.25, weight_decay=0.1, projector="svd").step()
+    expected = 0.95 * before - 0.125 * torch.from_numpy(galore_projection(grad.numpy(), 2))
+    assert_close(p.detach(), expected)
+
+
+@pytest.mark.parametrize("gap", [1, 4])
+@pytest.mark.parametrize("basis_change", ["rotate", "reset"])
+@pytest.mark.parametrize("base", BASES)
+def test_equals_algorithm_2_at_the_largest_rank_with_bases_of_its_own(base, basis_change, gap):
+    """Signs of singular vectors cancel out, unless coordinates are kept."""
+    x, grads = normal(4, 6).numpy(), [normal(4, 6, seed=seed).numpy() for seed in range(10)]
+    constants = {"lr": 0.05, "base": base, "beta2": 0.98, "eps": 0.01, "noise_std": 0.05, "weight_decay": 0.1}
+    constants |= {"rank": 3, "update_proj_gap": gap, "basis_change": basis_change}
+    b, a = SECOND_ORDER.b, SECOND_ORDER.a[1:]
+    expected = doppler_trajectory(x.copy(), grads, b=b, a=a, floor=1e-4, **constants)
+    floor = {"floor": 1e-4} if base == "adam_bc" else {}
+    p = torch.nn.Parameter(torch.tensor(x))
+    optimizer = DopplerOptimizer([p], low_pass_filter=SECOND_ORDER, projector="svd", **constants, **floor)
+    for grad, after in zip(grads, expected, strict=True):
+        p.grad = torch.tensor(grad)
+        optimizer.step()
+        np.testing.assert_allclose(p.detach().numpy(), after, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("projector", ["svd", "warm"])
+@pytest.mark.parametrize("basis_change", BASIS_CHANGES)
+@pytest.mark.parametrize("base", BASES)
+def test_between_refreshes_the_projection_is_all_that_is_read(base, basis_change, projector):
+    def run(change):
+        params = parameters((5, 9), (9, 5), (6, 6), (7,))
+        constants = {"base": base, "basis_change": basis_change, "projector": projector, "weight_decay": 0.1}
+        optimizer = optimizer_of(params, **constants, eps=0.01)
+        for t in range(8):
+            subspaces = optimizer.subspaces()
+            step(optimizer, params, t, lambda p, grad, subspaces=subspaces, t=t: change(p, grad, subspaces, t))
+        return [p.detach() for p in params]
+
+    seen = {}
+
+    def in_subspace(p, grad, subspaces, t):
+        return lifted(grad, subspaces[p]) if p in subspaces else grad
+
+    def in_an_old_subspace(p, grad, subspaces, t):
+        seen.update(subspaces)
+        return lifted(grad, seen[p]) if p in seen and t == 6 else grad
+
+    expected = run(lambda p, grad, subspaces, t: grad)
+    assert_close(run(in_subspace), expected)
+    for one, other in zip(run(in_an_old_subspace)[:3], expected[:3], strict=True):
+        assert (one - other).abs().max() > 1e-3
+
+
+def test_subspaces_are_those_of_the_matrices_whose_next_step_keeps_its_basis():
+    often, seldom, square, vector, without = parameters((5, 9), (9, 5), (6, 6), (7,), (5, 5))
+    groups = [
+        {"params": [often, vector], "update_proj_gap": 2},
+        {"params": [seldom, square], "update_proj_gap": 4},
+        {"params": [without], "rank": None},
+    ]
+    optimizer = optimizer_of(groups)
+    assert optimizer.subspaces() == {}
+    for t in range(1, 13):
+        step(optimizer, [often, seldom, square, vector, without], t)
+        expected = ([often] if t % 2 else []) + ([seldom, square] if t % 4 else [])
+        subspaces = optimizer.subspaces()
+        assert list(subspaces) == expected
+        for p, basis in subspaces.items():
+            assert basis.shape == (min(p.shape), 2)
+            assert_close(basis.T @ basis, torch.eye(2, dtype=torch.float64))
+
+
+def test_a_filter_ahead_of_the_projection_reads_all_of_the_gradient():
+    params = parameters((5, 9))
+    optimizer = optimizer_of(params, projector_source="filtered")
+    for t in range(4):
+        step(optimizer, params, t)
+        assert optimizer.subspaces() == {}
+
+
+def test_asking_for_subspaces_leaves_no_trace():
+    with_grad, frozen = parameters((5, 9), (9, 5))
+    optimizer = optimizer_of([with_grad, frozen])
+    optimizer.subspaces()
+    step(optimizer, [with_grad], 0)
+    optimizer.subspaces()
+    assert frozen not in optimizer.state
+    optimizer_of([with_grad, frozen]).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("source", ["gradient", "filtered"])
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("shape", "low"), [((5, 9), (2, 9)), ((9, 5), (9, 2)), ((6, 6), (2, 6))], ids=str)
+def test_state_has_the_rank(shape, low, base, source):
+    params = parameters(shape)
+    optimizer = optimizer_of(params, base=base, projector_source=source)
+    step(optimizer, params, 0)
+    state = optimizer.state[params[0]]
+    assert state["basis"].shape == (min(shape), 2)
+    assert [tensor.shape for tensor in state["filter_states"]] == [
+        shape if source == "filtered" else low
+    ] * SECOND_ORDER.order
+    assert ("exp_avg_sq" in state) == (base != "sgd")
+    assert state.get("exp_avg_sq", torch.empty(low)).shape == low
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_has_no_side_above_the_rank_is_updated_as_without(base):
+    shapes = [(2, 9), (9, 2), (1, 1), (7,), (4, 5, 6), (4, 5, 3, 3), ()]
+    ours, theirs = parameters((5, 9), *shapes), parameters((5, 9), *shapes)
+    with_rank, without = optimizer_of(ours, base=base), optimizer_of(theirs, base=base, rank=None)
+    for t in range(5):
+        step(with_rank, ours, t)
+        step(without, theirs, t)
+    assert "basis" in with_rank.state[ours[0]]
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert with_rank.state[one].keys() == without.state[other].keys()
+        assert torch.equal(one, other)
+
+
+def test_groups_have_their_own_rank_gap_and_scale():
+    options = [
+        {"rank": 1, "update_proj_gap": 2, "scale": 2.0, "lr": 0.01},
+        {"rank": 3, "weight_decay": 0.1},
+        {"rank": None},
+        {"update_proj_gap": 5},
+    ]
+    shapes = [(5, 9), (9, 5), (6, 6), (4, 7)]
+    together, alone = parameters(*shapes), parameters(*shapes)
+    optimizers = [optimizer_of([p], base="adam", **own) for p, own in zip(alone, options, strict=True)]
+    optimizer = optimizer_of([{"params": [p]} | own for p, own in zip(together[:2], options[:2], strict=True)], base="adam")
+    for p, own in zip(together[2:], options[2:], strict=True):
+        optimizer.add_param_group({"params": [p]} | own)
+    for t in range(7):
+        step(optimizer, together, t)
+        for index, p in enumerate(alone):
+            p.grad = normal(*p.shape, seed=1000 * index + t + 50)
+            optimizers[index].step()
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("source", ["gradient", "filtered"])
+def test_half_precision_matrices_move_as_their_float32_twins(source):
+    (half,) = parameters((5, 9), dtype=torch.bfloat16)
+    twin = torch.nn.Parameter(half.detach().float())
+    pair = [optimizer_of([p], base="adam", weight_decay=0.1, projector_source=source) for p in (half, twin)]
+    for t in range(8):
+        half.grad = normal(5, 9, seed=t, dtype=torch.bfloat16)
+        twin.grad = half.grad.float()
+        for optimizer in pair:
+            optimizer.step()
+        assert torch.equal(half, twin.bfloat16())
+        twin.data.copy_(half)
+    tensors = [pair[0].state[half][name] for name in ("basis", "exp_avg_sq")] + pair[0].state[half]["filter_states"]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank is 0: give a whole number of at least 1"),
+        ({"rank": 2.5}, "rank is 2.5: give a whole number"),
+        ({"update_proj_gap": float("nan")}, "update_proj_gap is nan: give a whole number"),
+        ({"update_proj_gap": 0}, "update_proj_gap is 0: give a whole number of at least 1"),
+        ({"scale": 0.0}, "scale is 0.0: give a finite"),
+        ({"scale": -1.0}, "scale is -1.0: give a finite"),
+        ({"scale": math.nan}, "scale is nan: give a finite"),
+        ({"scale": math.inf}, "scale is inf: give a finite"),
+        ({"rank": 5}, "rank is 5, but no parameter is a matrix with a shorter side above it"),
+    ],
+    ids=str,
+)
+def test_group_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(parameters((5, 9), (20,), (20, 20, 20)), **options)
+    with pytest.raises(ValueError, match=message):
+        optimizer_of([{"params": parameters((5, 9))} | options])
+    optimizer = optimizer_of(parameters((5, 9)))
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": parameters((5, 9), (20,))} | options)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("options", [{"maximize": True}, {"momentum": 0.9}, {"betas": (0.9, 0.99)}], ids=str)
+def test_unknown_group_options_are_refused(options):
+    with pytest.raises(ValueError, match=f"a group has {next(iter(options))}="):
+        optimizer_of([{"params": parameters((5, 9))} | options])
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("basis_change", "rotate, reset, keep"),
+        ("projector", "svd, randomized, warm"),
+        ("projector_source", "gradient, filtered"),
+    ],
+)
+def test_unknown_choices_are_refused(name, choices):
+    with pytest.raises(ValueError, match=f"{name} is 'best': choose one of {choices}"):
+        optimizer_of(parameters((5, 9)), **{name: "best"})
+
+
+def test_a_rank_that_no_group_follows_is_refused():
+    (matrix, vector) = parameters((5, 9), (7,))
+    with pytest.raises(ValueError, match="rank is 2, but no parameter is a matrix"):
+        optimizer_of([vector])
+    with pytest.raises(ValueError, match="rank is 2, but no parameter is a matrix"):
+        optimizer_of([{"params": [matrix], "rank": None}, {"params": [vector]}])

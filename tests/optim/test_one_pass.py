@@ -1,0 +1,189 @@
+"""One pass over memory, in slices or compiled, is the plain step."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch._inductor.exc
+
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.optim import DopplerOptimizer, one_pass
+from doppler_hf.optim.one_pass import OnePass, Work
+from doppler_hf.optim.update import Numbers
+
+BASES = ["sgd", "adam", "adam_bc"]
+DTYPES = [
+    (torch.float64, None), (torch.float32, None), (torch.bfloat16, None),
+    (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
+]  # fmt: skip
+SHAPES = [(0,), (), (1,), (5,), (7,), (16,), (17,), (1000,), (4096,), (17,), (64, 64), (1000,), (9, 40)]
+
+
+def trajectory(dtypes, *, steps=5, state_dtype=None, **options):
+    """The weights after every step, and the second moments after the last; the learning rate falls, decay comes and goes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(shape, dtype):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    params = [torch.nn.Parameter(normal(shape, dtype)) for dtype in dtypes for shape in SHAPES]
+    matrices = [p for p in params if p.shape == (9, 40)]
+    others = [p for p in params if p.shape != (9, 40)]
+    groups = [{"params": others}, {"params": matrices, "rank": 4, "update_proj_gap": 3}]
+    constants = {"lr": 0.1, "low_pass_filter": PAPER_FILTERS["second-order"], "base": "adam_bc", "noise_std": 0.5}
+    optimizer = DopplerOptimizer(groups, state_dtype=state_dtype, **constants | options)
+    weights = []
+    for t in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.1 / (1 + t), 0.1 * (t % 2)
+        for p in params:
+            p.grad = normal(p.shape, p.dtype)
+        optimizer.step()
+        weights.append([p.detach().clone() for p in params])
+    return weights, [optimizer.state[p].get("exp_avg_sq", torch.zeros(0)) for p in params]
+
+
+def report(path):
+    """What the tests below look at, made in a process of its own: shapes checked at run time would be compiled along."""
+    one_pass.TENSORS_AT_A_TIME = 3  # for the time that compiling takes
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ends = trajectory([torch.float32, torch.bfloat16], compiled=True)
+    messages = [str(warning.message) for warning in caught if "compiler" in str(warning.message)]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.save({"ends": ends, "graphs": graphs, "messages": messages}, path)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """With a compiler and without, side by side."""
+    folder = tmp_path_factory.mktemp("compiled")
+    broken = {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    runs = {}
+    for name, environment in (("working", {}), ("broken", broken)):
+        command = f"from tests.optim.test_one_pass import report; report({str(folder / name)!r})"
+        runs[name] = subprocess.Popen([sys.executable, "-c", command], env=os.environ | environment)
+    assert [run.wait(timeout=300) for run in runs.values()] == [0, 0]
+    return {name: torch.load(folder / name, weights_only=True) for name in runs}
+
+
+def test_compiled_equals_uncompiled(reports):
+    weights, moments = reports["working"]["ends"]
+    expected_weights, expected_moments = trajectory([torch.float32, torch.bfloat16], compiled=False)
+    for some, expected in zip([*weights, moments], [*expected_weights, expected_moments], strict=True):
+        for one, other in zip(some, expected, strict=True):
+            tolerance = (1e-5, 1e-7) if one.dtype == torch.float32 else (2**-7, 1e-6)  # or the next number of bfloat16
+            torch.testing.assert_close(one, other, rtol=tolerance[0], atol=tolerance[1])
+    assert reports["working"]["messages"] == []
+
+
+def test_every_dtype_is_compiled_once(reports):
+    assert reports["working"]["graphs"] == 2
+
+
+def test_without_a_compiler_one_warning_is_given_and_the_steps_are_the_uncompiled_ones(reports):
+    (message,) = reports["broken"]["messages"]
+    assert "no working compiler here (InductorError)" in message
+    weights, moments = reports["broken"]["ends"]
+    expected_weights, expected_moments = trajectory([torch.float32, torch.bfloat16], compiled=False)
+    for some, expected in zip([*weights, moments], [*expected_weights, expected_moments], strict=True):
+        for one, other in zip(some, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_compiler_that_fails_on_the_second_dtype_steps_nothing_twice(monkeypatch):
+    class FailsOnHalf:
+        def __init__(self, function, example):
+            if example.weight.dtype == torch.bfloat16:
+                raise torch._inductor.exc.InductorError(ValueError("no bfloat16"), None)
+            self.function = function
+
+        def __call__(self, works, numbers):
+            for work in works:
+                self.function(*vars(work).values(), **vars(numbers))
+
+    monkeypatch.setattr(one_pass, "Program", FailsOnHalf)
+    with pytest.warns(UserWarning, match="no working compiler"):
+        weights, _ = trajectory([torch.float32, torch.bfloat16], compiled=True)
+    expected, _ = trajectory([torch.float32, torch.bfloat16], compiled=False)
+    for one, other in zip(weights[-1], expected[-1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_tensors_share_calls_and_small_ones_stay_outside(monkeypatch):
+    calls = []
+
+    class Recorder:
+        def __init__(self, function, example):
+            assert example.weight.numel() >= 16
+
+        def __call__(self, works, numbers):
+            calls.append([work.weight.numel() for work in works])
+
+    monkeypatch.setattr(one_pass, "Program", Recorder)
+    weights = [torch.zeros(size) for size in (0, 1, 15, 16, 40)]
+    works = [Work(weight, torch.ones_like(weight), [], None) for weight in weights]
+    OnePass(b=(1.0,), a=(1.0,), beta2=0.9, compiled=True)(works, Numbers(step_size=0.5))
+    assert calls == [[16, 40]]
+    for weight in weights[:3]:
+        assert torch.equal(weight, torch.full_like(weight, -0.5))
+
+
+@pytest.mark.parametrize("name", PAPER_FILTERS)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES, ids=str)
+def test_slices_equal_whole_tensors(dtype, state_dtype, base, name, monkeypatch):
+    options = {"base": base, "low_pass_filter": PAPER_FILTERS[name], "state_dtype": state_dtype, "compiled": False}
+    monkeypatch.setattr("tests.optim.test_one_pass.SHAPES", [(0,), (), (7,), (8,), (20,), (5, 9), (9, 40)])
+    whole = trajectory([dtype], **options)
+    monkeypatch.setattr(one_pass, "CPU_SLICE", 7)
+    sliced = trajectory([dtype], **options)
+    for some, expected in zip([*sliced[0], sliced[1]], [*whole[0], whole[1]], strict=True):
+        for one, other in zip(some, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("compiled", "threshold", "expected"), [
+    (None, 24, True), (None, 25, False), (True, 25, True), (False, 24, False),
+])  # fmt: skip
+def test_only_many_parameters_are_compiled_unless_told(compiled, threshold, expected, monkeypatch):
+    asked = []
+
+    class Recorder(OnePass):
+        def __init__(self, *, compiled, **constants):
+            asked.append(compiled)
+            super().__init__(compiled=False, **constants)
+
+    monkeypatch.setattr("doppler_hf.optim.optimizer.OnePass", Recorder)
+    monkeypatch.setattr("doppler_hf.optim.optimizer.WORTH_COMPILING", threshold)
+    params = [torch.nn.Parameter(torch.zeros(4, 5)), torch.nn.Parameter(torch.zeros(4))]
+    optimizer = DopplerOptimizer([{"params": params[:1]}, {"params": params[1:]}], 0.1, compiled=compiled)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert asked == [expected]
+
+
+def test_where_compiling_is_switched_off_slices_are_taken_in_silence(monkeypatch):
+    """As by TORCH_COMPILE_DISABLE=1 in the environment."""
+    monkeypatch.setattr("torch._dynamo.config.disable", True)
+    monkeypatch.setattr("doppler_hf.optim.one_pass.Program", None)  # would not be callable
+    weights = []
+    for compiled in (True, False):
+        p = torch.nn.Parameter(torch.ones(100))
+        optimizer = DopplerOptimizer([p], 0.1, low_pass_filter=PAPER_FILTERS["second-order"], base="adam", compiled=compiled)
+        p.grad = torch.linspace(-1, 1, 100)
+        optimizer.step()
+        weights.append(p.detach())
+    assert torch.equal(*weights)
+
+
+def test_programs_do_not_share_the_eight_that_torch_keeps_for_one_code(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    example = Work(torch.zeros(16), torch.zeros(16), [], None)
+    programs = [one_pass.Program(lambda *work, **numbers: None, example) for _ in range(2)]
+    assert programs[0]._advance_all.__code__ is not programs[1]._advance_all.__code__

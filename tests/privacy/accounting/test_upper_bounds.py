@@ -1,0 +1,183 @@
+"""The three bounds against closed forms (one step, full batches), quadrature, and one another."""
+
+import math
+
+import numpy as np
+import pytest
+from opacus.accountants import PRVAccountant
+from scipy.special import logsumexp
+from scipy.stats import norm
+
+from doppler_hf.privacy.accounting import upper_bounds as bounds
+from doppler_hf.privacy.accounting.upper_bounds import pld_epsilon, prv_epsilon, rdp_epsilon
+
+
+def gaussian_delta(sigma, epsilon):
+    """δ(ε) of the Gaussian mechanism without sampling (Balle & Wang 2018, Theorem 8)."""
+    shift = 1 / sigma
+    return norm.cdf(shift / 2 - epsilon / shift) - np.exp(epsilon + norm.logcdf(-shift / 2 - epsilon / shift))
+
+
+def sampled_delta(sigma, rate, epsilon):
+    """δ(ε) of one sampled step when an example is removed: P(L > ε) − e^ε Q(L > ε), and {L > ε} is a half line."""
+    threshold = 0.5 + sigma**2 * math.log(1 + math.expm1(epsilon) / rate)
+    base, shifted = norm.sf(threshold, scale=sigma), norm.sf(threshold, loc=1, scale=sigma)
+    return (1 - rate) * base + rate * shifted - math.exp(epsilon) * base
+
+
+def is_bound(epsilon, delta_at, delta, *, within):
+    """Whether ε is no less than the exact one, and more by less than a share of it."""
+    return delta_at(epsilon) <= delta * (1 + 1e-9) and delta_at(epsilon * (1 - within)) > delta
+
+
+@pytest.mark.parametrize("order", [1.1, 1.9, 2.0, 2.5, 5.5, 11.9, 12.0, 63.0])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.5, 1e-4), (0.4, 0.5), (1.0, 0.01), (30.0, 0.5), (300.0, 0.1), (2.0, 0.9)])
+def test_renyi_divergence_against_quadrature_is_never_less(sigma, rate, order):
+    # E over N(0, σ²) of ((1 − q) + q e^{(2x − 1)/2σ²})^α: the trapezoidal rule is exact here to rounding.
+    z = np.arange(-40, 40 + order / sigma, 0.01)
+    log_ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * z * sigma - 1) / (2 * sigma**2))
+    exact = logsumexp(order * log_ratio - z**2 / 2 + math.log(0.01) - math.log(2 * math.pi) / 2) / (order - 1)
+    ours = bounds._rdp_of_step(sigma, rate, order)
+    # Opacus is exact to about 1e-13/(α − 1), and 1e-12/(α − 1) is added; the rest is the quadrature's rounding.
+    assert exact * (1 - 1e-13) < ours <= exact * (1 + 1e-12) + 3e-12 / (order - 1)
+
+
+@pytest.mark.parametrize("steps", [1, 100, 20_000])
+@pytest.mark.parametrize("mu", [0.02, 0.2, 1.0, 3.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9])
+def test_full_batches_against_the_exact_gaussian(mu, steps, delta):
+    # T steps of noise σ are one of noise σ/√T.
+    sigma = math.sqrt(steps) / mu
+
+    def exact(epsilon):
+        return gaussian_delta(1 / mu, epsilon)
+
+    if exact(0.0) <= delta:
+        assert pld_epsilon([(sigma, 1.0, steps)], delta=delta) < 1e-3
+        return
+    assert is_bound(pld_epsilon([(sigma, 1.0, steps)], delta=delta), exact, delta, within=1e-3)
+    assert is_bound(rdp_epsilon([(sigma, 1.0, steps)], delta=delta), exact, delta, within=0.4)
+
+
+@pytest.mark.parametrize(("mu", "steps", "delta"), [(0.2, 50, 1e-6), (1.0, 20_000, 1e-5), (3.0, 1, 1e-9), (3.0, 1000, 1e-9)])
+def test_nearly_full_batches_against_the_exact_gaussian(mu, steps, delta):
+    # PRV has no q = 1; one in 10⁹ examples left out changes the Gaussian's ε by less than 1e-6 of it.
+    bound = prv_epsilon([(math.sqrt(steps) / mu, 1 - 1e-9, steps)], delta=delta)
+    assert gaussian_delta(1 / mu, bound * (1 + 1e-6)) <= delta < gaussian_delta(1 / mu, bound * 0.99)
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-9])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.35, 1e-4), (0.7, 0.01), (1.3, 0.1), (2.0, 0.5), (0.5, 0.5), (0.15, 1e-4)])
+def test_one_sampled_step_against_the_closed_form(sigma, rate, delta):
+    def exact(epsilon):
+        return sampled_delta(sigma, rate, epsilon)
+
+    mechanism = [(sigma, rate, 1)]
+    assert exact(0.0) > delta
+    assert is_bound(pld_epsilon(mechanism, delta=delta), exact, delta, within=1e-3)
+    assert is_bound(prv_epsilon(mechanism, delta=delta), exact, delta, within=0.02)
+    assert is_bound(rdp_epsilon(mechanism, delta=delta), exact, delta, within=0.99)
+    # An upper bound, not the estimate: PRV's error bound, at least 6/65536 √(ln(12/δ_error)/2), lies between the two.
+    assert exact(prv_epsilon(mechanism, delta=delta) - 3e-4) < delta
+
+
+MECHANISMS = [
+    # σ, q, T
+    (0.8, 0.0184, 165),
+    (1.0, 0.01, 1000),
+    (2.0, 0.1, 300),
+    (0.6, 0.002, 3000),
+    (100.0, 0.5, 20_000),
+    (0.5, 1e-4, 20_000),
+]
+
+
+# Opacus's own accountant, which is called here, sizes its grid by orders up to 63 and says so.
+@pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_the_bounds_agree(mechanism):
+    sigma, rate, steps = mechanism
+    accountant = PRVAccountant()
+    accountant.history = [(sigma, rate, steps)]
+    lower, estimate, _ = accountant._get_dprv(eps_error=0.01, delta_error=1e-8).compute_epsilon(1e-5, 1e-8, 0.01)
+    prv, rdp, pld = (bound([mechanism], delta=1e-5) for bound in (prv_epsilon, rdp_epsilon, pld_epsilon))
+    # PLD takes the worse of adding and removing, PRV removal only: that PRV is not below shows which one is worse.
+    assert lower < estimate * (1 - 1e-4) < pld < prv < rdp
+    assert prv < pld * 1.01
+
+
+def test_several_mechanisms_against_the_exact_gaussian():
+    # Noise σ for T steps shifts the output by √T/σ in units of the noise, and shifts add up in squares.
+    parts = [(10.0, 30), (4.0, 5), (25.0, 100)]
+    mu = math.sqrt(sum(steps / sigma**2 for sigma, steps in parts))
+    full = [(sigma, 1.0, steps) for sigma, steps in parts]
+    nearly_full = [(sigma, 1 - 1e-9, steps) for sigma, steps in parts]
+
+    def exact(epsilon):
+        return gaussian_delta(1 / mu, epsilon)
+
+    assert is_bound(pld_epsilon(full, delta=1e-6), exact, 1e-6, within=1e-3)
+    assert is_bound(prv_epsilon(nearly_full, delta=1e-6), exact, 1e-6, within=5e-3)
+    assert is_bound(rdp_epsilon(full, delta=1e-6), exact, 1e-6, within=0.2)
+    assert rdp_epsilon(full, delta=1e-6) == pytest.approx(rdp_epsilon([(1 / mu, 1.0, 1)], delta=1e-6), rel=1e-6)
+
+
+@pytest.mark.parametrize("bound", [prv_epsilon, rdp_epsilon, pld_epsilon])
+@pytest.mark.parametrize("mechanism", [(0.7, 0.01, 40), (5.0, 0.2, 400), (0.5, 3e-4, 1)])
+def test_more_steps_more_sampling_and_less_noise_cost_more(mechanism, bound):
+    sigma, rate, steps = mechanism
+    here = bound([mechanism], delta=1e-6)
+    for worse in [(sigma, rate, steps + max(1, steps // 20)), (sigma, rate * 1.05, steps), (sigma * 0.97, rate, steps)]:
+        assert bound([worse], delta=1e-6) > here
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 3.0, 20.0])
+def test_rdp_is_converted_at_the_best_order(sigma):
+    # Balle et al. 2020, for ρ(α) = α/2σ², at orders 50 times as dense.
+    orders, delta = 1 + np.geomspace(1e-3, 1e3, 5000), 1e-5
+    epsilons = orders / (2 * sigma**2) + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)
+    assert epsilons.min() <= rdp_epsilon([(sigma, 1.0, 1)], delta=delta) < epsilons.min() * 1.005
+
+
+def test_the_order_at_either_end_is_used_without_a_warning():
+    # δ is so large, or the noise, that ever smaller or larger orders would be better still.
+    assert rdp_epsilon([(0.3, 1.0, 10_000)], delta=0.5) > 0
+    assert 0 < rdp_epsilon([(1000.0, 1e-4, 1)], delta=1e-6) < 0.01
+
+
+def test_rdp_takes_over_where_it_is_smaller_than_the_error_of_prv():
+    mechanism = [(2000.0, 1e-5, 20_000)]
+    assert prv_epsilon(mechanism, delta=1e-4) == rdp_epsilon(mechanism, delta=1e-4) < 0.002
+
+
+def test_no_bound_is_below_zero():
+    for bound in (prv_epsilon, rdp_epsilon, pld_epsilon):
+        assert bound([(100.0, 0.01, 1)], delta=0.5) == 0.0
+
+
+@pytest.mark.parametrize("bound", [prv_epsilon, pld_epsilon])
+def test_rdp_takes_over_where_fourier_transforms_lose_delta(bound):
+    mechanism = [(5.0, 0.1, 100)]
+    assert bound(mechanism, delta=0.9e-10) == rdp_epsilon(mechanism, delta=0.9e-10)
+    assert bound(mechanism, delta=1.1e-10) < rdp_epsilon(mechanism, delta=1.1e-10)
+
+
+@pytest.mark.parametrize("mechanism", [(0.1, 0.25, 40), (0.4, 0.5, 1000)])
+def test_pld_takes_over_where_prv_overflows(mechanism):
+    assert prv_epsilon([mechanism], delta=1e-5) == pld_epsilon([mechanism], delta=1e-5)
+    assert pld_epsilon([mechanism], delta=1e-5) < rdp_epsilon([mechanism], delta=1e-5) < math.inf
+
+
+def test_the_bound_does_not_jump_where_prv_begins_to_overflow():
+    epsilons = [prv_epsilon([(sigma, 1e-4, 1000)], delta=1e-5) for sigma in np.arange(0.225, 0.245, 0.001)]
+    ratios = np.divide(epsilons[:-1], epsilons[1:])
+    assert 1.0 < ratios.min() < ratios.max() < 1.03
+
+
+def test_rdp_takes_over_where_pld_overflows():
+    mechanism = [(1e-4, 0.25, 1)]
+    assert pld_epsilon(mechanism, delta=1e-5) == rdp_epsilon(mechanism, delta=1e-5) < math.inf
+
+
+def test_prv_gives_way_to_rdp_for_more_steps_than_its_grid_can_hold():
+    assert prv_epsilon([(1e6, 0.01, 10**11)], delta=1e-5) == rdp_epsilon([(1e6, 0.01, 10**11)], delta=1e-5)

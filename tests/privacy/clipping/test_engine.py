@@ -1,0 +1,320 @@
+"""The context around the book-keeping engine: what goes in and comes out of it, and that it leaves no trace on the model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import checkpoint
+
+from doppler_hf.privacy import ClippedGradients
+from tests.support.models import BATCH, batch_for, build, losses_of, rows
+from tests.support.per_example import NORM_RULES, assert_refused, assert_same_sums, book_keeping
+
+# One of each way in which a parameter can belong to a model.
+NAMES = ["roberta", "gpt2-lm", "t5-lm", "vit", "resnet", "vit-lora", "llama-dora"]
+FUNCTIONS = ["linear", "embedding", "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d", "conv3d"]
+
+
+def snapshot(model):
+    """All that an engine could leave behind: on modules, parameters and classes, and in torch."""
+    modules = {
+        name: (
+            id(module),
+            type(module),
+            sorted(vars(module)),
+            type(module).forward,
+            [(key, id(value)) for key, value in vars(module).items() if callable(value)],
+            [(key, list(value)) for key, value in vars(module).items() if "hooks" in key and value is not None],
+            [(key, id(value)) for key, value in module._parameters.items()],
+            [(key, id(value)) for key, value in module._buffers.items()],
+            module.training,
+        )
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+    parameters = {
+        name: (id(p), type(p), p.requires_grad, p.grad is None, dict(vars(p)), list(p._backward_hooks or ()), p._version)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    process = [getattr(F, name) for name in FUNCTIONS]
+    process += [nn.Module.__call__, checkpoint.checkpoint, checkpoint._enable_checkpoint_early_stop, torch.is_grad_enabled()]
+    return modules, parameters, process, list(model.state_dict())
+
+
+def assert_unchanged(model, before, values):
+    for ours, theirs in zip(snapshot(model), before, strict=True):
+        assert ours == theirs
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, values[name], atol=0.0, rtol=0.0)
+
+
+def of_model(model):
+    """Return the function from rows of the model's batch to their losses."""
+    inputs, labels = batch_for(model)
+    return lambda index=slice(None): losses_of(model, *rows(inputs, labels, index))
+
+
+# --- no trace on the model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "resnet"])
+def test_the_model_is_left_as_it_was(name, checkpointing):
+    model = build(name, checkpointing=checkpointing)
+    losses = of_model(model)
+    losses()  # some models note things at their first call
+    before, values = snapshot(model), copy.deepcopy(model.state_dict())
+    with book_keeping(model) as clipped:
+        clipped.backward(losses())
+        assert list(model.state_dict()) == list(values)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_unchanged(model, before, values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ordinary_training_goes_on_afterwards(name):
+    model, untouched = build(name), build(name)
+    with book_keeping(model) as clipped:
+        clipped.backward(of_model(model)())
+    for either in (model, untouched):
+        of_model(either)().sum().backward()
+    for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-12, rtol=1e-12)
+
+
+class Interrupted(Exception):
+    """What goes wrong in the user's code."""
+
+
+def interrupt(*args):
+    raise Interrupted
+
+
+def raise_after_the_forward_pass(model, clipped):
+    of_model(model)()
+    interrupt()
+
+
+def raise_in_the_forward_pass(model, clipped):
+    last = list(model.modules())[-1]
+    handle = last.register_forward_hook(interrupt)
+    try:
+        of_model(model)()
+    finally:
+        handle.remove()
+
+
+def raise_in_the_backward_pass(model, clipped):
+    def plant(module, args, output):
+        if output.requires_grad:  # re-entrant checkpointing comes here without, first
+            output.register_hook(interrupt)
+
+    last = [module for module in model.modules() if isinstance(module, nn.LayerNorm)][-1]
+    handle = last.register_forward_hook(plant)
+    try:
+        clipped.backward(of_model(model)())
+    finally:
+        handle.remove()
+
+
+def give_too_few_losses(model, clipped):
+    clipped.backward(of_model(model)()[:4])
+
+
+WRONG = [raise_after_the_forward_pass, raise_in_the_forward_pass, raise_in_the_backward_pass, give_too_few_losses]
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("go_wrong", WRONG)
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit-lora"])
+def test_an_error_leaves_the_model_as_it_was(name, go_wrong, checkpointing):
+    model = build(name, checkpointing=checkpointing)
+    of_model(model)()
+    before, values = snapshot(model), copy.deepcopy(model.state_dict())
+    with pytest.raises((Interrupted, ValueError)), book_keeping(model) as clipped:
+        go_wrong(model, clipped)
+    assert_unchanged(model, before, values)
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("go_wrong", WRONG)
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit-lora"])
+def test_an_error_leaves_nothing_for_the_next_batch(name, go_wrong, checkpointing):
+    model = build(name, checkpointing=checkpointing)
+    with book_keeping(model) as clipped:
+        clipped.backward(of_model(model)())
+        expected = {key: total.clone() for key, total in clipped.sums.items()}
+        clipped.reset()
+        with pytest.raises((Interrupted, ValueError)):
+            go_wrong(model, clipped)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(not total.any() for total in clipped.sums.values())
+        clipped.backward(of_model(model)())
+        assert_same_sums(clipped.sums, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    before, values = snapshot(model), copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="BatchNorm1d"), book_keeping(model):
+        pass
+    assert_unchanged(model, before, values)
+
+
+# --- the same forward pass -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_those_without_the_engine(name, dtype, checkpointing):
+    model = build(name, dtype, checkpointing="off" if name == "resnet" else checkpointing)
+    inputs, labels = batch_for(model, dtype)
+    expected = losses_of(model, inputs, labels)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    with book_keeping(model):
+        torch.testing.assert_close(losses_of(model, inputs, labels), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_dropout_draws_the_same_numbers():
+    """Under checkpointing the second forward pass must draw them again: gradient and norm belong to one network."""
+    model = build("roberta")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    losses, results = of_model(model), []
+    for checkpointing in ("without the engine", "off", "on"):
+        torch.manual_seed(5)
+        if checkpointing == "without the engine":
+            results.append((losses(), None, None))
+            continue
+        if checkpointing == "on":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with book_keeping(model) as clipped:
+            values = losses()
+            results.append((values, clipped.backward(values), clipped.sums))
+    (expected, _, _), (values, norms, sums), (again, norms_again, sums_again) = results
+    torch.testing.assert_close(values, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(again, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(norms_again, norms, atol=1e-9, rtol=1e-9)
+    assert_same_sums(sums_again, sums)
+
+
+# --- other calls in between ----------------------------------------------------------------------------------------------
+
+
+def evaluate(model):
+    model.eval()
+    with torch.no_grad():
+        of_model(model)(slice(0, 2))
+    model.train()
+
+
+def infer(model):
+    model.eval()
+    with torch.inference_mode():
+        of_model(model)(slice(0, 2))
+    model.train()
+
+
+def call_and_discard(model):
+    of_model(model)(slice(0, 4))
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("call", [evaluate, infer, call_and_discard])
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit"])
+def test_another_call_before_the_forward_pass_leaves_no_trace(name, call, norm_rule):
+    model = build(name)
+    losses, sums = of_model(model), []
+    for calls in (lambda model: None, call):
+        with book_keeping(model, norm_rule=norm_rule) as clipped:
+            calls(model)
+            clipped.backward(losses())
+            sums.append(clipped.sums)
+    assert_same_sums(sums[1], sums[0], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("call", [evaluate, infer])
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit"])
+def test_an_evaluation_before_the_backward_pass_leaves_no_trace(name, checkpointing, call):
+    model = build(name, checkpointing=checkpointing)
+    losses, sums = of_model(model), []
+    for calls in (lambda model: None, call):
+        with book_keeping(model) as clipped:
+            values = losses()
+            calls(model)
+            clipped.backward(values)
+            sums.append(clipped.sums)
+    assert_same_sums(sums[1], sums[0], atol=1e-12, rtol=1e-12)
+
+
+def both_passes_then_both(clipped, losses):
+    first, second = losses(slice(0, 4)), losses(slice(4, 6))
+    clipped.backward(first)
+    clipped.backward(second)
+
+
+def as_one_batch(clipped, losses):
+    clipped.backward(torch.cat([losses(slice(0, 4)), losses(slice(4, 6))]))
+
+
+def half_at_a_time(clipped, losses):
+    values = losses()
+    clipped.backward(values[:3])
+    clipped.backward(values[3:])
+
+
+@pytest.mark.parametrize("order", [both_passes_then_both, as_one_batch, half_at_a_time])
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit"])
+def test_an_unusual_order_of_calls_is_right_or_refused(name, order):
+    model = build(name)
+    with book_keeping(model, max_grad_norm=0.5) as clipped:
+        clipped.backward(of_model(model)())
+        expected = {key: total.clone() for key, total in clipped.sums.items()}
+        clipped.reset()
+        try:
+            order(clipped, of_model(model))
+        except (ValueError, RuntimeError):  # the batch, or torch's "backward through the graph a second time"
+            return
+        assert_same_sums(clipped.sums, expected)
+
+
+# --- arguments -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
+def test_no_losses_change_nothing(name):
+    with book_keeping(build(name)) as clipped:
+        assert clipped.backward(torch.zeros(0)).shape == (0,)
+        assert all(not total.any() for total in clipped.sums.values())
+        assert clipped.num_non_finite == 0
+
+
+def test_losses_must_be_one_per_example():
+    model = build("vit")
+    losses = of_model(model)
+    assert_refused(model, lambda index: losses(index)[:, None], BATCH, message=r"\(6, 1\)")
+    assert_refused(model, lambda index: losses(index).mean(), BATCH, message=r"\(\)")
+    assert_refused(model, lambda index: losses(index)[:2], BATCH, message="2 losses")
+
+
+def test_sums_are_in_float32_at_least():
+    model = build("vit", torch.bfloat16)
+    with book_keeping(model) as clipped:
+        inputs, labels = batch_for(model, torch.bfloat16)
+        clipped.backward(losses_of(model, *rows(inputs, labels, slice(0, 1))).float())
+        assert {total.dtype for total in clipped.sums.values()} == {torch.float32}
+        norm = torch.stack([total.double().norm() for total in clipped.sums.values()]).norm()
+        assert 0.0 < norm <= 1.0 * (1 + 1e-6)
+
+
+def test_a_norm_rule_must_be_known_and_of_this_engine():
+    with pytest.raises(ValueError, match=r"norm_rule must be one of .*, got 'fast'"):
+        book_keeping(nn.Linear(1, 1), norm_rule="fast")
+    with pytest.raises(ValueError, match="norm_rule"):
+        ClippedGradients(nn.Linear(1, 1), engine="opacus", norm_rule="ghost")

@@ -1,0 +1,319 @@
+"""Each kind of layer, and each way of using one, in the book-keeping engine against a loop over single examples.
+
+A net returns one row for each example. Its loss is the row's product with fixed random numbers plus half of its square, so
+that the gradients of the output depend on the output and differ between examples.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.per_example import (
+    CLIPPINGS,
+    GRANULARITIES,
+    NORM_RULES,
+    assert_equals_loop,
+    assert_equals_loop_or_is_refused,
+    assert_matches,
+    gradients_of_each,
+)
+
+BATCH = 5
+
+
+def draw(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tokens(*shape, upto=7):
+    return torch.randint(0, upto, shape, generator=torch.Generator().manual_seed(2))
+
+
+def ready(net):
+    """Return the net in float64, with parameters that are not their initial values."""
+    torch.manual_seed(0)
+    net = net.double().train()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(0.5 * torch.randn_like(parameter))
+    return net
+
+
+def on(net, *inputs):
+    """Return the function from rows of the inputs to the losses of the net."""
+
+    def losses(index):
+        output = net(*(value[index] for value in inputs)).flatten(1)
+        return (output * draw(len(inputs[0]), output.shape[1], seed=3)[index] + output.square() / 2).sum(dim=1)
+
+    return losses
+
+
+def check(net, *inputs, **options):
+    ready(net)
+    return assert_equals_loop(net, on(net, *inputs), len(inputs[0]), **options)
+
+
+class Net(nn.Module):
+    """A module of the given parts, whose forward is the function `run(parts, *inputs)`."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.run(self, *inputs)
+
+
+# --- kinds of layer ------------------------------------------------------------------------------------------------------
+
+
+def after_linear(layer, *, features=4):
+    """The layer in the middle, so that the gradient of its input matters too."""
+    return nn.Sequential(nn.Linear(3, features), layer, nn.Tanh())
+
+
+IMAGE = draw(BATCH, 4, 9, 8)
+LAYERS = {
+    "linear": (nn.Linear(3, 4), draw(BATCH, 3)),
+    "linear on tokens": (after_linear(nn.Linear(4, 5)), draw(BATCH, 6, 3)),
+    "linear on a grid": (after_linear(nn.Linear(4, 5, bias=False)), draw(BATCH, 2, 3, 3)),
+    "one output": (after_linear(nn.Linear(4, 1)), draw(BATCH, 6, 3)),
+    "embedding": (nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 4)), tokens(BATCH, 6)),
+    "embedding of one index": (nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 4)), tokens(BATCH)),
+    "embedding of a grid": (nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 4)), tokens(BATCH, 2, 3)),
+    "embedding with padding": (nn.Sequential(nn.Embedding(7, 3, padding_idx=2), nn.Linear(3, 4)), tokens(BATCH, 6)),
+    "layer norm": (after_linear(nn.LayerNorm(4)), draw(BATCH, 6, 3)),
+    "layer norm of one vector": (after_linear(nn.LayerNorm(4)), draw(BATCH, 3)),
+    "layer norm without bias": (after_linear(nn.LayerNorm(4, bias=False)), draw(BATCH, 6, 3)),
+    "layer norm without affine": (after_linear(nn.LayerNorm(4, elementwise_affine=False)), draw(BATCH, 6, 3)),
+    "layer norm over two axes": (after_linear(nn.LayerNorm((6, 4))), draw(BATCH, 6, 3)),
+    "layer norm, large epsilon": (after_linear(nn.LayerNorm(4, eps=0.3)), draw(BATCH, 6, 3)),
+    "rms norm": (after_linear(nn.RMSNorm(4)), draw(BATCH, 6, 3)),
+    "rms norm, large epsilon": (after_linear(nn.RMSNorm(4, eps=0.3)), draw(BATCH, 6, 3)),
+    "rms norm without affine": (after_linear(nn.RMSNorm(4, elementwise_affine=False)), draw(BATCH, 6, 3)),
+    "group norm": (nn.Sequential(nn.Conv2d(4, 6, 1), nn.GroupNorm(3, 6), nn.Tanh()), IMAGE),
+    "group norm of tokens": (nn.Sequential(nn.Conv1d(4, 6, 1), nn.GroupNorm(2, 6, eps=0.3)), draw(BATCH, 4, 7)),
+    "group norm without affine": (nn.Sequential(nn.Conv2d(4, 6, 1), nn.GroupNorm(3, 6, affine=False)), IMAGE),
+    "instance norm": (nn.Sequential(nn.Conv2d(4, 6, 1), nn.InstanceNorm2d(6, affine=True)), IMAGE),
+    "convolution": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 2, 2)), IMAGE),
+    "convolution without bias": (nn.Conv2d(4, 6, (3, 2), bias=False), IMAGE),
+    "stride and padding": (nn.Conv2d(4, 6, 3, stride=(2, 3), padding=(1, 2)), IMAGE),
+    "stride that leaves a rest": (nn.Conv2d(4, 6, 4, stride=3), IMAGE),
+    "dilation": (nn.Conv2d(4, 6, (3, 2), dilation=(2, 3), padding=2), IMAGE),
+    "groups": (nn.Conv2d(4, 6, 3, groups=2, stride=2, padding=1), IMAGE),
+    "depthwise": (nn.Conv2d(4, 4, 3, groups=4, padding=1), IMAGE),
+    "depthwise with a multiplier": (nn.Conv2d(4, 8, 3, groups=4, dilation=2, bias=False), IMAGE),
+    "padding 'same'": (nn.Conv2d(4, 6, (3, 5), padding="same", dilation=2), IMAGE),
+    "padding 'valid'": (nn.Conv2d(4, 6, 3, padding="valid"), IMAGE),
+    "patches": (nn.Conv2d(4, 6, 4, stride=4), IMAGE),
+    "convolution in one dimension": (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), draw(BATCH, 4, 9)),
+    "convolution in three dimensions": (nn.Conv3d(2, 4, 2, stride=2, padding=1), draw(BATCH, 2, 4, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_kind_of_layer(name, norm_rule):
+    net, inputs = LAYERS[name]
+    check(net, inputs, norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("name", ["linear on tokens", "embedding with padding", "layer norm", "groups"])
+def test_a_kind_of_layer_in_every_clipping(name, clipping, granularity):
+    net, inputs = LAYERS[name]
+    check(net, inputs, clipping=clipping, granularity=granularity)
+
+
+# No promise to support these; but a wrong gradient would be worse than none.
+OTHERS = {
+    "circular padding": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), IMAGE),
+    "reflected padding": (nn.Conv1d(4, 6, 3, padding=1, padding_mode="reflect"), draw(BATCH, 4, 9)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3), IMAGE),
+    "bag": (nn.EmbeddingBag(7, 3, mode="mean"), tokens(BATCH, 6)),
+    "scaled by frequency": (nn.Embedding(7, 3, scale_grad_by_freq=True), tokens(BATCH, 6)),
+    "sparse": (nn.Embedding(7, 3, sparse=True), tokens(BATCH, 6)),
+    "weight norm": (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), draw(BATCH, 3)),
+    "pruned": (prune.l1_unstructured(nn.Linear(3, 4), "weight", amount=2), draw(BATCH, 3)),
+    "pruned convolution": (prune.l1_unstructured(nn.Conv2d(4, 6, 3), "weight", amount=9), IMAGE),
+    "attention": (
+        Net(lambda n, x: n.subject(x, x, x)[0], subject=nn.MultiheadAttention(4, 2, batch_first=True)),
+        draw(BATCH, 6, 4),
+    ),
+    "recurrence": (Net(lambda n, x: n.subject(x)[0], subject=nn.GRU(4, 3, batch_first=True)), draw(BATCH, 6, 4)),
+    "encoder layer": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), draw(BATCH, 6, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings(
+    # torch's own, at construction or in the loop's batches of one; neither comes from the engine.
+    "ignore:enable_nested_tensor is True:UserWarning",
+    "ignore:Anomaly Detection:UserWarning",
+)
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_kind_of_layer_is_right_or_refused(name):
+    layer, inputs = OTHERS[name]
+    net = layer if isinstance(layer, Net) else Net(lambda n, x: n.subject(x), subject=layer)
+    assert_equals_loop_or_is_refused(ready(net), on(net, inputs), BATCH, naming="subject")
+
+
+# --- layers without a rule of their own ----------------------------------------------------------------------------------
+
+
+class Exponential(nn.Module):
+    def __init__(self, features=4):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x):
+        return x * self.scale.exp()
+
+
+class Mixture(nn.Module):
+    """Tensors by keyword, one of which needs a gradient, and an argument that is not a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x, *, other, power=1):
+        return x * self.weight.sigmoid() ** power + other * (1 - self.weight.sigmoid())
+
+
+class TwoResults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+    def forward(self, x):
+        return x @ self.weight, (x @ self.weight.T).tanh()
+
+
+class WithBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        return (x + self.shift) * self.weight
+
+
+class OneResult(nn.Module):
+    """As many layers of transformers return it: a tensor and what it was not asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight), None
+
+
+class SmallRow(nn.Module):
+    """A row of a table, by its index, and of little weight: nothing that acts elementwise, though it may look so."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, x):
+        return x + 1e-4 * self.table[0] * x.square()
+
+
+def mixed(net, x):
+    hidden = net.first(x)
+    return net.own(hidden, other=hidden.tanh(), power=2)
+
+
+OWN = {
+    "exponential": Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=Exponential()),
+    "at the input": Net(lambda n, x: n.last(n.own(x)), own=Exponential(3), last=nn.Linear(3, 4)),
+    "twice": Net(lambda n, x: n.own(n.own(n.first(x)).tanh()), first=nn.Linear(3, 4), own=Exponential()),
+    "keywords": Net(mixed, first=nn.Linear(3, 4), own=Mixture()),
+    "two results": Net(lambda n, x: torch.cat(n.own(n.first(x)), dim=-1), first=nn.Linear(3, 4), own=TwoResults()),
+    "one of two results": Net(lambda n, x: n.own(n.first(x))[1], first=nn.Linear(3, 4), own=TwoResults()),
+    "a result and nothing": Net(lambda n, x: n.own(n.first(x))[0], first=nn.Linear(3, 4), own=OneResult()),
+    "tokens, then their mean": Net(
+        lambda n, x: n.own(n.first(x).mean(dim=1)) + n.own(n.first(x)).sum(dim=1), first=nn.Linear(3, 4), own=Exponential()
+    ),
+    "the mean, then tokens": Net(
+        lambda n, x: n.own(n.own(n.first(x).mean(dim=1))[:, None] + n.first(x)), first=nn.Linear(3, 4), own=Exponential()
+    ),
+    "buffer": Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=WithBuffer()),
+    "activation": Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=nn.PReLU()),
+}
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("name", OWN)
+def test_a_layer_without_a_rule_is_right_and_named(name, norm_rule):
+    fallbacks = check(OWN[name], draw(BATCH, 6, 3), norm_rule=norm_rule)
+    assert "own" in fallbacks
+    assert all(isinstance(text, str) for text in fallbacks.values())
+    assert not {"first", "last"} & fallbacks.keys()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_without_a_rule_in_a_checkpointed_block(reentrant):
+    def block(net, x):
+        return net.own(net.own(x).tanh())
+
+    def checkpointed(net, x):
+        return checkpoint(lambda hidden: block(net, hidden), net.first(x), use_reentrant=reentrant)
+
+    inputs = draw(BATCH, 6, 3)
+    net = ready(Net(lambda n, x: block(n, n.first(x)), first=nn.Linear(3, 4), own=Exponential()))
+    gradients = gradients_of_each(net, on(net, inputs), BATCH)
+    net.run = checkpointed
+    assert_matches(net, on(net, inputs), gradients)
+
+
+@pytest.mark.parametrize("batch", [5, 6])  # 6 is the number of tokens, too
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (1, 1, 3), (6, 3), ()])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_bare_parameter_beside_children_is_right_or_refused(inside, shape, batch):
+    net = Net(lambda n, x: x + n.scale * n.linear(x), linear=nn.Linear(3, 3), scale=nn.Parameter(torch.ones(shape)))
+    if inside:
+        net = nn.Sequential(nn.Linear(3, 3), net, nn.Tanh())
+    assert_equals_loop_or_is_refused(ready(net), on(net, draw(batch, 6, 3)), batch, naming="scale")
+
+
+@pytest.mark.parametrize("batch", [2, 5, 6])
+@pytest.mark.parametrize("weight", [1.0, 1e-4])  # of the parameter in the result
+@pytest.mark.parametrize(
+    "use",
+    [lambda p: p[0], lambda p: p.squeeze(0), lambda p: p.mean(dim=0), lambda p: p.sum(dim=(0, 1)), lambda p: p[:, :1]],
+    ids=["first", "squeezed", "mean", "sum", "slice"],
+)
+def test_a_bare_parameter_that_is_taken_apart_is_right_or_refused(use, weight, batch):
+    run = lambda n, x: n.linear(x) + weight * use(n.scale) * x  # noqa: E731
+    net = ready(Net(run, linear=nn.Linear(3, 3), scale=nn.Parameter(torch.ones(1, 6, 3))))
+    assert_equals_loop_or_is_refused(net, on(net, draw(batch, 6, 3)), batch, naming="scale", granularity="per_layer")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_layer_is_not_taken_for_elementwise_because_its_effect_is_small(batch):
+    net = Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=SmallRow())
+    check(net, draw(batch, 3))
+
+
+@pytest.mark.parametrize("batch", [5, 6])  # 6 is the number of tokens, too
+def test_a_tensor_that_the_batch_shares_is_right_or_refused(batch):
+    net = Net(lambda n, x: n.own(n.first(x), other=draw(6, 4, seed=7)), first=nn.Linear(3, 4), own=Mixture())
+    assert_equals_loop_or_is_refused(ready(net), on(net, draw(batch, 6, 3)), batch, naming="own")
+
+
+def test_a_class_token_is_expanded_over_the_batch():
+    def run(net, x):
+        return net.linear(torch.cat([net.token.expand(len(x), -1, -1), net.linear(x)], dim=1) + net.positions)
+
+    shapes = dict(token=nn.Parameter(torch.zeros(1, 1, 3)), positions=nn.Parameter(torch.zeros(1, 7, 3)))
+    net = Net(run, linear=nn.Linear(3, 3), **shapes)
+    check(net, draw(BATCH, 6, 3))

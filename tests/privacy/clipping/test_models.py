@@ -1,0 +1,260 @@
+"""The book-keeping engine's norms and clipped sums are those of a loop over single examples, for the models people tune."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AlbertConfig, AlbertForSequenceClassification
+
+from tests.support.models import (
+    BATCH,
+    LENGTH,
+    MODELS,
+    batch_for,
+    build,
+    encoder_options,
+    losses_of,
+    rows,
+)
+from tests.support.per_example import (
+    CLIPPINGS,
+    GRANULARITIES,
+    NORM_RULES,
+    assert_equals_loop,
+    assert_equals_loop_or_is_refused,
+    assert_matches,
+    assert_same_sums,
+    book_keeping,
+    clip_and_sum,
+    gradients_of_each,
+    median_norm,
+    trainable,
+)
+
+# ResNet has neither attention nor, in transformers, checkpointing.
+EVERY_WAY_TO_RUN = [("resnet", "eager", "off")] + [
+    (name, attention, checkpointing)
+    for name in MODELS
+    if name != "resnet"
+    for attention in ("sdpa", "eager")
+    for checkpointing in ("off", "non-reentrant", "reentrant")
+]
+
+
+def on_batch(model, **options):
+    """Return the function from rows of the model's batch to their losses."""
+    inputs, labels = batch_for(model, **options)
+    return lambda index: losses_of(model, *rows(inputs, labels, index))
+
+
+@functools.cache
+def reference(name, attention="sdpa", batch=BATCH):
+    """Gradients of each example of a model without checkpointing, and without an engine."""
+    model = build(name, attention=attention)
+    return gradients_of_each(model, on_batch(model, batch=batch), batch)
+
+
+@pytest.mark.parametrize(("name", "attention", "checkpointing"), EVERY_WAY_TO_RUN)
+def test_norms_and_sums_equal_a_loop_over_single_examples(name, attention, checkpointing):
+    model = build(name, attention=attention, checkpointing=checkpointing)
+    assert_matches(model, on_batch(model), reference(name, attention))
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
+def test_every_clipping(name, clipping, granularity, norm_rule):
+    model = build(name)
+    options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule)
+    assert_matches(model, on_batch(model), reference(name), **options)
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
+@pytest.mark.parametrize("norm_rule", ["ghost", "direct"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet"])
+def test_every_norm_rule(name, norm_rule, checkpointing):
+    model = build(name, checkpointing=checkpointing)
+    assert_matches(model, on_batch(model), reference(name), norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize("norm_rule", ["ghost", "direct"])
+def test_every_norm_rule_for_convolutions(norm_rule):
+    model = build("resnet")
+    assert_matches(model, on_batch(model), reference("resnet"), norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("parts", [(BATCH,), (4, 2), (1,) * BATCH])
+@pytest.mark.parametrize("name", ["bert", "gpt2-lm", "t5-lm", "vit", "vit-lora", "llama-dora"])
+def test_cutting_a_batch_changes_nothing(name, parts, checkpointing):
+    model = build(name, checkpointing=checkpointing)
+    losses, max_grad_norm = on_batch(model), median_norm(reference(name))
+    with book_keeping(model, max_grad_norm=max_grad_norm) as clipped:
+        for index in torch.arange(BATCH).split(parts):
+            clipped.backward(losses(index))
+        assert_same_sums(clipped.sums, clip_and_sum(reference(name), max_grad_norm=max_grad_norm))
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        # Here the gradient of something shared by the batch has the shape of one that has a row for each example.
+        ("t5-lm", LENGTH),  # the encoder's relative bias: a row for each position
+        ("t5-lm", 5),  # the decoder's
+        ("t5-lm", 2),  # heads
+        ("gpt2-lm", LENGTH),  # learned positions
+        ("gpt2", LENGTH),
+        ("bert", LENGTH),
+        ("distilbert", LENGTH),
+        ("llama-lm", LENGTH),  # rotary angles
+        ("vit", 5),  # positions, with the class token
+        ("vit", 16),  # hidden size
+        ("roberta-dora", 16),  # DoRA passes an identity matrix through A and B for the norm of the columns
+        ("roberta-dora", 4),  # rank
+    ],
+)
+def test_a_batch_as_large_as_another_dimension(name, batch, norm_rule):
+    model = build(name)
+    assert_matches(model, on_batch(model, batch=batch), reference(name, batch=batch), norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
+def test_evaluation_mode_with_gradients_is_recorded_too(name):
+    model = build(name).eval()  # without dropout, the same numbers as in training
+    assert_matches(model, on_batch(model), reference(name))
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit"])
+def test_the_order_of_a_batch_does_not_matter(name):
+    model, sums = build(name), []
+    losses, max_grad_norm = on_batch(model), median_norm(reference(name))
+    for order in (torch.arange(BATCH), torch.tensor([3, 0, 5, 1, 4, 2])):
+        with book_keeping(model, max_grad_norm=max_grad_norm) as clipped:
+            clipped.backward(losses(order))
+            sums.append(clipped.sums)
+    assert_same_sums(sums[1], sums[0], atol=1e-12, rtol=1e-12)
+
+
+# --- what is trained -----------------------------------------------------------------------------------------------------
+
+
+FREEZE = {
+    "only biases": lambda name: name.endswith("bias"),  # BitFit
+    "only weights": lambda name: name.endswith("weight"),
+    "no embeddings": lambda name: not any(part in name for part in ("embed", "wte", "wpe", "shared")),
+    "only embeddings": lambda name: any(part in name for part in ("embed", "wte", "wpe", "shared")),
+    "only the last block": lambda name: any(part in name for part in ("layer.1.", "h.1.", "block.1.", "layers.1.")),
+}
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    # T5 has no biases.
+    [("t5-lm", trained) for trained in FREEZE if trained != "only biases"]
+    + [(name, trained) for name in ("roberta", "gpt2-lm", "vit") for trained in FREEZE],
+)
+def test_a_partly_frozen_model(name, trained, norm_rule):
+    model = build(name)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(FREEZE[trained](parameter_name))
+    assert_equals_loop(model, on_batch(model), BATCH, norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+def test_layers_that_share_all_their_parameters(norm_rule):
+    torch.manual_seed(0)
+    config = AlbertConfig(**encoder_options("sdpa"), embedding_size=8, num_hidden_groups=1, classifier_dropout_prob=0.0)
+    model = AlbertForSequenceClassification(config).double().train()
+    assert_equals_loop(model, on_batch(model), BATCH, norm_rule=norm_rule)
+
+
+# --- how it is called ----------------------------------------------------------------------------------------------------
+
+
+def test_token_types_and_positions_may_be_given_or_left_out():
+    model = build("bert")
+    inputs, labels = batch_for(model)
+    given = dict(
+        token_type_ids=(torch.arange(LENGTH) > 3).long().repeat(BATCH, 1),
+        position_ids=torch.arange(LENGTH).flip(0).repeat(BATCH, 1),
+    )
+    for extra in (given, {}):  # without them, BERT looks up one row for the whole batch
+        assert_equals_loop(model, lambda index, all=inputs | extra: losses_of(model, *rows(all, labels, index)), BATCH)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2-lm", "llama-lm"])
+def test_an_argument_that_is_shared_by_the_batch_may_come_first(name):
+    model = build(name)
+    inputs, labels = batch_for(model)
+
+    def losses(index):
+        some, of_these = rows(inputs, labels, index)
+        return losses_of(model, {"position_ids": torch.arange(LENGTH)[None]} | some, of_these)
+
+    assert_equals_loop_or_is_refused(model, losses, BATCH, naming="batch")
+
+
+def test_positional_arguments():
+    model = build("roberta")
+    inputs, labels = batch_for(model)
+
+    def losses(index):
+        logits = model(inputs["input_ids"][index], inputs["attention_mask"][index]).logits
+        return F.cross_entropy(logits, labels[index], reduction="none")
+
+    assert_equals_loop(model, losses, BATCH)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("dora")])
+def test_the_magnitude_of_dora_has_a_rule(name):
+    model = build(name)
+    inputs, labels = batch_for(model)
+    assert any("magnitude" in parameter for parameter in trainable(model))
+    with book_keeping(model) as clipped:
+        clipped.backward(losses_of(model, inputs, labels))
+        assert not any("magnitude" in layer for layer in clipped.fallbacks)
+
+
+def embeddings_of(model, inputs):
+    table = model.get_input_embeddings().weight.detach()
+    others = {name: value for name, value in inputs.items() if name != "input_ids"}
+    return others | {"inputs_embeds": F.embedding(inputs["input_ids"], table)}
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [("resnet", "off")]
+    + [
+        (name, checkpointing)
+        for name in ("roberta", "gpt2-lm", "llama-lm", "roberta-lora", "llama-dora", "vit")
+        for checkpointing in ("off", "non-reentrant", "reentrant")
+    ],
+)
+def test_the_gradient_of_the_inputs_passes_through(name, checkpointing):
+    model = build(name, checkpointing=checkpointing)
+    inputs, labels = batch_for(model)
+    if "pixel_values" not in inputs:
+        inputs = embeddings_of(model, inputs)
+    differentiated = inputs.get("inputs_embeds", inputs.get("pixel_values")).requires_grad_()
+    losses_of(model, inputs, labels).sum().backward()
+    expected, differentiated.grad = differentiated.grad, None
+    model.zero_grad()
+    with book_keeping(model) as clipped:
+        clipped.backward(losses_of(model, inputs, labels))
+    torch.testing.assert_close(differentiated.grad, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_labels_may_go_to_the_model():
+    """The Trainer passes them along; the model's own mean loss is then computed, and not used."""
+    model = build("roberta")
+    inputs, labels = batch_for(model)
+
+    def losses(index):
+        some, of_these = rows(inputs, labels, index)
+        return F.cross_entropy(model(**some, labels=of_these).logits, of_these, reduction="none")
+
+    assert_equals_loop(model, losses, BATCH)

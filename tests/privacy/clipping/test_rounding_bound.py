@@ -1,0 +1,316 @@
+"""One example contributes at most C to the book-keeping engine's sum, whatever rounding does: the sensitivity itself.
+
+The contribution is measured in float64 on the float32 numbers that the sum is made of. C is below the norm of the
+gradient, so that the clipping is what bounds it.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from doppler_hf.privacy.clipping import factored as gradients
+from tests.support.models import batch_for, build, losses_of, rows
+from tests.support.per_example import (
+    CLIPPINGS,
+    GRANULARITIES,
+    NORM_RULES,
+    assert_same_sums,
+    book_keeping,
+    norm_of,
+)
+
+C = 0.1
+SLACK = 1e-6  # a few roundings of float32, of relative size 6e-8 each, in factor times gradient
+EVERY_CLIPPING = [(clipping, granularity) for clipping in CLIPPINGS for granularity in GRANULARITIES]
+
+
+def contribution(model, losses, **options):
+    """Return the norm of the clipped sum, in float64."""
+    with book_keeping(model, **options) as clipped:
+        clipped.backward(losses())
+        return norm_of(clipped.sums.values())
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize(("clipping", "granularity"), EVERY_CLIPPING)
+@pytest.mark.parametrize("name", ["roberta", "llama-lm", "vit", "roberta-lora"])
+def test_one_example_contributes_at_most_the_clip_norm(name, clipping, granularity, norm_rule):
+    model = build(name, torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    options = dict(max_grad_norm=C, clipping=clipping, granularity=granularity, norm_rule=norm_rule)
+    for autocast in (True, False):
+        for scale in (1e-3, 1.0, 1e4):
+            for index in (1, slice(4, 5)):  # among others, whose losses do not count, and alone
+
+                def losses(index=index, scale=scale, autocast=autocast):
+                    some, of_these = (inputs, labels) if index == 1 else rows(inputs, labels, index)
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        all_losses = losses_of(model, some, of_these).float()
+                    counted = torch.arange(len(all_losses)) == (index if index == 1 else 0)
+                    return scale * torch.where(counted, all_losses, 0.0)
+
+                assert 0.0 < contribution(model, losses, **options) <= C * (1 + SLACK)
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("name", ["gpt2-lm", "t5-lm", "resnet", "vit-dora"])
+def test_so_does_one_of_a_tied_a_convolutional_and_a_decomposed_model(name, norm_rule):
+    model = build(name, torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    for scale in (1e-3, 1.0, 1e4):
+        norm = contribution(
+            model,
+            lambda scale=scale: scale * losses_of(model, *rows(inputs, labels, slice(3, 4))),
+            max_grad_norm=C,
+            norm_rule=norm_rule,
+        )
+        assert 0.0 < norm <= C * (1 + SLACK)
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "resnet", "vit-dora"])
+def test_a_backward_pass_under_autocast_keeps_the_bound(name, granularity, norm_rule):
+    """Matrix products would then be rounded to bfloat16, those of the engine too."""
+    model = build(name, torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        norm = contribution(
+            model,
+            lambda: losses_of(model, *rows(inputs, labels, slice(3, 4))).float() * 1e2,
+            max_grad_norm=C,
+            granularity=granularity,
+            norm_rule=norm_rule,
+        )
+    assert 0.0 < norm <= C * (1 + SLACK)
+
+
+# --- cancellation --------------------------------------------------------------------------------------------------------
+
+# κ = Σₜ ‖gₜ‖‖aₜ‖ / ‖Σₜ gₜaₜᵀ‖: how much larger the terms are than their sum. A Gram matrix in float32 knows ‖G‖² up to
+# 6e-8·κ² only, and a matrix product knows G up to 6e-8·κ.
+CANCELLATION = [1.0, 1e2, 1e3, 1e4, 1e6]
+FEATURES, OUTPUTS, PAIRS = 12, 10, 16
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def in_pairs(coefficients, kappa):
+    """Append the opposite of the coefficients, changed by 1/κ of their size."""
+    return torch.cat([coefficients, -coefficients + normal(*coefficients.shape, seed=9) / kappa * 2], dim=1)
+
+
+def cancelling_linear(kappa):
+    """Each token twice, with opposite gradients of the output but for a rest."""
+    inputs = normal(2, PAIRS, FEATURES, seed=1).repeat(1, 2, 1)
+    return nn.Linear(FEATURES, OUTPUTS), inputs, in_pairs(normal(2, PAIRS, OUTPUTS, seed=2), kappa)
+
+
+def cancelling_embedding(kappa):
+    ids = torch.arange(2 * PAIRS).view(2, PAIRS).repeat(1, 2)
+    return nn.Embedding(2 * PAIRS, FEATURES), ids, in_pairs(normal(2, PAIRS, FEATURES, seed=2), kappa)
+
+
+def cancelling_norm(kappa):
+    inputs = normal(2, PAIRS, FEATURES, seed=1).repeat(1, 2, 1)
+    return nn.LayerNorm(FEATURES), inputs, in_pairs(normal(2, PAIRS, FEATURES, seed=2), kappa)
+
+
+def cancelling_convolution(kappa):
+    """Patches that occur twice, one under the other."""
+    inputs = normal(2, 3, PAIRS, 4, seed=1).repeat(1, 1, 2, 1)
+    weights = in_pairs(normal(2, PAIRS // 2, 2, OUTPUTS, seed=2), kappa).permute(0, 3, 1, 2)
+    return nn.Conv2d(3, OUTPUTS, 2, stride=2), inputs, weights
+
+
+class Tied(nn.Module):
+    """A head on given features, and its rows looked up: two gradients of one table, here nearly opposite."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(OUTPUTS, FEATURES), nn.Linear(FEATURES, OUTPUTS, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, features):
+        ids = torch.arange(OUTPUTS).expand(len(features), -1)
+        return torch.cat([self.head(features).flatten(1), self.table(ids).flatten(1)], dim=1)
+
+
+def cancelling_tied(kappa):
+    features, of_logits = normal(2, PAIRS, FEATURES, seed=1), normal(2, PAIRS, OUTPUTS, seed=2)
+    of_head = of_logits.double().transpose(1, 2) @ features.double()
+    of_rows = -of_head + normal(2, OUTPUTS, FEATURES, seed=9) * of_head.std() / kappa
+    return Tied(), features, torch.cat([of_logits.flatten(1), of_rows.float().flatten(1)], dim=1)
+
+
+CANCELLING = {
+    "linear": cancelling_linear,
+    "embedding": cancelling_embedding,
+    "layer norm": cancelling_norm,
+    "convolution": cancelling_convolution,
+    "tied": cancelling_tied,
+}
+
+
+def exact_gradients(model, inputs, weights):
+    """The first example's gradient in float64."""
+    exact = model.double()
+    inputs = inputs if inputs.dtype == torch.long else inputs.double()
+    loss = (exact(inputs[:1]) * weights[:1].double()).sum()
+    gradients = torch.autograd.grad(loss, list(exact.parameters()))
+    model.float()
+    return gradients
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize(("clipping", "granularity"), EVERY_CLIPPING)
+@pytest.mark.parametrize("kappa", CANCELLATION)
+@pytest.mark.parametrize("name", CANCELLING)
+def test_cancellation_inside_an_example_does_not_break_the_bound(name, kappa, clipping, granularity, norm_rule):
+    torch.manual_seed(0)
+    model, inputs, weights = CANCELLING[name](kappa)
+    norm = norm_of(exact_gradients(model, inputs, weights))
+    others = torch.tensor([1.0, 0.0]).view(2, *(1 for _ in weights.shape[1:]))  # the second example has no gradient
+    options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule, max_grad_norm=norm / 10)
+    ours = contribution(model, lambda: (model(inputs) * weights * others).flatten(1).sum(dim=1), **options)
+    assert ours <= norm / 10 * (1 + SLACK)
+    if kappa == 1.0 and granularity == "flat":  # safety must not cost an ordinary gradient its signal
+        bound = norm / 10 if clipping == "vanilla" else norm / 10 * norm / (norm + 0.01)
+        assert ours >= bound * (1 - 1e-3)
+
+
+@pytest.mark.parametrize(("name", "kappa"), [(name, kappa) for name in CANCELLING for kappa in (1e2, 1e6)])
+def test_the_cancellation_is_what_it_says(name, kappa):
+    """The ratio of the terms' norms to the norm of their sum grows with κ, so that the test above tests something."""
+    torch.manual_seed(0)
+    gentle, strong = (norm_of(exact_gradients(*CANCELLING[name](factor))[:1]) for factor in (1.0, kappa))
+    assert kappa / 30 <= gentle / strong <= kappa * 3
+
+
+def with_equal_numbers(time, outputs, features, kappa):
+    """Tokens of one direction each way: every product in a sum is rounded alike, and the errors add up."""
+    inputs = (1 + 0.1 * torch.rand(2, time // 2, 1, generator=torch.Generator().manual_seed(3))) / 3
+    weights = torch.full((2, time // 2, outputs), 0.7)
+    return inputs.expand(-1, -1, features).repeat(1, 2, 1), torch.cat([weights, -weights * (1 + 1 / kappa)], dim=1)
+
+
+def with_noise(time, outputs, features, kappa):
+    weights = normal(2, time // 2, outputs, seed=2)
+    return normal(2, time // 2, features, seed=1).repeat(1, 2, 1), in_pairs(weights, kappa)
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("kappa", [1.0, 1e3, 1e5])
+@pytest.mark.parametrize("numbers", [with_noise, with_equal_numbers])
+@pytest.mark.parametrize(
+    ("time", "outputs", "features"),
+    [(64, 64, 64), (512, 128, 96), (32, 768, 768), (4, 4096, 1024)],  # the last two as in BERT and Llama
+)
+def test_rounding_in_a_large_layer_does_not_break_the_bound(time, outputs, features, numbers, kappa, norm_rule):
+    """The norm of millions of numbers, and Gram matrices of long vectors, are sums in which rounding adds up."""
+    inputs, weights = numbers(time, outputs, features, kappa)
+    norm = (weights[0].double().T @ inputs[0].double()).norm().item()
+    layer, counted = nn.Linear(features, outputs, bias=False), torch.tensor([1.0, 0.0])
+    options = dict(max_grad_norm=norm / 10, norm_rule=norm_rule)
+    ours = contribution(layer, lambda: (layer(inputs) * weights).sum(dim=(1, 2)) * counted, **options)
+    assert ours <= norm / 10 * (1 + SLACK)
+    if kappa == 1.0:
+        assert ours >= norm / 10 * (1 - 1e-2)
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("kappa", [1.0, 1e3, 1e5])
+@pytest.mark.parametrize("numbers", [with_noise, with_equal_numbers])
+@pytest.mark.parametrize(("time", "rows", "features"), [(128, 4, 768), (512, 1, 64)])
+def test_rounding_in_a_large_table_does_not_break_the_bound(time, rows, features, numbers, kappa, norm_rule):
+    """Few rows, each looked up many times."""
+    _, weights = numbers(time, features, 1, kappa)
+    ids = (torch.arange(time // 2) % rows).repeat(2, 2)
+    norm = torch.zeros(rows, features).double().index_add_(0, ids[0], weights[0].double()).norm().item()
+    table, counted = nn.Embedding(rows, features), torch.tensor([1.0, 0.0])
+    options = dict(max_grad_norm=norm / 10, norm_rule=norm_rule)
+    ours = contribution(table, lambda: (table(ids) * weights).sum(dim=(1, 2)) * counted, **options)
+    assert ours <= norm / 10 * (1 + SLACK)
+    if kappa == 1.0:
+        assert ours >= norm / 10 * (1 - 1e-2)
+
+
+# --- gradients that are not numbers, or too large for one -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("clipping", "granularity"), EVERY_CLIPPING)
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
+def test_an_example_without_a_finite_gradient_contributes_nothing(name, clipping, granularity, bad, norm_rule):
+    model = build(name)
+    inputs, labels = batch_for(model)
+    others = torch.tensor([0, 1, 3, 4, 5])
+    options = dict(max_grad_norm=0.5, clipping=clipping, granularity=granularity, norm_rule=norm_rule)
+    with book_keeping(model, **options) as clipped:
+        clipped.backward(losses_of(model, *rows(inputs, labels, others)))
+        expected = {key: total.clone() for key, total in clipped.sums.items()}
+        clipped.reset()
+        norms = clipped.backward(losses_of(model, inputs, labels) * torch.ones(6).index_fill(0, torch.tensor(2), bad))
+        assert norms.isfinite().tolist() == [True, True, False, True, True, True]
+        assert clipped.num_non_finite == 1
+        assert_same_sums(clipped.sums, expected)
+        clipped.reset()
+        assert clipped.num_non_finite == 0
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["vit", "resnet", "vit-dora"])
+def test_an_input_that_is_not_a_number_contributes_nothing(name, bad, norm_rule):
+    model = build(name)
+    inputs, labels = batch_for(model)
+    others = torch.tensor([0, 1, 3, 4, 5])
+    with book_keeping(model, max_grad_norm=0.5, norm_rule=norm_rule) as clipped:
+        clipped.backward(losses_of(model, *rows(inputs, labels, others)))
+        expected = {key: total.clone() for key, total in clipped.sums.items()}
+        clipped.reset()
+        inputs["pixel_values"][2, 0, 3, 3] = bad
+        clipped.backward(losses_of(model, inputs, labels))
+        assert clipped.num_non_finite == 1
+        assert_same_sums(clipped.sums, expected)
+        clipped.reset()
+        clipped.backward(losses_of(model, {"pixel_values": inputs["pixel_values"] * bad}, labels))
+        assert clipped.num_non_finite == 6
+        assert all(not total.any() for total in clipped.sums.values())
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("scale", [1e-30, 1e15, 1e25, 1e36])
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit-lora"])
+def test_norms_whose_square_leaves_the_range_of_float32(name, scale, norm_rule):
+    """Such an example is clipped or dropped; neither it nor its neighbours may exceed C or turn into NaN."""
+    model = build(name, torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    ones = torch.zeros(6).index_fill(0, torch.tensor(2), scale)
+    norm = contribution(model, lambda: losses_of(model, inputs, labels) * ones, max_grad_norm=C, norm_rule=norm_rule)
+    assert 0.0 <= norm <= C * (1 + SLACK)
+
+
+def test_norms_are_taken_in_full_precision_whatever_the_user_allows(monkeypatch):
+    """TF32 and bfloat16 products would round the factors of the norm and of the sum differently."""
+    seen, gram_matrix = [], gradients.gram_matrix
+
+    def spied(factor):
+        seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+        return gram_matrix(factor)
+
+    monkeypatch.setattr(gradients, "gram_matrix", spied)
+    model = build("roberta", torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with book_keeping(model, norm_rule="ghost") as clipped, torch.autocast("cpu", torch.bfloat16):
+            clipped.backward(losses_of(model, inputs, labels).float())
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {("highest", False)}

@@ -1,0 +1,121 @@
+"""The check before the first step: it passes what is right, and stops what is wrong by name."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from doppler_hf.privacy import check_per_sample_gradients
+from doppler_hf.privacy.clipping import book
+from doppler_hf.privacy.clipping.factored import Dense, OuterProducts
+from tests.support.models import MODELS, batch_for, build, losses_of
+
+
+def check(model, *, losses=None, engine="book_keeping", **options):
+    inputs, labels = batch_for(model, torch.float32, batch=2)
+
+    def losses_of_row(row):
+        row = dict(row)
+        labels = row.pop("labels")
+        return losses_of(model, row, labels)
+
+    check_per_sample_gradients(model, losses or losses_of_row, inputs | {"labels": labels}, engine=engine, **options)
+
+
+def state_of(model):
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return weights, [module.training for module in model.modules()], [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_right_passes_and_is_left_as_it_was(name):
+    model = build(name, torch.float32)
+    weights, training, gradients = state_of(model)
+    check(model)
+    after = state_of(model)
+    assert all(torch.equal(after[0][key], weights[key]) for key in weights)
+    assert after[1:] == (training, gradients)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_and_checkpointing(reentrant):
+    model = build("roberta", torch.float32, checkpointing="reentrant" if reentrant else "non-reentrant")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    calls = []
+    model.roberta.encoder.layer[0].register_forward_pre_hook(lambda module, args: calls.append(module.training))
+    check(model)
+    assert all(calls)  # the flag that checkpointing looks at
+
+
+@pytest.mark.parametrize("dtype", ["autocast", "parameters"])
+def test_bfloat16_with_its_own_tolerance(dtype):
+    model = build("roberta", torch.float32)
+    inputs, labels = batch_for(model, torch.float32, batch=2)
+    if dtype == "parameters":
+        model.to(torch.bfloat16)
+
+    def losses(row):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            logits = model(**{name: value for name, value in row.items() if name != "labels"}).logits
+        return F.cross_entropy(logits.float(), row["labels"], reduction="none")
+
+    check_per_sample_gradients(model, losses, inputs | {"labels": labels}, engine="book_keeping", tolerance=0.1)
+
+
+def planted(monkeypatch, change, *, of=lambda parameter: parameter.ndim == 2):
+    """Let the engine note something else for some parameters."""
+    noted = book.Book.note
+
+    def note(self, parameter, gradient):
+        noted(
+            self, parameter, change(gradient) if of(parameter) and isinstance(gradient, Dense | OuterProducts) else gradient
+        )
+
+    monkeypatch.setattr(book.Book, "note", note)
+
+
+@pytest.mark.parametrize(
+    ("norm_rule", "change"),
+    [
+        ("ghost", lambda g: OuterProducts(g.left, g.right * 1.01)),
+        ("ghost", lambda g: OuterProducts(g.left.flip(1), g.right)),
+        ("direct", lambda g: Dense(g.values * 0.99)),
+    ],
+    ids=["too large", "tokens mixed up", "too small"],
+)
+def test_a_wrong_rule_is_found_by_name(monkeypatch, norm_rule, change):
+    planted(monkeypatch, change)
+    with pytest.raises(ValueError, match=r"per-sample gradients of '.*weight' are wrong: .* off by"):
+        check(build("roberta", torch.float32), norm_rule=norm_rule)
+
+
+def test_a_rule_that_gives_gradients_to_the_wrong_example_is_found(monkeypatch):
+    planted(monkeypatch, lambda g: OuterProducts(g.left.flip(0), g.right.flip(0)))
+    with pytest.raises(ValueError, match=r"wrong|in the places of others"):
+        check(build("roberta", torch.float32), norm_rule="ghost")
+
+
+def test_adapters_that_begin_at_zero_are_checked_all_the_same(monkeypatch):
+    model = build("roberta-lora", torch.float32)
+    matrices = {parameter for name, parameter in model.named_parameters() if "lora_A" in name}
+    planted(monkeypatch, lambda g: Dense(g.values * 1.5), of=matrices.__contains__)
+    with torch.no_grad():  # as PEFT has it: no gradient gets to A
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    with pytest.raises(ValueError, match=r"lora_A.* are wrong"):
+        check(model, norm_rule="direct")
+
+
+def test_a_loss_that_looks_at_the_batch_is_found():
+    model = build("roberta", torch.float32)
+
+    def losses(row):
+        logits = model(input_ids=row["input_ids"], attention_mask=row["attention_mask"]).logits
+        return F.cross_entropy(logits - logits.mean(dim=0), row["labels"], reduction="none")
+
+    with pytest.raises(ValueError, match="depends on other examples"):
+        check(model, losses=losses)

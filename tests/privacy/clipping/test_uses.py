@@ -1,0 +1,307 @@
+"""Each way of using a layer or a parameter in the book-keeping engine: several times, tied, in place, outside its module.
+
+A use is either right, by the loop over single examples, or refused with the name of what is to blame.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from doppler_hf.privacy.clipping import factored as gradients
+from tests.privacy.clipping.test_layers import BATCH, Net, check, draw, on, ready, tokens
+from tests.support.per_example import (
+    NORM_RULES,
+    assert_equals_loop,
+    assert_equals_loop_or_is_refused,
+    assert_matches,
+    assert_refused,
+    book_keeping,
+    gradients_of_each,
+)
+
+
+def tied(first, second):
+    second.weight = first.weight
+    return dict(first=first, second=second)
+
+
+def norms_on_both_sides(net, x):
+    return net.norm(net.linear(net.norm(x)))
+
+
+# Uses of one parameter that a per-sample gradient must add up before its norm is taken.
+SEVERAL_USES = {
+    "linear twice in a row": (Net(lambda n, x: n.one(n.one(x).tanh()), one=nn.Linear(3, 3)), [draw(BATCH, 6, 3)]),
+    "linear on two lengths": (
+        Net(lambda n, x, y: torch.cat([n.one(x), n.one(y)], dim=1).tanh(), one=nn.Linear(3, 4)),
+        [draw(BATCH, 6, 3), draw(BATCH, 2, 3, seed=2)],
+    ),
+    "linear on a vector and on tokens": (
+        Net(lambda n, x, y: n.one(x) + n.one(y)[:, None].tanh(), one=nn.Linear(3, 4)),
+        [draw(BATCH, 6, 3), draw(BATCH, 3, seed=2)],
+    ),
+    "linear whose first result is not used": (
+        Net(lambda n, x: (n.one(x).relu(), n.one(x).tanh())[1], one=nn.Linear(3, 4)),
+        [draw(BATCH, 6, 3)],
+    ),
+    "norm twice": (Net(norms_on_both_sides, norm=nn.LayerNorm(3), linear=nn.Linear(3, 3)), [draw(BATCH, 6, 3)]),
+    "convolution twice": (
+        Net(lambda n, x: n.one(n.one(x).tanh()), one=nn.Conv2d(4, 4, 3, padding=1)),
+        [draw(BATCH, 4, 5, 5)],
+    ),
+    "rows looked up twice": (
+        Net(lambda n, i, j: n.head(n.table(i).sum(dim=1) * n.table(j)), table=nn.Embedding(7, 3), head=nn.Linear(3, 4)),
+        [tokens(BATCH, 6), tokens(BATCH)],
+    ),
+    "rows looked up twice, with padding": (
+        Net(
+            lambda n, i, j: n.head(torch.cat([n.table(i), n.table(j)], dim=1).tanh()),
+            table=nn.Embedding(7, 3, padding_idx=1),
+            head=nn.Linear(3, 4),
+        ),
+        [tokens(BATCH, 6), tokens(BATCH, 2)],
+    ),
+    "two linears tied": (
+        Net(lambda n, x: n.second(n.first(x).tanh()), **tied(nn.Linear(3, 3), nn.Linear(3, 3))),
+        [draw(BATCH, 6, 3)],
+    ),
+    "two tables tied": (
+        Net(lambda n, i: n.first(i) * n.second(i.flip(1)), **tied(nn.Embedding(7, 3), nn.Embedding(7, 3))),
+        [tokens(BATCH, 6)],
+    ),
+    "two tables tied, one with padding": (
+        Net(lambda n, i: n.first(i) * n.second(i.flip(1)), **tied(nn.Embedding(7, 3, padding_idx=1), nn.Embedding(7, 3))),
+        [tokens(BATCH, 6)],
+    ),
+    "table and head tied": (
+        Net(lambda n, i: n.second(n.first(i).tanh()), **tied(nn.Embedding(7, 3), nn.Linear(3, 7))),
+        [tokens(BATCH, 6)],
+    ),
+    "head of another length, and the table with padding": (
+        Net(lambda n, i: n.second(n.first(i).mean(dim=1)), **tied(nn.Embedding(7, 3, padding_idx=1), nn.Linear(3, 7))),
+        [tokens(BATCH, 6)],
+    ),
+    "table, head and head again": (
+        Net(
+            lambda n, i: n.second(n.third(n.second(n.first(i))).tanh()),
+            **tied(nn.Embedding(7, 3), nn.Linear(3, 7)),
+            third=nn.Linear(7, 3),
+        ),
+        [tokens(BATCH, 6)],
+    ),
+    "two norms tied": (
+        Net(lambda n, x: n.second(n.mid(n.first(x))), **tied(nn.LayerNorm(3), nn.LayerNorm(3)), mid=nn.Linear(3, 3)),
+        [draw(BATCH, 6, 3)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("name", SEVERAL_USES)
+def test_several_uses_of_one_parameter(name, norm_rule):
+    net, inputs = SEVERAL_USES[name]
+    check(net, *inputs, norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_several_uses_in_checkpointed_blocks(reentrant, norm_rule):
+    """One block checkpointed twice, and in it one layer twice."""
+
+    def block(net, x):
+        return net.norm(net.one(net.one(x).tanh()))
+
+    def plain(net, x):
+        return block(net, block(net, net.first(x)))
+
+    def checkpointed(net, x):
+        hidden = net.first(x)
+        for _ in range(2):
+            hidden = checkpoint(block, net, hidden, use_reentrant=reentrant)
+        return hidden
+
+    inputs = draw(BATCH, 6, 3)
+    net = ready(Net(plain, first=nn.Linear(3, 4), one=nn.Linear(4, 4), norm=nn.LayerNorm(4)))
+    gradients = gradients_of_each(net, on(net, inputs), BATCH)
+    net.run = checkpointed
+    assert_matches(net, on(net, inputs), gradients, norm_rule=norm_rule)
+
+
+# Nothing that the engine keeps may be changed by what the model does to its tensors, nor the other way round.
+IN_PLACE = {
+    "output": lambda n, x: n.last(n.first(x).relu_()),
+    "output, twice": lambda n, x: n.last(n.first(x).mul_(2.0).add_(1.0)),
+    "residual": lambda n, x: n.last(n.first(x).add_(n.other(x))),
+    "masked": lambda n, x: n.last(n.first(x).masked_fill_(x[..., :1] > 0, 0.0)),
+    "two readers": lambda n, x: n.last((hidden := n.first(x)) + n.middle(hidden)),
+    "a slice": lambda n, x: n.last(torch.cat([n.first(x)[..., :2], n.other(x)[..., 2:]], dim=-1)),
+    "detached": lambda n, x: n.last(n.first(x)) + n.last(n.middle(n.first(x).detach())) * n.last(n.other(x)).detach(),
+    "transposed": lambda n, x: n.last(n.middle(n.first(x).transpose(1, 2).contiguous().transpose(1, 2))),
+    "strided": lambda n, x: n.last(n.first(x)[:, ::2]),
+    "expanded": lambda n, x: n.last(n.first(x)[:, :1].expand(-1, 3, -1)),
+}
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_changes_in_place_and_views(name, norm_rule):
+    parts = dict(first=nn.Linear(3, 4), other=nn.Linear(3, 4), middle=nn.Linear(4, 4), last=nn.Linear(4, 2))
+    check(Net(IN_PLACE[name], **parts), draw(BATCH, 6, 3), norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.LayerNorm(3), nn.Embedding(7, 3)], ids=repr)
+def test_an_input_that_is_overwritten_after_the_layer_saw_it_is_an_error(layer, norm_rule):
+    """As in torch: the gradient would be of a layer that saw something else."""
+
+    def overwrite(net, x):
+        output = net.layer(x)
+        x.copy_(x.flip(1))
+        return output
+
+    net = ready(Net(overwrite, layer=layer))
+    inputs = tokens(BATCH, 6) if isinstance(layer, nn.Embedding) else draw(BATCH, 6, 3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        on(net, inputs.clone())(slice(0, BATCH)).sum().backward()
+    with book_keeping(net, norm_rule=norm_rule) as clipped, pytest.raises(RuntimeError, match="inplace"):
+        clipped.backward(on(net, inputs.clone())(slice(0, BATCH)))
+
+
+def test_an_input_in_a_buffer_that_is_used_again():
+    """Legal in torch only where the layer is frozen, so that nothing of its input is needed."""
+    net = ready(Net(lambda n, x: n.last(n.frozen(x.mul_(2.0))), frozen=nn.Linear(3, 4), last=nn.Linear(4, 2)))
+    net.frozen.requires_grad_(False)
+    inputs = draw(BATCH, 6, 3)
+    gradients = gradients_of_each(net, on(net, inputs.clone()), BATCH)
+    assert_matches(net, on(net, inputs.clone()), gradients)
+
+
+# --- outside of a module, or without one row for each example ------------------------------------------------------------
+
+
+X, IDS = draw(BATCH, 6, 3), tokens(BATCH, 6)
+# The net's forward, its only layer or parameter, which is to be named, and the net's input.
+DOUBTFUL = {
+    "by keyword": (lambda n, x: n.subject(input=x), nn.Linear(3, 4), X),
+    "rows flattened": (lambda n, x: n.subject(x.flatten(0, 1)).unflatten(0, (-1, 6)), nn.Linear(3, 4), X),
+    "tokens first": (lambda n, x: n.subject(x.transpose(0, 1)).transpose(0, 1), nn.Linear(3, 4), X),
+    "pairs": (lambda n, x: sum(n.subject(torch.cat([x, x.flip(1)])).chunk(2)), nn.Linear(3, 4), X),
+    "rows for the batch": (lambda n, x: x + n.subject(torch.arange(6)), nn.Embedding(7, 3), X),
+    "row for the batch": (lambda n, x: x + n.subject(torch.arange(6)[None]), nn.Embedding(7, 3), X),
+    "row, taken out": (lambda n, x: x + n.subject(torch.arange(6)[None])[0], nn.Embedding(7, 3), X),
+    "row, squeezed": (lambda n, x: x + n.subject(torch.arange(6)[None]).squeeze(0), nn.Embedding(7, 3), X),
+    "row, averaged": (lambda n, x: x + n.subject(torch.arange(6)[None]).mean(dim=0), nn.Embedding(7, 3), X),
+    "row, repeated": (lambda n, x: x + n.subject(torch.arange(6)[None]).repeat(len(x), 1, 1), nn.Embedding(7, 3), X),
+    "row, swapped": (lambda n, x: x + n.subject(torch.arange(6)[None]).permute(1, 0, 2)[:, 0], nn.Embedding(7, 3), X),
+    "grid for the batch": (lambda n, x: x @ n.subject(torch.arange(9).view(3, 3) % 7).sum(-1), nn.Embedding(7, 3), X),
+    "constant tokens": (lambda n, x: x * n.subject(torch.ones(1, 6, 3).double()), nn.Linear(3, 3), X),
+    "constant vector": (lambda n, x: x * n.subject(torch.ones(3).double()), nn.Linear(3, 3), X),
+    "functional": (lambda n, x: F.linear(x, n.subject.weight), nn.Linear(3, 4), X),
+    "functional and not": (lambda n, x: F.linear(n.subject(x), n.subject.weight), nn.Linear(3, 3), X),
+    "functional tying": (lambda n, i: F.linear(n.subject(i), n.subject.weight), nn.Embedding(7, 3), IDS),
+    "functional bias": (lambda n, x: n.subject(x) + n.subject.bias, nn.Linear(3, 4), X),
+    "penalty": (lambda n, x: n.subject(x) + n.subject.weight.square().sum(), nn.Linear(3, 4), X),
+    "in a list": (lambda n, x: x * n.subject[0], nn.ParameterList([nn.Parameter(torch.ones(3))]), X),
+}
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    # 3 is also the number of features, 6 that of tokens. With as many tokens as examples, and the tokens first, there is
+    # nothing to tell them apart by.
+    [(name, size) for name in DOUBTFUL for size in (5, 3, 6) if (name, size) != ("tokens first", 6)],
+)
+def test_a_doubtful_use_is_right_or_refused(name, norm_rule, size):
+    run, subject, inputs = DOUBTFUL[name]
+    inputs = inputs.repeat(2, *(1 for _ in inputs.shape[1:]))[:size]
+    net = ready(Net(run, subject=subject))
+    assert_equals_loop_or_is_refused(net, on(net, inputs), size, naming="subject", norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize(("name", "naming"), [("functional tying", "subject.weight"), ("functional bias", "subject.bias")])
+def test_a_use_outside_of_the_module_is_refused_by_the_name_of_the_parameter(name, naming):
+    run, subject, inputs = DOUBTFUL[name]
+    net = ready(Net(run, subject=subject))
+    assert_refused(net, on(net, inputs), BATCH, message=f"'{naming}'")
+
+
+CLOSED = {
+    "linear": (lambda n, x: n.closed(x), nn.Linear(4, 4)),
+    "norm": (lambda n, x: n.closed(x), nn.LayerNorm(4)),
+    "group norm": (lambda n, x: n.closed(x), nn.GroupNorm(6, 6)),
+    "convolution": (lambda n, x: n.closed(x.unsqueeze(3)).squeeze(3), nn.Conv2d(6, 6, 1, groups=6)),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_examples_that_are_mixed_in_front_of_weights_of_zero_are_refused(name):
+    """As many tokens as examples, the tokens first: the gradient of the first layer is zero now, and wrong after a step."""
+    run, closed = CLOSED[name]
+
+    def tokens_first(net, x):
+        return net.last(run(net, net.first(x.transpose(0, 1))).transpose(0, 1).flatten(1))
+
+    net = ready(Net(tokens_first, first=nn.Linear(3, 4), closed=closed, last=nn.Linear(24, 2).requires_grad_(False)))
+    net.closed.requires_grad_(False)
+    nn.init.zeros_(net.closed.weight)
+    net.closed.weight.requires_grad_()
+    assert_refused(net, on(net, draw(6, 6, 3)), 6, message="in the places of others at the parameter 'first.weight'")
+
+
+def test_batch_norm_is_refused_even_frozen():
+    net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+    for frozen in (False, True):
+        net[1].requires_grad_(not frozen)
+        assert_refused(net, on(net.double(), draw(BATCH, 4, 4, 4)), BATCH, message=r"'1' \(BatchNorm2d\)")
+
+
+IMPORTING_INDUCTOR = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
+@IMPORTING_INDUCTOR
+def test_a_compiled_model_is_refused():
+    compiled = torch.compile(nn.Linear(3, 1))  # nothing is compiled before its first call
+    with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(compiled):
+        pass
+
+
+@IMPORTING_INDUCTOR
+def test_a_model_with_a_compiled_layer_is_refused():
+    net = nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Linear(3, 1)))
+    with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(net):
+        pass
+
+
+def test_a_forward_that_somebody_replaced_on_the_module_is_kept():
+    """accelerate and others hang their own function on a module, under the name `forward`."""
+    net = ready(Net(lambda n, x: n.last(n.first(x)), first=nn.Linear(3, 4), last=nn.Linear(4, 2)))
+    original = net.first.forward
+    net.first.forward = lambda x: original(x).tanh()
+    replaced = net.first.forward
+    assert_equals_loop_or_is_refused(net, on(net, draw(BATCH, 6, 3)), BATCH, naming="first")
+    assert net.first.forward is replaced
+
+
+def test_hooks_of_others_are_kept():
+    net = ready(Net(lambda n, x: n.last(n.first(x)), first=nn.Linear(3, 4), last=nn.Linear(4, 2)))
+    net.first.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+    net.first.register_forward_hook(lambda module, args, output: output.tanh() * args[0].sum(dim=-1, keepdim=True))
+    assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
+
+
+def test_an_unused_layer_contributes_nothing():
+    net = ready(Net(lambda n, x: n.used(x), used=nn.Linear(3, 4), unused=nn.Linear(3, 4)))
+    assert_equals_loop(net, on(net, draw(BATCH, 3)), BATCH, granularity="per_layer")
+
+
+def test_query_key_and_value_share_the_gram_matrix_of_their_input(monkeypatch):
+    computed, gram_matrix = [], gradients.gram_matrix
+    monkeypatch.setattr(gradients, "gram_matrix", lambda factor: computed.append(factor.data_ptr()) or gram_matrix(factor))
+    parts = dict(query=nn.Linear(4, 4, bias=False), key=nn.Linear(4, 4, bias=False), value=nn.Linear(4, 4, bias=False))
+    net = ready(Net(lambda n, x: n.query(x).tanh() * n.key(x).tanh() + n.value(x).sin(), **parts))
+    with book_keeping(net, norm_rule="ghost") as clipped:
+        clipped.backward(on(net, draw(1, 6, 4))(slice(0, 1)))  # one example, for which nothing is checked first
+    assert len(computed) == len(set(computed)) == 4

@@ -1,0 +1,191 @@
+"""Other architectures in the book-keeping engine: their per-sample gradients are right, or they are refused by name.
+
+They do what the models of `tests/models.py` do not: relative positions looked up once for the batch, tokens before examples,
+experts, windows, layer scales, weights used outside of their module. No model may come out silently wrong, and least of all
+when the batch is as large as another dimension.
+"""
+
+import peft
+import pytest
+import torch
+import transformers as host
+
+from tests.support.models import (
+    DECODER_LENGTH,
+    LENGTH,
+    VOCABULARY,
+    batch_for,
+    encoder_options,
+    gpt2_lm,
+    losses_of,
+    qwen2_lm,
+    resnet,
+    roberta,
+    rows,
+)
+from tests.support.per_example import assert_equals_loop, assert_matches, gradients_of_each
+
+TEXT = encoder_options("sdpa") | dict(pad_token_id=0)
+EAGER = dict(attn_implementation="eager")  # all that the older models have
+IMAGE = dict(
+    image_size=8, patch_size=4, num_channels=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+    intermediate_size=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3, drop_path_rate=0.0,
+)  # fmt: skip
+DECODER = dict(
+    vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+    max_position_embeddings=20, attention_dropout=0.0, hidden_dropout=0.0, pad_token_id=0, use_cache=False,
+)  # fmt: skip
+T5 = dict(
+    vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, relative_attention_num_buckets=8,
+    relative_attention_max_distance=16, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, use_cache=False,
+)  # fmt: skip
+BART = dict(
+    vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=20, dropout=0.0,
+    attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    decoder_start_token_id=0, use_cache=False,
+)  # fmt: skip
+SWIN = dict(
+    image_size=8, num_channels=3, embed_dim=8, depths=[2], num_heads=[2], window_size=4, drop_path_rate=0.0,
+    hidden_dropout_prob=0.0, num_labels=3,
+)  # fmt: skip
+CONVNEXT = dict(
+    num_channels=3, patch_size=2, hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, drop_path_rate=0.0, num_labels=3,
+)  # fmt: skip
+OPT = dict(ffn_dim=24, dropout=0.0, word_embed_proj_dim=8)
+DEBERTA = dict(relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, norm_rel_ebd="layer_norm",
+               pooler_dropout=0.0, pooler_hidden_size=16, type_vocab_size=0)  # fmt: skip
+FUNNEL = dict(vocab_size=VOCABULARY, block_sizes=[1, 1], d_model=16, n_head=2, d_head=8, d_inner=24, hidden_dropout=0.0,
+              attention_dropout=0.0, activation_dropout=0.0, num_labels=3)  # fmt: skip
+XLNET = dict(vocab_size=VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=24, dropout=0.0, summary_last_dropout=0.0,
+             num_labels=3)  # fmt: skip
+
+# What people would expect to work: these must be right.
+RIGHT = {
+    "mt5": (host.MT5ForConditionalGeneration, host.MT5Config, T5),
+    "electra": (host.ElectraForSequenceClassification, host.ElectraConfig, TEXT | dict(embedding_size=8)),
+    "modernbert": (host.ModernBertForSequenceClassification, host.ModernBertConfig, TEXT),
+    "gemma3": (host.Gemma3ForCausalLM, host.Gemma3TextConfig, DECODER | dict(head_dim=8, num_key_value_heads=1)),
+    "qwen3": (host.Qwen3ForCausalLM, host.Qwen3Config, DECODER | dict(head_dim=8, num_key_value_heads=1)),
+    "phi": (host.PhiForCausalLM, host.PhiConfig, DECODER),
+    "gpt-neox": (host.GPTNeoXForCausalLM, host.GPTNeoXConfig, DECODER),
+    "bloom": (host.BloomForCausalLM, host.BloomConfig, DECODER | dict(n_layer=1, n_head=2)),
+    "deit": (host.DeiTForImageClassification, host.DeiTConfig, IMAGE),
+    "dinov2": (host.Dinov2ForImageClassification, host.Dinov2Config, IMAGE | dict(layerscale_value=0.5)),
+    "convnext": (host.ConvNextForImageClassification, host.ConvNextConfig, CONVNEXT | dict(layer_scale_init_value=0.5)),
+    "convnextv2": (host.ConvNextV2ForImageClassification, host.ConvNextV2Config, CONVNEXT),
+}
+RIGHT_OR_REFUSED = {
+    "mpnet": (host.MPNetForSequenceClassification, host.MPNetConfig, TEXT | EAGER | dict(pad_token_id=1)),
+    "deberta-v2": (host.DebertaV2ForSequenceClassification, host.DebertaV2Config, TEXT | EAGER | DEBERTA),
+    "xlnet": (host.XLNetForSequenceClassification, host.XLNetConfig, XLNET),
+    "funnel": (host.FunnelForSequenceClassification, host.FunnelConfig, FUNNEL),
+    "bart": (host.BartForConditionalGeneration, host.BartConfig, BART),
+    "opt": (host.OPTForCausalLM, host.OPTConfig, DECODER | OPT),
+    "beit": (host.BeitForImageClassification, host.BeitConfig, IMAGE | dict(use_relative_position_bias=True)),
+    "swin": (host.SwinForImageClassification, host.SwinConfig, SWIN | dict(patch_size=1)),
+    "swin of one window": (host.SwinForImageClassification, host.SwinConfig, SWIN | dict(patch_size=2)),
+}
+NO_BARE_PARAMETERS = {  # What these are refused for is frozen here, which must not let anything else through.
+    "xlnet": ("layer.0.rel_attn", "mask_emb"),
+    "funnel": ("r_w_bias", "r_r_bias", "r_kernel", "r_s_bias", "seg_embed"),
+    "bart": ("embed_positions",),
+    "swin of one window": ("relative_position_bias_table",),
+}
+QUERIES = dict(target_modules=["query", "value"])
+TOKENS = dict(target_modules=["query", "word_embeddings"])
+PROMPT = dict(task_type="CAUSAL_LM", num_virtual_tokens=4)
+ADAPTERS_RIGHT = {
+    "lora with bias": (roberta, peft.LoraConfig(r=4, lora_bias=True, bias="all", **QUERIES)),
+    "rank-stabilized dora": (roberta, peft.LoraConfig(r=4, use_rslora=True, use_dora=True, **QUERIES)),
+    "lora of convolutions": (resnet, peft.LoraConfig(r=4, target_modules=["convolution"])),
+    "dora of convolutions": (resnet, peft.LoraConfig(r=4, target_modules=["convolution"], use_dora=True)),
+    "dora with dropout": (roberta, peft.LoraConfig(r=4, use_dora=True, lora_dropout=1e-13, **QUERIES)),
+    "dora of Conv1D": (gpt2_lm, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)),
+    "lora of Conv1D": (gpt2_lm, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)),
+    "norms": (roberta, peft.LNTuningConfig(target_modules=["LayerNorm"])),
+    "prefix": (gpt2_lm, peft.PrefixTuningConfig(**PROMPT)),
+}
+ADAPTERS_RIGHT_OR_REFUSED = {
+    "lora of embeddings": (roberta, peft.LoraConfig(r=4, **TOKENS)),
+    "dora of embeddings": (roberta, peft.LoraConfig(r=4, use_dora=True, **TOKENS)),
+    "new tokens": (qwen2_lm, peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4])),
+    "prompt": (gpt2_lm, peft.PromptTuningConfig(**PROMPT)),
+    "ia3": (roberta, peft.IA3Config(feedforward_modules=["value"], **QUERIES)),
+    "vera": (roberta, peft.VeraConfig(r=4, **QUERIES)),
+    "oft": (roberta, peft.OFTConfig(r=4, oft_block_size=0, **QUERIES)),
+    "loha": (roberta, peft.LoHaConfig(r=4, **QUERIES)),
+}
+BATCHES = [6, LENGTH, DECODER_LENGTH]
+
+
+def of(kind, config, options):
+    torch.manual_seed(0)
+    return away_from_its_initial_values(kind(config(**options)))
+
+
+def adapted(base, config):
+    torch.manual_seed(0)
+    return away_from_its_initial_values(peft.get_peft_model(base(), config))
+
+
+def away_from_its_initial_values(model):
+    model = model.double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def on_batch(model, batch):
+    inputs, labels = batch_for(model, batch=batch)
+    return lambda index: losses_of(model, *rows(inputs, labels, index))
+
+
+def assert_right_or_refused_by_name(model, batch):
+    losses = on_batch(model, batch)
+    gradients = gradients_of_each(model, losses, batch)
+    names = [name for name, _ in [*model.named_parameters(), *model.named_modules()] if name]
+    refusal = None
+    try:
+        assert_matches(model, losses, gradients)
+    except ValueError as error:
+        refusal = str(error)
+    assert refusal is None or any(f"'{name}'" in refusal for name in names), refusal
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_architecture_is_right(name, batch):
+    model = of(*RIGHT[name])
+    assert_equals_loop(model, on_batch(model, batch), batch)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", RIGHT_OR_REFUSED)
+def test_an_architecture_is_right_or_refused(name, batch):
+    assert_right_or_refused_by_name(of(*RIGHT_OR_REFUSED[name]), batch)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", NO_BARE_PARAMETERS)
+def test_what_is_left_of_a_refused_one_is_right_or_refused(name, batch):
+    model = of(*RIGHT_OR_REFUSED[name])
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in parameter_name for part in NO_BARE_PARAMETERS[name]))
+    assert_right_or_refused_by_name(model, batch)
+
+
+# PEFT says this of every layer that is not a matrix.
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ADAPTERS_RIGHT)
+def test_an_adapter_is_right(name, batch):
+    model = adapted(*ADAPTERS_RIGHT[name])
+    assert_equals_loop(model, on_batch(model, batch), batch)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ADAPTERS_RIGHT_OR_REFUSED)
+def test_an_adapter_is_right_or_refused(name, batch):
+    assert_right_or_refused_by_name(adapted(*ADAPTERS_RIGHT_OR_REFUSED[name]), batch)

@@ -1,0 +1,63 @@
+"""Entries are hashed as stated, and no entry can be edited, taken out, put in or moved."""
+
+import hashlib
+
+import pytest
+
+from doppler_hf.privacy.ledger import chain
+
+
+def three():
+    entries = []
+    for event in ("first", "σ = 1", "third"):
+        entries.append(chain.next_entry(entries, event, {"value": [1, 2.5, None, True], "a": {"c": 1, "b": 2}}))
+    return entries
+
+
+def test_the_hash_is_sha256_of_the_canonical_json():
+    first, second, _ = three()
+    text = '{"a":{"b":2,"c":1},"event":"σ = 1","index":1,"previous_hash":"PREVIOUS","time":"TIME","value":[1,2.5,null,true]}'
+    text = text.replace("PREVIOUS", first["hash"]).replace("TIME", second["time"])
+    assert second["hash"] == hashlib.sha256(text.encode()).hexdigest()
+    assert first["previous_hash"] == "0" * 64
+    assert chain.digest({"σ": "\ud800"}) == hashlib.sha256(b'{"\xcf\x83":"\xed\xa0\x80"}').hexdigest()
+
+
+def test_a_chain_as_it_was_written_is_accepted():
+    chain.check([])
+    chain.check(three())
+
+
+def edited(entries):
+    entries[1]["value"][0] = 1.0  # equal in Python, another number in the file
+
+
+@pytest.mark.parametrize(
+    ("edit", "entry", "what"),
+    [
+        (edited, 1, "hash"),
+        (lambda entries: entries[2].update(event="Third"), 2, "hash"),
+        (lambda entries: entries[1].update(time="2000-01-01T00:00:00+00:00"), 1, "hash"),
+        (lambda entries: entries[0].update(hash="0" * 64), 0, "hash"),
+        (lambda entries: entries[1].update(new=1), 1, "hash"),
+        (lambda entries: entries[1].pop("value"), 1, "hash"),
+        (lambda entries: entries.pop(0), 0, "index"),
+        (lambda entries: entries.pop(1), 1, "index"),
+        (lambda entries: entries.insert(1, entries[1]), 2, "index"),
+        (lambda entries: entries.reverse(), 0, "index"),
+        (lambda entries: entries[1].update(previous_hash="0" * 64, hash=None), 1, "previous_hash"),
+    ],
+)
+def test_an_edit_is_found_and_named(edit, entry, what):
+    entries = three()
+    edit(entries)
+    with pytest.raises(ValueError, match=f"Entry {entry} .*: its {what} is"):
+        chain.check(entries)
+
+
+def test_an_entry_that_was_hashed_anew_breaks_the_next():
+    entries = three()
+    entries[1]["event"] = "σ = 2"
+    entries[1]["hash"] = chain.digest(entries[1])
+    with pytest.raises(ValueError, match=r"Entry 2 .*: its previous_hash is"):
+        chain.check(entries)

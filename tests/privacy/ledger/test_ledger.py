@@ -1,0 +1,480 @@
+"""The ledger adds up what was spent through crashes and restarts, and can be read back only as it was written."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement, get_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases
+from doppler_hf.privacy.ledger import chain
+from doppler_hf.privacy.ledger.file import schema_validator
+from doppler_hf.privacy.ledger.ledger import latest, set_aside
+from tests.support.ledgers import after, all_events, document_in, statement, write
+
+NOT_PRIVATE = dict(private=False)  # spares the accountants where only steps count
+
+
+# --- what was spent -------------------------------------------------------------------------------------------------------
+
+
+def test_epsilon_is_the_accountants():
+    ledger = after(PrivacyLedger.open(statement()), 40)
+    mechanism = dict(noise_multiplier=1.0, sample_rate=0.05, delta=1e-5)
+    assert ledger.steps_run == 40
+    assert ledger.history == [Releases(1.0, 0.05, 40)]
+    assert ledger.epsilon() == get_epsilon(**mechanism, steps=40)
+    assert ledger.epsilon(further_steps=20) == get_epsilon(**mechanism, steps=60)
+    assert ledger.epsilons(further_steps=20) == {
+        name: get_epsilon(**mechanism, steps=60, accountant=name) for name in ("prv", "rdp", "pld")
+    }
+
+
+def test_the_chosen_accountant_comes_first():
+    ledger = after(PrivacyLedger.open(statement(accountant="rdp")), 5)
+    assert list(ledger.epsilons()) == ["rdp", "prv", "pld"]
+    assert ledger.epsilon() == ledger.epsilons()["rdp"]
+
+
+def test_a_private_loss_is_a_release_of_the_same_step():
+    terms = dict(train_loss="private", per_sample_max_loss=4.0, loss_noise_multiplier=3.0)
+    ledger = after(PrivacyLedger.open(statement(**terms)), 10)
+    ((sigma, _, steps),) = ledger.history
+    assert sigma == pytest.approx((1 / 1.0**2 + 1 / 3.0**2) ** -0.5, rel=1e-12)
+    assert steps == 10
+    assert ledger.epsilon() > after(PrivacyLedger.open(statement()), 10).epsilon()
+
+
+def test_what_is_not_private_has_no_epsilon(tmp_path):
+    ledger = after(PrivacyLedger.open(statement(private=False)), 3)
+    ledger.checkpoint(3)
+    ledger.close()
+    ledger.save(tmp_path)
+    assert ledger.epsilon() == math.inf
+    assert set(ledger.epsilons().values()) == {math.inf}
+    assert [entry["epsilon"] for entry in ledger.entries[-2:]] == [None, dict.fromkeys(("prv", "rdp", "pld"))]
+    assert [set(claim.epsilons.values()) for claim in PrivacyLedger.load(tmp_path).claims] == [{math.inf}] * 2
+
+
+def test_what_was_not_private_once_stays_so():
+    ledger = after(PrivacyLedger.open(statement(private=False)), 3).resume(statement(), from_step=3)
+    after(ledger, 1).close()
+    assert ledger.statement.private
+    assert not ledger.private
+    assert ledger.epsilon() == math.inf
+    assert [claim.private for claim in ledger.claims] == [False]
+
+
+def test_affordable_steps_end_before_the_budget():
+    ledger = after(PrivacyLedger.open(statement(target_epsilon=2.0)), 10)
+    affordable = ledger.affordable_steps(500)
+    assert ledger.epsilon(further_steps=affordable) <= 2.0 < ledger.epsilon(further_steps=affordable + 1)
+    assert PrivacyLedger.open(statement()).affordable_steps(500) == 500
+    assert PrivacyLedger.open(statement(target_epsilon=2.0, private=False)).affordable_steps(500) == 500
+    assert after(PrivacyLedger.open(statement(target_epsilon=0.5)), 100).affordable_steps(10) == 0
+
+
+def test_only_a_raw_training_loss_is_not_covered():
+    private = dict(train_loss="private", per_sample_max_loss=4.0, loss_noise_multiplier=3.0)
+    raw, none, private = (statement(**terms) for terms in (dict(train_loss="raw"), {}, private))
+    assert len(raw.not_covered) == len(none.not_covered) + 1
+    assert "training loss" in raw.not_covered[0]
+    assert none.not_covered == private.not_covered
+    # A loss that one run logged is not covered later either.
+    assert PrivacyLedger.open(raw).resume(none, from_step=0).not_covered == list(raw.not_covered)
+
+
+# --- steps are counted before they are computed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("planned", "portion"), [(60, 1), (199, 1), (200, 2), (1000, 10), (12345, 123)])
+def test_steps_are_reserved_in_portions_of_a_hundredth(planned, portion):
+    ledger = PrivacyLedger.open(statement(steps_planned=planned, **NOT_PRIVATE))
+    reserved = 0
+    for step in range(min(planned, 4 * portion + 1)):
+        assert ledger.reserve(at_most=planned - step) == (step % portion == 0)
+        reserved += portion * (step % portion == 0)
+        assert ledger.runs[-1].steps_reserved == min(reserved, planned) > ledger.steps_run
+        ledger.record_step()
+    after(ledger, planned - ledger.steps_run)
+    assert len(ledger.entries) == 1 + math.ceil(planned / portion)
+    assert ledger.entries[-1]["steps_reserved"] == planned
+
+
+def test_no_more_is_reserved_than_may_be_run():
+    ledger = after(PrivacyLedger.open(statement(steps_planned=1000, **NOT_PRIVATE)), 10)
+    assert ledger.reserve(at_most=3)
+    assert ledger.entries[-1]["steps_reserved"] == 13
+
+
+def test_a_step_that_was_not_reserved_cannot_be_recorded():
+    with pytest.raises(AssertionError, match="before it was reserved"):
+        PrivacyLedger.open(statement()).record_step()
+
+
+def test_a_clean_end_gives_back_what_was_not_run(tmp_path):
+    ledger = PrivacyLedger.open(statement(steps_planned=1000))
+    ledger.reserve(at_most=1000)
+    ledger.record_step()
+    ledger.save(tmp_path)
+    assert PrivacyLedger.load(tmp_path).steps_run == 10  # as far as the file knows
+    ledger.close()
+    ledger.save(tmp_path)
+    loaded = PrivacyLedger.load(tmp_path)
+    assert loaded.steps_run == ledger.steps_run == 1
+    assert loaded.claims[-1].history == loaded.history == [Releases(1.0, 0.05, 1)]
+    assert loaded.claims[-1].epsilons == ledger.epsilons()
+
+
+def test_a_checkpoint_states_what_its_weights_cost(tmp_path):
+    ledger = PrivacyLedger.open(statement(steps_planned=1000))
+    ledger.reserve(at_most=1000)
+    for _ in range(4):
+        ledger.record_step()
+    ledger.checkpoint(4)
+    ledger.save(tmp_path)
+    (claim,) = PrivacyLedger.load(tmp_path).claims
+    assert claim.history == [Releases(1.0, 0.05, 4)]
+    assert claim.epsilons == {"prv": get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=4, delta=1e-5)}
+    assert PrivacyLedger.load(tmp_path).steps_run == 10
+
+
+class Killed(Exception):
+    pass
+
+
+# What happens in one launch of a simulated training, step by step. Where it is killed: while the reservation is written,
+# after that, after the step's release, while a checkpoint is written, or not at all.
+LAUNCH = st.fixed_dictionaries(
+    dict(
+        steps=st.integers(0, 12),
+        planned=st.sampled_from([12, 250, 700]),
+        sigma=st.sampled_from([1.0, 2.0]),
+        save_steps=st.integers(1, 5),
+        killed=st.none() | st.tuples(st.integers(0, 11), st.sampled_from(["reserve", "step", "released", "save"])),
+        from_checkpoint=st.booleans(),
+    )
+)
+
+
+class Training:
+    """Trains into a folder, and knows how many steps were really released."""
+
+    def __init__(self, folder):
+        self.folder, self.released, self.saved_at = folder, 0, 0
+
+    def launch(self, steps, planned, sigma, save_steps, killed, from_checkpoint):
+        terms = statement(steps_planned=planned, noise_multiplier=sigma, **NOT_PRIVATE)
+        folders = [folder for folder in (self.folder, self.folder / "checkpoint") if (folder / LEDGER_NAME).exists()]
+        if folders:
+            earlier = latest([PrivacyLedger.load(folder) for folder in folders])
+            ledger = earlier.resume(terms, from_step=self.saved_at if from_checkpoint else 0)
+        else:
+            ledger = PrivacyLedger.open(terms)
+        at_begin = ledger.steps_run
+        self.write(ledger, self.folder)
+        for step in range(steps):
+            if ledger.reserve(at_most=steps - step):
+                self.write(ledger, self.folder, kill=killed == (step, "reserve"))
+            if killed == (step, "step"):
+                raise Killed
+            self.released += 1
+            if killed == (step, "released"):
+                raise Killed
+            ledger.record_step()
+            assert ledger.steps_run == at_begin + step + 1
+            if (step + 1) % save_steps == 0:
+                ledger.checkpoint(step + 1)
+                self.saved_at = min(step + 1, ledger.steps_run)
+                self.write(ledger, self.folder / "checkpoint", kill=killed == (step, "save"))
+                self.write(ledger, self.folder)
+        ledger.close()
+        self.write(ledger, self.folder)
+        return at_begin + steps
+
+    def write(self, ledger, folder, kill=False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", lambda file: None)  # no power is lost here
+            if kill:
+                patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(Killed))
+            ledger.save(folder)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(launches=st.lists(LAUNCH, min_size=1, max_size=5))
+def test_no_crash_undercounts_and_a_clean_end_is_exact(tmp_path_factory, launches):
+    training, slack = Training(tmp_path_factory.mktemp("out")), 0
+    for launch in launches:
+        counted = None
+        try:
+            counted = training.launch(**launch)
+        except Killed:
+            slack += max(1, launch["planned"] // 100)
+        ledger = PrivacyLedger.load(training.folder)
+        assert training.released <= ledger.steps_run <= training.released + slack
+        if counted is not None:
+            assert ledger.steps_run == counted
+        assert sum(entry.steps for entry in ledger.history) == ledger.steps_run
+        assert all(one[:2] != next_one[:2] for one, next_one in itertools.pairwise(ledger.history))
+    assert ledger.steps_run == training.released or slack > 0
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------------
+
+
+def test_resuming_counts_the_steps_that_a_crash_undid():
+    resumed = after(PrivacyLedger.open(statement()), 30).resume(statement(), from_step=20)
+    assert resumed.restarts == [20]
+    assert after(resumed, 40).steps_run == 70
+    assert resumed.history == [Releases(1.0, 0.05, 70)]
+
+
+def test_another_mechanism_opens_another_entry():
+    ledger = after(PrivacyLedger.open(statement()), 30).resume(statement(noise_multiplier=2.0), from_step=30)
+    assert after(ledger, 5).history == [Releases(1.0, 0.05, 30), Releases(2.0, 0.05, 5)]
+    assert ledger.statement.noise_multiplier == 2.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "from_step", "message"),
+    [
+        (dict(num_units=500, expected_batch_size=25), 3, "num_units=500, this one 1000"),
+        (dict(target_delta=1e-6), 3, "target_delta=1e-06, this one 1e-05.*same target_delta"),
+        (dict(unit_of_privacy="all examples with the same 'user_id'"), 3, "unit_of_privacy=.*this one 'one example'"),
+        ({}, 9, "at step 9, but its ledger counts 3 steps.*Put back"),
+    ],
+)
+def test_a_ledger_of_something_else_is_refused_and_stays_as_it_is(overrides, from_step, message):
+    earlier = after(PrivacyLedger.open(statement(**overrides)), 3)
+    entries = json.dumps(earlier.entries)
+    with pytest.raises(ValueError, match=message):
+        earlier.resume(statement(), from_step=from_step)
+    assert json.dumps(earlier.entries) == entries
+    assert earlier.steps_run == 3
+
+
+def test_a_resumed_ledger_leaves_the_earlier_one_alone():
+    earlier = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 3)
+    resumed = after(earlier.resume(statement(**NOT_PRIVATE), from_step=3), 2)
+    assert (earlier.steps_run, resumed.steps_run) == (3, 5)
+    assert after(earlier, 4).steps_run == 7
+    assert earlier.is_prefix_of(earlier)
+    assert not earlier.is_prefix_of(resumed)
+
+
+def test_the_latest_ledger_goes_on_from_all_others():
+    first = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 3)
+    second = after(first.resume(statement(**NOT_PRIVATE), from_step=3), 2)
+    assert latest([first, second]) is latest([second, first]) is second
+    fork = after(first.resume(statement(**NOT_PRIVATE), from_step=3), 2)
+    other = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 3)  # in the same second, with the same arguments
+    for unrelated in (fork, other):
+        with pytest.raises(ValueError, match=f"{unrelated.head}.*are of different runs.*Resume from a checkpoint"):
+            latest([unrelated, second, first])
+
+
+# --- the file -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_reads_back(tmp_path):
+    ledger = all_events(train_loss="raw")
+    ledger.save(tmp_path)
+    for path in (tmp_path, tmp_path / LEDGER_NAME, str(tmp_path)):
+        loaded = PrivacyLedger.load(path)
+        assert list(loaded.entries) == list(ledger.entries)
+        assert loaded.statement == ledger.statement
+        assert (loaded.steps_run, loaded.restarts, loaded.head) == (10, [6], ledger.head)
+        assert [run.is_closed for run in loaded.runs] == [False, True]
+    assert list(tmp_path.iterdir()) == [tmp_path / LEDGER_NAME]  # no temporary file stays
+    written = document_in(tmp_path)
+    events = [entry["event"] for entry in written["entries"]]
+    assert events == ["opened", *["steps"] * 6, "checkpoint", "steps", "resumed", *["steps"] * 3, "closed"]
+    assert written["entries"][0]["versions"].keys() == {
+        "doppler_hf", "torch", "transformers", "opacus", "dp-accounting", "python",
+    }  # fmt: skip
+    assert any("training loss" in line for line in written["entries"][0]["not_covered"])
+
+
+def test_saving_goes_on_from_what_is_there_and_nothing_else(tmp_path):
+    ledger = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 3)
+    ledger.save(tmp_path)
+    ledger.save(tmp_path)
+    after(ledger, 1).save(tmp_path)
+    kept = (tmp_path / LEDGER_NAME).read_bytes()
+    other = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 9)
+    for unrelated in (other, PrivacyLedger.open(statement(**NOT_PRIVATE))):
+        with pytest.raises(ValueError, match=f"{ledger.head}.*{unrelated.head}.*use another output_dir"):
+            unrelated.save(tmp_path)
+    shorter = PrivacyLedger.load(tmp_path)
+    after(ledger, 1).save(tmp_path)
+    with pytest.raises(ValueError, match="ledger of another run"):
+        shorter.save(tmp_path)  # what it lacks would be lost
+    (tmp_path / LEDGER_NAME).write_bytes(kept[:-9])
+    with pytest.raises(ValueError, match="no JSON that could be a privacy ledger"):
+        ledger.save(tmp_path)
+    assert (tmp_path / LEDGER_NAME).read_bytes() == kept[:-9]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    ledger = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 3)
+    ledger.save(tmp_path)
+    before = (tmp_path / LEDGER_NAME).read_bytes()
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, lambda *arguments: (_ for _ in ()).throw(OSError("no space left")))
+            with pytest.raises(OSError, match="no space left"):
+                after(ledger, 1).save(tmp_path)
+        assert list(tmp_path.iterdir()) == [tmp_path / LEDGER_NAME]
+        assert (tmp_path / LEDGER_NAME).read_bytes() == before
+
+
+def test_what_is_in_the_file_was_synchronized_before_its_name(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        called = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, called=called: (calls.append(name), called(*args)))
+    PrivacyLedger.open(statement()).save(tmp_path)
+    assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+
+
+def test_a_ledger_is_set_aside_under_its_head(tmp_path):
+    old, new = PrivacyLedger.open(statement()), PrivacyLedger.open(statement())
+    assert set_aside(tmp_path, unless_before=new) is None
+    old.save(tmp_path)
+    assert set_aside(tmp_path, unless_before=after(PrivacyLedger.load(tmp_path).resume(statement(), from_step=0), 1)) is None
+    aside = set_aside(tmp_path, unless_before=new)
+    assert aside == tmp_path / f"privacy_ledger.{old.head[:8]}.json"
+    assert PrivacyLedger.load(aside).head == old.head
+    (tmp_path / LEDGER_NAME).write_text('{"format_version": 1}')
+    damaged = set_aside(tmp_path, unless_before=new)
+    assert damaged.read_text() == '{"format_version": 1}'
+    new.save(tmp_path)
+    assert set(tmp_path.iterdir()) == {aside, damaged, tmp_path / LEDGER_NAME}
+
+
+def test_a_missing_ledger_is_no_ledger(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        PrivacyLedger.load(tmp_path)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_the_schema_knows_the_statement():
+    schema = schema_validator().schema
+    Draft202012Validator.check_schema(schema)
+    fields = [field.name for field in dataclasses.fields(PrivacyStatement)]
+    assert schema["$defs"]["statement"]["required"] == list(schema["$defs"]["statement"]["properties"]) == fields
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no JSON"),
+        ("[]", r"at \$, \[\] is not of type 'object'"),
+        ("{}", "required property"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:2", "format_version": 2, "entries": []}', r"at \$.entries"),
+        ('{"format_version": 1, "num_examples": 24, "history": []}', "no privacy ledger of format 2"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:2", "format_version": 2, "format_version": 2}', "given twice"),
+        ('{"$schema": NaN}', "NaN is not JSON"),
+        (b"\xff", "no JSON"),
+    ],
+)
+def test_what_is_no_ledger_is_refused(tmp_path, text, message):
+    (tmp_path / LEDGER_NAME).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message) as refusal:
+        PrivacyLedger.load(tmp_path)
+    assert str(tmp_path / LEDGER_NAME) in str(refusal.value)
+
+
+def objects(value, path=()):
+    """Yield every object of a JSON document with its path."""
+    if isinstance(value, dict):
+        yield path, value
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from objects(inner, (*path, key))
+
+
+def rehashed(entries):
+    """Forge a chain: the entries as they are, with hashes that fit."""
+    for index, entry in enumerate(entries):
+        entry["previous_hash"] = entries[index - 1]["hash"] if index else chain.ORIGIN
+        entry["hash"] = chain.digest(entry)
+    return entries
+
+
+def test_fields_that_are_missing_or_unknown_are_refused_whatever_the_hashes(tmp_path):
+    all_events(**NOT_PRIVATE).save(tmp_path)
+    original, validator = json.dumps(document_in(tmp_path)), schema_validator()
+    assert validator.is_valid(json.loads(original))
+    paths = [(path, list(value)) for path, value in objects(json.loads(original))]
+    checked = 0
+    for path, names in paths:
+        for name in [*names, None]:
+            document = json.loads(original)
+            target = document
+            for key in path:
+                target = target[key]
+            if name is None:
+                target["unknown"] = 1
+            else:
+                del target[name]
+            # PRV has nothing to say about full batches.
+            assert validator.is_valid(document) == (name == "prv" and path[-1] == "epsilon"), (path, name)
+            checked += 1
+    assert checked > 150
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_units", 0), ("num_units", 10.5), ("num_units", "10"), ("num_units", True), ("sample_rate", 0.0),
+        ("sample_rate", 1.5), ("noise_multiplier", -1.0), ("noise_multiplier", None), ("per_sample_max_grad_norm", 0.0),
+        ("max_examples_per_unit", 0), ("target_delta", 0.0), ("target_delta", 1.0), ("target_epsilon", 0.0),
+        ("accountant", "moments"), ("train_loss", "public"), ("private", 1), ("steps_planned", -1), ("clipping", ""),
+        ("per_sample_max_loss", 1.0), ("loss_noise_multiplier", 1.0), ("train_loss", "private"),
+    ],
+)  # fmt: skip
+def test_values_outside_their_range_are_refused_whatever_the_hashes(tmp_path, field, value):
+    entries = json.loads(json.dumps(list(PrivacyLedger.open(statement()).entries)))
+    entries[0]["statement"][field] = value
+    write(tmp_path, rehashed(entries))
+    with pytest.raises(ValueError, match=r"at \$\.entries\[0\]\.statement"):
+        PrivacyLedger.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda e: e.pop(0), r"Entry 0 \('steps'.* a ledger begins with 'opened'"),
+        (lambda e: e.__delitem__(slice(0, 9)), r"Entry 0 \('resumed'.* a ledger begins with 'opened'"),
+        (lambda e: e.insert(3, dict(e[0])), r"Entry 3 \('opened'.* the ledger is open"),
+        (lambda e: e[3].update(steps_reserved=2), r"Entry 3 \('steps'.* 2 steps were reserved already"),
+        (lambda e: e[7].update(steps_run=7), r"Entry 7 \('checkpoint'.* 6 were reserved"),
+        (lambda e: e[9].update(steps_run=6), r"Entry 9 \('resumed'.* 7 steps were counted"),
+        (lambda e: e[9].update(from_step=8), "at step 8, but its ledger counts 7 steps"),
+        (lambda e: e[9]["statement"].update(num_units=500, expected_batch_size=25), "num_units=1000, this one 500"),
+        (lambda e: e[-1].update(steps_run=6), r"Entry 13 \('closed'.* 7 steps had been released and 10 were reserved"),
+        (lambda e: e[-1].update(steps_run=11), r"Entry 13 \('closed'.* 10 were reserved"),
+        (lambda e: e.append(dict(e[-1])), r"Entry 14 \('closed'.* the run is closed"),
+        (lambda e: e.append(dict(e[-2], steps_reserved=20)), r"Entry 14 \('steps'.* the run is closed"),
+        (lambda e: e[0]["statement"].update(sample_rate=0.04), "sample_rate 0.04 is not expected_batch_size / num_units"),
+    ],
+)
+def test_entries_that_no_run_could_have_written_are_refused_whatever_the_hashes(tmp_path, edit, message):
+    entries = json.loads(json.dumps(list(all_events(**NOT_PRIVATE).entries)))
+    write(tmp_path, rehashed(entries))
+    PrivacyLedger.load(tmp_path)
+    edit(entries)
+    for index, entry in enumerate(entries):
+        entry["index"] = index
+    (tmp_path / LEDGER_NAME).unlink()
+    write(tmp_path, rehashed(entries))
+    with pytest.raises(ValueError, match=message):
+        PrivacyLedger.load(tmp_path)

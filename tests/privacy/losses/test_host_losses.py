@@ -1,0 +1,277 @@
+"""The trainer finds the loss of each kind of model, and an example's gradient is its own."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForTokenClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.privacy.losses.host_losses import token_task
+from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
+from tests.conftest import tiny_bert
+
+SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+BERT = dict(**SIZES, **DROPOUT, max_position_embeddings=16, num_labels=4)
+ROBERTA = dict(**SIZES, **DROPOUT, max_position_embeddings=20, num_labels=4)
+GPT2 = dict(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=1, eos_token_id=1)  # fmt: skip
+ROTARY = dict(**SIZES, num_key_value_heads=1, max_position_embeddings=16)
+T5 = dict(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0, num_labels=2,
+          decoder_start_token_id=0)  # fmt: skip
+BART = dict(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, dropout=0.0,
+            decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2)  # fmt: skip
+M2M100 = dict(attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0)
+VIT = dict(image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+
+
+class NamedOtherwise(GPT2LMHeadModel):
+    """A subclass whose name says nothing of its task."""
+
+
+MODELS = {
+    "causal_lm": [
+        lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
+        lambda: NamedOtherwise(GPT2Config(**GPT2)),
+        lambda: LlamaForCausalLM(LlamaConfig(**ROTARY)),
+        lambda: Qwen2ForCausalLM(Qwen2Config(**ROTARY, tie_word_embeddings=True)),
+    ],
+    "seq2seq_lm": [
+        lambda: T5ForConditionalGeneration(T5Config(**T5)),
+        lambda: BartForConditionalGeneration(BartConfig(**BART)),
+        lambda: MarianMTModel(MarianConfig(**BART)),
+        lambda: M2M100ForConditionalGeneration(M2M100Config(**BART, **M2M100)),
+    ],
+    "masked_lm": [lambda: BertForMaskedLM(BertConfig(**BERT)), lambda: RobertaForMaskedLM(RobertaConfig(**ROBERTA))],
+    "token_classification": [
+        lambda: BertForTokenClassification(BertConfig(**BERT)),
+        lambda: RobertaForTokenClassification(RobertaConfig(**ROBERTA)),
+    ],
+}
+BUILDERS = [pytest.param(task, build, id=build().__class__.__name__) for task in MODELS for build in MODELS[task]]
+ADAPTED = {  # one model of each task
+    "causal_lm": ("CAUSAL_LM", ["c_attn"]),
+    "seq2seq_lm": ("SEQ_2_SEQ_LM", ["q", "v"]),
+    "masked_lm": (None, ["query", "value"]),
+    "token_classification": ("TOKEN_CLS", ["query", "value"]),
+}
+
+
+def built(build, dtype=torch.float64):
+    """A model away from the initial values at which some gradients vanish."""
+    torch.manual_seed(0)
+    model = build().to(dtype).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def token_rows(task, lengths=(4, 7, 3), seed=0):
+    """Examples without padding, as a tokenized data set holds them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(5, 50, (length,), generator=generator).tolist()
+        if task == "causal_lm":
+            labels = ids
+        elif task == "seq2seq_lm":
+            labels = torch.randint(5, 50, (2 + length // 2,), generator=generator).tolist()
+        elif task == "masked_lm":
+            labels = [token if place % 2 else -100 for place, token in enumerate(ids)]
+        else:
+            labels = torch.randint(4, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "attention_mask": [1] * length, "labels": labels})
+    return rows
+
+
+def pad_tokens(rows):
+    """Collate with padding on the right, labels with -100."""
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    longest = {name: max(len(row[name]) for row in rows) for name in fill}
+    return {name: torch.tensor([r[name] + [fill[name]] * (longest[name] - len(r[name])) for r in rows]) for name in fill}
+
+
+def trainer_of(tmp_path, model, *, rows=None, **overrides):
+    defaults = dict(
+        output_dir=str(tmp_path / "out"), noise_multiplier=1.0, per_device_train_batch_size=4, max_steps=2,
+        learning_rate=1e-2, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    data = None if rows is None else Dataset.from_list(rows)
+    args = DopplerTrainingArguments(**(defaults | overrides))
+    return DopplerTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, data_collator=pad_tokens)
+
+
+# --- which task -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("task", "build"), BUILDERS)
+def test_the_task_of_a_model_with_labels_per_token(task, build):
+    assert token_task(build()) == task
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        tiny_bert(),
+        MeanPoolingForSequenceClassification(BertConfig(**BERT)),
+        T5ForSequenceClassification(T5Config(**T5)),
+        ViTForImageClassification(ViTConfig(**VIT)),
+        BertForQuestionAnswering(BertConfig(**BERT)),
+        BertForPreTraining(BertConfig(**BERT)),
+        torch.nn.Linear(2, 2),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_other_models_have_no_labels_per_token(model):
+    assert token_task(model) is None
+
+
+# --- which loss -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("task", "build"), BUILDERS)
+def test_each_loss_is_the_models_own_loss_of_that_example_alone(tmp_path, task, build):
+    model = built(build, torch.float32)
+    trainer = trainer_of(tmp_path, model)
+    rows = token_rows(task)
+    losses = trainer.compute_per_sample_loss(model, pad_tokens(rows))
+    alone = torch.stack([model(**pad_tokens([row])).loss for row in rows])
+    assert losses.shape == (3,)
+    torch.testing.assert_close(losses, alone, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("task", "build"), BUILDERS)
+def test_neighbours_and_padding_do_not_change_an_examples_gradient(tmp_path, task, build):
+    model = built(build)
+    trainer = trainer_of(tmp_path, model)
+    rows = token_rows(task)
+
+    def first_gradient(rows):
+        loss = trainer.compute_per_sample_loss(model, pad_tokens(rows))[0]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        return torch.cat([g.flatten() for g in gradients if g is not None])
+
+    alone = first_gradient(rows[:1])
+    assert alone.norm() > 1e-3
+    for batch in (rows, rows[::2], [rows[0], token_rows(task, [12])[0]]):
+        torch.testing.assert_close(first_gradient(batch), alone, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("task", MODELS)
+# GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+def test_adapters_change_nothing_of_the_rule(tmp_path, task):
+    peft_task, targets = ADAPTED[task]
+    config = LoraConfig(task_type=peft_task, r=2, target_modules=targets)
+    model = built(lambda: get_peft_model(MODELS[task][0](), config), torch.float32)
+    rows = token_rows(task)
+    losses = trainer_of(tmp_path, model).compute_per_sample_loss(model, pad_tokens(rows))
+    alone = torch.stack([model(**pad_tokens([row])).loss for row in rows])
+    torch.testing.assert_close(losses, alone, atol=1e-6, rtol=1e-6)
+
+
+def test_decoder_inputs_of_the_collator_are_kept(tmp_path):
+    model = built(MODELS["seq2seq_lm"][0])
+    trainer, inputs = trainer_of(tmp_path, model), pad_tokens(token_rows("seq2seq_lm"))
+    made = model.prepare_decoder_input_ids_from_labels(inputs["labels"])
+    expected = trainer.compute_per_sample_loss(model, inputs)
+    torch.testing.assert_close(trainer.compute_per_sample_loss(model, inputs | {"decoder_input_ids": made}), expected)
+    others = trainer.compute_per_sample_loss(model, inputs | {"decoder_input_ids": made.flip(1)})
+    assert torch.all(others != expected)
+    assert "decoder_input_ids" not in inputs
+
+
+def test_the_host_turns_the_key_value_cache_off(tmp_path):
+    for task in ("causal_lm", "seq2seq_lm"):
+        model = MODELS[task][0]()
+        trainer_of(tmp_path, model)
+        assert model.config.use_cache is False
+
+
+# --- through the private loop ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "token_classification"])
+def test_two_private_steps(tmp_path, task):
+    model = MODELS[task][0]()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    rows = token_rows(task, [3, 5, 8, 4] * 4)
+    rows[0]["labels"] = [-100] * len(rows[0]["labels"])  # 0/0 here would make every weight NaN
+    trainer = trainer_of(tmp_path, model, rows=rows, per_device_train_batch_size=16, accountant="rdp")
+    trainer.train()
+    assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 2
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        assert not torch.equal(parameter, before[name]), name
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+# --- refused --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model", [BertForPreTraining(BertConfig(**BERT)), T5ForConditionalGeneration(T5Config(**T5)).get_encoder()]
+)
+def test_a_model_without_a_rule_is_refused_by_name(tmp_path, model):
+    trainer = trainer_of(tmp_path, model)
+    with pytest.raises(ValueError, match=rf"no per-example loss for {type(model).__name__}: .*compute_per_sample_loss"):
+        trainer.compute_per_sample_loss(model, pad_tokens(token_rows("causal_lm")))
+
+
+def test_labels_are_needed(tmp_path):
+    model = MODELS["causal_lm"][0]()
+    inputs = pad_tokens(token_rows("causal_lm"))
+    del inputs["labels"]
+    with pytest.raises(ValueError, match="no per-example loss for GPT2LMHeadModel: it needs `labels`"):
+        trainer_of(tmp_path, model).compute_per_sample_loss(model, inputs)
+
+
+def test_one_label_an_example_is_refused_where_one_a_token_is_needed(tmp_path):
+    model = MODELS["token_classification"][0]()
+    inputs = pad_tokens(token_rows("token_classification")) | {"labels": torch.zeros(3, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"got \(3, 7, 4\) and \(3,\)"):
+        trainer_of(tmp_path, model).compute_per_sample_loss(model, inputs)
+
+
+def test_a_balancing_loss_over_the_batch_is_refused(tmp_path):
+    for output_router_logits in (False, True):
+        config = MixtralConfig(**ROTARY, num_local_experts=2, output_router_logits=output_router_logits)
+        model = MixtralForCausalLM(config)
+        trainer, inputs = trainer_of(tmp_path, model), pad_tokens(token_rows("causal_lm"))
+        if output_router_logits:
+            with pytest.raises(ValueError, match="MixtralForCausalLM has output_router_logits=True"):
+                trainer.compute_per_sample_loss(model, inputs)
+        else:
+            assert trainer.compute_per_sample_loss(model, inputs).shape == (3,)

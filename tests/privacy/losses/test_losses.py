@@ -1,0 +1,157 @@
+"""Per-example losses are what transformers' own heads average, and depend on their own example alone."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from doppler_hf.privacy.losses.losses import classification_losses, token_losses
+from tests.conftest import pad, text_data, tiny_bert
+
+
+@pytest.mark.parametrize(
+    ("overrides", "labels"),
+    [
+        (dict(num_labels=3), torch.tensor([0, 1, 2, 0])),
+        (dict(num_labels=1), torch.tensor([0.5, -1.0, 2.0, 3.0])),
+        (dict(num_labels=2, problem_type="regression"), torch.randn(4, 2)),
+        (dict(num_labels=3), torch.tensor([[1.0, 0.0, 1.0]] * 4)),
+    ],
+)
+def test_mean_equals_the_models_own_loss(overrides, labels):
+    model = tiny_bert(**overrides)
+    inputs = pad(text_data(4)) | {"labels": labels}
+    with torch.no_grad():
+        outputs = model(**inputs)
+    losses = classification_losses(outputs.logits, labels, problem_type=overrides.get("problem_type"))
+    assert losses.shape == (4,)
+    torch.testing.assert_close(losses.mean(), outputs.loss)
+
+
+def test_an_example_does_not_see_its_neighbours():
+    model = tiny_bert()
+    short = {"input_ids": [9, 8, 7], "attention_mask": [1] * 3, "labels": 0}
+    long = {"input_ids": [7] * 12, "attention_mask": [1] * 12, "labels": 1}
+
+    def first_gradient(examples):
+        inputs = pad(examples)
+        labels = inputs.pop("labels")
+        loss = classification_losses(model(**inputs).logits, labels)[0]
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+    alone, with_long = first_gradient([short]), first_gradient([short, long])
+    torch.testing.assert_close(alone, with_long, atol=1e-6, rtol=1e-4)
+
+
+def test_half_precision_logits_give_float32_losses():
+    losses = classification_losses(torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor([0, 1]))
+    assert losses.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "problem_type", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long), None, r"labels of shape \(2,\), got \(2, 3\)"),
+        (torch.zeros(2, 3), torch.zeros(2), None, r"labels of shape \(2, 3\), got \(2,\)"),
+        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), "ranking", "got 'ranking'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(logits, labels, problem_type, message):
+    with pytest.raises(ValueError, match=message):
+        classification_losses(logits, labels, problem_type=problem_type)
+
+
+# --- one label per token --------------------------------------------------------------------------------------------------
+
+
+def token_batch(lengths, *, classes=7, dtype=torch.float64):
+    """Random logits, and random labels in which the last tokens of each row have none."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(lengths), max(lengths), classes, generator=generator, dtype=dtype)
+    labels = torch.randint(classes, logits.shape[:2], generator=generator)
+    return logits, labels.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], -100)
+
+
+@pytest.mark.parametrize(("shift", "host_loss"), [(True, ForCausalLMLoss), (False, ForMaskedLMLoss)])
+def test_each_entry_is_the_hosts_loss_of_that_example_alone(shift, host_loss):
+    logits, labels = token_batch([6, 2, 9, 4], dtype=torch.float32)
+    labels[2, [0, 3, 4]] = -100  # labels may be missing anywhere
+    losses = token_losses(logits, labels, shift=shift)
+    alone = torch.stack([host_loss(logits[i : i + 1], labels[i : i + 1], vocab_size=7) for i in range(4)])
+    torch.testing.assert_close(losses, alone, atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(losses.mean(), host_loss(logits, labels, vocab_size=7), atol=1e-3)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_token_losses_equal_a_float64_loop(shift):
+    logits, labels = token_batch([6, 2, 9])
+    expected = []
+    for row, targets in zip(logits.softmax(dim=-1).tolist(), labels.tolist()):
+        pairs = zip(row[:-1], targets[1:]) if shift else zip(row, targets)
+        terms = [-math.log(probabilities[target]) for probabilities, target in pairs if target >= 0]
+        expected.append(sum(terms) / len(terms))
+    losses = token_losses(logits, labels, shift=shift)
+    assert losses.dtype == torch.float64
+    torch.testing.assert_close(losses, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_an_example_without_labelled_tokens_has_no_loss_and_no_gradient(shift):
+    logits, labels = token_batch([5, 1, 3])
+    labels[1] = -100
+    logits.requires_grad_()
+    losses = token_losses(logits, labels, shift=shift)
+    assert losses[1] == 0.0
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert torch.all(gradient[1] == 0.0)
+    assert torch.all(gradient[[0, 2]].abs().sum(dim=(1, 2)) > 0)
+    assert gradient.isfinite().all()
+
+
+def test_one_token_has_no_next_one():
+    logits, labels = token_batch([1, 1])
+    assert token_losses(logits, labels, shift=True).tolist() == [0.0, 0.0]
+    assert torch.all(token_losses(logits, labels, shift=False) > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_give_float32_token_losses(dtype):
+    logits, labels = token_batch([5, 3], dtype=torch.float32)
+    losses = token_losses(logits.to(dtype), labels, shift=True)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, token_losses(logits.to(dtype).float(), labels, shift=True), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(shift):
+    logits, labels = token_batch([50, 50], classes=1000, dtype=torch.float32)
+    logits.requires_grad_()
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.numel()}) or t, lambda t: t):
+        token_losses(logits, labels, shift=shift)
+    assert logits.numel() <= sum(kept.values()) < 1.01 * logits.numel()
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_contiguous_float32_logits_are_read_in_place(shift, monkeypatch):
+    logits, labels = token_batch([5, 3], dtype=torch.float32)
+    read, cross_entropy = [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda x, *args, **kwargs: read.append(x) or cross_entropy(x, *args, **kwargs))
+    token_losses(logits, labels, shift=shift)
+    assert [x.data_ptr() for x in read] == [logits.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "message"),
+    [
+        (torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.long), r"got \(2, 3, 4\) and \(2, 4\).*pad labels"),
+        (torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.long), r"got \(2, 3, 4\) and \(2,\)"),
+        (torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.long), r"got \(2, 4\) and \(2, 4\)"),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 3), r"got torch\.float32\. Convert them to torch\.long"),
+    ],
+)
+def test_token_labels_that_do_not_fit_are_refused(logits, labels, message):
+    with pytest.raises(ValueError, match=message):
+        token_losses(logits, labels, shift=False)

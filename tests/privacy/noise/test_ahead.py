@@ -1,0 +1,394 @@
+"""Noise is prepared in a thread: every normal is used once, in one process, and a failure is never silent."""
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from doppler_hf.privacy import GaussianMechanism
+from doppler_hf.privacy.bits import BitStream, SecretBits
+from doppler_hf.privacy.noise import ahead as module
+from doppler_hf.privacy.noise.ahead import MAX_PREPARED, NoiseAhead
+
+SIGMA, C, B = 1.3, 0.7, 50
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "noise-ahead"]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_until_full(ahead):
+    wait_until(lambda: ahead._prepared >= ahead._wanted)
+
+
+@pytest.fixture
+def ahead():
+    store = NoiseAhead(SecretBits, std=1.0, floating_point_safe=False)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def numbered(monkeypatch):
+    """The prepared "normals" are 1, 2, 3, …: what is used twice, or left out, can be seen."""
+    last = [0]
+
+    def pieces(count, **others):
+        for start in range(0, count, 1000):
+            size = min(1000, count - start)
+            yield torch.arange(last[0] + 1, last[0] + size + 1, dtype=torch.float64)
+            last[0] += size
+
+    monkeypatch.setattr(module, "gaussian_pieces", pieces)
+    monkeypatch.setattr(module, "_BLOCK", 2500)
+
+
+def taken(ahead, count, scale=1.0):
+    values = torch.zeros(count)
+    done = ahead.add_to(values, scale=scale)
+    assert torch.all(values[done:] == 0)
+    return values[:done].tolist()
+
+
+@pytest.mark.usefixtures("numbered")
+def test_every_normal_is_used_once_whatever_the_steps_need(ahead):
+    generator, used = np.random.default_rng(0), []
+    for _ in range(60):
+        need = int(generator.integers(1, 12_000))
+        ahead.expect(need, pinned=False)
+        if generator.random() < 0.7:
+            wait_until_full(ahead)
+        for size in np.diff(np.sort(generator.integers(0, need + 1, size=4)), prepend=0, append=need).tolist():
+            used += taken(ahead, size)
+    assert len(used) > 50_000
+    assert used == list(map(float, range(1, len(used) + 1)))
+
+
+@pytest.mark.usefixtures("numbered")
+def test_a_step_that_fails_loses_what_it_took(ahead):
+    ahead.expect(6000, pinned=False)
+    wait_until_full(ahead)
+    assert taken(ahead, 10) == list(range(1, 11))
+    leaf = torch.zeros(20, requires_grad=True)  # torch refuses to add to it in place
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        ahead.add_to(leaf, scale=1.0)
+    assert taken(ahead, 5) == list(range(31, 36))
+
+
+@pytest.mark.usefixtures("numbered")
+def test_what_is_left_stays_and_what_is_missing_is_left_to_the_caller(ahead, monkeypatch):
+    ahead.expect(3000, pinned=False)
+    wait_until_full(ahead)
+    assert taken(ahead, 100) == list(range(1, 101))
+    ahead.expect(100, pinned=False)  # a smaller step: the rest is still there
+    assert taken(ahead, 100) == list(range(101, 201))
+    prepared = ahead._prepared
+    ahead.close()
+    assert prepared >= 2800
+    assert taken(ahead, 100) == []  # closed: nothing, and the caller draws
+
+
+@pytest.mark.usefixtures("numbered")
+def test_the_store_is_bounded_by_a_step_and_a_block(ahead, monkeypatch):
+    largest, sleep = 0, time.sleep
+    for need in (9000, 9000, 20_000, 9000, 300, 300, 300):
+        ahead.expect(need, pinned=False)
+        wait_until_full(ahead)
+        sleep(0.02)
+        largest = max(largest, ahead._prepared)
+        taken(ahead, need)
+    assert largest < 9000 + 2500  # the one larger step did not count
+    monkeypatch.setattr(module, "MAX_PREPARED", 4000)
+    ahead.expect(300, pinned=False)
+    taken(ahead, 20_000)
+    for _ in range(2):
+        ahead.expect(9000, pinned=False)
+        wait_until_full(ahead)
+        sleep(0.02)
+    assert 4000 <= ahead._prepared < 4000 + 2500
+    assert MAX_PREPARED * 4 == 512 * 2**20
+
+
+def test_a_double_precision_sum_gets_noise_of_its_own_precision(ahead):
+    ahead.expect(1000, pinned=False)
+    wait_until_full(ahead)
+    values = torch.zeros(10, dtype=torch.float64)
+    assert ahead.add_to(values, scale=1.0) == 0
+    assert torch.all(values == 0)
+    assert ahead.add_to(torch.zeros(10, dtype=torch.bfloat16), scale=1.0) == 10
+
+
+@pytest.mark.parametrize(("safe", "times"), [(False, 1), (True, 4)])
+def test_the_thread_takes_four_times_the_words_in_floating_point_safe_mode(safe, times):
+    words = []
+
+    class Counted(BitStream):
+        is_secret = True
+
+        def fill(self, out, *, step):
+            words.append(len(out))
+            SecretBits().fill(out, step=step)
+
+    ahead = NoiseAhead(Counted, std=1.0, floating_point_safe=safe)
+    ahead.expect(1000, pinned=False)
+    wait_until_full(ahead)
+    ahead.close()
+    assert words == [1000] * times
+
+
+def test_in_floating_point_safe_mode_nothing_rounded_is_multiplied():
+    ahead = NoiseAhead(SecretBits, std=1.0, floating_point_safe=True)
+    ahead.expect(1000, pinned=False)
+    wait_until_full(ahead)
+    assert ahead.add_to(torch.zeros(10), scale=1.0001) == 0
+    assert ahead.add_to(torch.zeros(10), scale=1.0) == 10
+    ahead.close()
+
+
+# --- the mechanism with it ------------------------------------------------------------------------------------------
+
+
+def gaussian(**overrides):
+    return GaussianMechanism(
+        **(dict(noise_multiplier=SIGMA, max_grad_norm=C, expected_batch_size=B, draw_ahead=True) | overrides)
+    )
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("generator", ["csprng", "philox"])
+def test_the_noise_is_the_mechanisms_whether_prepared_or_not(generator, safe):
+    """Steps of several sizes, with and without time to prepare: Kolmogorov–Smirnov and correlations at 1e-6 each."""
+    with gaussian(generator=generator, floating_point_safe=safe) as mechanism:
+        noise = []
+        for step, size in enumerate((50_000, 50_000, 30_000, 70_000, 50_000)):
+            sums = {"a": torch.zeros(17), "w": torch.zeros(size - 17)}
+            gradient = mechanism.privatize(sums, step=step)
+            noise.append(torch.cat([gradient["a"], gradient["w"]]).double().numpy() / mechanism.noise_std)
+            if step != 2:
+                wait_until_full(mechanism._ahead)
+    everything = np.concatenate(noise)
+    assert scipy.stats.kstest(everything, "norm").pvalue > 1e-6
+    assert len(np.unique(everything)) > 0.98 * len(everything)
+    low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], len(everything))
+    assert low < np.sum(everything**2) < high
+    for left, right in itertools.pairwise(noise):
+        size = min(len(left), len(right))
+        assert abs(np.corrcoef(left[:size], right[:size])[0, 1]) < 5.5 / np.sqrt(size)  # 4e-8 each
+    assert abs(np.corrcoef(everything[:-1], everything[1:])[0, 1]) < 5.5 / np.sqrt(len(everything))
+
+
+def test_subspaces_take_their_noise_from_the_store():
+    basis = torch.linalg.qr(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))[0]
+    with gaussian() as mechanism:
+        noise = []
+        for step in range(3):
+            sums, before = {"w": torch.zeros(20_000, 8)}, None
+            if step:
+                wait_until_full(mechanism._ahead)
+                before = len(mechanism._ahead._store[0])
+            gradient = mechanism.privatize(sums, step=step, subspaces={"w": basis})["w"]
+            assert before in (None, 80_000)  # 4 of 8 columns of 20,000 rows
+            noise.append((gradient @ basis).double().numpy().ravel() / mechanism.noise_std)
+    noise = np.concatenate(noise)
+    assert scipy.stats.kstest(noise, "norm").pvalue > 1e-6  # Kolmogorov–Smirnov at 1e-6
+
+
+def test_a_stretched_subspace_has_its_prepared_noise_stretched(monkeypatch):
+    """All prepared "normals" are 1, so that the factor can be read."""
+    monkeypatch.setattr(module, "gaussian_pieces", lambda count, *, std, **others: iter([torch.full((count,), std)]))
+    basis = torch.eye(8, 4) * (1 + 2e-4)
+    error = torch.linalg.matrix_norm(basis.double().T @ basis.double() - torch.eye(4, dtype=torch.float64)).item()
+    with gaussian() as mechanism:
+        mechanism.privatize({"w": torch.zeros(8, 10)}, step=0, subspaces={"w": basis})
+        wait_until_full(mechanism._ahead)
+        sums = {"w": torch.zeros(8, 10), "b": torch.zeros(3)}
+        gradient = mechanism.privatize(sums, step=1, subspaces={"w": basis})
+    noise = torch.linalg.pinv(basis) @ gradient["w"]
+    expected = torch.full((4, 10), mechanism.noise_std * (1 + error) ** 0.5)
+    torch.testing.assert_close(noise, expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("arguments", [dict(seed=0), dict(noise_multiplier=0.0), dict(draw_ahead=False)], ids=str)
+def test_nothing_is_drawn_ahead_that_must_not_be(arguments):
+    mechanism = gaussian(**arguments)
+    mechanism.privatize({"w": torch.zeros(9)}, step=0)
+    assert threads() == []
+    mechanism.close()
+
+
+def test_a_seed_gives_the_same_noise_with_and_without():
+    def noise(draw_ahead):
+        mechanism = gaussian(seed=3, draw_ahead=draw_ahead)
+        return torch.stack([mechanism.privatize({"w": torch.zeros(99)}, step=step)["w"] for step in range(3)])
+
+    assert torch.equal(noise(False), noise(True))
+
+
+def broken_stream():
+    raise OSError("no entropy")
+
+
+def broken_pieces(count, **others):
+    yield torch.ones(count, dtype=torch.float64)[: count // 2]
+    raise MemoryError("in the middle of a block")
+
+
+@pytest.mark.parametrize("where", ["stream", "pieces"])
+def test_a_failure_of_the_thread_surfaces_before_anything_is_released(where, monkeypatch):
+    mechanism = gaussian()
+    if where == "stream":
+        mechanism._ahead._make_stream = broken_stream
+    else:
+        monkeypatch.setattr(module, "gaussian_pieces", broken_pieces)
+    mechanism._ahead.expect(99, pinned=False)
+    wait_until(lambda: not mechanism._ahead._thread.is_alive())
+    for step in range(2):  # and it does not heal
+        sums = {"w": torch.ones(99)}
+        with pytest.raises(RuntimeError, match="prepares noise ahead has failed") as raised:
+            mechanism.privatize(sums, step=step)
+        assert isinstance(raised.value.__cause__, (OSError, MemoryError))
+        assert torch.equal(sums["w"], torch.ones(99))
+    with pytest.raises(RuntimeError, match="has failed"):
+        mechanism._ahead.add_to(torch.zeros(3), scale=1.0)
+    mechanism.close()
+
+
+# --- processes and threads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_noise_of_its_own():
+    size = 5000
+    with gaussian() as mechanism:
+        mechanism.privatize({"w": torch.zeros(size)}, step=0)
+        wait_until_full(mechanism._ahead)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                store = mechanism._ahead
+                drawn = [mechanism.privatize({"w": torch.zeros(size)}, step=step)["w"] for step in (1, 2)]
+                wait_until_full(store)
+                drawn.append(mechanism.privatize({"w": torch.zeros(size)}, step=3)["w"])
+                mechanism.close()
+                os.write(writer, torch.cat(drawn).numpy().tobytes())
+                os._exit(0)
+            finally:
+                os._exit(1)
+        ours = torch.cat([mechanism.privatize({"w": torch.zeros(size)}, step=step)["w"] for step in (1, 2, 3)]).numpy()
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            theirs = np.frombuffer(pipe.read(), dtype=np.float32)
+        assert os.waitpid(child, 0)[1] == 0
+    assert len(theirs) == 3 * size
+    assert np.all(theirs != 0)
+    # 15,000 float32 normals each, of which two independent sets share about 15,000²·2.8e-8 ≈ 6 by chance.
+    assert len(np.intersect1d(ours, theirs)) < 60  # Poisson(6): below 1e-30
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_that_only_ends_does_not_wait_for_its_parents_thread():
+    with gaussian() as mechanism:
+        mechanism.privatize({"w": torch.zeros(100)}, step=0)
+        with mechanism._ahead._changed:  # held in the child for ever
+            child = os.fork()
+            if child == 0:
+                mechanism.close()
+                os._exit(0)
+        deadline = time.monotonic() + 30
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended[0] == 0:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        assert ended == (child, 0)
+
+
+def test_close_ends_the_thread_and_may_be_repeated():
+    mechanism = gaussian()
+    assert threads() == []
+    mechanism.privatize({"w": torch.zeros(100)}, step=0)
+    assert len(threads()) == 1
+    for _ in range(2):
+        mechanism.close()
+        assert threads() == []
+        assert len(mechanism._ahead._store) == 0
+    assert torch.all(mechanism.privatize({"w": torch.zeros(100)}, step=1)["w"] != 0)  # drawn on the spot
+    assert threads() == []
+    gaussian().close()  # one that never began
+
+
+def test_leaving_the_with_statement_ends_the_thread_even_by_an_exception():
+    def failing_step():
+        with gaussian() as mechanism:
+            mechanism.privatize({"w": torch.zeros(100)}, step=0)
+            assert len(threads()) == 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing_step()
+    assert threads() == []
+
+
+def test_a_dropped_mechanism_ends_its_thread():
+    mechanism = gaussian()
+    mechanism.privatize({"w": torch.zeros(100)}, step=0)
+    gone = weakref.ref(mechanism)
+    del mechanism
+    gc.collect()
+    assert gone() is None
+    wait_until(lambda: threads() == [])
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+    )
+
+
+def test_a_process_with_an_open_mechanism_ends_and_the_thread_uses_one_thread_only():
+    """torch's two threads would show as one more task: its thread pool is made when it is first used, for the test at the
+    end, by an operation on many numbers."""
+    done = run("""
+        import os, time
+        import torch
+        from doppler_hf.privacy import GaussianMechanism
+
+        def tasks():
+            return len(os.listdir("/proc/self/task"))
+
+        mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1, draw_ahead=True)
+        small = {"w": torch.zeros(10)}
+        torch.set_num_threads(2)
+        before = tasks()
+        ahead = mechanism._ahead
+        ahead.expect(3_000_000, pinned=False)
+        while ahead._prepared < ahead._wanted:
+            time.sleep(0.001)
+        prepared = tasks()
+        torch.zeros(3_000_000).log1p_()
+        print(prepared - before, tasks() - prepared)
+    """)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["1", "1"]

@@ -1,0 +1,168 @@
+"""The private training loss: clipped, noised, and paid for out of the same budget. False-alarm rates are stated."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_epsilon, get_noise_multiplier
+from tests.conftest import text_data, tiny_bert
+from tests.end_to_end.test_trainer import arguments, trainer_of
+
+PRIVATE = dict(report_train_loss="private")
+
+
+class Fixed(DopplerTrainer):
+    """Each example's loss is a number of its own, with no gradient to speak of."""
+
+    losses: dict[int, float] = {}
+
+    def compute_per_sample_loss(self, model, inputs):
+        real = super().compute_per_sample_loss(model, inputs)
+        return 0.0 * real + torch.tensor([self.losses.get(int(row[0]), 1.0) for row in inputs["input_ids"]])
+
+
+def losses_of(trainer):
+    return np.array([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def train(tmp_path, *, losses=None, cls=Fixed, **overrides):
+    Fixed.losses = losses or {}
+    trainer = trainer_of(tmp_path, cls=cls, **(PRIVATE | overrides))
+    trainer.train()
+    return trainer
+
+
+def numbered(num_examples=24):
+    """Examples that can be told apart by their first token."""
+    return text_data(num_examples).map(
+        lambda row, index: {"input_ids": [5 + index, *row["input_ids"][1:]]}, with_indices=True
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_without_noise_it_is_the_clipped_sum_over_the_expected_batch(tmp_path, accumulation):
+    values = {5 + index: 0.3 * index - 1.0 for index in range(24)}  # from -1 to 5.9
+    trainer = train(
+        tmp_path, losses=values, data=numbered(), noise_multiplier=0.0, noise_seed=3, per_sample_max_loss=2.0, max_steps=3,
+        per_device_train_batch_size=8 // accumulation, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    sampler = PoissonSampler(num_examples=24, expected_batch_size=8, seed=3)
+    expected = [sum(np.clip(0.3 * sampler.draw(step) - 1.0, -2, 2)) / 8 for step in range(3)]
+    assert losses_of(trainer) == pytest.approx(expected, abs=1e-4)  # the host's log has four digits
+    assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(np.mean(expected), abs=1e-6)
+
+
+def test_a_loss_that_is_no_number_counts_as_the_bound(tmp_path):
+    trainer = train(
+        tmp_path, losses={5: math.nan, 6: math.inf, 7: -math.inf, 8: 1e30}, data=numbered(8), noise_multiplier=0.0,
+        noise_seed=0, per_sample_max_loss=2.0, max_steps=1,
+    )  # fmt: skip
+    drawn = set(PoissonSampler(num_examples=8, expected_batch_size=8, seed=0).draw(0).tolist())
+    assert drawn == set(range(8))
+    assert losses_of(trainer) == pytest.approx([(2.0 + 2.0 - 2.0 + 2.0 + 4 * 1.0) / 8], abs=1e-4)
+
+
+def test_its_noise_has_the_promised_deviation(tmp_path):
+    steps = 150
+    trainer = train(
+        tmp_path, losses=dict.fromkeys(range(60), 0.0), noise_multiplier=2.0, per_sample_max_loss=50.0, max_steps=steps,
+        train_loss_budget=0.2, grad_sample_self_check=False,
+    )  # fmt: skip
+    std = trainer.privacy_plan().loss_noise_multiplier * 50.0 / 8
+    assert std == pytest.approx(2.0 * math.sqrt(0.8 / 0.2) * 50.0 / 8)
+    values = losses_of(trainer)
+    assert len(values) == steps
+    low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], steps)  # one false alarm in a million runs
+    assert low < np.sum((values / std) ** 2) < high
+    assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 5.5 / math.sqrt(steps)  # and as few here
+
+
+def test_gradient_and_loss_share_the_budget(tmp_path):
+    trainer = train(tmp_path, noise_multiplier=None, target_epsilon=3.0, train_loss_budget=0.1)
+    plan = trainer.privacy_plan()
+    mechanism = dict(sample_rate=1 / 3, steps=4)
+    joint = get_noise_multiplier(target_epsilon=3.0, target_delta=24**-1.1, **mechanism)
+    assert plan.noise_multiplier == pytest.approx(joint / math.sqrt(0.9), rel=1e-9)
+    assert plan.loss_noise_multiplier == pytest.approx(joint / math.sqrt(0.1), rel=1e-9)
+    assert plan.noise_multiplier**-2 + plan.loss_noise_multiplier**-2 == pytest.approx(joint**-2, rel=1e-9)
+    assert trainer.privacy.epsilon() == pytest.approx(
+        get_epsilon(noise_multiplier=joint, **mechanism, delta=24**-1.1), rel=1e-6
+    )
+    assert trainer.privacy.epsilon() <= 3.0
+
+
+def test_with_a_given_noise_multiplier_the_loss_costs_extra(tmp_path):
+    trainer = train(tmp_path, noise_multiplier=1.5)
+    assert trainer.privacy_plan().noise_multiplier == 1.5
+    without = get_epsilon(noise_multiplier=1.5, sample_rate=1 / 3, steps=4, delta=24**-1.1)
+    assert without < trainer.privacy.epsilon() < 1.02 * without
+
+
+def test_the_ledger_says_how_the_loss_was_reported(tmp_path):
+    train(tmp_path / "private", per_sample_max_loss=7.0)
+    trainer_of(tmp_path / "raw", report_train_loss="raw").train()
+    private, raw = (PrivacyLedger.load(tmp_path / name / "out") for name in ("private", "raw"))
+    assert (private.statement.train_loss, private.statement.per_sample_max_loss) == ("private", 7.0)
+    assert private.statement.loss_noise_multiplier == pytest.approx(math.sqrt(0.99 / 0.01))
+    assert not any("training loss" in line for line in private.statement.not_covered)
+    assert any("training loss" in line for line in raw.statement.not_covered)
+
+
+def test_the_optimizer_knows_the_noise_of_the_gradient_alone(tmp_path):
+    trainer = train(tmp_path, noise_multiplier=None, target_epsilon=3.0, train_loss_budget=0.5)
+    plan = trainer.privacy_plan()
+    assert trainer.optimizer.optimizer.noise_std == plan.noise_std == plan.noise_multiplier / 8
+
+
+def test_users_contribute_their_mean(tmp_path):
+    data = numbered().add_column("user", [index // 2 for index in range(24)])
+    trainer = train(
+        tmp_path, losses={5 + index: index % 2 for index in range(24)}, data=data, noise_multiplier=0.0, noise_seed=0,
+        privacy_unit_column="user", per_device_train_batch_size=12, gradient_accumulation_steps=1, max_steps=1,
+    )  # fmt: skip
+    assert losses_of(trainer) == pytest.approx([12 * 0.5 / 12], abs=1e-4)
+
+
+def test_an_empty_draw_reports_noise(tmp_path, monkeypatch):
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=int))
+    trainer = train(tmp_path, max_steps=3)
+    assert np.all(losses_of(trainer) != 0.0)
+
+
+def test_what_reaches_the_log_is_not_the_raw_loss(tmp_path):
+    # σ_L is so large that a raw loss, of about ln 2, would stand out: |noise| < 20 has a probability of 1e-8 per step.
+    trainer = train(tmp_path, cls=DopplerTrainer, noise_multiplier=1e5, per_sample_max_loss=1e4, max_steps=4)
+    assert np.all(np.abs(losses_of(trainer)) > 20)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (dict(report_train_loss="raw", per_sample_max_loss=2.0), "without effect for report_train_loss='raw'"),
+        (dict(report_train_loss="none", train_loss_budget=0.1), "without effect for report_train_loss='none'"),
+        (dict(per_sample_max_loss=0.0), "finite number > 0, got 0"),
+        (dict(per_sample_max_loss=math.inf), "finite number > 0, got inf"),
+        (dict(train_loss_budget=1.0), r"must lie in \(0, 1\), got 1"),
+        (dict(train_loss_budget=0.0), r"must lie in \(0, 1\), got 0"),
+        (dict(disable_dp=True, noise_multiplier=None), "report_train_loss='private' asks for it"),
+        (dict(report_train_loss="public"), "one of raw, private, none"),
+    ],
+)
+def test_arguments_about_the_loss_are_checked(tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **(PRIVATE | overrides))
+
+
+def test_the_model_and_data_are_as_before(tmp_path):
+    # The loss is a by-product: what is trained does not depend on whether it is reported.
+    models = []
+    for report in ("private", "none"):
+        trainer = trainer_of(tmp_path / report, noise_seed=1, noise_multiplier=0.0, report_train_loss=report)
+        trainer.train()
+        models.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert torch.equal(*models)
+    assert not torch.equal(models[0], torch.cat([p.detach().flatten() for p in tiny_bert().parameters()]))

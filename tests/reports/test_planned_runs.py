@@ -1,0 +1,253 @@
+"""A plan is solved for any of its four numbers: against searches that try every value, and the sampler's own arithmetic."""
+
+import math
+
+import numpy as np
+import pytest
+
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
+from doppler_hf.privacy import PoissonSampler
+from doppler_hf.privacy.accounting.accounting import get_epsilon
+from doppler_hf.reports import planned_runs as planning
+from doppler_hf.reports.planned_runs import PlannedRun, Question, alternatives
+
+RUN = {"num_examples": 1000, "epsilon": 3.0, "noise_multiplier": 1.0, "epochs": 2.0, "batch_size": 100}
+
+
+def epsilon(num_examples, batch_size, steps, noise_multiplier, *, delta=None, accountant="rdp"):
+    return get_epsilon(
+        noise_multiplier=noise_multiplier,
+        sample_rate=batch_size / num_examples,
+        steps=steps,
+        delta=num_examples**-1.1 if delta is None else delta,
+        accountant=accountant,
+    )
+
+
+@pytest.mark.parametrize(("num_examples", "batch_size"), [(1000, 100), (1001, 100), (999, 100), (67349, 1000), (7, 7)])
+@pytest.mark.parametrize("epochs", [0.1, 1, 2.5, 3])
+def test_steps_are_those_of_the_host(num_examples, batch_size, epochs):
+    question = Question(
+        num_examples=num_examples, batch_size=batch_size, epochs=epochs, noise_multiplier=1.0, accountant="rdp"
+    )
+    run = question.solve()
+    sampler = PoissonSampler(num_examples=num_examples, expected_batch_size=batch_size)
+    # Trainer.set_initial_training_values
+    assert run.steps == math.ceil(epochs * sampler.steps_per_epoch)
+    assert run.sample_rate == sampler.sample_rate
+
+
+def test_max_steps_takes_the_place_of_epochs():
+    run = Question(num_examples=1000, batch_size=100, max_steps=37, noise_multiplier=1.0).solve()
+    assert (run.steps, run.epochs) == (37, 3.7)
+
+
+def test_numbers_of_a_run():
+    run = PlannedRun(num_examples=50_000, expected_batch_size=500, steps=400, noise_multiplier=0.8, max_grad_norm=0.5)
+    assert run.sample_rate == 0.01
+    assert run.epochs == 4
+    assert run.examples_processed == 200_000
+    assert run.releases == (0.8, 0.01, 400)
+    np.testing.assert_allclose(run.noise_std, 0.8 * 0.5 / 500, rtol=1e-15)
+    np.testing.assert_allclose(run.average_noise_std, 0.8 * 0.5 / 500 / 20, rtol=1e-15)
+    # Momentum leaves (1 - β)/(1 + β) of the power.
+    np.testing.assert_allclose(
+        run.filtered_noise_std(PAPER_FILTERS["momentum"]), run.noise_std * (0.1 / 1.9) ** 0.5, rtol=1e-9
+    )
+    assert run.filtered_noise_std(LowPassFilter(b=(1.0,))) == run.noise_std
+
+
+def test_epochs_lead_the_host_back_to_the_steps():
+    assert math.ceil(29 / 7 * 7) == 30, "no rounding to guard against: drop the guard"
+    for steps_per_epoch in range(1, 40):
+        for steps in range(1, 400):
+            run = PlannedRun(steps_per_epoch, 1, steps, 1.0, 1.0)
+            assert math.ceil(run.epochs * steps_per_epoch) == steps
+            assert abs(run.epochs - steps / steps_per_epoch) < 1e-13 * steps
+
+
+def test_the_average_of_the_noise_is_what_is_simulated():
+    run = PlannedRun(num_examples=100, expected_batch_size=10, steps=25, noise_multiplier=2.0, max_grad_norm=3.0)
+    noise = np.random.default_rng(0).normal(0.0, run.noise_std, size=(run.steps, 100_000)).mean(axis=0)
+    # The sample's standard deviation has a relative standard error of 1/√(2n) = 0.0022: six of them, a false alarm in 10⁸.
+    np.testing.assert_allclose(noise.std(), run.average_noise_std, rtol=6 / math.sqrt(2 * 100_000))
+
+
+@pytest.mark.parametrize("epochs", [0.3, 1.0, 2.5, 10.0])
+@pytest.mark.parametrize("num_examples", [2, 97, 120])
+def test_largest_batch_size_is_that_of_a_search_of_all(num_examples, epochs, monkeypatch):
+    def cost(*, noise_multiplier, sample_rate, steps, delta, accountant):
+        # Like every accountant's it rises with q and T, and it takes no time (Bu et al. 2020, the central limit).
+        return sample_rate * math.sqrt(steps * math.expm1(noise_multiplier**-2))
+
+    monkeypatch.setattr(planning, "get_epsilon", cost)
+    costs = [
+        cost(
+            noise_multiplier=1.0,
+            sample_rate=batch_size / num_examples,
+            steps=math.ceil(epochs * math.ceil(num_examples / batch_size)),
+            delta=0.0,
+            accountant="rdp",
+        )
+        for batch_size in range(1, num_examples + 1)
+    ]
+    for target in [*costs, 1.001 * max(costs), *(0.999 * cost for cost in costs)]:
+        question = Question(num_examples=num_examples, noise_multiplier=1.0, epochs=epochs, epsilon=target, accountant="rdp")
+        if target < min(costs):
+            with pytest.raises(ValueError, match="even batch_size=1 costs"):
+                question.solve()
+        else:
+            expected = max(batch_size for batch_size, cost in enumerate(costs, start=1) if cost <= target)
+            assert question.solve().expected_batch_size == expected
+
+
+def test_largest_batch_size_lies_beyond_sizes_that_cost_too_much():
+    """59 examples a batch need 3 steps an epoch, 60 only 2: ε falls there, and a bisection would stop below."""
+
+    def cost(batch_size):
+        return epsilon(120, batch_size, 3 * math.ceil(120 / batch_size), 2.0)
+
+    target = cost(60) * 1.0001
+    assert cost(59) > target
+    assert cost(61) > target
+    run = Question(num_examples=120, noise_multiplier=2.0, epochs=3, epsilon=target, accountant="rdp").solve()
+    assert (run.expected_batch_size, run.steps) == (60, 6)
+
+
+@pytest.mark.parametrize(("accountant", "largest"), [("rdp", 1000), ("pld", 1000), ("prv", 999)])
+def test_batch_sizes_end_where_the_accountant_does(accountant, largest):
+    run = Question(num_examples=1000, noise_multiplier=5.0, max_steps=1, epsilon=8, accountant=accountant).solve()
+    assert run.expected_batch_size == largest
+
+
+@pytest.mark.parametrize(("batch_size", "target", "least", "most"), [(10, 1.0, 101, 10_000), (400, 2.0, 1, 10)])
+def test_longest_run_ends_before_the_step_that_overruns(batch_size, target, least, most):
+    """Several epochs with batches of 10, a few steps with batches of 400."""
+    run = Question(num_examples=1000, noise_multiplier=2.0, batch_size=batch_size, epsilon=target, accountant="rdp").solve()
+    assert least <= run.steps <= most
+    assert epsilon(1000, batch_size, run.steps, 2.0) <= target < epsilon(1000, batch_size, run.steps + 1, 2.0)
+
+
+def test_longest_run_is_known_in_closed_form():
+    """Full-batch steps are one Gaussian release with σ/√T, of Rényi divergence αT/2σ² (Mironov 2017)."""
+    run = Question(
+        num_examples=1000, noise_multiplier=50.0, batch_size=1000, epsilon=1.0, delta=1e-5, accountant="rdp"
+    ).solve()
+
+    # Turned into ε by Balle et al. 2020, Theorem 21, at the best of many orders.
+    alpha = np.linspace(1.01, 200, 20_000)
+    conversion = np.log1p(-1 / alpha) - np.log(1e-5 * alpha) / (alpha - 1)
+    exact = max(steps for steps in range(1, 1000) if np.min(alpha * steps / (2 * 50.0**2) + conversion) <= 1.0)
+    # The accountant tries some orders only.
+    assert 0.99 * exact <= run.steps <= exact
+
+
+@pytest.mark.parametrize("unknown", ["epsilon", "noise_multiplier", "epochs", "batch_size"])
+def test_each_number_is_found_again_from_the_other_three(unknown):
+    start = Question(**{**RUN, "noise_multiplier": None}, accountant="rdp").solve()
+    known = RUN | {"noise_multiplier": start.noise_multiplier}
+    question = Question(**{**known, unknown: None}, accountant="rdp")
+    assert question.unknown == unknown
+    run = question.solve()
+    if unknown in ("epsilon", "noise_multiplier"):
+        assert run == start
+    else:
+        # Calibration leaves at most a thousandth of ε unspent, less than what one more step or example costs here.
+        assert (run.steps, run.expected_batch_size) == (start.steps, start.expected_batch_size)
+    spent = epsilon(1000, run.expected_batch_size, run.steps, run.noise_multiplier)
+    assert 0.999 * 3.0 <= spent <= 3.0
+
+
+def test_delta_and_clip_norm_are_used():
+    question = Question(
+        num_examples=1000, batch_size=100, epochs=2, epsilon=3, delta=1e-7, accountant="rdp", max_grad_norm=0.1
+    )
+    run = question.solve()
+    assert question.target_delta == 1e-7
+    assert run.max_grad_norm == 0.1
+    assert 2.997 <= epsilon(1000, 100, 20, run.noise_multiplier, delta=1e-7) <= 3
+    np.testing.assert_allclose(Question(num_examples=1000, epsilon=1, epochs=1, batch_size=9).target_delta, 1000**-1.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": None, "epochs": None}, "epsilon, epochs are missing: of epsilon"),
+        ({}, "all are given: of epsilon"),
+        ({"epsilon": None, "max_steps": 10}, r"epochs is 2\.0 and max_steps is 10: give one"),
+        ({"epsilon": None, "num_examples": 1}, "num_examples is 1: give the size"),
+        ({"epsilon": None, "batch_size": 1001}, "batch_size is 1001, but there are only 1000 examples: lower"),
+        (
+            {"epsilon": None, "batch_size": 1000},
+            "batch_size is 1000, all examples in every step, for which prv has no bound",
+        ),
+        ({"epsilon": None, "batch_size": 0}, "batch_size is 0: give a finite number above 0"),
+        ({"epsilon": None, "epochs": math.nan}, "epochs is nan: give a finite number"),
+        ({"epsilon": None, "epochs": None, "max_steps": -1}, "max_steps is -1: give a finite number"),
+        ({"epsilon": None, "noise_multiplier": 0.0}, r"noise_multiplier is 0\.0: give a finite number"),
+        ({"epochs": None, "epsilon": math.inf}, "epsilon is inf: give a finite number"),
+        ({"epsilon": None, "max_grad_norm": -0.1}, r"max_grad_norm is -0\.1: give a finite number"),
+        ({"epsilon": None, "delta": 1.0}, r"delta is 1\.0: give a probability inside \(0, 1\)"),
+        ({"epsilon": None, "delta": math.nan}, r"delta is nan: give a probability inside \(0, 1\)"),
+    ],
+)
+def test_questions_without_a_meaning_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Question(**RUN | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": None, "noise_multiplier": 0.1}, "batch_size=100 one step costs ε = .*: raise noise_multiplier"),
+        ({"batch_size": None, "noise_multiplier": 0.1}, "even batch_size=1 costs ε = .*: raise noise_multiplier"),
+        (
+            {"epochs": None, "noise_multiplier": 1e4, "batch_size": 1},
+            "even 4096000 steps cost less than .*: lower noise_mul",
+        ),
+    ],
+)
+def test_targets_out_of_reach_are_refused_with_the_mend(change, message):
+    with pytest.raises(ValueError, match=message):
+        Question(**RUN | change, accountant="rdp").solve()
+
+
+def test_alternatives_cost_the_same():
+    question = Question(num_examples=1000, batch_size=100, epochs=1.5, epsilon=3, accountant="rdp", max_grad_norm=0.3)
+    run = question.solve()
+    table = alternatives(run, epochs=1.5, target_epsilon=3, delta=question.target_delta, accountant="rdp")
+    assert list(table) == [0.75, 1.5, 3.0, 6.0]
+    for epochs, runs in table.items():
+        assert [other.expected_batch_size for other in runs] == [25, 50, 100, 200, 400]
+        for other in runs:
+            assert other.steps == math.ceil(epochs * math.ceil(1000 / other.expected_batch_size))
+            assert (other.num_examples, other.max_grad_norm) == (1000, 0.3)
+            assert 2.997 <= epsilon(1000, other.expected_batch_size, other.steps, other.noise_multiplier) <= 3
+    assert [other is run for runs in table.values() for other in runs].count(True) == 1
+    assert table[1.5][2] is run
+
+
+def test_alternatives_have_their_own_target_and_delta():
+    run = PlannedRun(num_examples=1000, expected_batch_size=100, steps=20, noise_multiplier=7.0, max_grad_norm=1.0)
+    table = alternatives(run, epochs=2.0, target_epsilon=0.7, delta=1e-6, accountant="rdp")
+    assert table[2.0][2].noise_multiplier == 7.0
+    other = table[4.0][1]
+    assert 0.6993 <= epsilon(1000, 50, 80, other.noise_multiplier, delta=1e-6) <= 0.7
+
+
+@pytest.mark.parametrize(("batch_size", "batch_sizes"), [(1, [1, 2, 4]), (4, [1, 2, 4]), (6, [2, 3, 6]), (8, [2, 4, 8])])
+def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes):
+    run = PlannedRun(num_examples=8, expected_batch_size=batch_size, steps=9, noise_multiplier=2.0, max_grad_norm=1.0)
+    table = alternatives(run, epochs=run.epochs, target_epsilon=1.0, delta=1e-5, accountant="rdp")
+    assert [other.expected_batch_size for other in table[run.epochs]] == batch_sizes
+
+
+def test_alternatives_that_no_noise_brings_to_the_target_are_left_out():
+    """PRV's bound has an error of its own, below which it sees no difference."""
+    run = Question(num_examples=67_349, batch_size=10, max_steps=3, noise_multiplier=1e5).solve()
+    target = epsilon(67_349, 10, 3, 1e5, accountant="prv")
+    table = alternatives(run, epochs=run.epochs, target_epsilon=target, delta=67_349**-1.1, accountant="prv")
+    runs = [other for others in table.values() for other in others]
+    assert run in runs
+    assert all(other.noise_multiplier < 1e5 for other in runs if other is not run)
+    assert len(runs) < 20

@@ -1,0 +1,100 @@
+"""The pictures are written and hold the numbers, and curves that cannot be averaged are refused."""
+
+import numpy as np
+import pytest
+import scipy.signal
+from matplotlib import pyplot
+
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.reports.planned_runs import PlannedRun
+from doppler_hf.reports.plots import plot_filters, plot_learning_curves, plot_paper_filters, plot_planned_runs, plot_spectra
+
+RUNS = [[(1.0, 50.0), (2.0, 70.0)], [(1.0, 55.0), (2.0, 80.0)]]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn, as long as the test runs."""
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    yield kept
+    monkeypatch.undo()
+    for figure in kept:
+        pyplot.close(figure)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_picture_is_written_into_a_new_folder(tmp_path, ending):
+    path = tmp_path / "new" / f"curve.{ending}"
+    plot_learning_curves({"none": RUNS, "momentum": RUNS}, path, ylabel="accuracy (%)", title="a title")
+    assert path.stat().st_size > 5000
+
+
+def test_runs_of_different_lengths_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="runs of 'none' must share their epochs"):
+        plot_learning_curves({"none": [RUNS[0], RUNS[0][:1]]}, tmp_path / "x.png", ylabel="", title="")
+
+
+def test_planned_runs_are_drawn_as_they_are(tmp_path, figures):
+    table = {
+        epochs: [PlannedRun(1000, batch_size, 4 * batch_size, epochs + batch_size / 10, 0.5) for batch_size in (10, 20, 40)]
+        for epochs in (1.0, 2.5)
+    }
+    plot_planned_runs(table, table[2.5][1], tmp_path / "new" / "plan.png", title="a title")
+    assert (tmp_path / "new" / "plan.png").stat().st_size > 5000
+    (figure,) = figures
+    assert figure.get_suptitle() == "a title"
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["1", "2.5"]
+    names = ("noise_multiplier", "noise_std", "average_noise_std")
+    for axes, name in zip(figure.axes, names, strict=True):
+        *curves, mark = axes.get_lines()
+        for curve, runs in zip(curves, table.values(), strict=True):
+            assert list(curve.get_xdata()) == [10, 20, 40]
+            assert list(curve.get_ydata()) == [getattr(run, name) for run in runs]
+        assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([20], [getattr(table[2.5][1], name)])
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "20", "40"]
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+def test_spectra_are_drawn_in_the_colours_of_their_autocorrelations(tmp_path, figures):
+    frequencies = np.array([0.0, 0.5, 1.0])
+    autocorrelations = {"raw": np.array([2.0, 1.0]), "filtered": np.array([4.0, -1.0])}
+    spectra = {label: (frequencies, np.array([1.0, 0.1, value[0]])) for label, value in autocorrelations.items()}
+    plot_spectra(autocorrelations, spectra | {"|H|²": (frequencies, frequencies + 1)}, tmp_path / "s.svg", title="a title")
+    ((time, frequency),) = [figure.axes for figure in figures]
+    raw, filtered, _ = time.get_lines()
+    assert (list(raw.get_ydata()), list(filtered.get_ydata())) == ([1.0, 0.5], [1.0, -0.25])
+    drawn = {line.get_label(): line for line in frequency.get_lines()}
+    assert {name: list(line.get_ydata()) for name, line in drawn.items()} == {
+        "raw": [1.0, 0.1, 2.0], "filtered": [1.0, 0.1, 4.0], "|H|²": [1.0, 1.5, 2.0]
+    }  # fmt: skip
+    assert frequency.get_yscale() == "log"
+    assert (drawn["raw"].get_color(), drawn["filtered"].get_color()) == (raw.get_color(), filtered.get_color())
+    assert (drawn["|H|²"].get_linestyle(), drawn["raw"].get_linestyle()) == ("--", "-")
+
+
+def test_filters_are_drawn_as_scipy_has_them(tmp_path, figures):
+    low_pass_filter = PAPER_FILTERS["first-order-v1"]
+    plot_filters({"one": low_pass_filter}, tmp_path / "f.png")
+    ((impulse, step, gain, delay),) = [figure.axes for figure in figures]
+    kappa = scipy.signal.lfilter(low_pass_filter.b, low_pass_filter.a, np.eye(1, 200)[0])
+    drawn = impulse.get_lines()[0].get_ydata()
+    np.testing.assert_allclose(drawn, kappa[: len(drawn)], rtol=1e-12)
+    drawn = step.get_lines()[0].get_ydata()
+    np.testing.assert_allclose(drawn, np.cumsum(kappa)[: len(drawn)], rtol=1e-12)
+    line = gain.get_lines()[0]
+    _, response = scipy.signal.freqz(low_pass_filter.b, low_pass_filter.a, np.pi * line.get_xdata())
+    above = line.get_ydata() > -100
+    np.testing.assert_allclose(line.get_ydata()[above], 20 * np.log10(np.abs(response))[above], atol=1e-9)
+    line = delay.get_lines()[0]
+    _, expected = scipy.signal.group_delay((low_pass_filter.b, low_pass_filter.a), np.pi * line.get_xdata()[:-1])
+    np.testing.assert_allclose(line.get_ydata()[:-1], expected, atol=1e-9)
+
+
+def test_the_papers_panels_hold_its_filters(tmp_path, figures):
+    plot_paper_filters(tmp_path / "p.png")
+    names = [{line.get_label() for line in axes.get_lines()} & set(PAPER_FILTERS) for axes in figures[0].axes]
+    assert len(names) == 4
+    assert names[0] == names[1]
+    assert names[2] == names[3] == {"f1", "f2", "f3", "f4", "f5", "f6"}
+    assert names[0] | names[2] == set(PAPER_FILTERS)

@@ -1,0 +1,238 @@
+"""What is recorded is a linear image of the gradients that keeps their norms, and of the private ones unless asked."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.signal
+import scipy.stats
+import torch
+
+from doppler_hf.filters import corrected_noise_gain, noise_gain
+from doppler_hf.run import gradient_recorder as recorder_module
+from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
+from tests.end_to_end.test_trainer import Recorder, trainer_of
+
+
+def projection(number, *, kind="projection", seed=0, dimensions=8):
+    return Projection(number, dimensions=dimensions, kind=kind, seed=seed)
+
+
+def matrix(number, **options):
+    """P, column by column."""
+    image = projection(number, **options)
+    return np.stack([image([unit]) for unit in torch.eye(number)], axis=1)
+
+
+# --- the image of a gradient ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["one row", "several rows"])
+def width(request, monkeypatch):
+    """Tables of 13 columns, or of all coordinates."""
+    if request.param == "several rows":
+        monkeypatch.setattr(recorder_module, "TABLE_WIDTH", 13)
+
+
+@pytest.mark.usefixtures("width")
+def test_a_projection_adds_every_coordinate_to_one_sum_under_a_sign():
+    signs = matrix(60)
+    assert signs.shape == (8, 60)
+    np.testing.assert_array_equal(np.abs(signs).sum(axis=0), 1)
+    assert set(np.unique(signs)) == {-1, 0, 1}
+    counts = np.abs(signs).sum(axis=1)
+    assert counts.sum() == 60
+    assert counts.min() >= 4
+
+
+@pytest.mark.usefixtures("width")
+@pytest.mark.parametrize("kind", ["projection", "coordinates"])
+def test_a_gradient_in_pieces_is_the_gradient_in_one(kind):
+    image, gradient = projection(60, kind=kind), torch.arange(60.0) ** 1.5
+    expected = matrix(60, kind=kind) @ gradient.double().numpy()
+    for sizes in ([60], [1, 59], [13, 13, 34], [5, 40, 2, 13], [26, 30, 4]):
+        pieces = list(gradient.split(sizes))
+        pieces[-1] = pieces[-1].view(2, -1) if len(pieces[-1]) % 2 == 0 else pieces[-1]
+        np.testing.assert_allclose(image(pieces), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.usefixtures("width")
+@pytest.mark.parametrize("kind", ["projection", "coordinates"])
+def test_norms_are_kept_in_the_mean_over_seeds(kind):
+    # The worst that a table can be given: its rows are all alike.
+    gradient = torch.tensor([3.0, *[1.0] * 59])
+    squares = [np.sum(projection(60, kind=kind, seed=seed)([gradient]).astype(float) ** 2) for seed in range(2000)]
+    error = np.std(squares) / math.sqrt(2000)
+    # Five and a half standard errors: 4e-8 of false alarm.
+    assert abs(np.mean(squares) - 68) < 5.5 * error
+    assert error < 2
+
+
+def test_coordinates_are_chosen_ones():
+    chosen = matrix(60, kind="coordinates")
+    assert np.count_nonzero(chosen) == 8
+    np.testing.assert_allclose(chosen[chosen != 0], math.sqrt(60 / 8), rtol=1e-6, atol=0)
+    assert np.count_nonzero(chosen.sum(axis=0)) == 8
+
+
+def test_the_seed_says_which_and_the_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    np.testing.assert_array_equal(matrix(60, seed=3), matrix(60, seed=3))
+    assert not np.array_equal(matrix(60, seed=3), matrix(60, seed=4))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_half_precision_is_summed_in_float32():
+    # 1 + 1/512 in bfloat16 is 1.
+    gradient = torch.tensor([1.0, *[2.0**-9] * 511], dtype=torch.bfloat16)
+    image = projection(512, dimensions=1)
+    assert image([gradient]).dtype == np.float32
+    np.testing.assert_allclose(image([gradient]), image([gradient.double()]), rtol=1e-6, atol=1e-6)
+
+
+# --- in a training --------------------------------------------------------------------------------------------------------
+
+
+class Sums:
+    """Stands where the trainer does: hands on the clipped sums before there is noise in them."""
+
+    def __init__(self, recorder, mechanism):
+        self.recorder, self.privatize = recorder, mechanism.privatize
+        self.raw = []
+
+    def __call__(self, sums, **options):
+        self.raw.append(torch.cat([total.flatten() for total in sums.values()]).double() / 8)
+        if len(self.recorder._raw) < len(self.raw):
+            self.recorder.record_raw_gradient(sums, 8)
+        return self.privatize(sums, **options)
+
+
+@pytest.mark.parametrize("kind", ["projection", "coordinates"])
+def test_every_private_gradient_is_recorded_and_filtered_as_by_the_optimizer(tmp_path, kind):
+    recorder, witness = GradientRecorder(dimensions=32, kind=kind), Recorder()
+    trainer = trainer_of(
+        tmp_path, callbacks=[recorder, witness], low_pass_filter="second-order", base_optimizer="sgd", max_steps=5
+    )
+    trainer.train()
+    image = projection(len(witness.gradients[0]), kind=kind, dimensions=32)
+    private = np.stack([image([gradient]) for gradient in witness.gradients])
+    assert recorder.private.shape == (5, 32)
+    np.testing.assert_allclose(recorder.private, private, rtol=1e-4, atol=1e-4)
+    assert recorder.raw is None
+    optimizer = trainer.optimizer.optimizer
+    assert recorder.low_pass_filter == optimizer.low_pass_filter
+    assert recorder.noise_std == pytest.approx(optimizer.noise_std * math.sqrt(len(witness.gradients[0]) / 32))
+    # What the optimizer itself makes of the recorded gradients, as columns of a parameter, with a learning rate of 1.
+    weight = torch.nn.Parameter(torch.zeros(32, dtype=torch.float64))
+    plain = type(optimizer)([weight], lr=1.0, low_pass_filter=optimizer.low_pass_filter)
+    for row, expected in zip(recorder.private, recorder.filtered, strict=True):
+        before = weight.detach().clone()
+        weight.grad = torch.from_numpy(row)
+        plain.step()
+        np.testing.assert_allclose((before - weight.detach()).numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_raw_gradient_is_what_the_noise_is_added_to(tmp_path, monkeypatch):
+    recorder, witness, hooks = GradientRecorder(dimensions=32, record_raw=True), Recorder(), []
+    trainer = trainer_of(tmp_path, callbacks=[recorder, witness], max_steps=3)
+    make = trainer._gaussian_mechanism
+
+    def hooked(*arguments, **options):
+        mechanism = make(*arguments, **options)
+        hooks.append(Sums(recorder, mechanism))
+        monkeypatch.setattr(mechanism, "privatize", hooks[-1])
+        return mechanism
+
+    monkeypatch.setattr(trainer, "_gaussian_mechanism", hooked)
+    trainer.train()
+    image = projection(len(witness.gradients[0]), dimensions=32)
+    np.testing.assert_allclose(recorder.raw, np.stack([image([raw]) for raw in hooks[0].raw]), rtol=1e-4, atol=1e-5)
+    noise = (recorder.private - recorder.raw) / recorder.noise_std
+    # χ², two-sided at 1e-6, with room for how evenly the coordinates divide.
+    low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], noise.size)
+    assert 0.98 * low < np.sum(noise**2) < 1.02 * high
+
+    path = tmp_path / "new" / "recording.npz"
+    recorder.save(path)
+    loaded = GradientRecorder.load(path)
+    for name in ("private", "filtered", "raw"):
+        np.testing.assert_array_equal(getattr(loaded, name), getattr(recorder, name))
+    for name in ("dimensions", "kind", "record_raw", "seed", "noise_std", "low_pass_filter"):
+        assert getattr(loaded, name) == getattr(recorder, name)
+
+
+def test_estimates_are_those_of_the_steps_since_the_last_log(tmp_path):
+    recorder = GradientRecorder(dimensions=32)
+    trainer = trainer_of(tmp_path, callbacks=[recorder], low_pass_filter="momentum", max_steps=1)
+    trainer.train()
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(7, 32)) * recorder.noise_std
+    recorder._private, recorder._steps_logged = [], 0
+    recorder._filter_states[:] = 0
+    filtered = scipy.signal.lfilter([0.1], [1, -0.9], rows, axis=0) / (1 - 0.9 ** np.arange(1, 8))[:, None]
+    gains = corrected_noise_gain(recorder.low_pass_filter, 7)
+    power = 32 * recorder.noise_std**2
+    for first, last in ((0, 3), (3, 7)):
+        recorder._private += list(rows[first:last])
+        evaluation = {"eval_loss": 1.0}
+        recorder.add_estimates(evaluation)
+        assert evaluation == {"eval_loss": 1.0}
+        logs = {"learning_rate": 0.1}
+        recorder.add_estimates(logs)
+        before, after = (np.sum(series[first:last] ** 2, axis=1).mean() for series in (rows, filtered))
+        assert logs["noise_power"] == pytest.approx(power)
+        assert logs["signal_power"] == pytest.approx(before - power)
+        assert logs["snr_before"] == pytest.approx(before / power - 1)
+        assert logs["snr_after"] == pytest.approx(after / (power * gains[first:last].mean()) - 1)
+        assert logs["signal_power_error"] > 0
+        json.dumps(logs)
+    again = {"learning_rate": 0.1}
+    recorder.add_estimates(again)
+    assert again == {"learning_rate": 0.1}
+    assert noise_gain(recorder.low_pass_filter) < gains[-1]
+
+
+def test_a_second_training_begins_a_new_recording(tmp_path):
+    recorder = GradientRecorder(dimensions=32)
+    trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=2)
+    trainer.train()
+    first = recorder.private
+    trainer.train()
+    assert len(recorder.private) == 2
+    assert not np.array_equal(first, recorder.private)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dimensions": 0}, "dimensions is 0: record from 1 to"),
+        ({"dimensions": 2**17}, "dimensions is 131072"),
+        ({"kind": "pca"}, "kind is 'pca': choose one of projection, coordinates"),
+    ],
+)
+def test_a_recorder_of_nothing_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GradientRecorder(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "run", "message"),
+    [
+        ({}, {"disable_dp": True, "noise_multiplier": None}, "with disable_dp there are none"),
+        ({}, {"optim_target_modules": ["query"], "optim_args": "rank=4"}, "with GaLore"),
+        ({"dimensions": 100_000}, {}, r"dimensions is 100000, but \d+ parameters are trained"),
+    ],
+)
+def test_runs_that_cannot_be_recorded_are_refused(tmp_path, options, run, message):
+    trainer = trainer_of(tmp_path, callbacks=[GradientRecorder(**options)], **run)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_the_raw_gradient_is_recorded_where_asked_for_only():
+    with pytest.raises(ValueError, match="record_raw is False"):
+        GradientRecorder().record_raw_gradient({}, 8)

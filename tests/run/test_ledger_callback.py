@@ -1,0 +1,292 @@
+"""The trainer's ledger: ahead of every step on disk, never another run's, and open about what a run costs."""
+
+import json
+import math
+import re
+
+import pytest
+from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.cli import main
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger import ledger as ledger_module
+from doppler_hf.run import ledger_callback as callbacks_module
+from doppler_hf.run.ledger_callback import PrivacyCallback, ledgers_of
+from tests.end_to_end.test_trainer import arguments, trainer_of
+from tests.support.ledgers import after, statement
+
+
+class Stop(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action()
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def said(capsys):
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def events(folder):
+    return [entry["event"] for entry in json.loads((folder / LEDGER_NAME).read_text())["entries"]]
+
+
+# --- ahead of the steps ---------------------------------------------------------------------------------------------------
+
+
+class Watchful(DopplerTrainer):
+    """Reads the file while the gradients of a step are computed, and may then be killed."""
+
+    killed_in_step = math.inf
+
+    def _attach_engine(self, dataloader):
+        super()._attach_engine(dataloader)
+        self.on_disk = []
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        if hasattr(self, "on_disk"):
+            self.on_disk.append((self.state.global_step, PrivacyLedger.load(self.args.output_dir).steps_run))
+            if self.state.global_step == self.killed_in_step:
+                raise KeyboardInterrupt
+        return losses
+
+
+def test_steps_are_on_disk_before_they_are_computed(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Watchful, max_steps=7, noise_multiplier=50.0)
+    trainer.train()
+    assert {step for step, _ in trainer.on_disk} == set(range(7))
+    assert all(counted == step + 1 for step, counted in trainer.on_disk)
+
+
+def test_a_kill_within_a_step_counts_it(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Watchful, max_steps=300)
+    trainer.killed_in_step = 4
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert PrivacyLedger.load(tmp_path / "out").steps_run == 6  # portions of 3
+    assert events(tmp_path / "out") == ["opened", "steps", "steps"]
+
+
+def test_no_more_is_counted_ahead_than_the_budget_allows(tmp_path):
+    callback, state = PrivacyCallback(lambda: None), TrainerState(is_world_process_zero=True)
+    callback.ledger, callback._affordable_steps = PrivacyLedger.open(statement(steps_planned=1000)), 13
+    for _ in range(13):
+        callback.on_step_begin(arguments(tmp_path), state, TrainerControl())
+        callback.on_pre_optimizer_step(arguments(tmp_path), state, TrainerControl())
+    assert PrivacyLedger.load(tmp_path / "out").steps_run == 13
+    assert [entry.get("steps_reserved") for entry in callback.ledger.entries] == [None, 10, 13]
+
+
+def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=300, callbacks=[Stop(4, interrupt)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.privacy.ledger.steps_run == 4
+    assert trainer.privacy.earlier_ledger().steps_run == 6
+    trainer.args.max_steps = 2
+    trainer.train()
+    assert trainer.privacy.ledger.steps_run == 8
+    assert PrivacyLedger.load(tmp_path / "out").runs[1].steps_before == 6
+
+
+def test_only_process_0_writes(tmp_path):
+    callback = PrivacyCallback(lambda: None)
+    args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
+    callback.ledger, callback._affordable_steps = PrivacyLedger.open(statement()), 5
+    callback.on_step_begin(args, state, control)
+    callback.on_pre_optimizer_step(args, state, control)
+    callback.add_to_checkpoint(str(tmp_path / "out" / "checkpoint-1"), args, state)
+    callback.on_train_end(args, state, control)
+    assert callback.ledger.steps_run == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_process_goes_on_from_what_process_0_has_read(tmp_path, monkeypatch):
+    mine, theirs = after(PrivacyLedger.open(statement()), 3), after(PrivacyLedger.open(statement()), 5)
+    callback = PrivacyCallback(lambda: None)
+    callback.ledger = mine
+    PartialState()
+    monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
+    monkeypatch.setattr(callbacks_module, "broadcast_object_list", lambda objects: [theirs])
+    assert callback.earlier_ledger() is theirs
+    monkeypatch.setattr(callbacks_module, "broadcast_object_list", lambda objects: [ValueError("refused on process 0")])
+    with pytest.raises(ValueError, match="refused on process 0"):
+        callback.earlier_ledger()
+
+
+# --- whose ledger it is ---------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_run_sets_the_earlier_ledger_aside_and_says_that_both_add_up(tmp_path, capsys):
+    options = dict(save_strategy="steps", save_steps=2)
+    trainer_of(tmp_path, **options).train()
+    old = PrivacyLedger.load(tmp_path / "out")
+    assert "add up" not in said(capsys)
+    trainer_of(tmp_path, max_steps=3, **options).train()
+    new = PrivacyLedger.load(tmp_path / "out")
+    aside = tmp_path / "out" / f"privacy_ledger.{old.head[:8]}.json"
+    assert f"is now {aside.name}. If it used the same data, its ε and that of this run add up." in said(capsys)
+    assert PrivacyLedger.load(aside).head == old.head
+    assert (new.steps_run, new.restarts) == (3, [])
+    # Checkpoint 2 is the new run's, checkpoint 4 still the old one's.
+    assert PrivacyLedger.load(tmp_path / "out" / "checkpoint-2").is_prefix_of(new)
+    assert PrivacyLedger.load(tmp_path / "out" / "checkpoint-4").is_prefix_of(old)
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_a_damaged_ledger_does_not_stop_a_fresh_run(tmp_path):
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        (folder / LEDGER_NAME).write_text('{"format_version": 1}')
+    trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        assert [path.read_text() for path in folder.glob("privacy_ledger.*.json")] == ['{"format_version": 1}']
+
+
+def test_two_runs_in_one_folder_stop_the_one_whose_ledger_is_gone(tmp_path):
+    second = trainer_of(tmp_path, max_steps=2)
+    first = trainer_of(tmp_path, max_steps=5, callbacks=[Stop(2, second.train)])
+    with pytest.raises(ValueError, match=r"ledger of another run.*use another output_dir") as refusal:
+        first.train()
+    assert first.state.global_step == 2
+    assert second.privacy.ledger.head in str(refusal.value)
+    assert first.privacy.ledger.head in str(refusal.value)
+    kept = [PrivacyLedger.load(path) for path in (tmp_path / "out").glob("privacy_ledger*.json")]
+    assert sorted(ledger.steps_run for ledger in kept) == [2, 2]
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    options = dict(save_strategy="steps", save_steps=2)
+    trainer_of(tmp_path, **options).train()
+    trainer_of(tmp_path, max_steps=3, **options).train()
+    before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
+    with pytest.raises(ValueError, match="are of different runs"):
+        trainer_of(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
+    assert len(ledgers_of(tmp_path / "out" / "checkpoint-4")) == 2
+
+
+def test_a_damaged_ledger_is_not_resumed(tmp_path):
+    trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
+    path = tmp_path / "out" / LEDGER_NAME
+    path.write_text(path.read_text().replace('"steps_run": 4', '"steps_run": 3'))
+    with pytest.raises(ValueError, match=r"Entry \d \('checkpoint'\) is not as it was written"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+# --- the budget -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_loses_nothing(tmp_path):
+    options = dict(noise_multiplier=None, target_epsilon=3.0, accountant="rdp", save_strategy="steps", save_steps=4)
+    trainer = trainer_of(tmp_path, **options)
+    trainer.train()
+    ledger, before = trainer.privacy.ledger, (tmp_path / "out" / LEDGER_NAME).read_bytes()
+    with pytest.raises(ValueError, match="budget is spent"):
+        trainer.train()
+    assert trainer.privacy.ledger is ledger
+    extended = trainer_of(tmp_path, max_steps=6, **options)
+    with pytest.raises(ValueError, match=r"budget is spent.*Raise target_epsilon"):
+        extended.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
+
+
+def test_the_callback_itself_refuses_a_spent_budget(tmp_path, monkeypatch):
+    """As when the plan has not looked back: nothing is written, and the ledger in memory stays."""
+    options = dict(noise_multiplier=None, target_epsilon=3.0, accountant="rdp", save_strategy="steps", save_steps=2)
+    trainer_of(tmp_path, **options).train()
+    before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
+    spent = PrivacyLedger.load(tmp_path / "out").statement
+    trainer = trainer_of(tmp_path, **options)
+    plan = trainer.privacy_plan()
+    assert plan.statement(trainer.args) == spent
+    trainer.privacy.checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"budget is spent: ε = .* of target_epsilon = 3.0. Raise target_epsilon"):
+        trainer.privacy.on_train_begin(trainer.args, TrainerState(global_step=2), TrainerControl(), model=trainer.model)
+    assert trainer.privacy.ledger is None
+    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
+
+
+def test_the_summary_of_a_run_that_must_stop_early_says_what_it_will_cost(tmp_path, capsys):
+    options = dict(noise_multiplier=None, target_epsilon=3.0, accountant="rdp", save_strategy="steps", save_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, callbacks=[Stop(3, interrupt)], **options).train()
+    capsys.readouterr()
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    output = said(capsys)
+    assert "steps T 4, resumed at 2" in output
+    assert "The budget allows 1 of the 2 steps left" in output
+    assert resumed.privacy.ledger.steps_run == 4
+    assert f"at the end ε = {resumed.privacy.epsilon():.4g} by rdp" in output
+
+
+def test_a_finished_run_is_extended_under_a_larger_target(tmp_path):
+    options = dict(noise_multiplier=None, save_strategy="steps", save_steps=4, accountant="rdp")
+    trainer_of(tmp_path, target_epsilon=2.0, **options).train()
+    first = PrivacyLedger.load(tmp_path / "out")
+    extended = trainer_of(tmp_path, target_epsilon=3.0, max_steps=6, **options)
+    extended.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    assert first.is_prefix_of(ledger)
+    assert [entry.steps for entry in ledger.history] == [4, 2]
+    assert ledger.restarts == [4]
+    assert [run.statement.target_epsilon for run in ledger.runs] == [2.0, 3.0]
+    assert 2.0 < ledger.epsilon() <= 3.0
+    assert extended.state.global_step == 6
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+# --- what the user is told ------------------------------------------------------------------------------------------------
+
+
+def test_summary_and_last_line_name_what_the_guarantee_rests_on(tmp_path, capsys):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    ledger, output = trainer.privacy.ledger, said(capsys)
+    epsilons = ledger.epsilons()
+    spent = f"ε = {epsilons['prv']:.4g} by prv, {epsilons['rdp']:.4g} by rdp, {epsilons['pld']:.4g} by pld"
+    for row in (
+        "unit of privacy one example", "units N 24", f"noise source {ledger.statement.noise_source}", f"at the end {spent}",
+        "training loss logged as it is, NOT PRIVATE; report_train_loss='private' adds noise, 'none' leaves it out",
+    ):  # fmt: skip
+        assert row in output, row
+    assert f"Privacy spent: {spent} at δ = {24**-1.1:.3g} after 4 steps." in output
+    assert f"{tmp_path / 'out' / LEDGER_NAME}, whose last hash is {PrivacyLedger.load(tmp_path / 'out').head}." in output
+
+
+def test_the_chosen_accountant_comes_first_with_its_target(tmp_path, capsys):
+    trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0, accountant="rdp", report_train_loss="none").train()
+    output = said(capsys)
+    (epsilon,) = re.findall(r"at the end ε = (\S+) by rdp", output)
+    assert 3.0 * 0.999 <= float(epsilon) <= 3.0
+    assert "(target 3)" in output
+    assert "training loss not reported filter" in output
+
+
+def test_without_privacy_both_say_so(tmp_path, capsys):
+    trainer_of(tmp_path, noise_seed=1).train()
+    output = said(capsys)
+    assert "at the end ε = ∞: NOT PRIVATE" in output
+    assert "Privacy spent: ε = ∞: NOT PRIVATE" in output
+    assert main(["verify", str(tmp_path / "out")]) == 1
+
+
+def test_the_slow_accountants_run_at_both_ends_only(tmp_path, monkeypatch):
+    calls, get_epsilons = [], ledger_module.get_epsilons
+    monkeypatch.setattr(
+        ledger_module, "get_epsilons", lambda *args, **kwargs: calls.append(1) or get_epsilons(*args, **kwargs)
+    )
+    trainer_of(tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, max_steps=6).train()
+    assert len(calls) == 3  # the summary; the last entry, and the line that repeats it

@@ -1,0 +1,291 @@
+"""Filtered weights against SciPy, the raw ones untouched, and a trainer that shows the one and goes on with the other."""
+
+import io
+
+import numpy as np
+import pytest
+import scipy.signal
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import BertForSequenceClassification
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, moving_average
+from doppler_hf.optim import WeightFilter
+from doppler_hf.run.weight_filter_callback import WEIGHT_FILTER_NAME
+from tests.conftest import tiny_bert
+from tests.end_to_end.test_trainer import trainer_of, weights
+
+FILTERS = ["momentum:beta=0.97", "butterworth:order=2,cutoff=0.1", "moving-average:taps=3", "none"]
+
+
+def trajectory(steps=12, shapes=((3, 4), (5,)), dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes] for _ in range(steps)
+    ]
+
+
+def followed(name, points):
+    params = [torch.nn.Parameter(torch.zeros_like(point)) for point in points[0]]
+    filtered = WeightFilter(params, LowPassFilter.parse(name))
+    follow(filtered, params, points)
+    return filtered, params
+
+
+def follow(filtered, params, points):
+    for point in points:
+        for p, value in zip(params, point, strict=True):
+            p.data.copy_(value)
+        filtered.update()
+
+
+def clones(params):
+    return [p.detach().clone() for p in params]
+
+
+def assert_equal(tensors, others):
+    assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
+
+
+def applied_to(filtered, params):
+    with filtered.applied():
+        return clones(params)
+
+
+# --- the filter -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slice_size", [2**17, 5])
+@pytest.mark.parametrize("name", FILTERS)
+def test_equals_scipy(name, slice_size, monkeypatch):
+    monkeypatch.setattr("doppler_hf.optim.weight_filter.CPU_SLICE", slice_size)
+    low_pass, points = LowPassFilter.parse(name), trajectory()
+    for steps in (1, 2, 12):
+        filtered, params = followed(name, points[:steps])
+        response = scipy.signal.lfilter(low_pass.b, low_pass.a, np.ones(steps))[-1]
+        for index, result in enumerate(applied_to(filtered, params)):
+            series = np.stack([point[index].numpy() for point in points[:steps]])
+            expected = scipy.signal.lfilter(low_pass.b, low_pass.a, series, axis=0)[-1] / response
+            np.testing.assert_allclose(result.numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_raw_weights_come_back_to_the_bit_even_after_an_error():
+    filtered, params = followed(FILTERS[0], trajectory(dtype=torch.float32))
+    raw = clones(params)
+    seen = []
+
+    def fail():
+        with filtered.applied():
+            seen.extend(clones(params))
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert not torch.equal(seen[0], raw[0])
+    assert_equal(params, raw)
+    filtered.update()  # and it is not applied any more
+
+
+def test_nested_application_changes_nothing():
+    filtered, params = followed(FILTERS[0], trajectory(dtype=torch.float32))
+    raw, expected = clones(params), applied_to(filtered, params)
+    with filtered.applied():
+        with filtered.applied():
+            assert_equal(params, expected)
+        assert_equal(params, expected)
+        assert_equal(filtered.state_dict()["raw"], raw)
+    assert_equal(params, raw)
+
+
+def test_before_the_first_update_the_weights_are_the_raw_ones():
+    params = [torch.nn.Parameter(torch.ones(3))]
+    filtered = WeightFilter(params, LowPassFilter.parse(FILTERS[0]))
+    assert_equal(applied_to(filtered, params), [torch.ones(3)])
+    filtered.copy_to_params()
+    assert_equal(params, [torch.ones(3)])
+
+
+def test_copy_to_params_is_for_good():
+    filtered, params = followed(FILTERS[0], trajectory())
+    expected = applied_to(filtered, params)
+    filtered.copy_to_params()
+    assert_equal(params, expected)
+
+
+def test_half_precision_weights_are_rounded_at_application_alone():
+    points = trajectory(steps=40, dtype=torch.bfloat16)
+    filtered, params = followed("momentum:beta=0.99", points)
+    exact, exact_params = followed("momentum:beta=0.99", [[value.float() for value in point] for point in points])
+    assert filtered.state_dict()["filtered"][0].dtype == torch.float32
+    expected = [p.bfloat16() for p in applied_to(exact, exact_params)]
+    assert_equal(applied_to(filtered, params), expected)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_resuming_is_uninterrupted_to_the_bit(name, dtype):
+    points = trajectory(dtype=dtype)
+    whole, whole_params = followed(name, points)
+    first, _ = followed(name, points[:5])
+    file = io.BytesIO()
+    with first.applied():
+        torch.save(first.state_dict(), file)
+    file.seek(0)
+    params = [torch.nn.Parameter(torch.zeros_like(point)) for point in points[0]]
+    resumed = WeightFilter(params, LowPassFilter.parse(name))
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert_equal(params, points[4])
+    follow(resumed, params, points[5:])
+    assert_equal(applied_to(resumed, params), applied_to(whole, whole_params))
+
+
+def test_what_cannot_be_is_refused_before_anything_changes():
+    filtered, params = followed(FILTERS[0], trajectory())
+    state, raw = filtered.state_dict(), clones(params)
+    with pytest.raises(ValueError, match=r"of the weight filter b=0\.03.*, this one is moving-average:taps=4"):
+        WeightFilter(params, moving_average(4)).load_state_dict(state)
+    other = [torch.nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ValueError, match=r"the shapes \[\(3, 4\), \(5,\)\], the parameters \[\(2,\)\]"):
+        WeightFilter(other, filtered.low_pass_filter).load_state_dict(state)
+    with filtered.applied():
+        with pytest.raises(ValueError, match=r"update\(\) inside of applied\(\)"):
+            filtered.update()
+        with pytest.raises(ValueError, match=r"load_state_dict\(\) inside of applied\(\)"):
+            filtered.load_state_dict(state)
+    assert_equal(params, raw)
+    with pytest.raises(ValueError, match="no parameters"):
+        WeightFilter([], PAPER_FILTERS["momentum"])
+
+
+# --- in a trainer ---------------------------------------------------------------------------------------------------------
+
+
+class Filtered(DopplerTrainer):
+    """With a filter on the weights, and a memory of what every evaluation saw."""
+
+    def __init__(self, *, args, **kwargs):
+        args.weight_filter = "momentum:beta=0.7"
+        super().__init__(args=args, **kwargs)
+        self.weight_filter = self._weight_filter
+        self.seen = {}
+
+    def evaluation_loop(self, *args, **kwargs):
+        with self.weight_filter.applied():
+            self.seen[self.state.global_step] = weights(self)
+        return super().evaluation_loop(*args, **kwargs)
+
+
+class Stock(DopplerTrainer):
+    """The same without a filter; it remembers the weights of every evaluation."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen = {}
+
+    def evaluation_loop(self, *args, **kwargs):
+        self.seen[self.state.global_step] = weights(self)
+        return super().evaluation_loop(*args, **kwargs)
+
+
+OPTIONS = dict(
+    noise_seed=1, max_steps=6, low_pass_filter="momentum", save_strategy="steps", save_steps=2, eval_strategy="steps",
+    eval_steps=1, learning_rate=0.05, report_train_loss="none",
+)  # fmt: skip
+
+
+def saved_weights(folder):
+    model = BertForSequenceClassification.from_pretrained(folder)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    stock = trainer_of(tmp_path_factory.mktemp("stock"), cls=Stock, **OPTIONS)
+    stock.train()
+    folder = tmp_path_factory.mktemp("filtered")
+    filtered = trainer_of(folder, cls=Filtered, **OPTIONS)
+    filtered.train()
+    return stock, filtered, folder / "out"
+
+
+def test_evaluations_and_files_see_filtered_weights_and_training_goes_on_with_raw_ones(runs):
+    stock, filtered, folder = runs
+    raw = torch.stack([stock.seen[step] for step in range(1, 7)]).double().numpy()
+    smooth = scipy.signal.lfilter([0.3], [1, -0.7], raw, axis=0)
+    smooth /= scipy.signal.lfilter([0.3], [1, -0.7], np.ones(6))[:, None]
+    for step in range(1, 7):
+        np.testing.assert_allclose(filtered.seen[step], smooth[step - 1], rtol=1e-5, atol=1e-6)
+    assert np.abs(smooth[5] - raw[5]).max() > 0.01
+    for step in (2, 4, 6):
+        assert torch.equal(saved_weights(folder / f"checkpoint-{step}"), filtered.seen[step])
+        state = torch.load(folder / f"checkpoint-{step}" / WEIGHT_FILTER_NAME, weights_only=True)
+        assert torch.equal(torch.cat([tensor.flatten() for tensor in state["raw"]]), stock.seen[step])
+    assert torch.equal(weights(filtered), filtered.seen[6])
+
+
+def test_resumed_equals_uninterrupted(runs, tmp_path):
+    _, whole, folder = runs
+    resumed = trainer_of(tmp_path, cls=Filtered, **OPTIONS)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert resumed.state.global_step == 6
+    for step in (3, 6):
+        assert torch.equal(resumed.seen[step], whole.seen[step])
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_prediction_within_and_saving_after_training(runs, tmp_path):
+    _, filtered, _ = runs
+    filtered.save_model(str(tmp_path / "end"))
+    assert torch.equal(saved_weights(tmp_path / "end"), filtered.seen[6])
+    filtered.seen.clear()
+    filtered.predict(filtered.eval_dataset)
+    assert torch.equal(filtered.seen[6], weights(filtered))
+
+
+def test_the_best_model_is_a_filtered_one(tmp_path):
+    options = OPTIONS | dict(load_best_model_at_end=True, metric_for_best_model="loss", save_steps=1)
+    trainer = trainer_of(tmp_path, cls=Filtered, **options | {"learning_rate": 1.0})
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best < 6  # such steps make it worse, and the last model is another one
+    assert torch.equal(weights(trainer), trainer.seen[best])
+
+
+def test_a_checkpoint_without_raw_weights_is_refused(tmp_path):
+    trainer_of(tmp_path, cls=Stock, **OPTIONS | {"max_steps": 2}).train()
+    with pytest.raises(ValueError, match=r"There is no weight_filter\.pt in"):
+        trainer_of(tmp_path, cls=Filtered, **OPTIONS).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_a_model_for_release_only_has_no_raw_weights(tmp_path):
+    trainer_of(tmp_path, cls=Filtered, **OPTIONS | {"max_steps": 2, "save_only_model": True}).train()
+    assert not list((tmp_path / "out").rglob(WEIGHT_FILTER_NAME))
+    assert list((tmp_path / "out").rglob("model.safetensors"))
+
+
+def test_adapters_are_filtered_and_the_rest_is_not_kept(tmp_path):
+    def lora():
+        torch.manual_seed(0)
+        return get_peft_model(tiny_bert(), LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
+
+    whole = trainer_of(tmp_path, model=lora(), cls=Filtered, **OPTIONS)
+    whole.train()
+    state = torch.load(tmp_path / "out" / "checkpoint-2" / WEIGHT_FILTER_NAME, weights_only=True)
+    trained = [p for p in whole.model.parameters() if p.requires_grad]
+    assert [tensor.shape for tensor in state["raw"]] == [p.shape for p in trained]
+    resumed = trainer_of(tmp_path / "again", model=lora(), cls=Filtered, **OPTIONS)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_without_privacy_it_is_the_average_of_the_stock_trainer(tmp_path):
+    options = OPTIONS | dict(disable_dp=True, noise_multiplier=None, noise_seed=None, low_pass_filter="none")
+    options["report_train_loss"] = "raw"
+    stock = trainer_of(tmp_path / "stock", cls=Stock, **options)
+    stock.train()
+    filtered = trainer_of(tmp_path, cls=Filtered, **options)
+    filtered.train()
+    raw = torch.stack([stock.seen[step] for step in range(1, 7)]).double().numpy()
+    expected = scipy.signal.lfilter([0.3], [1, -0.7], raw, axis=0)[-1] / (1 - 0.7**6)
+    np.testing.assert_allclose(weights(filtered), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,68 @@
+"""The measurement of whole runs counts every example once, and runs from its command line."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import BertTokenizerFast, TrainingArguments
+
+from scripts.bench import training as bench_training
+from tests.conftest import pad, text_data, tiny_bert
+
+WORDS = ["good", "bad", "film", "the"]
+
+
+@pytest.fixture
+def flags(tmp_path, monkeypatch):
+    """A command line with random sentences, a tokenizer of four words, and a model of one layer."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    generator = np.random.default_rng(0)
+    (tmp_path / "sst2").mkdir()
+    for split, rows in (("train", 100), ("validation", 4)):
+        sentences = [" ".join(generator.choice(WORDS, generator.integers(2, 20))) for _ in range(rows)]
+        data = Dataset.from_dict({"sentence": sentences, "label": [row % 2 for row in range(rows)]})
+        data.to_parquet(tmp_path / "sst2" / f"{split}.parquet")
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    BertTokenizerFast(vocab={word: row for row, word in enumerate(vocab)}).save_pretrained(tmp_path / "tokenizer")
+    return [
+        *(f"--dataset_dir={tmp_path / 'sst2'}", f"--tokenizer={tmp_path / 'tokenizer'}", f"--output={tmp_path / 'b.jsonl'}"),
+        *("--layers=1", "--hidden=16", "--batch_size=4", "--accumulation=2", "--steps=2", "--pairs=2", "--threads=1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--engine=opacus"],
+        ["--lora_r=2", "--train_sampling_strategy=group_by_length", "--max_tokens_per_micro_batch=40"],
+    ],
+)
+def test_both_trainers_are_timed_in_turn(flags, tmp_path, capsys, more):
+    bench_training.main([*flags, *more])
+    result = json.loads((tmp_path / "b.jsonl").read_text())
+    assert result["ratio_quartiles"][0] <= result["ratio"] <= result["ratio_quartiles"][1]
+    assert min(result["plain_s"], result["private_s"], result["plain_mib"], result["private_mib"]) > 0
+    assert 0 < result["noise_s"] < result["private_s"]
+    # A sentence has 2 to 19 words and two special tokens; a draw sorted by length needs less padding.
+    assert 4 <= result["private_tokens"] < result["plain_tokens"] <= 21
+    assert f"×{result['ratio']:.3f}" in capsys.readouterr().out
+
+
+def test_too_few_examples_are_refused(flags):
+    with pytest.raises(SystemExit, match=r"^error: 5 pairs of 24 examples need more than the 100 there are; lower pairs"):
+        bench_training.main([*flags, "--pairs=5"])
+
+
+def test_the_clock_leaves_the_first_step_out(monkeypatch):
+    model = tiny_bert()
+    clock = bench_training.Clock(model)
+    times = iter([10.0, 12.0, 15.0])
+    monkeypatch.setattr(bench_training.time, "perf_counter", lambda: next(times))
+    for rows in (7, 2, 3):
+        batch = pad(text_data(rows))
+        model(**(batch | {"input_ids": torch.ones(rows, 8, dtype=torch.long), "attention_mask": torch.ones(rows, 8)}))
+        clock.on_step_end(TrainingArguments(use_cpu=True), None, None)
+    np.testing.assert_allclose(clock.per_example(), [5.0 / 5, 8.0, 0.0])

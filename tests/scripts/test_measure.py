@@ -1,0 +1,45 @@
+"""The benchmarks' own instruments."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from scripts.bench.measure import append_json_line, in_fresh_process, memory_now, memory_peak, quartiles, resident_bytes
+
+
+def test_quartiles_are_in_order():
+    assert quartiles(np.array([3.0, 1.0, 2.0, 5.0, 4.0])) == (2.0, 3.0, 4.0)
+
+
+def a_block_held_and_let_go():
+    before = resident_bytes("VmRSS")
+    block = torch.ones(50 * 2**20)
+    held, size = resident_bytes("VmRSS") - before, block.nbytes
+    del block
+    return held, size, resident_bytes("VmHWM") - before
+
+
+def test_resident_memory_is_counted_in_bytes():
+    held, size, peak = in_fresh_process(a_block_held_and_let_go)  # here, earlier tests' memory goes back meanwhile
+    assert held == pytest.approx(size, rel=0.015)
+    assert peak >= 0.95 * held  # the kernel's own count is a little behind
+
+
+def process_and_memory():
+    held = torch.ones(2**20)
+    return os.getpid() if held.any() and memory_peak("cpu") >= memory_now("cpu") else 0
+
+
+def test_a_fresh_process_is_another_one():
+    assert in_fresh_process(process_and_memory) not in (0, os.getpid())
+
+
+def test_results_are_appended(tmp_path):
+    path = tmp_path / "new" / "results.jsonl"
+    for number in range(2):
+        append_json_line({"number": number}, str(path))
+    append_json_line({"number": 2}, None)
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [0, 1]

@@ -1,0 +1,270 @@
+"""The scripts from their command line to the saved model, and every recipe, offline and on tiny data."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceClassification
+
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.workloads.arguments import parse_args
+from doppler_hf.workloads.causal_lm import CausalLMArguments
+from doppler_hf.workloads.data_sources import GLUE_TASKS
+from doppler_hf.workloads.glue import GlueArguments
+from doppler_hf.workloads.images import ImageArguments
+from doppler_hf.workloads.lora import LoraArguments
+from doppler_hf.workloads.metrics import GLUE_METRICS
+from scripts import causal_lm, glue, image_classification
+from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
+
+ROOT = Path(__file__).parents[2]
+# By the folder of a script's recipes.
+SCRIPTS = {
+    "glue": (glue, GlueArguments),
+    "image": (image_classification, ImageArguments),
+    "causal_lm": (causal_lm, CausalLMArguments),
+}
+RECIPES = sorted(ROOT.glob("recipes/*/*.yaml"))
+# GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.
+ADAPTED_GPT2 = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+PRIVATE = ["--noise_multiplier=1.0", "--per_sample_max_grad_norm=1.0", "--low_pass_filter=first-order-v1"]
+
+
+@pytest.fixture(autouse=True)
+def _caches(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def bert_dir(tmp_path):
+    return write_bert(tmp_path / "bert")
+
+
+@pytest.fixture
+def gpt2_dir(tmp_path):
+    return write_gpt2(tmp_path / "gpt2")
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    return lambda task_name: write_glue(tmp_path / task_name, task_name)
+
+
+@pytest.fixture
+def texts_dir(tmp_path):
+    return write_texts(tmp_path / "texts")
+
+
+def run_glue(task_name, data, model, out, *flags):
+    glue.main(
+        [
+            *(f"--task_name={task_name}", f"--dataset_dir={data}", f"--model_name_or_path={model}"),
+            *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=8"),
+            *("--gradient_accumulation_steps=2", "--save_strategy=no", *flags),
+        ]
+    )
+    return json.loads((out / "all_results.json").read_text())
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")])
+@pytest.mark.parametrize("task_name", ["sst2", "stsb"])
+def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
+    out = tmp_path / "out"
+    results = run_glue(task_name, data_dir(task_name), bert_dir, out, *PRIVATE, *lora)
+    assert all(np.isfinite(results[f"eval_{name}"]) for name in GLUE_METRICS[task_name])
+    assert (out / "tokenizer.json").is_file()
+    weights = "adapter_model.safetensors" if lora else "model.safetensors"
+    assert (out / weights).is_file()
+    if not lora:
+        assert BertForSequenceClassification.from_pretrained(out).num_labels == GLUE_TASKS[task_name].num_labels
+
+
+def test_glue_with_the_mean_head(tmp_path, bert_dir, data_dir):
+    flags = (*PRIVATE, "--pooling=mean", "--lora_r=2", "--lora_target_modules=query,value")
+    results = run_glue("stsb", data_dir("stsb"), bert_dir, tmp_path / "out", *flags)
+    assert np.isfinite(results["eval_pearson"])
+
+
+def test_glue_without_privacy(tmp_path, bert_dir, data_dir):
+    results = run_glue("mrpc", data_dir("mrpc"), bert_dir, tmp_path / "out", "--disable_dp")
+    assert {"eval_accuracy", "eval_f1", "train_loss"} <= set(results)
+
+
+def test_glue_evaluates_both_validation_splits_of_mnli(tmp_path, bert_dir, data_dir, monkeypatch):
+    seen = []
+
+    class Spy(DopplerTrainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            loader = super().get_eval_dataloader(eval_dataset)
+            seen.append(len(loader.dataset))
+            return loader
+
+    monkeypatch.setattr(glue, "DopplerTrainer", Spy)
+    path = data_dir("mnli") / "validation_mismatched.parquet"
+    Dataset.from_parquet(str(path), keep_in_memory=True).select(range(5)).to_parquet(path)
+    results = run_glue("mnli", path.parent, bert_dir, tmp_path / "out", *PRIVATE)
+    assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= set(results)
+    assert seen == [12, 5]
+
+
+@ADAPTED_GPT2
+def test_glue_with_a_tokenizer_that_does_not_pad(tmp_path, data_dir, gpt2_dir):
+    results = run_glue("sst2", data_dir("sst2"), gpt2_dir, tmp_path / "out", *PRIVATE, "--lora_r=2")
+    assert np.isfinite(results["eval_accuracy"])
+
+
+def test_glue_without_network_ends_in_one_line(tmp_path, bert_dir, data_dir, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    flags = ["--task_name=sst2", f"--output_dir={tmp_path / 'out'}", "--use_cpu", *PRIVATE]
+    with pytest.raises(SystemExit, match=r"^error: cannot load 'nyu-mll/glue' \(.*\); .* with --dataset_dir$"):
+        glue.main([*flags, f"--model_name_or_path={bert_dir}"])
+    monkeypatch.undo()
+    with pytest.raises(SystemExit, match=r"^error: cannot load 'nowhere' \(.*\); .* with --model_name_or_path$"):
+        glue.main([*flags, f"--dataset_dir={data_dir('sst2')}", "--model_name_or_path=nowhere"])
+
+
+def run_digits(out, *flags):
+    sizes = ["--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]
+    image_classification.main(
+        [
+            *("--dataset_name=digits", *sizes, f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2"),
+            *("--per_device_train_batch_size=32", "--per_device_eval_batch_size=355", "--save_strategy=no", *flags),
+        ]
+    )
+    return json.loads((out / "all_results.json").read_text())
+
+
+@pytest.mark.parametrize("flags", [PRIVATE, ["--disable_dp"], [*PRIVATE, "--lora_r=2", "--lora_target_modules=all-linear"]])
+def test_digits(tmp_path, flags):
+    results = run_digits(tmp_path / "out", *flags)
+    assert 0 <= results["eval_accuracy"] <= 1
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+
+
+def test_a_saved_image_model_is_fine_tuned(tmp_path):
+    run_digits(tmp_path / "first", "--disable_dp")
+    run_digits(tmp_path / "second", f"--model_name_or_path={tmp_path / 'first'}", *PRIVATE)
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert (config["num_channels"], config["image_size"], config["id2label"]["9"]) == (1, 8, "9")
+
+
+def run_causal_lm(data, model, out, *flags):
+    causal_lm.main(
+        [
+            *(f"--dataset_dir={data}", "--text_column=review", f"--model_name_or_path={model}", "--max_seq_length=16"),
+            *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=4"),
+            *("--gradient_accumulation_steps=2", "--save_strategy=no", *flags),
+        ]
+    )
+    return json.loads((out / "all_results.json").read_text())
+
+
+@pytest.mark.parametrize("flags", [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=c_attn,c_proj")])
+@ADAPTED_GPT2
+def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
+    out = tmp_path / "out"
+    results = run_causal_lm(texts_dir, gpt2_dir, out, *PRIVATE, *flags)
+    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    assert PrivacyLedger.load(out).statement.num_units == 24  # a row is an example
+    load = AutoPeftModelForCausalLM if flags else AutoModelForCausalLM
+    assert (out / ("adapter_model.safetensors" if flags else "model.safetensors")).is_file()
+    state, start = (loader.from_pretrained(folder).state_dict() for loader, folder in
+                    ((load, out), (AutoModelForCausalLM, gpt2_dir)))  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert (tokenizer.pad_token_id, tokenizer.padding_side) == (END, "right")
+    if flags:
+        assert all(torch.any(weight != 0) for name, weight in state.items() if "lora_B" in name)
+        assert sum("lora_B" in name for name in state) == (1 if len(flags) == 1 else 3)
+    else:
+        assert not torch.equal(state["lm_head.weight"], start["lm_head.weight"])
+
+
+@ADAPTED_GPT2
+def test_causal_lm_adapts_frozen_weights_of_half_the_size(tmp_path, gpt2_dir, texts_dir, monkeypatch):
+    seen = {}
+
+    class Spy(DopplerTrainer):
+        def train(self, **kwargs):
+            seen.update((p.requires_grad, p.dtype) for p in self.model.parameters())
+            return super().train(**kwargs)
+
+    monkeypatch.setattr(causal_lm, "DopplerTrainer", Spy)
+    results = run_causal_lm(texts_dir, gpt2_dir, tmp_path / "out", *PRIVATE, "--lora_r=2", "--dtype=bfloat16")
+    assert seen == {False: torch.bfloat16, True: torch.float32}
+    assert np.isfinite(results["eval_perplexity"])
+
+
+def test_causal_lm_without_privacy(tmp_path, gpt2_dir, texts_dir):
+    results = run_causal_lm(texts_dir, gpt2_dir, tmp_path / "out", "--disable_dp", "--learning_rate=1e-2")
+    assert {"eval_perplexity", "train_loss"} <= set(results)
+
+
+def test_causal_lm_labels_every_token_and_the_end_but_no_padding(tmp_path, gpt2_dir, texts_dir, monkeypatch):
+    batches = []
+
+    class Spy(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            batches.append(inputs)
+            return super().compute_per_sample_loss(model, inputs)
+
+    monkeypatch.setattr(causal_lm, "DopplerTrainer", Spy)
+    run_causal_lm(texts_dir, gpt2_dir, tmp_path / "out", *PRIVATE)
+    rows = [row for batch in batches for row in zip(*(batch[name] for name in ("input_ids", "attention_mask", "labels")))]
+    assert rows
+    for ids, mask, labels in rows:
+        length = int(mask.sum())
+        assert torch.all(mask[:length] == 1)  # padding is on the right
+        assert torch.equal(labels, torch.where(mask == 1, ids, -100))
+        assert length == 16 or ids[length - 1] == END
+        assert END not in ids[: length - 1]
+    # The check before the first step sees the first three rows: the empty text, a cut one, and one that is neither.
+    lengths = {int(mask.sum()) for _, mask, _ in rows}
+    assert {1, 16} < lengths
+
+
+def test_causal_lm_names_what_is_missing(tmp_path, gpt2_dir, texts_dir, monkeypatch):
+    flags = [f"--model_name_or_path={gpt2_dir}", f"--output_dir={tmp_path / 'out'}", "--use_cpu", *PRIVATE]
+    with pytest.raises(SystemExit, match=r"^error: split 'train' lacks the column 'text'; it has review, stars$"):
+        causal_lm.main([*flags, f"--dataset_dir={texts_dir}"])
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(SystemExit, match=r"^error: cannot load 'Yelp/yelp_review_full' \(.*\); .* with --dataset_dir$"):
+        causal_lm.main(flags)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
+    script, arguments = SCRIPTS[path.parent.name]
+    args, _, training_args = parse_args(
+        arguments,
+        LoraArguments,
+        DopplerTrainingArguments,
+        argv=[str(path), "--use_cpu", f"--output_dir={tmp_path}"],
+    )
+    assert training_args.disable_dp != (training_args.target_epsilon is not None)
+    assert isinstance(training_args.learning_rate, float)
+    assert script is not glue or args.task_name in GLUE_TASKS
+    relative = path.relative_to(ROOT)
+    header = path.read_text().splitlines()[:3]
+    assert header[0] == f"# Launch:   accelerate launch scripts/{Path(script.__file__).name} {relative}"
+    assert header[1].startswith("# Hardware: ")
+    assert header[2].startswith("# Metric: ")
+    assert f"\noutput_dir: runs/{path.stem}\n" in path.read_text()
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 8
+    assert {path.parent.name for path in RECIPES} == set(SCRIPTS)

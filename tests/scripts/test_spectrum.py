@@ -1,0 +1,84 @@
+"""The measurement of a run's spectrum: the table says what the series hold, and a real run goes through it."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from doppler_hf.filters import PAPER_FILTERS, corrected_noise_gain, noise_gain
+from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.run.gradient_recorder import GradientRecorder
+from scripts.experiments import spectrum
+
+
+def recording(filter_name="first-order-v1", *, steps=300, signal=0.5):
+    """A recording of a signal with a period of 100 steps in 40 coordinates, and of white noise of deviation 2."""
+    generator = np.random.default_rng(0)
+    recorder = GradientRecorder(dimensions=40, record_raw=True)
+    recorder.low_pass_filter, recorder.noise_std = PAPER_FILTERS[filter_name], 2.0
+    phases = 2 * np.pi * (np.arange(steps)[:, None] / 100 + np.arange(40) / 40)
+    raw = signal * np.sqrt(2) * np.sin(phases)
+    recorder._raw, recorder._private = list(raw), list(raw + 2 * generator.normal(size=raw.shape))
+    return recorder
+
+
+def rows(recorder):
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(spectrum.table(recorder))
+    lines = [line.split("│")[1:-1] for line in console.export_text().splitlines() if "│" in line]
+    return {name.strip(): value.strip() for name, value in lines}
+
+
+def test_the_table_says_what_the_series_hold():
+    measured = rows(recording())
+    gain, error = map(float, measured["noise gain measured"].split(" ± "))
+    expected = noise_gain(PAPER_FILTERS["first-order-v1"])
+    # Five and a half standard errors: 4e-8 of false alarm, and little more by Student's t over 40 coordinates.
+    assert abs(gain - expected) < 5.5 * error < 0.3 * expected
+    assert float(measured["noise gain of the filter, Σκ²"]) == pytest.approx(expected, abs=1e-5)
+    # χ² over 12,000: 0.65 % a standard deviation.
+    assert float(measured["noise per number recorded, measured / known"]) == pytest.approx(1, abs=0.04)
+    assert float(measured["signal per noise before the filter"]) == pytest.approx(0.25 / 4, rel=1e-3)
+    # A period of 100 steps is 0.02 of Nyquist: all of the signal, and of white noise as much as there is room.
+    assert float(measured["power at frequencies up to 0.1: before noise"].strip("%")) > 98
+    assert 12 < float(measured["with noise"].strip("%")) < 19
+    assert measured["autocorrelation before noise at lag 1, 10, 100"].startswith("0.9")
+
+
+def test_a_filter_is_settled_where_its_noise_gain_is():
+    first_order = PAPER_FILTERS["first-order-v1"]
+    first = spectrum.settled_from(first_order, 100)
+    off = np.abs(corrected_noise_gain(first_order, 100) / noise_gain(first_order) - 1)
+    assert off[first] <= 1e-3 < off[first - 1]
+    assert spectrum.settled_from(PAPER_FILTERS["none"], 1) == 0
+    with pytest.raises(ValueError, match="first-order-v1 is not settled after 5 steps"):
+        spectrum.settled_from(first_order, 5)
+
+
+def test_the_picture_is_drawn(tmp_path):
+    spectrum.draw(recording(), str(tmp_path / "new" / "spectrum.png"), title="a title")
+    assert (tmp_path / "new" / "spectrum.png").stat().st_size > 10_000
+
+
+def test_a_real_run_goes_through_and_is_marked(tmp_path, capsys):
+    picture, folder = tmp_path / "spectrum.svg", tmp_path / "out"
+    spectrum.main(
+        [
+            *(f"--picture={picture}", f"--recording={tmp_path / 'r.npz'}", f"--output_dir={folder}", "--dimensions=64"),
+            *("--max_steps=40", "--per_device_train_batch_size=8", "--hidden_size=8", "--num_heads=2", "--use_cpu=true"),
+        ]
+    )
+    assert picture.stat().st_size > 10_000
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    gain, error = map(float, re.search(r"noise gain measured (\S+) ± (\S+)", printed).groups())
+    # Five and a half standard errors.
+    assert abs(gain - noise_gain(PAPER_FILTERS["first-order-v1"])) < 5.5 * error
+    assert GradientRecorder.load(tmp_path / "r.npz").raw.shape == (40, 64)
+    assert not PrivacyLedger.load(folder).private
+
+
+def test_a_picture_without_a_format_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="--picture is 'x': end it in one of"):
+        spectrum.main(["--picture=x"])

@@ -1,0 +1,52 @@
+"""The measurement of GaLore's basis runs from its command line, and its shares of energy are shares."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image
+
+from scripts.experiments import subspaces as measure_subspaces
+
+
+@pytest.fixture
+def flags(tmp_path, monkeypatch):
+    """A command line with random images and runs of five steps, two of which renew the basis."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    generator = np.random.default_rng(0)
+    images = Features({"image": Image(), "label": ClassLabel(names=list("0123456789"))})
+    (tmp_path / "mnist").mkdir()
+    for name, rows in (("train", 60), ("test", 20)):
+        pixels, labels = generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
+        data = Dataset.from_dict({"image": list(pixels), "label": labels}, features=images)
+        data.to_parquet(tmp_path / "mnist" / f"{name}.parquet")
+    return [
+        *(f"--data_dir={tmp_path}", f"--output={tmp_path / 's.jsonl'}", "--steps=5", "--update_proj_gap=2"),
+        *("--expected_batch_size=30", "--epsilons", "4", "--seeds", "0", "1"),
+    ]
+
+
+def test_shares_are_of_the_energy_of_the_gradient(flags, tmp_path, capsys):
+    measure_subspaces.main(flags)
+    results = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert [(result["source"], result["seed"]) for result in results] == [
+        ("gradient", 0), ("gradient", 1), ("filtered", 0), ("filtered", 1),
+    ]  # fmt: skip
+    for result in results:
+        assert len(result["captured"]) == len(result["best"]) == 2  # at steps 2 and 4
+        assert all(0 < share < best <= 1 + 1e-5 for share, best in zip(result["captured"], result["best"], strict=True))
+    assert capsys.readouterr().out.count("accuracy") == 2
+
+
+def test_the_clean_gradient_is_the_ordinary_one():
+    torch.manual_seed(0)
+    network, images, labels = measure_subspaces.perceptron(), torch.rand(5, 784), torch.arange(5)
+    torch.nn.functional.cross_entropy(network(images), labels).backward()
+    clean = measure_subspaces.clean_gradient(network.state_dict(), images, labels)
+    torch.testing.assert_close(clean, network[0].weight.grad, atol=1e-7, rtol=1e-5)
+
+
+def test_a_filter_that_there_is_not_ends_in_one_line(flags):
+    with pytest.raises(SystemExit, match=r"^error: .*brickwall"):
+        measure_subspaces.main([*flags, "--low_pass_filter=brickwall"])

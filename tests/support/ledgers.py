@@ -1,0 +1,44 @@
+"""Statements and ledgers for tests."""
+
+import json
+
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
+from doppler_hf.privacy.ledger.file import write_entries
+
+
+def statement(**overrides):
+    values = dict(
+        num_units=1000, unit_of_privacy="one example", max_examples_per_unit=None, expected_batch_size=50, sample_rate=0.05,
+        noise_multiplier=1.0, per_sample_max_grad_norm=1.0, clipping="automatic", clipping_granularity="flat",
+        train_loss="none", per_sample_max_loss=None, loss_noise_multiplier=None, target_delta=1e-5, target_epsilon=None,
+        accountant="prv", steps_planned=60, private=True, noise_source="a test",
+    )  # fmt: skip
+    return PrivacyStatement(**(values | overrides))
+
+
+def after(ledger, steps):
+    """Let the ledger's run do so many steps."""
+    for left in range(steps, 0, -1):
+        ledger.reserve(at_most=left)
+        ledger.record_step()
+    return ledger
+
+
+def all_events(**overrides):
+    """A ledger with every event: 6 of 10 steps and a checkpoint, a crash while 7 are reserved, 3 more from step 6 on."""
+    ledger = after(PrivacyLedger.open(statement(steps_planned=10, **overrides)), 6)
+    ledger.checkpoint(6)
+    ledger.reserve(at_most=4)
+    ledger = ledger.resume(statement(steps_planned=10, **overrides), from_step=6)
+    after(ledger, 3)
+    ledger.close()
+    return ledger
+
+
+def write(folder, entries):
+    """Write entries as they are."""
+    write_entries(folder / LEDGER_NAME, entries)
+
+
+def document_in(folder):
+    return json.loads((folder / LEDGER_NAME).read_text("utf-8"))

@@ -1,0 +1,143 @@
+"""Every contradictory, ineffective or unsafe argument is refused with its value and the mend."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from doppler_hf import DopplerTrainingArguments
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.training_args.checks import refuse_what_breaks_privacy
+
+
+def arguments(tmp_path, **overrides):
+    return DopplerTrainingArguments(output_dir=str(tmp_path), **({"target_epsilon": 3.0} | overrides))
+
+
+REFUSED = [
+    (dict(target_epsilon=None), "exactly one of target_epsilon .got None. and noise_multiplier .got None."),
+    (dict(noise_multiplier=1.0), "exactly one"),
+    (dict(target_epsilon=0.0), "target_epsilon must be a finite number > 0, got 0"),
+    (dict(target_epsilon=float("inf")), "got inf"),
+    (dict(target_epsilon=None, noise_multiplier=-1.0), "noise_multiplier must be a finite number ≥ 0, got -1"),
+    (dict(target_delta=1.5), r"target_delta must lie in \(0, 1\), got 1.5"),
+    (dict(accountant="gdp"), "accountant must be one of prv, rdp, pld, got 'gdp'"),
+    (dict(per_sample_max_grad_norm=0.0), "per_sample_max_grad_norm must be a finite number > 0, got 0"),
+    (dict(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch must be at least 1, got 0"),
+    (dict(clipping="soft"), "clipping must be one of"),
+    (dict(clipping_granularity="block"), "clipping_granularity must be one of"),
+    (dict(grad_sample_engine="ghost"), "grad_sample_engine must be one of"),
+    (dict(low_pass_filter="butter"), "butter"),
+    (dict(low_pass_filter="b=0.1;a=1,-0.8"), "multiply b by"),
+    (dict(base_optimizer="lion"), "base_optimizer must be one of"),
+    (dict(report_train_loss="public"), "report_train_loss must be one of raw, private, none"),
+    (dict(noise_generator="mt19937"), "noise_generator must be one of csprng, philox"),
+    (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 is without effect"),
+    (dict(adam_bc_floor=0.0), "adam_bc_floor must be a finite number > 0, got 0"),
+    (dict(max_grad_norm=1.0), "max_grad_norm=1.0 would rescale the private gradient"),
+    (dict(optim="sgd"), "optim='sgd' is without effect"),
+    (
+        dict(optim="galore_adamw", optim_target_modules="all-linear"),
+        "Leave optim out; optim_target_modules, with optim_args",
+    ),
+    (dict(optim_args="rank=4"), "optim_args='rank=4' is without effect.*optim_target_modules switches on"),
+    (dict(optim_target_modules=[]), r"optim_target_modules=\[\] names no module"),
+    (dict(optim_target_modules=["*mlp"]), "no regular expression"),
+    (dict(optim_target_modules="all-linear", optim_args="rank=0"), "rank must be at least 1, got 0"),
+    (dict(optim_target_modules="all-linear", optim_args="projector_source=filtered"), "filtered gradient is the gradient"),
+    (
+        dict(optim_target_modules="all-linear", optim_args="basis_change=keep", base_optimizer="sgd"),
+        "basis_change=keep, which is without effect for base_optimizer='sgd'",
+    ),
+    (dict(adam_beta1=0.8), "adam_beta1=0.8 is without effect.*b=0.2;a=1,-0.8"),
+    (dict(train_sampling_strategy="group_by_length"), "Poisson"),
+    (dict(label_smoothing_factor=0.1), "label_smoothing_factor cannot be used"),
+    (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha cannot be used"),
+    (dict(dataloader_drop_last=True), "dataloader_drop_last cannot be used"),
+    (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used"),
+    (dict(torch_compile=True), "torch_compile cannot be used"),
+    (dict(torch_empty_cache_steps=2), "torch_empty_cache_steps cannot be used"),
+    (dict(ignore_data_skip=True), "ignore_data_skip cannot be used"),
+    (dict(include_num_input_tokens_seen="all"), "include_num_input_tokens_seen cannot be used"),
+    (dict(use_liger_kernel=True), "use_liger_kernel cannot be used"),
+    (dict(disable_dp=True), "target_epsilon=3.0 asks for it"),
+    (dict(disable_dp=True, target_epsilon=None, low_pass_filter="momentum"), "noise_multiplier=0"),
+    (dict(disable_dp=True, target_epsilon=None, max_tokens_per_micro_batch=64), "per_micro_batch=64 is without effect"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused(tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **overrides)
+
+
+GALORE = [
+    dict(optim_target_modules="all-linear"),
+    dict(optim_target_modules=["attn", "mlp"], optim_args="rank=64,update_proj_gap=100,scale=0.10"),
+    dict(optim_target_modules="all-linear", base_optimizer="sgd", optim_args="basis_change=rotate"),
+    dict(optim_target_modules="all-linear", base_optimizer="adam", optim_args="basis_change=reset"),
+    dict(
+        optim_target_modules="all-linear", base_optimizer="sgd", low_pass_filter="momentum",
+        optim_args="basis_change=keep,projector_source=filtered",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", GALORE, ids=str)
+def test_galore_goes_with_every_base_optimizer(tmp_path, overrides):
+    args = arguments(tmp_path, **overrides)
+    assert args.optim_target_modules == overrides["optim_target_modules"]
+    assert args.optim_args == overrides.get("optim_args")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(optim="galore_adamw", optim_target_modules=["attn"], optim_args="rank=4,proj_type=reverse_std"),
+        dict(optim="ademamix", optim_args="beta3=0.99"),
+    ],
+    ids=str,
+)
+def test_without_privacy_optimizers_are_the_hosts(tmp_path, overrides):
+    args = arguments(tmp_path, target_epsilon=None, disable_dp=True, **overrides)
+    assert {name: getattr(args, name) for name in overrides} == overrides
+
+
+@pytest.mark.parametrize("name", ["fp16", "n_gpu", "deepspeed", "fsdp", "parallelism_config"])
+def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, name, monkeypatch):
+    args = arguments(tmp_path)
+    if name == "n_gpu":
+        monkeypatch.setattr(type(args), "n_gpu", 2)
+    else:
+        setattr(args, name, True)
+    with pytest.raises(ValueError, match="DataParallel" if name == "n_gpu" else name):
+        refuse_what_breaks_privacy(args)
+
+
+@pytest.mark.parametrize("name", [*PAPER_FILTERS, "b=0.1,0.1;a=1,-0.8"])
+def test_filters_are_kept_in_their_canonical_form(tmp_path, name):
+    args = arguments(tmp_path, low_pass_filter=name)
+    assert args.low_pass_filter == ("f3" if name.startswith("b=") else name)
+
+
+def test_every_field_has_help():
+    own = {field.name for field in dataclasses.fields(DopplerTrainingArguments)} - {
+        field.name for field in dataclasses.fields(DopplerTrainingArguments.__mro__[1])
+    }
+    assert len(own) == 24
+    for field in dataclasses.fields(DopplerTrainingArguments):
+        if field.name in own:
+            assert field.metadata["help"], field.name
+
+
+def test_max_grad_norm_is_hfs_without_privacy_and_off_with_it(tmp_path):
+    assert arguments(tmp_path).max_grad_norm == 0.0
+    assert arguments(tmp_path, target_epsilon=None, disable_dp=True).max_grad_norm == 1.0
+
+
+def test_arguments_survive_the_checkpoints_file(tmp_path):
+    args = arguments(tmp_path, low_pass_filter="second-order")
+    torch.save(args, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert loaded.to_json_string() == args.to_json_string()

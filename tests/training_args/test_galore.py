@@ -1,0 +1,193 @@
+"""`optim_args` and `optim_target_modules` mean what they mean to the host, and nothing in them is passed over."""
+
+import dataclasses
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainingArguments, trainer_optimizer
+from transformers.pytorch_utils import Conv1D
+
+from doppler_hf.training_args.galore import GaloreArguments, check_target_modules, target_parameters
+from tests.support.models import MODELS
+
+EVERYTHING = "rank=64, update_proj_gap=100, scale=0.10, basis_change=reset, projector=svd, projector_source=filtered"
+
+
+def test_a_line_is_read():
+    assert GaloreArguments.parse(EVERYTHING) == GaloreArguments(64, 100, 0.1, "reset", "svd", "filtered")
+    assert GaloreArguments.parse("scale=1e-2,proj_type=std") == GaloreArguments(scale=0.01)
+
+
+@pytest.mark.parametrize("line", [None, "", "  "])
+def test_no_line_is_the_defaults(line):
+    assert GaloreArguments.parse(line) == GaloreArguments(128, 200, 0.25, "rotate", "warm", "gradient")
+
+
+@pytest.mark.parametrize("line", [None, "rank=64, update_proj_gap=100,scale=0.10"])
+def test_the_host_reads_the_same(line, tmp_path, monkeypatch):
+    received = {}
+    fake = types.SimpleNamespace(GaLoreAdafactor=None, GaLoreAdamW=None, GaLoreAdamW8bit=None)
+    monkeypatch.setitem(sys.modules, "galore_torch", fake)
+    monkeypatch.setattr(trainer_optimizer, "is_galore_torch_available", lambda: True)
+    monkeypatch.setattr(
+        trainer_optimizer, "_setup_low_rank_optimizer",
+        lambda args, model, name, mapping, galore, kwargs: received.update(galore) or (None, kwargs),
+    )  # fmt: skip
+    args = TrainingArguments(output_dir=str(tmp_path), optim="galore_adamw")
+    options = trainer_optimizer._parse_optim_args(line)
+    trainer_optimizer._get_galore_optimizer(trainer_optimizer.OptimizerContext(args, None, {}, {}, options))
+    own = dataclasses.asdict(GaloreArguments.parse(line))
+    assert received.pop("proj_type") == "std"
+    assert received == {name: own[name] for name in received}
+    assert len(received) == 3
+
+
+REFUSED_LINES = [
+    ("rank=4,lr=1", "optim_args='rank=4,lr=1': 'lr=1' is not understood.*keys are rank, update_proj_gap, scale, basis_"),
+    ("rank", "'rank' is not understood. Write key=value"),
+    ("rank=4,", "'' is not understood"),
+    ("rank=4,rank=8", "has rank twice"),
+    ("rank=0", "rank must be at least 1, got 0"),
+    ("rank=-3", "rank must be at least 1, got -3"),
+    ("rank=4.0", "rank must be a whole number, got '4.0'"),
+    ("rank=", "rank must be a whole number, got ''"),
+    ("update_proj_gap=0", "update_proj_gap must be at least 1, got 0"),
+    ("update_proj_gap=ten", "update_proj_gap must be a whole number, got 'ten'"),
+    ("scale=0", "scale must be a finite number > 0, got 0"),
+    ("scale=-0.1", "scale must be a finite number > 0, got -0.1"),
+    ("scale=inf", "scale must be a finite number > 0, got inf"),
+    ("scale=nan", "scale must be a finite number > 0, got nan"),
+    ("scale=1/4", "scale must be a number, got '1/4'"),
+    ("basis_change=none", "basis_change must be one of rotate, reset, keep, got 'none'"),
+    ("projector=qr", "projector must be one of svd, randomized, warm, got 'qr'"),
+    ("projector_source=noise", "projector_source must be one of gradient, filtered, got 'noise'"),
+    ("proj_type=reverse_std", "proj_type must be std, got 'reverse_std': a matrix is always projected on its shorter"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED_LINES, ids=[line for line, _ in REFUSED_LINES])
+def test_refused_lines(line, message):
+    with pytest.raises(ValueError, match=message):
+        GaloreArguments.parse(line)
+
+
+def linear_weights(model, *kinds):
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def host_targets(model, optim_target_modules, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), optim="galore_adamw", optim_target_modules=optim_target_modules)
+    try:
+        _, kwargs = trainer_optimizer._setup_low_rank_optimizer(args, model, "galore_adamw", {"galore_adamw": None}, {}, {})
+    except ValueError:  # the host's way to say that there is none
+        return []
+    targets = {id(p) for p in kwargs["params"][1]["params"]}
+    return [name for name, p in model.named_parameters() if id(p) in targets]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "all-linear", "all_linear", ["attention"], ["query", "value"], ["encoder.layer.0.output.dense"],
+        r".*layer\.1.*\.query", [r".*\.layer\.\d\.output\.dense"], [r".*\.0\..*", "classifier"],
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["bert", "roberta", "vit", "llama-lm"])
+def test_the_host_chooses_the_same_matrices(name, targets, tmp_path):
+    model = MODELS[name]("sdpa")
+    expected = host_targets(model, targets, tmp_path)
+    if not expected:
+        assert name not in ("bert", "roberta")
+        with pytest.raises(ValueError, match="matches no module with a trainable matrix"):
+            target_parameters(model, targets)
+        return
+    chosen = target_parameters(model, targets)
+    assert list(chosen) == expected
+    assert all(chosen[name] is p for name, p in model.named_parameters() if name in chosen)
+
+
+def test_all_linear_is_every_linear_layer_of_the_hosts_too():
+    model = MODELS["gpt2"]("sdpa")
+    expected = linear_weights(model, nn.Linear, Conv1D)
+    assert len(expected) == 2 * 4 + 1
+    assert set(target_parameters(model, "all-linear")) == expected
+
+
+@pytest.mark.parametrize("targets", ["all-linear", [".*"], ["h", "wte", "wpe", "lm_head", "w", "t"]], ids=str)
+@pytest.mark.parametrize("name", ["gpt2-lm", "t5-lm", "qwen2-lm", "bert"])
+def test_embedding_tables_are_never_projected(name, targets):
+    """Also where the head is the table: its gradient is one of rows that were looked up."""
+    model = MODELS[name]("sdpa")
+    chosen = target_parameters(model, targets)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    assert tables
+    assert not any(p is table for p in chosen.values() for table in tables)
+    assert set(chosen) <= linear_weights(model, nn.Linear, Conv1D)
+
+
+def test_of_adapters_only_what_is_trained():
+    model = MODELS["roberta-lora"]("sdpa")
+    chosen = target_parameters(model, "all-linear")
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2}
+    assert set(chosen) == trainable
+    assert {name.split(".")[-3] for name in chosen} >= {"lora_A", "lora_B"}
+    assert set(target_parameters(model, ["query"])) == {name for name in trainable if "query" in name}
+
+
+def test_matrices_of_other_layers_only_by_name_and_only_two_dimensional_ones():
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 4))
+            self.table = nn.Parameter(torch.zeros(3, 4))
+
+    model = nn.ModuleDict({"router": Router(), "conv": nn.Conv2d(2, 3, 2), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})
+    assert list(target_parameters(model, "all-linear")) == ["head.weight"]
+    assert list(target_parameters(model, ["router", "conv", "norm"])) == ["router.weight"]
+
+
+def test_layers_that_share_a_matrix_have_it_once():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.ModuleDict({"first": first, "second": second})
+    assert list(target_parameters(model, ["second"])) == ["first.weight"]
+    assert list(target_parameters(nn.Linear(2, 3), "all-linear")) == ["weight"]
+
+
+def test_no_match_says_what_there_is(bert):
+    with pytest.raises(ValueError, match=r"optim_target_modules=\['c_attn'\] matches no module") as refusal:
+        target_parameters(bert, ["c_attn"])
+    assert "are: bert.encoder.layer.0.attention.self.query, bert.encoder" in str(refusal.value)
+    assert "…" in str(refusal.value)
+    with pytest.raises(ValueError, match="a string alone must match a whole name"):
+        target_parameters(bert, "query")
+    bert.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'all-linear' matches no module with a trainable matrix.*are: none"):
+        target_parameters(bert, "all-linear")
+
+
+REFUSED_MODULES = [
+    ([], r"optim_target_modules=\[\] names no module"),
+    ("", "optim_target_modules='' names no module"),
+    (7, "optim_target_modules=7 names no module"),
+    (["query", ""], "has '', which is no name"),
+    (["query", 3], "has 3, which is no name"),
+    (["attn", "*mlp"], r"has '\*mlp', which is no regular expression \(nothing to repeat"),
+    ("(query", r"has '\(query', which is no regular expression"),
+    (["all_linear"], r"has 'all_linear' in a list.*Give the string alone"),
+]
+
+
+@pytest.mark.parametrize(("targets", "message"), REFUSED_MODULES, ids=str)
+def test_refused_modules(targets, message):
+    with pytest.raises(ValueError, match=message):
+        check_target_modules(targets)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "all_linear", "query", ["query"], [r".*\.attn.*", "mlp"]], ids=str)
+def test_accepted_modules(targets):
+    check_target_modules(targets)

@@ -1,0 +1,135 @@
+"""Recipe and flags: types, precedence, and the refusal of names that do not exist."""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from doppler_hf.workloads.arguments import one_line_errors, parse_args
+
+
+@dataclass
+class Model:
+    name: str
+    hidden: int = 4
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Training:
+    learning_rate: float = 1e-3
+    save_strategy: str = "steps"
+    shuffle: bool = True
+    fp16: bool = False
+    extra: dict[str, Any] | str | None = None
+    target_epsilon: float | None = 3.0
+
+
+def recipe(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_alone():
+    model, training = parse_args(Model, Training, argv=["--name", "vit", "--learning-rate", "5e-4", "--fp16"])
+    assert model == Model(name="vit")
+    assert training == Training(learning_rate=5e-4, fp16=True)
+
+
+def test_recipe_values_have_the_types_of_the_fields(tmp_path):
+    # 5e-4 is a string and no a boolean to YAML 1.1, 1 is no float to it.
+    path = recipe(
+        tmp_path, "name: 007\nlearning_rate: 5e-4\nsave_strategy: no\nshuffle: no\nfp16: true\ntarget_epsilon: 1\n"
+    )
+    model, training = parse_args(Model, Training, argv=[path])
+    assert model.name == "007"
+    assert training == Training(5e-4, save_strategy="no", shuffle=False, fp16=True, target_epsilon=1.0)
+    assert isinstance(training.target_epsilon, float)
+
+
+def test_flags_override_the_recipe(tmp_path):
+    path = recipe(tmp_path, "name: vit\nlearning_rate: 5e-4\nshuffle: true\nhidden: 8\n")
+    model, training = parse_args(Model, Training, argv=[path, "--learning_rate", "1e-2", "--no_shuffle", "--name=bert"])
+    assert model == Model("bert", hidden=8)
+    assert training == Training(learning_rate=1e-2, shuffle=False)
+
+
+def test_lists_mappings_and_null(tmp_path):
+    text = "name: -x\nmodules: [query, value]\nextra:\n  min_lr: 1\ntarget_epsilon: null\n"
+    model, training = parse_args(Model, Training, argv=[recipe(tmp_path, text)])
+    assert model == Model("-x", modules=["query", "value"])
+    assert training.extra == {"min_lr": 1}
+    assert training.target_epsilon is None
+    model, training = parse_args(Model, Training, argv=[recipe(tmp_path, text), "--modules", "key", "--target_epsilon", "8"])
+    assert model.modules == ["key"]
+    assert training.target_epsilon == 8.0
+
+
+def test_command_line_is_the_default(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["glue.py", recipe(tmp_path, "name: a # comment\n"), "--hidden", "2"])
+    assert parse_args(Model) == (Model("a", 2),)
+
+
+def test_unknown_names_are_refused_with_close_ones(tmp_path):
+    path = recipe(tmp_path, "name: a\nlerning_rate: 1\nzzz: [1]\n")
+    with pytest.raises(
+        ValueError, match=r"recipe .*yaml: no such argument: 'lerning_rate' \(did you mean learning_rate\?\); 'zzz'; --help"
+    ):
+        parse_args(Model, Training, argv=[path])
+    with pytest.raises(ValueError, match=r"command line: no such argument: 'fp-16' \(did you mean fp16\?\); --help"):
+        parse_args(Model, Training, argv=["--name", "a", "--fp-16", "true"])
+    with pytest.raises(ValueError, match="command line: no such argument: 'stray'"):
+        parse_args(Model, Training, argv=["--name", "a", "stray"])
+
+
+def test_abbreviations_are_refused():
+    with pytest.raises(ValueError, match="no such argument: 'learning'"):
+        parse_args(Model, Training, argv=["--name", "a", "--learning", "1"])
+
+
+def test_misspelt_flag_is_reported_before_the_dataclass_complains():
+    @dataclass
+    class Strict:
+        epsilon: float | None = None
+
+        def __post_init__(self):
+            if self.epsilon is None:
+                raise ValueError("give epsilon")
+
+    with pytest.raises(ValueError, match="no such argument: 'epsilom'"):
+        parse_args(Strict, argv=["--epsilom", "3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n- b\n", "holds a list"), ("a: [", "is not YAML"), ("just words", "holds a str")],
+)
+def test_recipes_that_are_none(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(Model, argv=[recipe(tmp_path, text)])
+
+
+def test_empty_and_missing_recipes(tmp_path):
+    assert parse_args(Model, argv=[recipe(tmp_path, "# nothing\n"), "--name", "a"]) == (Model("a"),)
+    with pytest.raises(ValueError, match=r"recipe .*nowhere\.yaml is not a file"):
+        parse_args(Model, argv=["nowhere.yaml"])
+
+
+def test_wrong_type_and_missing_field_end_the_program(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(Model, argv=[recipe(tmp_path, "name: a\nhidden: many\n")])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.endswith("[recipe.yaml] [--field value ...]")
+    assert error.endswith("argument --hidden: invalid int value: 'many'")
+    with pytest.raises(SystemExit):
+        parse_args(Model, argv=[])
+    assert "--name" in capsys.readouterr().err
+
+
+def test_one_line_errors():
+    with pytest.raises(SystemExit, match=r"^error: no such thing$"), one_line_errors():
+        raise ValueError("no such thing")
+    with pytest.raises(ZeroDivisionError), one_line_errors():
+        _ = 1 / 0

@@ -1,0 +1,166 @@
+"""Every source of data, and what is said when a piece of it is missing."""
+
+import io
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from PIL import Image as PILImage
+
+from doppler_hf.workloads.data_sources import GLUE_TASKS, load_glue, load_images, load_texts
+
+
+@pytest.fixture(autouse=True)
+def _datasets_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write_glue(folder, split, task, rows=4, **columns):
+    data = {name: [f"{name} {row}" for row in range(rows)] for name in GLUE_TASKS[task].text_columns}
+    data |= {"label": [row % 2 for row in range(rows)], "idx": list(range(rows))} | columns
+    folder.mkdir(exist_ok=True)
+    Dataset.from_dict(data).to_parquet(folder / f"{split}.parquet")
+
+
+@pytest.mark.parametrize("task", sorted(GLUE_TASKS))
+def test_folder_of_each_task(tmp_path, task):
+    for split in ("train", *GLUE_TASKS[task].validation_splits):
+        write_glue(tmp_path / "data", split, task)
+    splits = load_glue(task, str(tmp_path / "data"))
+    assert list(splits) == ["train", *GLUE_TASKS[task].validation_splits]
+    assert splits["train"][1][GLUE_TASKS[task].text_columns[0]].endswith(" 1")
+    assert splits["train"].features["label"] == Value("float32" if task == "stsb" else "int64")
+
+
+def test_one_mnli_validation_split_is_enough(tmp_path):
+    write_glue(tmp_path, "train", "mnli")
+    write_glue(tmp_path, "validation_matched", "mnli")
+    assert list(load_glue("mnli", str(tmp_path))) == ["train", "validation_matched"]
+
+
+def test_hub_style_shards(tmp_path):
+    write_glue(tmp_path, "train-00000-of-00002", "sst2", rows=3)
+    write_glue(tmp_path, "train-00001-of-00002", "sst2", rows=2)
+    write_glue(tmp_path, "validation-00000-of-00001", "sst2", rows=1)
+    assert load_glue("sst2", str(tmp_path)).num_rows == {"train": 5, "validation": 1}
+
+
+def test_unknown_task():
+    with pytest.raises(ValueError, match=r"no GLUE task 'imdb'; choose one of cola, .*, wnli"):
+        load_glue("imdb")
+
+
+def test_missing_pieces_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"--dataset_dir .*nowhere is not a folder"):
+        load_glue("sst2", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"has no train\.parquet"):
+        load_glue("sst2", str(tmp_path))
+    write_glue(tmp_path, "train", "sst2")
+    with pytest.raises(ValueError, match=r"has no validation\.parquet"):
+        load_glue("sst2", str(tmp_path))
+    with pytest.raises(ValueError, match=r"has no validation_matched\.parquet or validation_mismatched\.parquet"):
+        load_glue("mnli", str(tmp_path))
+    write_glue(tmp_path, "validation", "sst2")
+    with pytest.raises(ValueError, match="split 'train' lacks the column 'question1'; it has sentence, label, idx"):
+        load_glue("qqp", str(tmp_path))
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach the hub"), FileNotFoundError("no such repository")])
+def test_no_network_names_the_argument(monkeypatch, error):
+    def unreachable(*args):
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"^cannot load 'nyu-mll/glue' \(.*\); .* local folder with --dataset_dir$"):
+        load_glue("sst2")
+    with pytest.raises(ValueError, match=r"^cannot load 'uoft-cs/cifar10' \(.*\); .* local folder with --dataset_dir$"):
+        load_images("cifar10")
+
+
+def test_hub_splits_without_labels_are_left_out(monkeypatch):
+    def load_dataset(name, task):
+        assert (name, task) == ("nyu-mll/glue", "mnli")
+        split = Dataset.from_dict({"premise": ["a"], "hypothesis": ["b"], "label": [-1]})
+        names = "train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched"
+        return dict.fromkeys(names, split)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert list(load_glue("mnli")) == ["train", "validation_matched", "validation_mismatched"]
+
+
+def test_digits_split_is_fixed_and_stratified():
+    splits = load_images("digits")
+    assert splits.num_rows == {"train": 1442, "test": 355}
+    counts = {name: np.bincount(splits[name]["label"], minlength=10) for name in splits}
+    fraction = counts["test"] / (counts["train"] + counts["test"])
+    assert np.all((fraction > 0.19) & (fraction <= 0.2))
+    first = splits["train"][0]
+    assert first["label"] == 0
+    assert first["image"].size == (8, 8)
+    assert first["image"].mode == "L"
+
+
+def test_digits_pixels_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    pixels = np.stack([np.asarray(image) for image in load_images("digits")["train"]["image"]])
+    original = {image.tobytes() for image in np.rint(load_digits().images * 255 / 16).astype(np.uint8)}
+    assert all(image.tobytes() in original for image in pixels)
+
+
+def png(value):
+    buffer = io.BytesIO()
+    PILImage.new("RGB", (4, 4), (value, 0, 0)).save(buffer, format="PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+@pytest.mark.parametrize("column", ["img", "image"])
+def test_image_folder(tmp_path, column):
+    features = Features({column: Image(), "label": ClassLabel(names=["dark", "light"])})
+    for split in ("train", "test"):
+        data = Dataset.from_dict({column: [png(0), png(200)], "label": [0, 1]}, features=features)
+        data.to_parquet(tmp_path / f"{split}.parquet")
+    splits = load_images("cifar10", str(tmp_path))
+    assert splits["test"].column_names == ["image", "label"]
+    assert splits["train"][1]["image"].getpixel((0, 0)) == (200, 0, 0)
+    assert splits["train"].features["label"].names == ["dark", "light"]
+
+
+def test_image_folder_needs_class_names(tmp_path):
+    for split in ("train", "test"):
+        Dataset.from_dict({"image": [png(0)], "label": [0]}).to_parquet(tmp_path / f"{split}.parquet")
+    with pytest.raises(ValueError, match="without class names"):
+        load_images("cifar10", str(tmp_path))
+
+
+def test_unknown_image_data_set():
+    with pytest.raises(ValueError, match="no image data set 'svhn'; choose one of cifar10, mnist, digits"):
+        load_images("svhn")
+
+
+def test_text_folder(tmp_path):
+    for split, rows in (("train", 3), ("validation", 2)):
+        data = {"review": [f"{split} {row}" for row in range(rows)], "stars": list(range(rows))}
+        Dataset.from_dict(data).to_parquet(tmp_path / f"{split}.parquet")
+    splits = load_texts("unused", str(tmp_path), text_column="review")
+    assert splits.num_rows == {"train": 3, "validation": 2}
+    assert splits["validation"][:] == {"review": ["validation 0", "validation 1"]}
+    with pytest.raises(ValueError, match="split 'train' lacks the column 'text'; it has review, stars"):
+        load_texts("unused", str(tmp_path))
+
+
+def test_texts_of_the_hub(tmp_path, monkeypatch):
+    # A folder stands for the hub: `datasets` treats the splits of both alike.
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for split, rows in (("train", 3), ("test", 5)):
+        Dataset.from_dict({"text": [f"{split} {row}" for row in range(rows)]}).to_parquet(folder / f"{split}.parquet")
+    splits = load_texts(str(folder), validation_split="test[:2]")
+    assert splits.num_rows == {"train": 3, "validation": 2}
+    assert splits["validation"]["text"][0] == "test 0"
+    with pytest.raises(ValueError, match='Unknown split "held_out"'):
+        load_texts(str(folder), validation_split="held_out")
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or splits)
+    load_texts("some/corpus", dataset_config="en")
+    assert asked == [(("some/corpus", "en"), {"split": {"train": "train", "validation": "validation"}})]

@@ -1,0 +1,67 @@
+"""The mean head loads any encoder, sees no padding, and saves and loads like every model."""
+
+import pytest
+import torch
+from transformers import BertModel, RobertaConfig, RobertaModel
+
+from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification, masked_mean
+from tests.conftest import pad, text_data, tiny_bert
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_bert().bert.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def logits(model, examples):
+    inputs = pad(examples)
+    inputs.pop("labels")
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def test_encoder_is_loaded_and_the_head_reads_its_mean(folder):
+    model = MeanPoolingForSequenceClassification.from_encoder(folder, num_labels=3).eval()
+    encoder = BertModel.from_pretrained(folder).eval()
+    (example,) = text_data(1)
+    ids = torch.tensor([example["input_ids"]])
+    with torch.no_grad():
+        mean = encoder(ids).last_hidden_state.mean(dim=1)
+        standardized = (mean - mean.mean()) / mean.var(correction=0).add(1e-5).sqrt()
+        expected = model.classifier(standardized)
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+    assert expected.shape == (1, 3)
+    assert not any("pooler" in name for name, _ in model.named_parameters())
+
+
+def test_padding_changes_nothing(folder):
+    model = MeanPoolingForSequenceClassification.from_encoder(folder, num_labels=2).eval()
+    examples = list(text_data(6))
+    together = logits(model, examples)
+    for row, example in zip(together, examples, strict=True):
+        torch.testing.assert_close(row, logits(model, [example])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_saves_and_loads_itself_and_changes_its_head(folder, tmp_path):
+    model = MeanPoolingForSequenceClassification.from_encoder(folder, num_labels=2)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = MeanPoolingForSequenceClassification.from_encoder(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+    wider = MeanPoolingForSequenceClassification.from_encoder(tmp_path / "saved", num_labels=5, ignore_mismatched_sizes=True)
+    assert wider.classifier.out_features == 5
+
+
+def test_loss_is_the_mean_over_examples_and_other_encoders_work(tmp_path):
+    config = RobertaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                           max_position_embeddings=20)  # fmt: skip
+    RobertaModel(config).save_pretrained(tmp_path)
+    model = MeanPoolingForSequenceClassification.from_encoder(tmp_path, num_labels=2).eval()
+    inputs = pad(text_data(4))
+    expected = torch.nn.functional.cross_entropy(model(**inputs).logits, inputs["labels"])
+    torch.testing.assert_close(model(**inputs).loss, expected)
+
+
+def test_without_a_mask_every_token_counts():
+    hidden = torch.randn(2, 3, 4)
+    torch.testing.assert_close(masked_mean(hidden, None), masked_mean(hidden, torch.ones(2, 3, dtype=torch.long)))

@@ -1,0 +1,336 @@
+"""Which kind a recipe is of, and what each kind builds: model, data, and what goes with them."""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict
+from peft import PeftModel
+from sklearn.datasets import load_digits
+from transformers import EvalPrediction, GPT2TokenizerFast
+
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.workloads import causal_lm, glue, images, recipe
+from doppler_hf.workloads.lora import LoraArguments
+from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
+from doppler_hf.workloads.recipe import parse_recipe
+from doppler_hf.workloads.workload import Workload
+from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.yaml"))
+KIND_OF_FOLDER = {"glue": "glue", "causal_lm": "causal_lm", "image": "images"}
+DIGITS = ["--dataset_name=digits", "--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]
+
+
+@pytest.fixture(autouse=True)
+def _caches(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def common(tmp_path):
+    return ["--use_cpu", "--report_to=none", "--noise_multiplier=1", f"--output_dir={tmp_path / 'out'}"]
+
+
+@pytest.fixture
+def training_args(tmp_path):
+    return DopplerTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", noise_multiplier=1.0)
+
+
+@pytest.fixture
+def kinds_only(monkeypatch):
+    """Each kind builds its own name and arguments."""
+    for kind, (arguments, _) in recipe.KINDS.items():
+        monkeypatch.setitem(recipe.KINDS, kind, (arguments, lambda args, *_, kind=kind: (kind, args)))
+
+
+@pytest.mark.usefixtures("kinds_only")
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_kind_of_every_recipe(path, tmp_path):
+    argv = [str(path), "--use_cpu", f"--output_dir={tmp_path}"]
+    right = KIND_OF_FOLDER[path.parent.name]
+    if path.stem == "cifar10-vit-eps2":  # its two names are also a language model's
+        with pytest.raises(
+            ValueError, match=r"^recipe and flags fit several workloads: causal_lm, images; --workload glue|"
+        ):
+            parse_recipe(argv)
+        argv = [*argv, "--workload", right]
+    (kind, args), training_args = parse_recipe(argv)
+    assert (kind, type(args)) == (right, recipe.KINDS[right][0])
+    assert training_args.output_dir == str(tmp_path)
+    assert isinstance(training_args, DopplerTrainingArguments)
+
+
+@pytest.mark.usefixtures("kinds_only")
+def test_flags_tell_the_kind_in_every_spelling(common):
+    flags = ["--image-size", "16", "--no_dataloader_pin_memory", "--learning_rate=5e-4"]
+    (kind, args), training_args = parse_recipe([*common, *flags])
+    assert (kind, args.image_size) == ("images", 16)
+    assert not training_args.dataloader_pin_memory
+    assert training_args.learning_rate == 5e-4
+    (kind, args), _ = parse_recipe([*common, "--text_column=body", "--model_name_or_path", "gpt2", "--lora_r", "2"])
+    assert (kind, args.text_column) == ("causal_lm", "body")
+
+
+@pytest.mark.usefixtures("kinds_only")
+def test_flags_count_beside_the_recipe_and_override_it(common, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model_name_or_path: bert\nmax_seq_length: 8\nlr_scheduler_kwargs: {min_lr: 1}\n")
+    with pytest.raises(ValueError, match="fit several workloads: glue, causal_lm;"):
+        parse_recipe([str(path), *common])
+    (kind, args), training_args = parse_recipe([str(path), *common, "--max_seq_length=4", "--task_name=rte"])
+    assert (kind, args) == ("glue", glue.GlueArguments("rte", "bert", max_seq_length=4))
+    assert training_args.lr_scheduler_kwargs == {"min_lr": 1}
+
+
+@pytest.mark.usefixtures("kinds_only")
+@pytest.mark.parametrize("choice", [["--workload", "causal_lm"], ["--workload=causal_lm"]])
+@pytest.mark.parametrize("first", [True, False])
+def test_workload_decides_wherever_it_stands(choice, first, common, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model_name_or_path: gpt2\ndataset_name: texts\n")
+    rest = [str(path), *common, "--learning_rate", "5e-4"]
+    (kind, args), training_args = parse_recipe([*choice, *rest] if first else [*rest, *choice])
+    assert (kind, args.dataset_name, training_args.learning_rate) == ("causal_lm", "texts", 5e-4)
+
+
+@pytest.mark.usefixtures("kinds_only")
+def test_what_no_kind_has_is_named(common, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("task_name: sst2\npooling: mean\nmodel_name_or_path: bert\nstray: [1]\n")
+    message = (
+        r"^recipe and flags fit no workload: glue lacks stray, image_size; causal_lm lacks task_name, pooling, stray, "
+        r"image_size; images lacks task_name, pooling, stray; --workload glue\|causal_lm\|images decides$"
+    )
+    with pytest.raises(ValueError, match=message):
+        parse_recipe([str(path), *common, "--image_size=8", "--image_size", "16"])
+    with pytest.raises(ValueError, match=r"no such argument: 'lerning_rate' \(did you mean learning_rate"):
+        parse_recipe(["--workload=images", *common, "--lerning_rate=1"])
+    with pytest.raises(ValueError, match=r"^no workload 'audio'; choose one of glue, causal_lm, images$"):
+        parse_recipe(["--workload=audio", *common])
+    with pytest.raises(ValueError, match=r"several workloads: glue, causal_lm, images; --workload glue\|causal_lm\|images"):
+        parse_recipe([])
+    with pytest.raises(ValueError, match=r"recipe .*nowhere\.yaml is not a file"):
+        parse_recipe([str(tmp_path / "nowhere.yaml"), *common])
+
+
+def test_a_recipe_becomes_a_workload_that_trains(common):
+    recipe = next(str(path) for path in RECIPES if path.stem == "digits-eps8")
+    flags = ["--hidden_size=16", "--num_layers=1", "--max_steps=1", "--save_strategy=no", "--per_device_train_batch_size=8"]
+    common.remove("--noise_multiplier=1")  # the recipe's ε says how much noise
+    workload, training_args = parse_recipe([recipe, *common, *flags])
+    trainer = DopplerTrainer(
+        model=workload.model,
+        args=training_args,
+        train_dataset=workload.train_dataset,
+        eval_dataset=workload.eval_dataset.select(range(20)),
+        data_collator=workload.data_collator,
+        processing_class=workload.processing_class,
+        compute_metrics=workload.compute_metrics,
+    )
+    before = workload.model.classifier.bias.detach().clone()
+    trainer.train()
+    assert not torch.equal(before, workload.model.classifier.bias)
+    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+
+
+def test_images(common):
+    workload, training_args = parse_recipe([*DIGITS, *common])
+    assert (len(workload.train_dataset), {name: len(rows) for name, rows in workload.eval_datasets.items()}) == (
+        1442,
+        {"eval": 355},
+    )
+    assert workload.eval_dataset is workload.eval_datasets["eval"]
+    digits = load_digits()
+    batch = workload.train_dataset[:3]
+    assert batch["labels"] == digits.target[:3].tolist()
+    grey = torch.tensor(np.rint(digits.images[:3, None] * 255 / 16), dtype=torch.float32)
+    torch.testing.assert_close(batch["pixel_values"], grey / 127.5 - 1, rtol=0, atol=1e-6)  # mean and deviation one half
+    assert not training_args.remove_unused_columns
+    assert workload.data_collator is None
+    assert workload.processing_class.size["height"] == 8
+    config = workload.model.config
+    assert (config.num_labels, config.label2id["9"], config.id2label[9]) == (10, 9, "9")
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.patch_size) == (16, 64, 1, 4)
+    prediction = EvalPrediction(predictions=np.eye(10)[[1, 2]], label_ids=np.array([1, 3]))
+    assert workload.compute_metrics(prediction) == {"accuracy": 0.5}
+
+
+def test_images_with_adapters_from_a_folder(common, tmp_path):
+    first, _ = parse_recipe([*DIGITS, *common])
+    first.model.save_pretrained(tmp_path / "vit")
+    first.processing_class.save_pretrained(tmp_path / "vit")
+    flags = ["--dataset_name=digits", f"--model_name_or_path={tmp_path / 'vit'}", "--workload=images", "--lora_r=2"]
+    workload, _ = parse_recipe([*flags, "--lora_target_modules=all-linear", *common])
+    assert isinstance(workload.model, PeftModel)
+    weight = "vit.embeddings.cls_token"
+    torch.testing.assert_close(workload.model.base_model.model.get_parameter(weight), first.model.get_parameter(weight))
+
+
+def test_glue(common, tmp_path):
+    folder = write_glue(tmp_path / "mnli", "mnli")
+    names = ["entailment", "neutral", "contradiction"]
+    for path in folder.glob("*.parquet"):
+        rows = Dataset.from_parquet(str(path), keep_in_memory=True)
+        rows.cast_column("label", ClassLabel(names=names)).to_parquet(path)
+    flags = ["--task_name=mnli", f"--dataset_dir={folder}", f"--model_name_or_path={write_bert(tmp_path / 'bert')}"]
+    workload, training_args = parse_recipe([*flags, "--max_seq_length=10", *common])
+    assert list(workload.eval_datasets) == ["eval_matched", "eval_mismatched"]
+    assert workload.eval_dataset is workload.eval_datasets["eval_matched"]
+    assert [len(rows) for rows in (workload.train_dataset, *workload.eval_datasets.values())] == [48, 12, 12]
+    for rows in (workload.train_dataset, *workload.eval_datasets.values()):
+        assert set(rows.column_names) == {"label", "input_ids", "token_type_ids", "attention_mask"}
+    lengths = {len(tokens) for tokens in workload.train_dataset["input_ids"]}
+    assert max(lengths) == 10  # cut
+    assert len(lengths) > 1  # and not padded
+    batch = workload.data_collator([workload.train_dataset[row] for row in range(8)])
+    assert batch["input_ids"].shape == (8, 10)
+    config = workload.model.config
+    assert (config.num_labels, config.problem_type, config.pad_token_id) == (3, "single_label_classification", 0)
+    assert (list(config.id2label.values()), config.label2id["contradiction"]) == (names, 2)
+    assert training_args.remove_unused_columns
+    prediction = EvalPrediction(predictions=np.eye(3), label_ids=np.array([0, 1, 1]))
+    assert workload.compute_metrics(prediction) == {"accuracy": pytest.approx(2 / 3)}
+
+    (folder / "validation_matched.parquet").unlink()
+    workload, _ = parse_recipe([*flags, *common])
+    assert list(workload.eval_datasets) == ["eval_mismatched"]
+
+
+def test_glue_regression_with_the_mean_head_on_adapters(common, tmp_path):
+    flags = [
+        f"--dataset_dir={write_glue(tmp_path / 'stsb', 'stsb')}",
+        f"--model_name_or_path={write_bert(tmp_path / 'bert')}",
+    ]
+    adapters = ["--lora_r=2", "--lora_target_modules=query,value"]
+    workload, _ = parse_recipe(["--task_name=stsb", "--pooling=mean", *flags, *adapters, *common])
+    assert isinstance(workload.model.base_model.model, MeanPoolingForSequenceClassification)
+    assert (workload.model.config.num_labels, workload.model.config.problem_type) == (1, "regression")
+    assert list(workload.eval_datasets) == ["eval"]
+    scores = workload.compute_metrics(EvalPrediction(predictions=np.arange(4.0)[:, None], label_ids=np.arange(4.0) ** 3))
+    assert scores["spearmanr"] == pytest.approx(1)
+
+
+def test_causal_lm(common, tmp_path):
+    flags = [f"--dataset_dir={write_texts(tmp_path / 'texts')}", f"--model_name_or_path={write_gpt2(tmp_path / 'gpt2')}"]
+    workload, _ = parse_recipe([*flags, "--text_column=review", "--max_seq_length=16", "--dtype=bfloat16", *common])
+    assert {parameter.dtype for parameter in workload.model.parameters()} == {torch.bfloat16}
+    assert (len(workload.train_dataset), [*workload.eval_datasets], len(workload.eval_dataset)) == (24, ["eval"], 6)
+    assert set(workload.train_dataset.column_names) == {"input_ids", "attention_mask", "labels"}
+    empty, long, short = (workload.train_dataset[row] for row in range(3))
+    assert empty["labels"] == [END]
+    assert (len(long["labels"]), END in long["labels"]) == (16, False)
+    assert (short["labels"], short["labels"][-1]) == (short["input_ids"], END)
+    batch = workload.data_collator([empty, long])
+    assert batch["labels"][0].tolist() == [END] + [-100] * 15
+    assert workload.compute_metrics is None
+    assert workload.processing_class.padding_side == "right"
+
+
+def test_a_model_pretrained_without_padding_pads_with_its_end(common, tmp_path):
+    gpt2, sentences, texts = (
+        write_gpt2(tmp_path / "gpt2"),
+        write_glue(tmp_path / "rte", "rte"),
+        write_texts(tmp_path / "texts"),
+    )
+    model = f"--model_name_or_path={gpt2}"
+    workload, _ = parse_recipe(["--task_name=rte", f"--dataset_dir={sentences}", model, *common])
+    assert (workload.model.config.pad_token_id, workload.processing_class.pad_token_id) == (END, END)
+    workload, _ = parse_recipe(["--text_column=review", f"--dataset_dir={texts}", model, *common])
+    assert workload.processing_class.pad_token_id == END
+
+
+def test_examples_are_cut_to_what_the_model_reads(common, tmp_path):
+    gpt2, sentences, texts = (
+        write_gpt2(tmp_path / "gpt2"),
+        write_glue(tmp_path / "rte", "rte"),
+        write_texts(tmp_path / "texts"),
+    )
+    GPT2TokenizerFast.from_pretrained(gpt2, model_max_length=12).save_pretrained(gpt2)
+    flags = [f"--model_name_or_path={gpt2}", "--max_seq_length=256", *common]
+    for kind in (["--task_name=rte", f"--dataset_dir={sentences}"], ["--text_column=review", f"--dataset_dir={texts}"]):
+        workload, _ = parse_recipe([*kind, *flags])
+        assert max(len(tokens) for tokens in workload.train_dataset["input_ids"]) == 12
+
+
+def test_the_hub_is_asked_for_the_texts_that_the_arguments_name(training_args, monkeypatch):
+    asked = []
+
+    def load_texts(*args, **kwargs):
+        asked.append((*args, kwargs))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(causal_lm, "load_texts", load_texts)
+    args = causal_lm.CausalLMArguments("gpt2", "wiki", "en", "test[:9]", text_column="body")
+    training_args.privacy_unit_column = "writer"
+    with pytest.raises(ValueError, match="enough"):
+        causal_lm.build(args, LoraArguments(), training_args)
+    names = {"dataset_config": "en", "validation_split": "test[:9]", "text_column": "body", "unit_column": "writer"}
+    assert asked == [("wiki", None, names)]
+
+
+@pytest.mark.parametrize("kind", ["glue", "causal_lm"])
+def test_only_after_data_and_model_does_the_first_process_tokenize_for_the_others(
+    kind, training_args, tmp_path, monkeypatch
+):
+    events = []
+
+    @contextlib.contextmanager
+    def main_process_first(self, desc):
+        events.append(desc)
+        yield
+        events.append("others")
+
+    def spy(owner, name, event):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (events.append(event), original(*args, **kwargs))[1])
+
+    monkeypatch.setattr(DopplerTrainingArguments, "main_process_first", main_process_first)
+    spy(DatasetDict, "map", "map")
+    if kind == "glue":
+        spy(glue, "load_glue", "data")
+        spy(glue.AutoModelForSequenceClassification, "from_pretrained", "model")
+        data, model = write_glue(tmp_path / "data", "sst2"), write_bert(tmp_path / "model")
+        workload = glue.build(glue.GlueArguments("sst2", str(model), str(data)), LoraArguments(), training_args)
+    else:
+        spy(causal_lm, "load_texts", "data")
+        spy(causal_lm.AutoModelForCausalLM, "from_pretrained", "model")
+        data, model = write_texts(tmp_path / "data"), write_gpt2(tmp_path / "model")
+        args = causal_lm.CausalLMArguments(str(model), dataset_dir=str(data), text_column="review")
+        workload = causal_lm.build(args, LoraArguments(), training_args)
+    assert events == ["data", "model", "tokenize", "map", "others"]
+    assert isinstance(workload, Workload)
+
+
+def test_grey_images_become_what_a_model_of_colours_reads(training_args, tmp_path):
+    args = images.ImageArguments("digits", image_size=8, hidden_size=16, num_layers=1, num_heads=2)
+    for part in images.vit_from_scratch(args, num_channels=3, num_labels=10):
+        part.save_pretrained(tmp_path)
+    args = images.ImageArguments("digits", model_name_or_path=str(tmp_path))
+    pixels = images.build(args, LoraArguments(), training_args).train_dataset[0]["pixel_values"]
+    assert pixels.shape == (3, 8, 8)
+    assert torch.equal(pixels[0], pixels[2])
+
+
+def test_the_column_of_units_reaches_the_trainer(common, tmp_path):
+    write_texts(tmp_path / "texts")
+    flags = [
+        f"--dataset_dir={tmp_path / 'texts'}",
+        "--text_column=review",
+        f"--model_name_or_path={write_gpt2(tmp_path / 'gpt2')}",
+    ]
+    workload, _ = parse_recipe([*common, *flags, "--privacy_unit_column=stars", "--max_seq_length=16"])
+    assert set(workload.train_dataset.column_names) == {"input_ids", "attention_mask", "labels", "stars"}
+    assert set(workload.eval_dataset.column_names) == {"input_ids", "attention_mask", "labels"}
+    with pytest.raises(ValueError, match="lacks the column 'user'"):
+        parse_recipe([*common, *flags, "--privacy_unit_column=user"])
+
+
+def test_what_is_made_from_scratch_follows_the_seed(common):
+    models = [parse_recipe([*DIGITS, *common, f"--seed={seed}"])[0].model for seed in (1, 1, 2)]
+    first, again, other = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
