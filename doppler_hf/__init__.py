@@ -5,6 +5,7 @@
 - run: one private run, its parts
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
+- linalg: what both wings must agree on about matrices
 - filters: coefficients and responses; NumPy and SciPy only
 - workloads: from a recipe to model and data
 - audit: an attacked run

@@ -21,11 +21,12 @@ ARRAYS = "numpy scipy jaxtyping"
 # The privacy boundary runs between `privacy` and `optim`: one float crosses it.
 MAY_IMPORT = {
     "filters": ("", ARRAYS),
-    "optim": ("filters", f"{ARRAYS} torch"),
-    "privacy": ("", f"{ARRAYS} torch opacus cryptography"),
+    "linalg": ("", "torch jaxtyping"),
+    "optim": ("filters linalg", f"{ARRAYS} torch"),
+    "privacy": ("linalg", f"{ARRAYS} torch opacus cryptography"),
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
     "privacy/ledger": ("privacy.accounting", "jsonschema"),
-    "privacy/clipping/host_layers": ("privacy", f"{ARRAYS} torch transformers peft"),
+    "privacy/clipping/host_layers": ("privacy linalg", f"{ARRAYS} torch transformers peft"),
     "privacy/losses/host_losses": ("privacy", f"{ARRAYS} torch transformers peft"),
     "training_args": ("filters optim privacy", "transformers torch"),
     "run": ("filters optim privacy training_args", f"{ARRAYS} torch transformers accelerate rich"),

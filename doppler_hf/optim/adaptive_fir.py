@@ -27,8 +27,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from doppler_hf.filters import autocorrelation_from_products, optimal_fir
+from doppler_hf.linalg import in_float32
 from doppler_hf.optim.one_pass import Work, slices
-from doppler_hf.optim.rounding import in_float32
 from doppler_hf.optim.update import Numbers, descend
 
 MEMORY: Final = 0.998

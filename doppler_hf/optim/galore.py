@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from doppler_hf.linalg import factors, is_wide
+
 Projector = Literal["svd", "randomized", "warm"]
 ProjectorSource = Literal["gradient", "filtered"]
 BasisChange = Literal["rotate", "reset", "keep"]
@@ -27,11 +29,6 @@ BASIS_CHANGES: Final[tuple[BasisChange, ...]] = get_args(BasisChange)
 
 # Columns that the randomized range finder takes beyond the rank, as Halko et al. advise (Section 4.2).
 OVERSAMPLING: Final = 8
-
-
-def is_wide(matrix: Float[Tensor, "m n"]) -> bool:
-    """Whether the first side is the shorter one, which is projected."""
-    return matrix.shape[0] <= matrix.shape[1]
 
 
 def has_projected(group: dict[str, Any]) -> bool:
@@ -96,17 +93,6 @@ def _orthonormal(matrix: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
     return torch.linalg.qr(matrix).Q
 
 
-def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short r"]) -> Float[Tensor, "_ _"]:
-    """Returns Pᵀ G, shape (r, n), or G P, shape (m, r), in the dtype of the basis.
-
-    Example:
-        >>> project(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[0.0], [1.0]]))
-        tensor([[4., 5., 6.]])
-    """
-    matrix = matrix.to(basis.dtype)
-    return basis.T @ matrix if is_wide(matrix) else matrix @ basis
-
-
 def add_lifted(
     weight: Float[Tensor, "m n"],
     low_rank: Float[Tensor, "_ _"],
@@ -124,7 +110,7 @@ def add_lifted(
         scale: Factor of the lifted part.
         decay: Factor of the weight.
     """
-    left, right = (basis, low_rank) if is_wide(weight) else (low_rank, basis.T)
+    left, right = factors(low_rank, basis, wide=is_wide(weight))
     if weight.dtype == basis.dtype:
         weight.addmm_(left, right, beta=decay, alpha=scale)
     else:

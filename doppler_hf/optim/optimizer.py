@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
+from doppler_hf.linalg import in_float32, is_wide, project
 from doppler_hf.optim.adaptive_fir import OptimalFIR, advance_fir, found_anew, new_estimate, record
 from doppler_hf.optim.checks import RANK_WITHOUT_EFFECT, check_constants, check_group
 from doppler_hf.optim.galore import (
@@ -31,13 +32,10 @@ from doppler_hf.optim.galore import (
     find_basis,
     has_projected,
     is_projected,
-    is_wide,
-    project,
     rotated,
 )
 from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
 from doppler_hf.optim.one_pass import OnePass, Work
-from doppler_hf.optim.rounding import in_float32
 from doppler_hf.optim.state import BASES, Base, copied_state, dense, full_dtype, refuse_other_group, refuse_other_state
 from doppler_hf.optim.update import Numbers, descend, filtered
 
@@ -243,7 +241,7 @@ class DopplerOptimizer(Optimizer):
             self._renew_basis(source, state, rank=group["rank"])
         state["steps_in_basis"] += 1
         basis = state["basis"]
-        return project(grad, basis), None if filtered_grad is None else project(filtered_grad, basis)
+        return project(grad.to(basis.dtype), basis), None if filtered_grad is None else project(filtered_grad, basis)
 
     def _numbers(self, state: dict[str, Any], group: dict[str, Any], *, decay: float) -> Numbers:
         """Advances the step count, and takes the corrections of the zero start into the constants and the step size."""

@@ -17,11 +17,6 @@ _GOLDEN = -1640531527
 _LOW_BITS = 0xFFFF
 
 
-def in_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns the values themselves, or a float32 copy if they are of half precision."""
-    return values.float() if values.itemsize < 4 else values
-
-
 def store(state: Float[Tensor, "*shape"], value: Float[Tensor, "*shape"], *, entropy: Float[Tensor, "*shape"]) -> None:
     """Writes a number to a state of half precision, rounded at random (modified in place).
 

@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from doppler_hf.linalg import in_float32
 from doppler_hf.optim.low_pass import low_pass
-from doppler_hf.optim.rounding import in_float32, store
+from doppler_hf.optim.rounding import store
 from doppler_hf.optim.second_moment import denominator, second_moment
 
 

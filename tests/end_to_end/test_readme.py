@@ -46,7 +46,8 @@ def test_python_snippets_run(tmp_path, monkeypatch):
 def test_commands_name_files_that_exist():
     words = [word for block in blocks("sh") for line in block.splitlines() for word in shlex.split(line, comments=True)]
     assert words.count("make") == 2
-    paths = [word for word in words if "/" in word]
+    modules = [word.replace(".", "/") + ".py" for word in words if word.startswith("scripts.")]
+    paths = [word for word in words if "/" in word] + modules
     assert len(paths) == 8
     for path in paths:
         assert (ROOT / path).exists(), path

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.linalg import project
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTORS, add_lifted, find_basis, project, rotated
+from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTORS, add_lifted, find_basis, rotated
 from tests.support.reference import doppler_trajectory
 
 BASES = ["sgd", "adam", "adam_bc"]

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from doppler_hf.linalg import in_float32
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.optim.rounding import in_float32, store
+from doppler_hf.optim.rounding import store
 
 
 def normal(*shape, seed=0):

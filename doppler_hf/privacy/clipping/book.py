@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from doppler_hf.privacy.clipping.factored import Dense, Grams, NormRule, PerSampleGradient, in_float32, outer_products
+from doppler_hf.linalg import in_float32
+from doppler_hf.privacy.clipping.factored import Dense, Grams, NormRule, PerSampleGradient, outer_products
 
 
 class Book:

@@ -7,8 +7,6 @@
 the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum is C in all four cases.
 """
 
-import contextlib
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Literal, get_args
 
@@ -16,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from doppler_hf.linalg import highest_matmul_precision
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient
 
@@ -220,14 +219,3 @@ class ClippedGradients:
                 self._sums[name] = self._empty_sum(name)
             gradient.add_weighted(self._sums[name], factors[self._group_of[name]], beta=beta)
         return norms
-
-
-@contextlib.contextmanager
-def highest_matmul_precision() -> Iterator[None]:
-    """Multiply float32 matrices in float32, whatever the user has allowed (TF32, bfloat16) for the model."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

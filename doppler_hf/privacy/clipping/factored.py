@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from doppler_hf.linalg import in_float32
+
 NormRule = Literal["auto", "ghost", "direct"]
 
 # What writing one number to memory and reading it twice costs, in multiply-adds. Fitted on two x86-64 cores; anything
@@ -305,8 +307,3 @@ def sum_of_squares(values: Float[Tensor, "batch ..."]) -> Float[Tensor, " batch"
         return torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
     runs = torch.linalg.vector_norm(values.view(len(values), -1, 64), dim=2)
     return torch.linalg.vector_norm(runs, dim=1, dtype=torch.float64).square()
-
-
-def in_float32(values: Tensor) -> Tensor:
-    """Return the values in float32 at least."""
-    return values.float() if values.itemsize < 4 else values

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.factored import Dense, in_float32
+from doppler_hf.privacy.clipping.factored import Dense
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
 from doppler_hf.privacy.clipping.unbatched import repeated
 

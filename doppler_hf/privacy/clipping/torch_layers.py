@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows, in_float32
+from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows
 
 Rule = Callable[..., Any]
 

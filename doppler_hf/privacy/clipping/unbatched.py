@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.factored import Dense, in_float32
+from doppler_hf.privacy.clipping.factored import Dense
 
 
 def repeated(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from doppler_hf.privacy.noise.ahead import NoiseAhead
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_stream
-from doppler_hf.privacy.noise.subspace_noise import bases_of, coordinates_of, lift, project, stretches_of
+from doppler_hf.privacy.noise.subspace_noise import bases_of, coordinates_of, lift_into, projected, stretches_of
 
 
 class GaussianMechanism:
@@ -153,14 +153,14 @@ class GaussianMechanism:
             self._ahead.expect(coordinates, pinned=any(total.is_cuda for total in sums.values()))
         for name, total in sums.items():
             basis = bases.get(name)
-            released = total if basis is None else project(total, basis)
+            released = total if basis is None else projected(total, basis)
             if is_noisy:
                 self._add_noise(released, stretch=stretches.get(name, 1.0), step=step)
             if distributed:
                 dist.all_reduce(released)
             released.div_(self.expected_batch_size)
             if basis is not None:
-                lift(released, basis, out=total)
+                lift_into(total, released, basis)
         return dict(sums)
 
     def _add_noise(self, values: Float[Tensor, "..."], *, stretch: float, step: int) -> None:

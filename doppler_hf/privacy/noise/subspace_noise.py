@@ -17,7 +17,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.privacy.clipping.clipped_gradients import highest_matmul_precision
+from doppler_hf.linalg import highest_matmul_precision, lift, project
 
 # A basis found in float32 has e = ‖PᵀP − I‖_F of about 1e-5. One found in TF32 or kept in bfloat16 can be beyond this
 # bound, and would pay for it with noise.
@@ -86,17 +86,14 @@ def orthonormality_error(basis: Float[Tensor, "short rank"]) -> Float[Tensor, ""
     return torch.nan_to_num(torch.linalg.matrix_norm(gram), nan=math.inf, posinf=math.inf)
 
 
-def project(total: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) -> Float[Tensor, "..."]:
-    """Return PᵀS, shape (rank, n), for m ≤ n and S·P, shape (m, rank), for m > n."""
+def projected(total: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) -> Float[Tensor, "..."]:
+    """Return S in the subspace of P, as `linalg.project`, in full precision."""
     # Outside of autocast and TF32, which would round P and S to fewer digits than the bound on ‖P‖₂ is about.
     with torch.autocast(total.device.type, enabled=False), highest_matmul_precision():
-        return basis.mT @ total if total.shape[0] <= total.shape[1] else total @ basis
+        return project(total, basis)
 
 
-def lift(projected: Float[Tensor, "..."], basis: Float[Tensor, "short rank"], *, out: Float[Tensor, "m n"]) -> None:
-    """Set `out` to P·Y for m ≤ n and to Y·Pᵀ for m > n, of which `project` gives Y back (modified in place)."""
-    with torch.autocast(out.device.type, enabled=False), highest_matmul_precision():
-        if out.shape[0] <= out.shape[1]:
-            torch.mm(basis, projected, out=out)
-        else:
-            torch.mm(projected, basis.mT, out=out)
+def lift_into(total: Float[Tensor, "m n"], low_rank: Float[Tensor, "..."], basis: Float[Tensor, "short rank"]) -> None:
+    """Overwrite a sum by what is in the subspace of P, as `linalg.lift`, in full precision (modified in place)."""
+    with torch.autocast(total.device.type, enabled=False), highest_matmul_precision():
+        lift(low_rank, basis, out=total)
