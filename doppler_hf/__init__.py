@@ -13,7 +13,27 @@
 - cli: the command `doppler-hf`
 """
 
-from doppler_hf.trainer import DopplerTrainer
-from doppler_hf.training_args import DopplerTrainingArguments
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["DopplerTrainer", "DopplerTrainingArguments"]
+if TYPE_CHECKING:
+    from doppler_hf.run.gradient_recorder import GradientRecorder
+    from doppler_hf.trainer import DopplerTrainer
+    from doppler_hf.training_args import DopplerTrainingArguments
+
+__all__ = ["DopplerTrainer", "DopplerTrainingArguments", "GradientRecorder", "__version__"]
+__version__ = version("doppler_hf")
+
+_HOMES: Final = {
+    "DopplerTrainer": "doppler_hf.trainer",
+    "DopplerTrainingArguments": "doppler_hf.training_args",
+    "GradientRecorder": "doppler_hf.run.gradient_recorder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for: `doppler_hf.filters` and a ledger's check need no transformers."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "audit": ("trainer run training_args privacy", f"{ARRAYS} torch transformers datasets peft"),
     "cli": ("filters privacy training_args run audit workloads reports", "rich numpy"),
     "__main__": ("cli", ""),
-    "__init__": ("trainer training_args", ""),
+    "__init__": ("trainer training_args run", ""),
 }
 
 
@@ -76,7 +76,9 @@ def test_a_folder_says_what_is_in_it(folder):
 
 
 def test_public_names():
-    assert doppler_hf.__all__ == ["DopplerTrainer", "DopplerTrainingArguments"]
+    assert doppler_hf.__all__ == ["DopplerTrainer", "DopplerTrainingArguments", "GradientRecorder", "__version__"]
+    assert all(hasattr(doppler_hf, name) for name in doppler_hf.__all__)
+    assert not hasattr(doppler_hf, "no_such_name")
     assert sorted(doppler_hf.filters.__all__) == [
         "FilterFigures", "LowPassFilter", "PAPER_FILTERS", "PowerEstimate", "auto_filter", "autocorrelation",
         "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter", "butterworth", "chebyshev1",

@@ -156,7 +156,7 @@ def test_projecting_and_lifting_equal_numpy(shape, dtype):
     basis_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     matrix, basis = normal(*shape, dtype=dtype), orthonormal(min(shape), 2).to(basis_dtype)
     x, p, wide = matrix.double().numpy().copy(), basis.double().numpy(), shape[0] <= shape[1]
-    low_rank, expected = project(matrix, basis), p.T @ x if wide else x @ p
+    low_rank, expected = project(matrix.to(basis.dtype), basis), p.T @ x if wide else x @ p
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     assert low_rank.dtype == basis_dtype
     np.testing.assert_allclose(low_rank.double().numpy(), expected, atol=tolerance, rtol=tolerance)
