@@ -100,12 +100,12 @@ class DiracAuditTrainer(AuditTrainer):
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
         """Add the log-likelihood ratio of every canary's coordinate."""
-        plan = self.privacy_plan()
-        unit = self._contribution / plan.expected_batch_size
+        run = self.private_run
+        unit = self._contribution / run.plan.expected_batch_size
         self.scores += log_likelihood_ratio(
             gradients[f"{TABLE}.weight"].flatten().double().cpu().numpy() / unit,
-            sigma=plan.noise_std / unit,
-            sample_rate=plan.sample_rate,
+            sigma=run.mechanism.noise_std(self.state.global_step) / unit,
+            sample_rate=run.plan.sample_rate,
         )
 
     def end_attack(self) -> None:

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.run.plan import PrivacyPlan
+from doppler_hf.privacy.noise import Mechanism
 
 Gradients = Mapping[str, Float[Tensor, "..."]]
 
@@ -33,14 +32,14 @@ class NoiseReplay:
 
     Args:
         seed: The guess.
-        plan: What the run says of its noise.
+        mechanism: The run's, of which it is public how much noise it adds.
 
     Attributes:
         source: The generator that fits, in words, or None.
     """
 
-    def __init__(self, seed: int, *, plan: PrivacyPlan) -> None:
-        self._seed, self._plan = seed, plan
+    def __init__(self, seed: int, *, mechanism: Mechanism) -> None:
+        self._seed, self._mechanism = seed, mechanism
         self._state = torch.Generator().manual_seed(seed).get_state()
         self._candidates: dict[str, Callable[[Gradients, int], Gradients | None]] = {
             f"torch's generator, seeded with {seed}": self._of_torch,
@@ -66,14 +65,8 @@ class NoiseReplay:
         return gradients
 
     def _of_the_mechanism(self, gradients: Gradients, step: int) -> Gradients:
-        mechanism = GaussianMechanism(
-            noise_multiplier=self._plan.noise_multiplier,
-            max_grad_norm=self._plan.max_grad_norm,
-            expected_batch_size=self._plan.expected_batch_size,
-            seed=self._seed,
-        )
         zeros = {name: torch.zeros(gradient.shape, device=gradient.device) for name, gradient in gradients.items()}
-        return mechanism.privatize(zeros, step=step)
+        return self._mechanism.reproducible(self._seed).privatize(zeros, step=step)
 
     def _of_torch(self, gradients: Gradients, step: int) -> Gradients | None:
         """Return the noise of torch's CPU generator, seeded once, or in every step with the seed or the seed + step."""
@@ -86,7 +79,7 @@ class NoiseReplay:
                     generator.set_state(start)
                     torch.rand(skipped, generator=generator)
                     noise = {
-                        name: torch.randn(gradient.shape, generator=generator) * self._plan.noise_std
+                        name: torch.randn(gradient.shape, generator=generator) * self._mechanism.noise_std(step)
                         for name, gradient in compared.items()
                     }
                     if not agree(compared, noise):

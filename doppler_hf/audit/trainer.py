@@ -185,7 +185,7 @@ class _Watcher(TrainerCallback):
     def on_train_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._replay = NoiseReplay(args.seed, plan=self._trainer.privacy_plan())
+        self._replay = NoiseReplay(args.seed, mechanism=self._trainer.private_run.mechanism)
         self._trainer.begin_attack()
 
     def on_pre_optimizer_step(

@@ -41,7 +41,6 @@ def attached_engine(
                 losses_of,
                 first_examples(2),
                 engine=args.grad_sample_engine,
-                norm_rule=args.grad_sample_norm_rule,
                 # Batches of one and of two are rounded differently.
                 tolerance=0.1 if args.bf16 or model.dtype == torch.bfloat16 else 1e-3,
             )
@@ -51,7 +50,6 @@ def attached_engine(
         clipping=args.clipping,
         granularity=args.clipping_granularity,
         engine=args.grad_sample_engine,
-        norm_rule=args.grad_sample_norm_rule,
     ) as clipped:
         with torch.random.fork_rng():
             run_once(clipped, model, losses_of=losses_of, inputs=first_examples(3))

@@ -6,16 +6,18 @@ from transformers.trainer_utils import SchedulerType
 
 from doppler_hf.filters import LowPassFilter, auto_filter, noise_gain, parse_name
 from doppler_hf.optim import OptimalFIR
-from doppler_hf.run.plan import PrivacyPlan
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
-def chosen_filter(args: DopplerTrainingArguments, *, plan: PrivacyPlan, dimension: int) -> LowPassFilter | OptimalFIR:
+def chosen_filter(
+    args: DopplerTrainingArguments, *, steps: int, noise_std: float, dimension: int
+) -> LowPassFilter | OptimalFIR:
     """Return the filter of a run, which costs no privacy: it follows from arguments and public numbers.
 
     Args:
         args: The arguments.
-        plan: Of the run: its steps and its noise.
+        steps: T, of the run.
+        noise_std: Standard deviation of the noise per coordinate of the mean gradient.
         dimension: Number of trained parameters d.
     """
     word, values = parse_name(args.low_pass_filter)
@@ -24,11 +26,11 @@ def chosen_filter(args: DopplerTrainingArguments, *, plan: PrivacyPlan, dimensio
     if word != "auto":
         return LowPassFilter.parse(args.low_pass_filter)
     return auto_filter(
-        steps=plan.steps,
-        noise_std=plan.noise_std,
-        max_grad_norm=plan.max_grad_norm,
+        steps=steps,
+        noise_std=noise_std,
+        max_grad_norm=args.per_sample_max_grad_norm,
         dimension=dimension,
-        learning_rates=learning_rates_of(args, steps=plan.steps),
+        learning_rates=learning_rates_of(args, steps=steps),
     )
 
 

@@ -12,9 +12,10 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
-from doppler_hf.run.plan import PrivacyPlan
+from doppler_hf.run.filter_choice import filter_in_words
+from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -23,34 +24,28 @@ class PrivacyCallback(TrainerCallback):
     """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget.
 
     Args:
-        plan: Returns the run's plan; called when training begins.
+        current_run: Returns the run; called when training begins.
 
     Attributes:
-        fallbacks: Layers without a rule in the engine, by name, and how their gradient is had.
-        filter_words: The filter, in one line.
-        checkpoint: The folder from which the next run is resumed, or None.
+        filter_words: The filter, in one line; empty before training.
         ledger: What has been spent; None before training.
     """
 
-    def __init__(self, plan: Callable[[], PrivacyPlan]) -> None:
-        self._plan = plan
-        self._sampler: PoissonSampler | None = None
-        self._affordable_steps = 0
-        self.fallbacks: dict[str, str] = {}
+    def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
+        self._current_run = current_run
+        self._run: PrivateRun | None = None
         self.filter_words = ""
-        self.checkpoint: str | None = None
         self.ledger: PrivacyLedger | None = None
-
-    def watch(self, sampler: PoissonSampler) -> None:
-        """Tell this sampler which epoch it is in."""
-        self._sampler = sampler
 
     def epsilon(self) -> float:
         """Return an upper bound on ε spent so far; 0 before training."""
         return 0.0 if self.ledger is None else self.ledger.epsilon()
 
-    def earlier_ledger(self) -> PrivacyLedger | None:
+    def earlier_ledger(self, checkpoint: str | None) -> PrivacyLedger | None:
         """Return what the next run goes on from, the same on every process: what an earlier one has spent, or None.
+
+        Args:
+            checkpoint: The folder from which it is resumed, or None.
 
         Raises:
             ValueError: The checkpoint has no ledger, or one of another run than the folder above it.
@@ -60,8 +55,8 @@ class PrivacyCallback(TrainerCallback):
             try:
                 # A second run of the same trainer goes on from what the first one released, whether resumed or not.
                 earlier = [self.ledger.as_written()] if self.ledger is not None else []
-                if self.checkpoint is not None:
-                    earlier += ledgers_of(Path(self.checkpoint))
+                if checkpoint is not None:
+                    earlier += ledgers_of(Path(checkpoint))
                 found = [latest(earlier) if earlier else None]
             except ValueError as error:
                 found = [error]
@@ -74,46 +69,35 @@ class PrivacyCallback(TrainerCallback):
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the ledger, or take over the one of the run that is resumed; print the summary."""
-        plan, earlier = self._plan(), self.earlier_ledger()
-        statement, step = plan.statement(args), state.global_step
-        ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
-        remaining = plan.steps - step
-        affordable = ledger.affordable_steps(remaining)
-        if remaining > 0 and affordable == 0:
-            raise ValueError(
-                f"The privacy budget is spent: ε = {ledger.epsilon():.4g} of target_epsilon = {statement.target_epsilon}. "
-                "Raise target_epsilon to go on."
-            )
-        self.ledger, self._affordable_steps = ledger, affordable  # Only now: a refusal must not lose what was spent before.
+        run, step = self._current_run(), state.global_step
+        # Only once it has begun: a refusal must not lose what was spent before.
+        self.ledger = ledger = run.begin(step=step)
+        self._run = run
+        # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
+        self.filter_words = filter_in_words(args, kwargs["optimizer"].optimizer.low_pass_filter)
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless_before=ledger)
             ledger.save(args.output_dir)
-            print_summary(
-                plan,
-                ledger,
-                model=kwargs["model"],
-                first_step=step,
-                last_step=step + affordable,
-                filter_words=self.filter_words,
-                fallbacks=self.fallbacks,
-            )
+            print_summary(run, model=kwargs["model"], first_step=step, filter_words=self.filter_words)
             if aside is not None:
                 print(
                     f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "
                     "its ε and that of this run add up."
                 )
-            if affordable < remaining:
+            remaining = run.plan.steps - step
+            if run.affordable_steps < remaining:
                 print(
-                    f"The budget allows {affordable} of the {remaining} steps left, because steps of the earlier run count: "
-                    "training will stop there."
+                    f"The budget allows {run.affordable_steps} of the {remaining} steps left, because steps of the earlier "
+                    "run count: training will stop there."
                 )
 
     def on_epoch_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Say to the sampler which epoch begins."""
-        if self._sampler is not None:
-            self._sampler.set_epoch(state.global_step // self._sampler.steps_per_epoch)
+        assert self._run is not None
+        sampler = self._run.sampler
+        sampler.set_epoch(state.global_step // sampler.steps_per_epoch)
 
     def on_step_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -123,36 +107,51 @@ class PrivacyCallback(TrainerCallback):
         Another process may be ahead of the file by what it computes alone; nothing is released until process 0 has
         reduced its own sum with it.
         """
-        assert self.ledger is not None
-        if self.ledger.reserve(at_most=self._affordable_steps) and state.is_world_process_zero:
-            self.ledger.save(args.output_dir)
+        assert self._run is not None
+        ledger = self._run.count_ahead()
+        if ledger is not None and state.is_world_process_zero:
+            ledger.save(args.output_dir)
 
     def on_pre_optimizer_step(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Count the release: from here on the private gradient is out."""
-        assert self.ledger is not None
-        self.ledger.record_step()
-        self._affordable_steps -= 1
+        assert self._run is not None
+        self._run.count_release()
 
-    def add_to_checkpoint(self, folder: str, args: DopplerTrainingArguments, state: TrainerState) -> None:
-        """Put the ledger into a checkpoint, before the host pushes that to the hub."""
-        if self.ledger is not None and state.is_world_process_zero:
+    def save_beside_model(
+        self, folder: str, args: DopplerTrainingArguments, state: TrainerState, *, is_checkpoint: bool
+    ) -> None:
+        """Put the ledger into the folder of a model that was saved; one of an earlier training there is set aside.
+
+        Args:
+            folder: Where the model is.
+            args: The arguments.
+            state: The host's.
+            is_checkpoint: Whether it is a checkpoint, which the ledger then notes, before the host pushes it to the hub.
+        """
+        if self.ledger is None or not state.is_world_process_zero:
+            return
+        if is_checkpoint:
             self.ledger.checkpoint(state.global_step)
             self.ledger.save(args.output_dir)
-            self.save_beside_model(folder, state)
+        set_aside(folder, unless_before=self.ledger)
+        self.ledger.save(folder)
 
-    def save_beside_model(self, folder: str, state: TrainerState) -> None:
-        """Put the ledger into the folder of a model that was saved; one of an earlier training there is set aside."""
-        if self.ledger is not None and state.is_world_process_zero:
-            set_aside(folder, unless_before=self.ledger)
-            self.ledger.save(folder)
+    def complete_log(self, logs: dict[str, float], args: DopplerTrainingArguments) -> None:
+        """Add ε so far to the log of an evaluation; leave out a training loss that is not reported (modified in place)."""
+        if any(name.startswith("eval_") for name in logs):
+            logs["epsilon"] = self.epsilon()
+        if args.report_train_loss == "none":  # zeros
+            logs.pop("loss", None)
+            logs.pop("train_loss", None)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop when the next step would overrun the budget."""
-        if self._affordable_steps <= 0 and state.global_step < state.max_steps:
+        assert self._run is not None
+        if self._run.affordable_steps <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
 
     def on_train_end(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.training_args import DopplerTrainingArguments
 
 # Comments in Markdown: what is between them is replaced when the section is written again.
 _BEGIN: Final = "<!-- differential privacy: begin, written from the privacy ledger -->"
@@ -77,6 +78,24 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
         ("software", ", ".join(f"{name} {version}" for name, version in ledger.runs[-1].versions.items())),
     ]
+
+
+def complete_card(
+    path: str | Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger | None, filter_words: str
+) -> None:
+    """Complete a card of the host: the optimizer that there was, and what the ledger says; before training nothing.
+
+    Args:
+        path: The card.
+        args: The arguments.
+        ledger: Of the training, or None before it.
+        filter_words: The filter on the gradient, in one line.
+    """
+    if ledger is None:
+        return
+    weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
+    name_optimizer(path, f"{args.base_optimizer} of doppler_hf; filter: {filter_words}{weight_filter}")
+    add_privacy_section(path, ledger)
 
 
 def name_optimizer(path: str | Path, words: str) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from doppler_hf.privacy import PoissonSampler, PrivacyStatement, default_delta, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
-from doppler_hf.privacy.noise.gaussian import noise_source
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -46,11 +45,6 @@ class PrivacyPlan:
     delta: float
     accountant: Accountant
     is_secret: bool
-
-    @property
-    def noise_std(self) -> float:
-        """σC/B: the noise's standard deviation per coordinate of the mean gradient."""
-        return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
 
     @classmethod
     def from_arguments(
@@ -101,8 +95,13 @@ class PrivacyPlan:
             is_secret=sampler.is_secret and not records_raw,
         )
 
-    def statement(self, args: DopplerTrainingArguments) -> PrivacyStatement:
-        """Return what the ledger says of the run."""
+    def statement(self, args: DopplerTrainingArguments, *, noise_source: str) -> PrivacyStatement:
+        """Return what the ledger says of the run.
+
+        Args:
+            args: The arguments.
+            noise_source: Where the noise comes from, in one line.
+        """
         column = args.privacy_unit_column
         return PrivacyStatement(
             num_units=self.num_units,
@@ -122,9 +121,7 @@ class PrivacyPlan:
             accountant=self.accountant,
             steps_planned=self.steps,
             private=self.noise_multiplier > 0.0 and self.is_secret,
-            noise_source=noise_source(
-                args.noise_generator, floating_point_safe=args.floating_point_safe, seed=args.noise_seed
-            ),
+            noise_source=noise_source,
         )
 
 

@@ -7,20 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.run.plan import PrivacyPlan
+from doppler_hf.run.private_run import PrivateRun
 
 
-def print_summary(
-    plan: PrivacyPlan,
-    ledger: PrivacyLedger,
-    *,
-    model: Any,
-    first_step: int,
-    last_step: int,
-    filter_words: str,
-    fallbacks: Mapping[str, str],
-) -> None:
-    """Print what is about to be done to the data from `first_step` to `last_step`, as a table."""
+def print_summary(run: PrivateRun, *, model: Any, first_step: int, filter_words: str) -> None:
+    """Print what is about to be done to the data from `first_step` on, as a table."""
+    assert run.ledger is not None
+    plan, ledger = run.plan, run.ledger
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     statement = ledger.statement
@@ -35,8 +28,8 @@ def print_summary(
         ("noise multiplier σ", f"{plan.noise_multiplier:.4g}"),
         ("noise source", statement.noise_source),
         ("clip norm C", f"{plan.max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
-        ("noise per coordinate σC/B", f"{plan.noise_std:.3g}"),
-        ("at the end", epsilons_in_words(ledger, further_steps=last_step - first_step) + target),
+        ("noise per coordinate σC/B", f"{run.mechanism.noise_std(first_step):.3g}"),
+        ("at the end", epsilons_in_words(ledger, further_steps=run.affordable_steps) + target),
         ("δ", f"{plan.delta:.3g}"),
         ("training loss", statement.train_loss_in_words + mend),
         ("filter", filter_words),
@@ -45,7 +38,7 @@ def print_summary(
     table = Table(title="Private training", show_header=False)
     for row in rows:
         table.add_row(*row)
-    for how, (number, first) in counted(fallbacks).items():
+    for how, (number, first) in counted(run.fallbacks).items():
         table.add_row(f"without a rule: {number}, such as" if number > 1 else "without a rule", f"{first} ({how})")
     Console().print(table)
 

@@ -25,14 +25,14 @@ class WeightFilterCallback(TrainerCallback):
     """Filters the trained weights of a run. After training the model holds the filtered ones.
 
     Args:
-        low_pass_filter: The filter along the steps.
+        name: The filter along the steps, in the grammar of filters; None for none, and then nothing happens.
 
     Attributes:
         checkpoint: The folder from which the next run is resumed, or None.
     """
 
-    def __init__(self, low_pass_filter: LowPassFilter) -> None:
-        self._low_pass_filter = low_pass_filter
+    def __init__(self, name: str | None) -> None:
+        self._low_pass_filter = None if name is None else LowPassFilter.parse(name)
         self._weights: WeightFilter | None = None
         self.checkpoint: str | None = None
 
@@ -48,6 +48,8 @@ class WeightFilterCallback(TrainerCallback):
         Raises:
             ValueError: The checkpoint has no raw weights, or those of another filter or model.
         """
+        if self._low_pass_filter is None:
+            return
         weights = WeightFilter((p for p in kwargs["model"].parameters() if p.requires_grad), self._low_pass_filter)
         if self.checkpoint is not None:
             path = Path(self.checkpoint) / WEIGHT_FILTER_NAME
@@ -63,8 +65,8 @@ class WeightFilterCallback(TrainerCallback):
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take the new weights in."""
-        assert self._weights is not None
-        self._weights.update()
+        if self._weights is not None:
+            self._weights.update()
 
     def add_to_checkpoint(self, folder: str, args: DopplerTrainingArguments) -> None:
         """Put the raw weights and the filter's states into a checkpoint, if a run shall be resumed from it."""
@@ -75,7 +77,8 @@ class WeightFilterCallback(TrainerCallback):
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave the filtered weights in the model: the last ones, or the best checkpoint's, which the host has loaded."""
-        assert self._weights is not None
+        if self._weights is None:
+            return
         if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):
             self._weights.copy_to_params()
         self._weights = None

@@ -14,7 +14,6 @@ from doppler_hf.optim import OptimalFIR
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy.accounting.accounting import Accountant
 from doppler_hf.privacy.clipping.clipped_gradients import Clipping, Engine, Granularity
-from doppler_hf.privacy.clipping.factored import NormRule
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator
 from doppler_hf.training_args import checks
 
@@ -89,13 +88,6 @@ class DopplerTrainingArguments(TrainingArguments):
         metadata={
             "help": "Where per-sample gradients come from: book_keeping, at about the price of ordinary ones, or opacus, a "
             "slow reference.",
-        },
-    )
-    grad_sample_norm_rule: NormRule = field(
-        default="auto",
-        metadata={
-            "help": "How book_keeping has the norm of a matrix's gradient: ghost from Gram matrices, direct from the "
-            "matrix, auto the cheaper one for each layer and sequence length.",
         },
     )
     grad_sample_self_check: bool = field(

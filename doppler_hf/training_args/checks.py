@@ -1,31 +1,31 @@
 """What `DopplerTrainingArguments` refuses: values outside their range, what breaks the guarantee, what has no effect.
 
-Each message has the value, the reason and the mend.
+Each message has the value, the reason and the mend. `args` is the host's class with our fields: to import ours would be a
+circle.
 """
 
 import math
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
+from transformers import TrainingArguments
+from transformers.trainer_utils import has_length
 from transformers.training_args import OptimizerNames
 
 from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 
-if TYPE_CHECKING:
-    from doppler_hf.training_args import DopplerTrainingArguments
 
-
-def check_choices(args: "DopplerTrainingArguments") -> None:
+def check_choices(args: TrainingArguments) -> None:
     """Refuse a word that is none of those that an argument may be."""
     hints = get_type_hints(type(args))
     for name in (
-        "accountant", "clipping", "clipping_granularity", "grad_sample_engine", "grad_sample_norm_rule",
+        "accountant", "clipping", "clipping_granularity", "grad_sample_engine",
         "base_optimizer", "report_train_loss", "noise_generator",
     ):  # fmt: skip
         if getattr(args, name) not in get_args(hints[name]):
             raise ValueError(f"{name} must be one of {', '.join(get_args(hints[name]))}, got {getattr(args, name)!r}.")
 
 
-def refuse_privacy_without_dp(args: "DopplerTrainingArguments") -> None:
+def refuse_privacy_without_dp(args: TrainingArguments) -> None:
     """Refuse what would be without effect with `disable_dp`."""
     for name in (
         "target_epsilon", "noise_multiplier", "noise_seed", "adam_bc_floor", "privacy_unit_column",
@@ -51,7 +51,7 @@ def refuse_privacy_without_dp(args: "DopplerTrainingArguments") -> None:
         )
 
 
-def check_privacy(args: "DopplerTrainingArguments") -> None:
+def check_privacy(args: TrainingArguments) -> None:
     """Refuse numbers of the mechanism outside their range, and no or two answers to how much privacy."""
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
         raise ValueError(
@@ -89,7 +89,7 @@ def check_privacy(args: "DopplerTrainingArguments") -> None:
         raise ValueError(f"max_examples_per_unit must be at least 1, got {args.max_examples_per_unit}.")
 
 
-def check_train_loss(args: "DopplerTrainingArguments") -> None:
+def check_train_loss(args: TrainingArguments) -> None:
     """Refuse bounds of a private training loss outside their range, or without one."""
     if args.report_train_loss != "private":
         for name in ("per_sample_max_loss", "train_loss_budget"):
@@ -107,7 +107,7 @@ def check_train_loss(args: "DopplerTrainingArguments") -> None:
         raise ValueError(f"train_loss_budget must lie in (0, 1), got {args.train_loss_budget}; 0.01 is usual.")
 
 
-def check_optimizer(args: "DopplerTrainingArguments") -> None:
+def check_optimizer(args: TrainingArguments) -> None:
     """Refuse what would be without effect on the private optimizer."""
     if args.adam_bc_floor is not None and args.base_optimizer != "adam_bc":
         raise ValueError(
@@ -130,7 +130,7 @@ def check_optimizer(args: "DopplerTrainingArguments") -> None:
         )
 
 
-def check_galore(args: "DopplerTrainingArguments") -> None:
+def check_galore(args: TrainingArguments) -> None:
     """Refuse GaLore's arguments where they would be without effect."""
     if args.optim_target_modules is None:
         if args.optim_args:
@@ -158,7 +158,7 @@ def check_galore(args: "DopplerTrainingArguments") -> None:
         )
 
 
-def refuse_what_breaks_privacy(args: "DopplerTrainingArguments") -> None:
+def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """Refuse those of the host's arguments that would void the guarantee, with the reason."""
     refusals = (
         (args.fp16, "fp16", "its gradient scaler skips steps depending on the data; use bf16"),
@@ -204,3 +204,31 @@ def refuse_what_breaks_privacy(args: "DopplerTrainingArguments") -> None:
     for refused, name, reason in refusals:
         if refused:
             raise ValueError(f"{name} cannot be used with differential privacy: {reason}.")
+
+
+def refuse_of_trainer(compute_loss_func: Any, optimizer: Any, train_dataset: Any) -> None:
+    """Refuse those of the trainer's own arguments that would void the guarantee, or be without effect."""
+    if compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
+            "compute_per_sample_loss instead, which returns one loss per example."
+        )
+    if optimizer is not None:
+        raise ValueError(
+            "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` to its "
+            "scheduler alone, (None, scheduler), and set base_optimizer."
+        )
+    if train_dataset is not None and not has_length(train_dataset):
+        raise ValueError(
+            f"{type(train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without streaming."
+        )
+
+
+def refuse_search(args: TrainingArguments) -> None:
+    """Refuse a search of hyper-parameters with privacy."""
+    if not args.disable_dp:
+        raise ValueError(
+            "hyperparameter_search trains on the same data again and again: every trial would cost its own ε, and the "
+            "choice among them is not accounted for. Search with disable_dp=True on public data, or start one run for "
+            "each setting and add their ε up."
+        )

@@ -94,7 +94,7 @@ def train(
         lr=args.lr,
         low_pass_filter=LowPassFilter.parse(args.low_pass_filter),
         base="adam_bc",
-        noise_std=mechanism.noise_std,
+        noise_std=mechanism.noise_std(0),
         projector=args.projector,
         projector_source=source,
     )

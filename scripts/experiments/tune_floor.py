@@ -140,8 +140,8 @@ def train(run: Run, task: Task) -> dict[str, Any]:
         lr=run.lr,
         low_pass_filter=PAPER_FILTERS["momentum"],
         base="adam_bc",
-        noise_std=mechanism.noise_std,
-        floor=run.fraction * mechanism.noise_std**2,
+        noise_std=mechanism.noise_std(0),
+        floor=run.fraction * mechanism.noise_std(0) ** 2,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / run.steps)
     with ClippedGradients(network, max_grad_norm=task.max_grad_norm, clipping="vanilla") as clipped:
@@ -162,7 +162,7 @@ def train(run: Run, task: Task) -> dict[str, Any]:
     return {
         "accuracy": (predicted == task.labels[split]).double().mean().item(),
         "sigma": sigma,
-        "noise_std": mechanism.noise_std,
+        "noise_std": mechanism.noise_std(0),
         "max_grad_norm": task.max_grad_norm,
         "num_examples": len(labels),
         "parameters": sum(p.numel() for p in network.parameters()),

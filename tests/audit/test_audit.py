@@ -32,8 +32,8 @@ from doppler_hf.audit.replay import MOST_COMPARED
 from doppler_hf.audit.result import lower_bounds
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
-from tests.conftest import pad, text_data, tiny_bert
 from tests.support.models import gpt2_lm
+from tests.support.tiny import pad, text_data, tiny_bert
 
 SURE = 1 - 1e-6
 CANARIES = 10_000
@@ -186,7 +186,7 @@ def test_noise_of_a_torch_generator_under_the_public_seed_is_caught(monkeypatch,
     corrupted(
         monkeypatch,
         lambda mechanism, mean, released, step: (
-            mean + torch.normal(0.0, mechanism.noise_std, mean.shape, generator=generator)
+            mean + torch.normal(0.0, mechanism.noise_std(0), mean.shape, generator=generator)
         ),
     )
     result = audited(tmp_path, max_steps=2, per_device_train_batch_size=2000)
@@ -196,7 +196,7 @@ def test_noise_of_a_torch_generator_under_the_public_seed_is_caught(monkeypatch,
 
 def test_noise_of_the_global_generator_is_caught(monkeypatch, tmp_path):
     # The Trainer seeds it with args.seed; some numbers are drawn before the noise.
-    corrupted(monkeypatch, lambda mechanism, mean, released, step: mean + mechanism.noise_std * torch.randn(mean.shape))
+    corrupted(monkeypatch, lambda mechanism, mean, released, step: mean + mechanism.noise_std(0) * torch.randn(mean.shape))
     result = audited(tmp_path, seed=7)
     assert result.contradicts_claim
     assert "torch's generator, seeded with 7" in result.replayed_noise
@@ -209,7 +209,7 @@ def test_noise_seeded_anew_in_every_step_is_caught(shift, monkeypatch, tmp_path)
     def change(mechanism, mean, released, step):
         if state.get("step") != step:
             state.update(step=step, generator=torch.Generator().manual_seed(42 + shift * step))
-        return mean + mechanism.noise_std * torch.randn(mean.shape, generator=state["generator"])
+        return mean + mechanism.noise_std(0) * torch.randn(mean.shape, generator=state["generator"])
 
     corrupted(monkeypatch, change)
     result = audited(tmp_path, max_steps=3, per_device_train_batch_size=2000)

@@ -12,9 +12,9 @@ import torch
 SCRIPT = """
     import os, sys
     import torch
-    from tests.end_to_end.test_trainer import NoSignal, Recorder, weights
+    from tests.support.trainers import NoSignal, Recorder, weights
     from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-    from tests.conftest import pad, text_data, tiny_bert
+    from tests.support.tiny import pad, text_data, tiny_bert
 
     folder, case = sys.argv[1:3]
     common = dict(

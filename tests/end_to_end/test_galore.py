@@ -9,8 +9,8 @@ import torch
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism
-from tests.conftest import tiny_bert
-from tests.end_to_end.test_trainer import NoSignal, Recorder, trainer_of, weights
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import NoSignal, Recorder, trainer_of, weights
 
 GALORE = {"optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=3,scale=0.5"}
 

@@ -49,7 +49,7 @@ def global_normals(seed):
 
 def mechanism_normals(mechanism):
     """The noise of a mechanism by itself, in units of its standard deviation: what it adds to zeros."""
-    return lambda shape, step: mechanism.privatize({"": torch.zeros(shape)}, step=step)[""] / mechanism.noise_std
+    return lambda shape, step: mechanism.privatize({"": torch.zeros(shape)}, step=step)[""] / mechanism.noise_std(step)
 
 
 def gaussian(**arguments):

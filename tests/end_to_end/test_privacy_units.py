@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.batching.micro_batches import WeightedExamples, collate_piece, units_of
-from tests.conftest import pad, text_data, tiny_bert
-from tests.end_to_end.test_trainer import Recorder, arguments, trainer_of
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import Recorder, arguments, trainer_of
 
 UNITS = [0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6, 7]  # eight units of one to four examples
 SIZES = np.bincount(UNITS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import pad, text_data, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

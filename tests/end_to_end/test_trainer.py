@@ -26,49 +26,9 @@ from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
-from tests.conftest import pad, text_data, tiny_bert
-
-
-def arguments(tmp_path, **overrides):
-    defaults = dict(
-        output_dir=str(tmp_path / "out"), noise_multiplier=1.0, per_device_train_batch_size=4,
-        gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2, save_strategy="no", report_to="none",
-        disable_tqdm=True, logging_steps=1, use_cpu=True,
-    )  # fmt: skip
-    return DopplerTrainingArguments(**(defaults | overrides))
-
-
-def trainer_of(tmp_path, *, model=None, cls=DopplerTrainer, data=None, callbacks=None, **overrides):
-    return cls(
-        model=tiny_bert() if model is None else model,
-        args=arguments(tmp_path, **overrides),
-        train_dataset=text_data() if data is None else data,
-        eval_dataset=text_data(8, seed=1),
-        data_collator=pad,
-        callbacks=callbacks,
-    )
-
-
-class Recorder(TrainerCallback):
-    """Keeps every private gradient, flattened, as the optimizer sees it."""
-
-    def __init__(self):
-        self.gradients = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double())
-
-
-class NoSignal(DopplerTrainer):
-    """Every per-example gradient is zero, so that `p.grad` is the bare noise."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        return 0.0 * super().compute_per_sample_loss(model, inputs)
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
+from doppler_hf.run.private_run import PrivateRun
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
 
@@ -89,20 +49,17 @@ def test_noise_in_grad_has_the_promised_deviation_and_no_memory(tmp_path):
     assert np.all(np.abs(correlations) < 5.5 / math.sqrt(noise.shape[1]))
 
 
-def test_the_next_steps_noise_is_prepared_while_training_and_the_thread_ends_with_it(tmp_path):
+def test_noise_is_drawn_ahead_for_accelerators_alone_and_the_thread_ends_with_the_run(tmp_path, monkeypatch):
     def threads():
         return [thread.name for thread in threading.enumerate()].count("noise-ahead")
 
-    class Threads(TrainerCallback):
-        seen = ()
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.seen = (*self.seen, threads())
-
-    before, callback = threads(), Threads()
-    trainer_of(tmp_path, callbacks=[callback]).train()
-    assert callback.seen == (before + 1,) * 4
-    assert threads() == before
+    before, args = threads(), arguments(tmp_path)
+    for device, expected in (("cpu", before), ("cuda", before + 1)):
+        monkeypatch.setattr(DopplerTrainingArguments, "device", torch.device(device))
+        with PrivateRun(args, text_data(), expected_batch_size=8) as run:
+            run.mechanism.privatize({"w": torch.zeros(3)}, step=0)
+            assert threads() == expected
+        assert threads() == before
 
 
 def test_the_same_seed_gives_other_noise_and_other_batches(tmp_path):
@@ -139,12 +96,13 @@ def test_an_empty_draw_is_a_noisy_step_that_never_reaches_the_model(tmp_path, mo
     recorder = Recorder()
     trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=3)
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.zeros(0, dtype=int))
-    calls, attach = [], trainer._attach_engine
-    monkeypatch.setattr(
-        trainer,
-        "_attach_engine",
-        lambda loader: (attach(loader), trainer.model.register_forward_pre_hook(lambda *args: calls.append(args))),
-    )
+    calls = []
+
+    class Calls(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            model.register_forward_pre_hook(lambda *args: calls.append(args))
+
+    trainer.add_callback(Calls)
     trainer.train()
     assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 3
     assert all(torch.all(gradient != 0) for gradient in recorder.gradients)
@@ -169,10 +127,11 @@ def test_cutting_into_micro_batches_changes_nothing(tmp_path, granularity):
 class MicroBatches(DopplerTrainer):
     """Keeps the shape of every micro-batch, those of the check before the first step apart."""
 
-    def _attach_engine(self, dataloader):
+    def set_initial_training_values(self, args, dataloader):
         self.shapes = []
-        super()._attach_engine(dataloader)
+        values = super().set_initial_training_values(args, dataloader)
         self.checked, self.shapes = self.shapes, []
+        return values
 
     def compute_per_sample_loss(self, model, inputs):
         self.shapes.append(tuple(inputs["input_ids"].shape))
@@ -231,7 +190,7 @@ def test_the_order_inside_a_draw_does_not_matter(tmp_path, monkeypatch):
     ends = []
     for run in range(2):
         if run:
-            monkeypatch.setattr("doppler_hf.trainer.lengths_of", lambda dataset: None)
+            monkeypatch.setattr("doppler_hf.run.private_run.lengths_of", lambda dataset: None)
         trainer = trainer_of(tmp_path / str(run), noise_seed=1, base_optimizer="sgd")
         trainer.train()
         ends.append(weights(trainer))

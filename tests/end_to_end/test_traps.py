@@ -15,9 +15,9 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.losses.host_losses import per_sample_losses
 from doppler_hf.run.model_card import privacy_section
-from tests.conftest import text_data, tiny_bert
-from tests.end_to_end.test_trainer import NoSignal, Recorder, arguments, trainer_of
 from tests.support.models import gpt2_lm
+from tests.support.tiny import text_data, tiny_bert
+from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of
 
 
 class Counting(DopplerTrainer):
@@ -69,6 +69,7 @@ def test_trap_01_the_loader_never_passes_through_prepare_and_ranks_share_the_dat
     for rank in range(3):
         monkeypatch.setattr(type(trainer.args), "world_size", 3)
         monkeypatch.setattr(type(trainer.args), "process_index", rank)
+        monkeypatch.setattr(trainer, "_run", None)  # the next process begins its own
         sampler = trainer.get_train_dataloader().batch_sampler
         assert (type(sampler), sampler.sample_rate) == (PoissonSampler, 1.0)  # B = 4 × 2 × 3 of 24
         shards.append(sampler.draw(0).tolist())
@@ -233,6 +234,7 @@ def test_trap_13_every_process_flips_its_own_coins(tmp_path, monkeypatch):
     for rank in range(2):
         monkeypatch.setattr(type(trainer.args), "world_size", 2)
         monkeypatch.setattr(type(trainer.args), "process_index", rank)
+        monkeypatch.setattr(trainer, "_run", None)  # the next process begins its own
         sampler = trainer.get_train_dataloader().batch_sampler
         drawn = [sampler.draw(step) for step in range(100)]
         masks.append(np.array([np.isin(np.arange(rank, 400, 2), draw) for draw in drawn]))

@@ -8,13 +8,17 @@ from doppler_hf.optim import OptimalFIR
 from doppler_hf.privacy import PoissonSampler
 from doppler_hf.run.filter_choice import chosen_filter, filter_in_words, learning_rates_of
 from doppler_hf.run.plan import PrivacyPlan
-from tests.end_to_end.test_trainer import Recorder, arguments, trainer_of
+from tests.support.trainers import Recorder, arguments, trainer_of
+
+
+def noise_std(plan):
+    return plan.noise_multiplier * plan.max_grad_norm / plan.expected_batch_size
 
 
 def choice(tmp_path, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400) | overrides))
     plan = PrivacyPlan.from_arguments(args, sampler=PoissonSampler(num_examples=1000, expected_batch_size=50))
-    return args, plan, chosen_filter(args, plan=plan, dimension=10_000)
+    return args, plan, chosen_filter(args, steps=plan.steps, noise_std=noise_std(plan), dimension=10_000)
 
 
 @pytest.mark.parametrize("name", ["none", "momentum", "butterworth:order=2,cutoff=0.1", "b=0.1,0.1;a=1,-0.8"])
@@ -26,7 +30,7 @@ def test_a_named_filter_is_taken_as_it_is(tmp_path, name):
 
 def test_auto_follows_from_the_plan_and_the_schedule(tmp_path):
     args, plan, filter_ = choice(tmp_path, low_pass_filter="auto")
-    common = dict(steps=400, noise_std=plan.noise_std, max_grad_norm=1.0, dimension=10_000)
+    common = dict(steps=400, noise_std=noise_std(plan), max_grad_norm=1.0, dimension=10_000)
     rates = [1 - step / 400 for step in range(400)]  # HF's default schedule is linear
     assert filter_ == auto_filter(**common, learning_rates=rates)
     assert filter_ != auto_filter(**common)

@@ -12,7 +12,7 @@ import torch
 from doppler_hf.filters import corrected_noise_gain, noise_gain
 from doppler_hf.run import gradient_recorder as recorder_module
 from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
-from tests.end_to_end.test_trainer import Recorder, trainer_of
+from tests.support.trainers import Recorder, trainer_of
 
 
 def projection(number, *, kind="projection", seed=0, dimensions=8):
@@ -136,15 +136,15 @@ def test_every_private_gradient_is_recorded_and_filtered_as_by_the_optimizer(tmp
 def test_the_raw_gradient_is_what_the_noise_is_added_to(tmp_path, monkeypatch):
     recorder, witness, hooks = GradientRecorder(dimensions=32, record_raw=True), Recorder(), []
     trainer = trainer_of(tmp_path, callbacks=[recorder, witness], max_steps=3)
-    make = trainer._gaussian_mechanism
+    make = trainer._new_run
 
-    def hooked(*arguments, **options):
-        mechanism = make(*arguments, **options)
-        hooks.append(Sums(recorder, mechanism))
-        monkeypatch.setattr(mechanism, "privatize", hooks[-1])
-        return mechanism
+    def hooked(**options):
+        run = make(**options)
+        hooks.append(Sums(recorder, run.mechanism))
+        monkeypatch.setattr(run.mechanism, "privatize", hooks[-1])
+        return run
 
-    monkeypatch.setattr(trainer, "_gaussian_mechanism", hooked)
+    monkeypatch.setattr(trainer, "_new_run", hooked)
     trainer.train()
     image = projection(len(witness.gradients[0]), dimensions=32)
     np.testing.assert_allclose(recorder.raw, np.stack([image([raw]) for raw in hooks[0].raw]), rtol=1e-4, atol=1e-5)

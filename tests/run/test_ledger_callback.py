@@ -14,8 +14,10 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger import ledger as ledger_module
 from doppler_hf.run import ledger_callback as callbacks_module
 from doppler_hf.run.ledger_callback import PrivacyCallback, ledgers_of
-from tests.end_to_end.test_trainer import arguments, trainer_of
+from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import after, statement
+from tests.support.tiny import text_data
+from tests.support.trainers import arguments, trainer_of
 
 
 class Stop(TrainerCallback):
@@ -49,9 +51,10 @@ class Watchful(DopplerTrainer):
 
     killed_in_step = math.inf
 
-    def _attach_engine(self, dataloader):
-        super()._attach_engine(dataloader)
+    def set_initial_training_values(self, args, dataloader):
+        values = super().set_initial_training_values(args, dataloader)
         self.on_disk = []
+        return values
 
     def compute_per_sample_loss(self, model, inputs):
         losses = super().compute_per_sample_loss(model, inputs)
@@ -78,9 +81,18 @@ def test_a_kill_within_a_step_counts_it(tmp_path):
     assert events(tmp_path / "out") == ["opened", "steps", "steps"]
 
 
+def callback_of_a_run(tmp_path, ledger, *, affordable_steps):
+    """The callback of a run that has begun."""
+    run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8)
+    callback = PrivacyCallback(lambda: run)
+    run.ledger = callback.ledger = ledger
+    run.affordable_steps, callback._run = affordable_steps, run
+    return callback
+
+
 def test_no_more_is_counted_ahead_than_the_budget_allows(tmp_path):
-    callback, state = PrivacyCallback(lambda: None), TrainerState(is_world_process_zero=True)
-    callback.ledger, callback._affordable_steps = PrivacyLedger.open(statement(steps_planned=1000)), 13
+    callback = callback_of_a_run(tmp_path, PrivacyLedger.open(statement(steps_planned=1000)), affordable_steps=13)
+    state = TrainerState(is_world_process_zero=True)
     for _ in range(13):
         callback.on_step_begin(arguments(tmp_path), state, TrainerControl())
         callback.on_pre_optimizer_step(arguments(tmp_path), state, TrainerControl())
@@ -93,7 +105,7 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.privacy.ledger.steps_run == 4
-    assert trainer.privacy.earlier_ledger().steps_run == 6
+    assert trainer.privacy.earlier_ledger(None).steps_run == 6
     trainer.args.max_steps = 2
     trainer.train()
     assert trainer.privacy.ledger.steps_run == 8
@@ -101,12 +113,11 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
 
 
 def test_only_process_0_writes(tmp_path):
-    callback = PrivacyCallback(lambda: None)
+    callback = callback_of_a_run(tmp_path, PrivacyLedger.open(statement()), affordable_steps=5)
     args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
-    callback.ledger, callback._affordable_steps = PrivacyLedger.open(statement()), 5
     callback.on_step_begin(args, state, control)
     callback.on_pre_optimizer_step(args, state, control)
-    callback.add_to_checkpoint(str(tmp_path / "out" / "checkpoint-1"), args, state)
+    callback.save_beside_model(str(tmp_path / "out" / "checkpoint-1"), args, state, is_checkpoint=True)
     callback.on_train_end(args, state, control)
     assert callback.ledger.steps_run == 1
     assert not (tmp_path / "out").exists()
@@ -119,10 +130,10 @@ def test_every_process_goes_on_from_what_process_0_has_read(tmp_path, monkeypatc
     PartialState()
     monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
     monkeypatch.setattr(callbacks_module, "broadcast_object_list", lambda objects: [theirs])
-    assert callback.earlier_ledger() is theirs
+    assert callback.earlier_ledger(None) is theirs
     monkeypatch.setattr(callbacks_module, "broadcast_object_list", lambda objects: [ValueError("refused on process 0")])
     with pytest.raises(ValueError, match="refused on process 0"):
-        callback.earlier_ledger()
+        callback.earlier_ledger(None)
 
 
 # --- whose ledger it is ---------------------------------------------------------------------------------------------------
@@ -209,9 +220,9 @@ def test_the_callback_itself_refuses_a_spent_budget(tmp_path, monkeypatch):
     before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
     spent = PrivacyLedger.load(tmp_path / "out").statement
     trainer = trainer_of(tmp_path, **options)
-    plan = trainer.privacy_plan()
-    assert plan.statement(trainer.args) == spent
-    trainer.privacy.checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    run = trainer.private_run
+    assert run.statement() == spent
+    run._earlier = trainer.privacy.earlier_ledger(str(tmp_path / "out" / "checkpoint-2"))
     with pytest.raises(ValueError, match=r"budget is spent: ε = .* of target_epsilon = 3.0. Raise target_epsilon"):
         trainer.privacy.on_train_begin(trainer.args, TrainerState(global_step=2), TrainerControl(), model=trainer.model)
     assert trainer.privacy.ledger is None

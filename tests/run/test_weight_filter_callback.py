@@ -13,8 +13,8 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, moving_average
 from doppler_hf.optim import WeightFilter
 from doppler_hf.run.weight_filter_callback import WEIGHT_FILTER_NAME
-from tests.conftest import tiny_bert
-from tests.end_to_end.test_trainer import trainer_of, weights
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import trainer_of, weights
 
 FILTERS = ["momentum:beta=0.97", "butterworth:order=2,cutoff=0.1", "moving-average:taps=3", "none"]
 

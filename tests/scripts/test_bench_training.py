@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import BertTokenizerFast, TrainingArguments
 
 from scripts.bench import training as bench_training
-from tests.conftest import pad, text_data, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 
 WORDS = ["good", "bad", "film", "the"]
 

@@ -5,7 +5,7 @@ import torch
 from transformers import BertModel, RobertaConfig, RobertaModel
 
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification, masked_mean
-from tests.conftest import pad, text_data, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 
 
 @pytest.fixture

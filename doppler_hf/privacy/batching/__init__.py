@@ -2,6 +2,7 @@
 
 - sampling: the draw, and its rate
 - micro_batches: lengths, units of privacy, and collating a draw
+- loader: the private data loader
 """
 
 from doppler_hf.privacy.batching.sampling import PoissonSampler

@@ -101,7 +101,7 @@ def units_of(dataset: Any, *, column: str) -> list[int]:
         raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings ({error}).") from error
 
 
-def check_token_budget(lengths: Sequence[int] | None, *, max_tokens: int) -> None:
+def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens: int) -> None:
     """Refuse a budget of tokens that cannot be kept, before the first step.
 
     Args:

@@ -37,6 +37,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     Attributes:
         num_units: N, the number of units.
+        lengths: As given, shape (num_examples,), or None.
         weights: Each example's share of its unit's contribution, 1 / (examples that come with the unit), shape
             (num_examples,); None where every example is a unit.
 
@@ -75,7 +76,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.expected_batch_size = expected_batch_size
         self.micro_batches = micro_batches
         self.max_examples_per_unit = max_examples_per_unit
-        self._lengths = None if lengths is None else np.asarray(lengths)
+        self.lengths = None if lengths is None else np.asarray(lengths)
         self.num_units, self.weights = num_examples, None
         if units is not None:
             self._group(np.asarray(units))
@@ -140,7 +141,7 @@ class PoissonSampler(Sampler[list[int]]):
         if self.weights is not None:
             drawn = self._examples_of(drawn, step=step)
         # The order inside a draw never leaves it: the step releases a sum over the draw, and sums do not care.
-        return drawn if self._lengths is None else drawn[np.argsort(self._lengths[drawn], kind="stable")]
+        return drawn if self.lengths is None else drawn[np.argsort(self.lengths[drawn], kind="stable")]
 
     def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
         """Return the examples that come with these units, shape (examples,)."""

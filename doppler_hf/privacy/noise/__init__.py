@@ -1,6 +1,6 @@
 """From clipped sums to a private gradient.
 
-- mechanism: the Gaussian mechanism
+- mechanism: what a mechanism is; the Gaussian one
 - gaussian: normals from secret words
 - ahead: those of the next step, prepared in the background
 - subspace_noise: fewer of them, where the optimizer reads a subspace
@@ -8,7 +8,15 @@
 """
 
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
-from doppler_hf.privacy.noise.mechanism import GaussianMechanism
+from doppler_hf.privacy.noise.mechanism import GaussianMechanism, Mechanism
 from doppler_hf.privacy.noise.private_loss import PrivateLoss
 
-__all__ = ["GaussianMechanism", "NoiseGenerator", "PrivateLoss", "add_gaussian_noise", "noise_source", "noise_stream"]
+__all__ = [
+    "GaussianMechanism",
+    "Mechanism",
+    "NoiseGenerator",
+    "PrivateLoss",
+    "add_gaussian_noise",
+    "noise_source",
+    "noise_stream",
+]

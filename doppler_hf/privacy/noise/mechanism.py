@@ -3,24 +3,62 @@
     g_t = (1/B)·(Σ_{i∈draw} clip(∇fᵢ, C) + 𝒩(0, σ²C²·I))                                    (Algorithm 1, line 5)
 
 B is the *expected* batch size, never the drawn one: the drawn size depends on who is in the data. The noise is the
-mechanism's own affair; what the other side of the privacy boundary needs to know of it is one float, `noise_std`.
+mechanism's own affair; what the other side of the privacy boundary needs to know of it is one float a step, `noise_std`.
+Another mechanism may draw noise that is not white, or not independent from step to step; see `Mechanism`.
 For gradients that are read in a subspace only, see `subspace_noise`.
 """
 
 import functools
 import weakref
 from collections.abc import Mapping
+from typing import Protocol, final
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.ahead import NoiseAhead
-from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_stream
+from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
 from doppler_hf.privacy.noise.subspace_noise import bases_of, coordinates_of, lift_into, projected, stretches_of
 
 
+class Mechanism(Protocol):
+    """What turns clipped sums into private gradients, and what of it is public.
+
+    Attributes:
+        expected_batch_size: B, over all processes.
+    """
+
+    expected_batch_size: int
+
+    def noise_std(self, step: int) -> float:
+        """Return the standard deviation of the noise per coordinate of the mean gradient of step `step`, taken alone."""
+
+    def privatize(
+        self,
+        sums: Mapping[str, Float[Tensor, "..."]],
+        *,
+        step: int,
+        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
+    ) -> dict[str, Float[Tensor, "..."]]:
+        """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
+
+    def releases(self, steps: int, *, sample_rate: float) -> Releases:
+        """Return what `steps` steps release, in the accountant's terms, for draws of this rate."""
+
+    def describe(self) -> str:
+        """Say in one line where the noise comes from."""
+
+    def reproducible(self, seed: int) -> "Mechanism":
+        """Return the same mechanism with noise that depends on a seed, for tests and audits."""
+
+    def close(self) -> None:
+        """End what runs in the background. The mechanism stays usable."""
+
+
+@final
 class GaussianMechanism:
     """Add Gaussian noise to clipped sums and average them over the expected batch.
 
@@ -42,7 +80,7 @@ class GaussianMechanism:
 
     Example:
         >>> mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=100)
-        >>> mechanism.noise_std
+        >>> mechanism.noise_std(step=0)
         0.005
         >>> mechanism.privatize({"weight": torch.zeros(3, 2)}, step=0)["weight"].shape
         torch.Size([3, 2])
@@ -68,7 +106,9 @@ class GaussianMechanism:
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
+        self._generator: NoiseGenerator = generator
         self._floating_point_safe = floating_point_safe
+        self._seed = seed
         self._stream = noise_stream(generator, seed=seed)
         self._ahead: NoiseAhead | None = None
         if draw_ahead and seed is None and noise_multiplier > 0.0:
@@ -100,13 +140,33 @@ class GaussianMechanism:
         """Refuse to be pickled: prepared noise and keys would travel with the copy."""
         raise TypeError("A GaussianMechanism holds secret noise and cannot be pickled or copied; make a new one instead.")
 
-    @property
-    def noise_std(self) -> float:
-        """Standard deviation of the noise per coordinate of the mean gradient, σC/B (the paper's σ_DP).
+    def noise_std(self, step: int) -> float:
+        """Return the standard deviation of the noise per coordinate of the mean gradient, σC/B (the paper's σ_DP).
 
         In a subspace it is the same per coordinate there, up to the rounding of P.
+
+        Args:
+            step: Optimizer step; this mechanism's noise is the same in all of them.
         """
         return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
+
+    def releases(self, steps: int, *, sample_rate: float) -> Releases:
+        """Return what `steps` steps release: as many Gaussians of noise multiplier σ, over draws of rate q."""
+        return Releases(self.noise_multiplier, sample_rate, steps)
+
+    def describe(self) -> str:
+        """Say in one line where the noise comes from."""
+        return noise_source(self._generator, floating_point_safe=self._floating_point_safe, seed=self._seed)
+
+    def reproducible(self, seed: int) -> "GaussianMechanism":
+        """Return the same mechanism with noise that depends on a seed, for tests and audits."""
+        return GaussianMechanism(
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=self.max_grad_norm,
+            expected_batch_size=self.expected_batch_size,
+            floating_point_safe=self._floating_point_safe,
+            seed=seed,
+        )
 
     @torch.no_grad()
     def privatize(

@@ -20,6 +20,9 @@ class PrivateLoss:
         mechanism: With σ_L as `noise_multiplier` and L as `max_grad_norm`.
         device: Where the losses are.
 
+    Attributes:
+        mechanism: As given.
+
     Example:
         >>> mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=2.0, expected_batch_size=2)
         >>> loss = PrivateLoss(mechanism, device=torch.device("cpu"))
@@ -29,7 +32,7 @@ class PrivateLoss:
     """
 
     def __init__(self, mechanism: GaussianMechanism, *, device: torch.device) -> None:
-        self._mechanism = mechanism
+        self.mechanism = mechanism
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None = None) -> None:
@@ -40,7 +43,7 @@ class PrivateLoss:
             weights: Each example's share of its unit, shape (batch,), which add up to at most 1 for a unit; 1 by default.
         """
         # Sensitivity: an example changes the sum by a number within ±L, whatever its loss, and a unit by at most L.
-        bound = self._mechanism.max_grad_norm
+        bound = self.mechanism.max_grad_norm
         clipped = losses.double().nan_to_num(nan=bound).clamp(-bound, bound)
         self._sum += clipped.sum() if weights is None else clipped @ weights.double()
 
@@ -50,6 +53,6 @@ class PrivateLoss:
         Args:
             step: Optimizer step, counted from 0.
         """
-        released = self._mechanism.privatize({"loss": self._sum}, step=step)["loss"]
+        released = self.mechanism.privatize({"loss": self._sum}, step=step)["loss"]
         self._sum = torch.zeros_like(released)
         return released

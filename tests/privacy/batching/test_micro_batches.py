@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 from doppler_hf.privacy.batching.micro_batches import check_token_budget, collate_piece, cut_by_tokens, lengths_of
-from tests.conftest import pad, text_data
+from tests.support.tiny import pad, text_data
 
 
 def fewest_parts(lengths, max_tokens):

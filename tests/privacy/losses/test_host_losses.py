@@ -37,7 +37,7 @@ from transformers import (
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.privacy.losses.host_losses import token_task
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from tests.conftest import tiny_bert
+from tests.support.tiny import tiny_bert
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

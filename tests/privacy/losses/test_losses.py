@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from doppler_hf.privacy.losses.losses import classification_losses, token_losses
-from tests.conftest import pad, text_data, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 
 
 @pytest.mark.parametrize(

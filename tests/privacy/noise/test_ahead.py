@@ -180,7 +180,7 @@ def test_the_noise_is_the_mechanisms_whether_prepared_or_not(generator, safe):
         for step, size in enumerate((50_000, 50_000, 30_000, 70_000, 50_000)):
             sums = {"a": torch.zeros(17), "w": torch.zeros(size - 17)}
             gradient = mechanism.privatize(sums, step=step)
-            noise.append(torch.cat([gradient["a"], gradient["w"]]).double().numpy() / mechanism.noise_std)
+            noise.append(torch.cat([gradient["a"], gradient["w"]]).double().numpy() / mechanism.noise_std(0))
             if step != 2:
                 wait_until_full(mechanism._ahead)
     everything = np.concatenate(noise)
@@ -205,7 +205,7 @@ def test_subspaces_take_their_noise_from_the_store():
                 before = len(mechanism._ahead._store[0])
             gradient = mechanism.privatize(sums, step=step, subspaces={"w": basis})["w"]
             assert before in (None, 80_000)  # 4 of 8 columns of 20,000 rows
-            noise.append((gradient @ basis).double().numpy().ravel() / mechanism.noise_std)
+            noise.append((gradient @ basis).double().numpy().ravel() / mechanism.noise_std(0))
     noise = np.concatenate(noise)
     assert scipy.stats.kstest(noise, "norm").pvalue > 1e-6  # Kolmogorov–Smirnov at 1e-6
 
@@ -221,7 +221,7 @@ def test_a_stretched_subspace_has_its_prepared_noise_stretched(monkeypatch):
         sums = {"w": torch.zeros(8, 10), "b": torch.zeros(3)}
         gradient = mechanism.privatize(sums, step=1, subspaces={"w": basis})
     noise = torch.linalg.pinv(basis) @ gradient["w"]
-    expected = torch.full((4, 10), mechanism.noise_std * (1 + error) ** 0.5)
+    expected = torch.full((4, 10), mechanism.noise_std(0) * (1 + error) ** 0.5)
     torch.testing.assert_close(noise, expected, rtol=2e-6, atol=0)
 
 

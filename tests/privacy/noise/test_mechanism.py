@@ -27,11 +27,11 @@ def released(mechanism, steps=1):
 def test_noise_has_standard_deviation_sigma_c_over_b():
     mechanism = GaussianMechanism(noise_multiplier=SIGMA, max_grad_norm=C, expected_batch_size=B)
     (noise,) = released(mechanism)
-    assert mechanism.noise_std == pytest.approx(SIGMA * C / B)
+    assert mechanism.noise_std(0) == pytest.approx(SIGMA * C / B)
     # Σz² of d standard normals is χ² with d degrees of freedom; two-sided at 1e-6 per run.
     low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], D)
-    assert low < np.sum((noise / mechanism.noise_std) ** 2) < high
-    assert abs(noise.mean()) < 5 * mechanism.noise_std / np.sqrt(D)  # 6e-7
+    assert low < np.sum((noise / mechanism.noise_std(0)) ** 2) < high
+    assert abs(noise.mean()) < 5 * mechanism.noise_std(0) / np.sqrt(D)  # 6e-7
 
 
 def test_noise_is_not_correlated_between_steps():
@@ -93,7 +93,7 @@ def test_bad_arguments_are_refused(arguments, message):
 @pytest.mark.parametrize("safe", [False, True])
 def test_every_way_to_draw_has_the_same_distribution(generator, safe):
     mechanism = gaussian(generator=generator, floating_point_safe=safe)
-    noise = np.concatenate(released(mechanism, steps=2)) / mechanism.noise_std
+    noise = np.concatenate(released(mechanism, steps=2)) / mechanism.noise_std(0)
     assert scipy.stats.kstest(noise, "norm").pvalue > 1e-6  # Kolmogorov–Smirnov at 1e-6
     low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], len(noise))  # two-sided at 1e-6
     assert low < np.sum(noise**2) < high
@@ -217,7 +217,7 @@ def test_noise_in_a_subspace_is_distributed_as_the_whole_noise_projected(shape, 
     mechanism, basis = gaussian(), orthonormal()
     subspaces = {"w": basis} if way == "subspace" else {}
     gradient = mechanism.privatize({"w": torch.zeros(shape)}, step=0, subspaces=subspaces)["w"]
-    noise = coordinates(gradient, basis) / mechanism.noise_std
+    noise = coordinates(gradient, basis) / mechanism.noise_std(0)
     # Σz² is χ², over all coordinates and over each of the subspace's axes: two-sided at 1e-6, 5 times.
     for values in (noise, *noise):
         low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], values.size)
@@ -421,6 +421,6 @@ def test_subspaces_on_a_gpu(shape):
     mechanism, basis = gaussian(), orthonormal(dtype=torch.float64)
     gradient = mechanism.privatize({"w": torch.zeros(shape, device="cuda")}, step=0, subspaces={"w": basis})["w"]
     assert gradient.is_cuda
-    noise = coordinates(gradient.cpu(), basis) / mechanism.noise_std
+    noise = coordinates(gradient.cpu(), basis) / mechanism.noise_std(0)
     low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], noise.size)
     assert low < np.sum(noise**2) < high

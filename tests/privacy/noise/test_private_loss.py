@@ -9,8 +9,8 @@ import torch
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_epsilon, get_noise_multiplier
-from tests.conftest import text_data, tiny_bert
-from tests.end_to_end.test_trainer import arguments, trainer_of
+from tests.support.tiny import text_data, tiny_bert
+from tests.support.trainers import arguments, trainer_of
 
 PRIVATE = dict(report_train_loss="private")
 
@@ -114,8 +114,8 @@ def test_the_ledger_says_how_the_loss_was_reported(tmp_path):
 
 def test_the_optimizer_knows_the_noise_of_the_gradient_alone(tmp_path):
     trainer = train(tmp_path, noise_multiplier=None, target_epsilon=3.0, train_loss_budget=0.5)
-    plan = trainer.privacy_plan()
-    assert trainer.optimizer.optimizer.noise_std == plan.noise_std == plan.noise_multiplier / 8
+    run = trainer.private_run
+    assert trainer.optimizer.optimizer.noise_std == run.mechanism.noise_std(0) == run.plan.noise_multiplier / 8
 
 
 def test_users_contribute_their_mean(tmp_path):

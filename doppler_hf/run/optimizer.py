@@ -1,0 +1,61 @@
+"""The optimizer of a private run: the host's weight-decay groups, the filter, the base optimizer, and GaLore."""
+
+from collections.abc import Collection
+
+from torch import nn
+
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.run.filter_choice import chosen_filter
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.galore import GaloreArguments, target_parameters
+
+
+def optimizer_of(
+    args: DopplerTrainingArguments,
+    model: nn.Module,
+    *,
+    run: PrivateRun,
+    decayed: Collection[str],
+) -> DopplerOptimizer:
+    """Return the `DopplerOptimizer` that the arguments ask for.
+
+    Args:
+        args: The arguments.
+        model: The model to be trained.
+        run: The run, of whose steps and noise the filter may be chosen.
+        decayed: Names of the parameters with weight decay.
+
+    Raises:
+        ValueError: `optim_target_modules` matches nothing.
+    """
+    galore = GaloreArguments.parse(args.optim_args)
+    targets = args.optim_target_modules
+    projected = {} if targets is None else target_parameters(model, targets)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    noise_std = run.mechanism.noise_std(0)
+    dimension = sum(p.numel() for _, p in named)
+    groups = (
+        {
+            "params": [p for name, p in named if (name in decayed, name in projected) == (decays, is_projected)],
+            "weight_decay": args.weight_decay if decays else 0.0,
+            **({"rank": galore.rank} if is_projected else {}),
+        }
+        for is_projected in (True, False)
+        for decays in (True, False)
+    )
+    return DopplerOptimizer(
+        [group for group in groups if group["params"]],
+        lr=args.learning_rate,
+        low_pass_filter=chosen_filter(args, steps=run.plan.steps, noise_std=noise_std, dimension=dimension),
+        base=args.base_optimizer,
+        beta2=args.adam_beta2,
+        eps=args.adam_epsilon,
+        floor=args.adam_bc_floor,
+        noise_std=noise_std,
+        update_proj_gap=galore.update_proj_gap,
+        scale=galore.scale,
+        basis_change=galore.basis_change,
+        projector=galore.projector,
+        projector_source=galore.projector_source,
+    )

@@ -1,0 +1,267 @@
+"""One private training, its parts opened and closed together.
+
+The sampler that draws is the one that the accountant is told about; the mechanism that adds the noise is the one that says
+how much noise there is. A `DopplerTrainer` makes a new run each time it trains.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger, PrivacyStatement
+from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
+from doppler_hf.privacy.batching.loader import private_loader
+from doppler_hf.privacy.batching.micro_batches import lengths_of, units_of
+from doppler_hf.privacy.noise import Mechanism, PrivateLoss
+from doppler_hf.run.engine import attached_engine
+from doppler_hf.run.gradient_recorder import GradientRecorder
+from doppler_hf.run.plan import PrivacyPlan
+from doppler_hf.training_args import DopplerTrainingArguments
+
+
+@final
+class PrivateRun:
+    """Plan, sampler, mechanism, engine and ledger of one private training.
+
+    In the order of use: `attach` the engine to the model, `begin` the ledger, then for every step `add` each micro-batch
+    and `privatize`. A `with` statement around all of it takes the engine off the model and ends the mechanism.
+
+    Args:
+        args: The arguments.
+        train_dataset: The private examples.
+        expected_batch_size: B, over all processes.
+        recorders: What records gradients along the way.
+        checkpoint: The folder from which the run is resumed, or None.
+        earlier: The ledger that it goes on from, or None.
+
+    Attributes:
+        plan: Every number of the mechanism.
+        sampler: Draws the examples.
+        mechanism: Turns clipped sums into private gradients.
+        ledger: What has been spent; None before `begin`.
+        affordable_steps: How many more steps the budget allows.
+
+    Raises:
+        ValueError: A target that no noise reaches, or a budget that is spent.
+    """
+
+    def __init__(
+        self,
+        args: DopplerTrainingArguments,
+        train_dataset: Any,
+        *,
+        expected_batch_size: int,
+        recorders: Sequence[GradientRecorder] = (),
+        checkpoint: str | None = None,
+        earlier: PrivacyLedger | None = None,
+    ) -> None:
+        self._args, self._earlier = args, earlier
+        self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
+        self._resources = contextlib.ExitStack()
+        self._clipped: ClippedGradients | None = None
+        column = args.privacy_unit_column
+        self.sampler = PoissonSampler(
+            num_examples=len(train_dataset),
+            expected_batch_size=expected_batch_size,
+            micro_batches=args.gradient_accumulation_steps,
+            rank=args.process_index,
+            world_size=args.world_size,
+            lengths=lengths_of(train_dataset),
+            units=None if column is None else units_of(train_dataset, column=column),
+            max_examples_per_unit=args.max_examples_per_unit,
+            seed=args.noise_seed,
+        )
+        state = None if checkpoint is None else Path(checkpoint) / TRAINER_STATE_NAME
+        self.plan = PrivacyPlan.from_arguments(
+            args,
+            sampler=self.sampler,
+            records_raw=bool(self._raw_recorders),
+            spent=() if earlier is None else earlier.history,
+            first_step=TrainerState.load_from_json(str(state)).global_step if state is not None and state.exists() else 0,
+        )
+        # On a CPU a background thread takes from the gradients what it gives to the noise.
+        ahead = args.device.type != "cpu"
+        self.mechanism: Mechanism = self._gaussian(self.plan.noise_multiplier, self.plan.max_grad_norm, draw_ahead=ahead)
+        self._private_loss: PrivateLoss | None = None
+        if self.plan.loss_noise_multiplier is not None:
+            assert args.per_sample_max_loss is not None
+            of_loss = self._gaussian(self.plan.loss_noise_multiplier, args.per_sample_max_loss)
+            self._private_loss = PrivateLoss(of_loss, device=args.device)
+        self.ledger: PrivacyLedger | None = None
+        self.affordable_steps = 0
+
+    def _gaussian(self, noise_multiplier: float, max_norm: float, *, draw_ahead: bool = False) -> GaussianMechanism:
+        return GaussianMechanism(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_norm,
+            expected_batch_size=self.sampler.expected_batch_size,
+            generator=self._args.noise_generator,
+            floating_point_safe=self._args.floating_point_safe,
+            draw_ahead=draw_ahead,
+            seed=self._args.noise_seed,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._resources.close()
+        self._clipped = None
+        self.mechanism.close()
+
+    # --- before the first step ----------------------------------------------------------------------------------------
+
+    def loader(self, dataset: Any, collator: Callable[[Sequence[Any]], dict[str, Any]]) -> DataLoader[Any]:
+        """Return a loader of this run's draws, each item a list of micro-batches.
+
+        Args:
+            dataset: The training set, in its order, with the columns that the collator wants.
+            collator: Makes a batch of a list of examples.
+
+        Raises:
+            ValueError: A budget of tokens that cannot be kept.
+        """
+        return private_loader(
+            dataset,
+            sampler=self.sampler,
+            collator=collator,
+            max_tokens=self._args.max_tokens_per_micro_batch,
+            num_workers=self._args.dataloader_num_workers,
+            pin_memory=self._args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=self._args.dataloader_persistent_workers,
+            prefetch_factor=self._args.dataloader_prefetch_factor,
+        )
+
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        losses_of: Callable[[Mapping[str, Any]], Float[Tensor, " batch"]],
+        loader: Any,
+        prepare: Callable[[Any], Any],
+    ) -> None:
+        """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
+
+        Args:
+            model: The model to be trained.
+            losses_of: Returns one loss per example of a micro-batch, from a call of the model.
+            loader: The private loader, of whose first examples the check is made.
+            prepare: Puts what the collator made on the model's device.
+
+        Raises:
+            ValueError: The model cannot be trained privately, by the name of the layer or buffer that is the reason.
+        """
+
+        def first_examples(number: int) -> dict[str, Any]:
+            examples = [loader.dataset[index % len(loader.dataset)] for index in range(number)]
+            # Whatever the budget of tokens, in one micro-batch: cut into single examples it would prove nothing.
+            (micro_batch,) = loader.collate_fn(examples, max_tokens=None)
+            return prepare(micro_batch.inputs)
+
+        if self._args.world_size > 1:  # As DDP would, give every process the weights of process 0.
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                torch.distributed.broadcast(tensor.data, src=0)
+        engine = attached_engine(model, self._args, losses_of=losses_of, first_examples=first_examples)
+        self._clipped = self._resources.enter_context(engine)
+
+    @property
+    def fallbacks(self) -> Mapping[str, str]:
+        """Layers without a rule in the engine, by name, and how their gradient is computed."""
+        return {} if self._clipped is None else self._clipped.fallbacks
+
+    def statement(self) -> PrivacyStatement:
+        """Return what the ledger says of the run."""
+        statement = self.plan.statement(self._args, noise_source=self.mechanism.describe())
+        # What is accounted is what the sampler and the mechanism do.
+        assert statement.releases(self.plan.steps) == self.releases(self.plan.steps)
+        return statement
+
+    def releases(self, steps: int) -> Releases:
+        """Return what `steps` steps release, by what the sampler and the mechanism say of themselves."""
+        rate = self.sampler.sample_rate
+        release = self.mechanism.releases(steps, sample_rate=rate)
+        if self._private_loss is None:
+            return release
+        of_loss = self._private_loss.mechanism.releases(steps, sample_rate=rate)
+        return release._replace(noise_multiplier=joint_noise_multiplier(release.noise_multiplier, of_loss.noise_multiplier))
+
+    def begin(self, *, step: int) -> PrivacyLedger:
+        """Open the ledger, or go on with the earlier one, and count what the budget allows.
+
+        Args:
+            step: The optimizer step at which the run begins.
+
+        Raises:
+            ValueError: The budget does not allow a single step; the run has no ledger then.
+        """
+        statement = self.statement()
+        earlier = self._earlier
+        ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
+        remaining = self.plan.steps - step
+        affordable = ledger.affordable_steps(remaining)
+        if remaining > 0 and affordable == 0:
+            raise ValueError(
+                f"The privacy budget is spent: ε = {ledger.epsilon():.4g} of target_epsilon = {statement.target_epsilon}. "
+                "Raise target_epsilon to go on."
+            )
+        self.ledger, self.affordable_steps = ledger, affordable
+        return ledger
+
+    def count_ahead(self) -> PrivacyLedger | None:
+        """Count the next portion of steps, if the last one is used up; return the ledger if it must be saved now."""
+        assert self.ledger is not None
+        return self.ledger if self.ledger.reserve(at_most=self.affordable_steps) else None
+
+    def count_release(self) -> None:
+        """Count one step as released."""
+        assert self.ledger is not None
+        self.ledger.record_step()
+        self.affordable_steps -= 1
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def add(self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None) -> None:
+        """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw.
+
+        Args:
+            losses: One loss per example, shape (batch,), attached to the graph.
+            weights: Each example's share of its unit's contribution, shape (batch,); None where every example is a unit.
+        """
+        assert self._clipped is not None
+        weights = None if weights is None else weights.to(losses.device)
+        self._clipped.backward(losses, weights=weights)
+        if self._private_loss is not None:
+            self._private_loss.add(losses.detach(), weights=weights)
+
+    def privatize(
+        self, parameters: Mapping[str, nn.Parameter], *, step: int, subspaces: Mapping[Tensor, Float[Tensor, "..."]]
+    ) -> Float[Tensor, ""] | None:
+        """Turn the sum of the draw into the private gradient in `p.grad`, and begin the next draw.
+
+        Args:
+            parameters: The model's parameters by name.
+            step: Optimizer step, counted from 0.
+            subspaces: Parameter → P, where the optimizer reads no more of a gradient than its projection.
+
+        Returns:
+            The private training loss of the step; None unless there is one.
+        """
+        assert self._clipped is not None
+        for recorder in self._raw_recorders:  # The plan then says that nothing is private.
+            recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
+        # What the optimizer will only read in a subspace needs no more noise than that has coordinates. The subspaces come
+        # from the gradients of earlier steps, which are private.
+        bases = {name: subspaces[parameter] for name, parameter in parameters.items() if parameter in subspaces}
+        for name, gradient in self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases).items():
+            parameters[name].grad = gradient.to(parameters[name].dtype)
+        self._clipped.reset()
+        return None if self._private_loss is None else self._private_loss.release(step=step)

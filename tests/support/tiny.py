@@ -1,0 +1,49 @@
+"""Tiny models and data, made on the spot."""
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import BertConfig, BertForSequenceClassification
+
+
+def tiny_bert(**overrides):
+    """A BERT of a few thousand parameters, without dropout."""
+    options = dict(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=2,
+    )
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**(options | overrides)))
+
+
+def text_data(num_examples=24, seed=0, labels=2):
+    """Tokenized examples of differing lengths whose label can be read off the first token."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for _ in range(num_examples):
+        tokens = generator.integers(5, 50, size=generator.integers(3, 9)).tolist()
+        rows.append(
+            {
+                "input_ids": tokens,
+                "attention_mask": [1] * len(tokens),
+                "labels": int(tokens[0] * labels // 50),
+            }
+        )
+    return Dataset.from_list(rows)
+
+
+def pad(examples):
+    """Collate with padding, as DataCollatorWithPadding, without a tokenizer."""
+    length = max(len(example["input_ids"]) for example in examples)
+    batch = {
+        name: torch.tensor([example[name] + [0] * (length - len(example[name])) for example in examples])
+        for name in ("input_ids", "attention_mask")
+    }
+    return batch | {"labels": torch.tensor([example["labels"] for example in examples])}

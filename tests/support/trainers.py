@@ -1,0 +1,48 @@
+"""A tiny private run, and what watches it."""
+
+import torch
+from transformers import TrainerCallback
+
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from tests.support.tiny import pad, text_data, tiny_bert
+
+
+def arguments(tmp_path, **overrides):
+    defaults = dict(
+        output_dir=str(tmp_path / "out"), noise_multiplier=1.0, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2, save_strategy="no", report_to="none",
+        disable_tqdm=True, logging_steps=1, use_cpu=True,
+    )  # fmt: skip
+    return DopplerTrainingArguments(**(defaults | overrides))
+
+
+def trainer_of(tmp_path, *, model=None, cls=DopplerTrainer, data=None, callbacks=None, **overrides):
+    return cls(
+        model=tiny_bert() if model is None else model,
+        args=arguments(tmp_path, **overrides),
+        train_dataset=text_data() if data is None else data,
+        eval_dataset=text_data(8, seed=1),
+        data_collator=pad,
+        callbacks=callbacks,
+    )
+
+
+class Recorder(TrainerCallback):
+    """Keeps every private gradient, flattened, as the optimizer sees it."""
+
+    def __init__(self):
+        self.gradients = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double())
+
+
+class NoSignal(DopplerTrainer):
+    """Every per-example gradient is zero, so that `p.grad` is the bare noise."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        return 0.0 * super().compute_per_sample_loss(model, inputs)
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
