@@ -13,6 +13,7 @@ from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer, one_pass
 from doppler_hf.optim.one_pass import OnePass, Work
 from doppler_hf.optim.update import Numbers
+from tests.support.pairwise import pairwise
 
 BASES = ["sgd", "adam", "adam_bc"]
 DTYPES = [
@@ -132,10 +133,9 @@ def test_tensors_share_calls_and_small_ones_stay_outside(monkeypatch):
         assert torch.equal(weight, torch.full_like(weight, -0.5))
 
 
-@pytest.mark.parametrize("name", PAPER_FILTERS)
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES, ids=str)
-def test_slices_equal_whole_tensors(dtype, state_dtype, base, name, monkeypatch):
+@pytest.mark.parametrize(("name", "dtypes", "base"), pairwise(PAPER_FILTERS, DTYPES, BASES), ids=str)
+def test_slices_equal_whole_tensors(name, dtypes, base, monkeypatch):
+    dtype, state_dtype = dtypes
     options = {"base": base, "low_pass_filter": PAPER_FILTERS[name], "state_dtype": state_dtype, "compiled": False}
     monkeypatch.setattr("tests.optim.test_one_pass.SHAPES", [(0,), (), (7,), (8,), (20,), (5, 9), (9, 40)])
     whole = trajectory([dtype], **options)

@@ -9,8 +9,10 @@ import torch
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, butterworth, noise_gain, step_response
 from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTOR_SOURCES
 from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
+from tests.support.pairwise import pairwise
 from tests.support.reference import doppler_trajectory, top_directions
 
 BASES = ["sgd", "adam", "adam_bc"]
@@ -88,12 +90,14 @@ def reference_basis(monkeypatch):
 
 
 @pytest.mark.usefixtures("reference_basis")
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)], ids=["wide", "tall", "square"])
-@pytest.mark.parametrize("projector_source", ["gradient", "filtered"])
-@pytest.mark.parametrize("basis_change", ["rotate", "reset", "keep"])
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("name", PAPER_FILTERS)
+@pytest.mark.parametrize(
+    ("name", "base", "basis_change", "projector_source", "shape", "weight_decay"),
+    pairwise(
+        PAPER_FILTERS, BASES, BASIS_CHANGES, PROJECTOR_SOURCES, [(4, 6), (6, 4), (5, 5)], [0.0, 0.3],
+        strength=3,  # what a change of basis does depends on the base and on the source together
+    ),
+    ids=str,
+)  # fmt: skip
 def test_equals_algorithm_2_with_galore(name, base, basis_change, projector_source, shape, weight_decay):
     x = np.random.default_rng(1).standard_normal(shape)
     grads = gradients(25, size=math.prod(shape)).reshape(-1, *shape)

@@ -10,6 +10,8 @@ import torch
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTOR_SOURCES, PROJECTORS
+from tests.support.pairwise import pairwise
 
 BASES = ["sgd", "adam", "adam_bc"]
 FILTERS = ["none", "second-order"]
@@ -18,11 +20,6 @@ DTYPES = [
     (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
 ]  # fmt: skip
 GALORE = {"rank": 2, "update_proj_gap": 3}
-CHOICES = itertools.product(["rotate", "reset", "keep"], ["svd", "randomized", "warm"], ["gradient", "filtered"])
-SETTINGS = [
-    {},
-    *(GALORE | dict(zip(("basis_change", "projector", "projector_source"), choice, strict=True)) for choice in CHOICES),
-]
 SHAPES = [(5, 7), (7, 5), (6,)]
 CONSTANTS = [
     "low_pass_filter", "base", "beta2", "noise_std", "eps", "floor", "basis_change", "projector", "projector_source",
@@ -80,22 +77,34 @@ def assert_same(params, optimizer, others, other):
                 assert left == right
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())) or "no galore")
-@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES, ids=str)
-def test_resuming_is_uninterrupted_to_the_bit(settings, dtype, state_dtype):
-    for base, name in itertools.product(BASES, FILTERS):
-        options = {"base": base, "low_pass_filter": PAPER_FILTERS[name], "state_dtype": state_dtype} | settings
-        params = parameters(*SHAPES, dtype=dtype)
-        uninterrupted = optimizer_of(params, **options)
-        taken = []
-        for steps in (range(3), range(3, 4), range(4, 7)):  # right before the second refresh, and right after it
-            run(uninterrupted, params, steps)
-            taken.append((steps.stop, clones(params), saved_and_loaded(uninterrupted.state_dict())))
-        for done, resumed_params, checkpoint in taken[:2]:
-            resumed = optimizer_of(resumed_params, **options)
-            resumed.load_state_dict(checkpoint)
-            run(resumed, resumed_params, range(done, 7))
-            assert_same(resumed_params, resumed, params, uninterrupted)
+def assert_resumed_equals_uninterrupted(dtypes, **options):
+    params = parameters(*SHAPES, dtype=dtypes[0])
+    options |= {"state_dtype": dtypes[1]}
+    uninterrupted = optimizer_of(params, **options)
+    taken = []
+    for steps in (range(3), range(3, 4), range(4, 7)):  # right before the second refresh, and right after it
+        run(uninterrupted, params, steps)
+        taken.append((steps.stop, clones(params), saved_and_loaded(uninterrupted.state_dict())))
+    for done, resumed_params, checkpoint in taken[:2]:
+        resumed = optimizer_of(resumed_params, **options)
+        resumed.load_state_dict(checkpoint)
+        run(resumed, resumed_params, range(done, 7))
+        assert_same(resumed_params, resumed, params, uninterrupted)
+
+
+@pytest.mark.parametrize(("dtypes", "base", "name"), pairwise(DTYPES, BASES, FILTERS), ids=str)
+def test_resuming_is_uninterrupted_to_the_bit(dtypes, base, name):
+    assert_resumed_equals_uninterrupted(dtypes, base=base, low_pass_filter=PAPER_FILTERS[name])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "base", "name", "basis_change", "projector", "projector_source"),
+    pairwise(DTYPES, BASES, FILTERS, BASIS_CHANGES, PROJECTORS, PROJECTOR_SOURCES, strength=3),
+    ids=str,
+)
+def test_resuming_with_galore_is_uninterrupted_to_the_bit(dtypes, base, name, basis_change, projector, projector_source):
+    choices = {"basis_change": basis_change, "projector": projector, "projector_source": projector_source}
+    assert_resumed_equals_uninterrupted(dtypes, base=base, low_pass_filter=PAPER_FILTERS[name], **GALORE, **choices)
 
 
 @pytest.mark.parametrize(

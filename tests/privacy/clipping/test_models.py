@@ -17,6 +17,7 @@ from tests.support.models import (
     losses_of,
     rows,
 )
+from tests.support.pairwise import pairwise
 from tests.support.per_example import (
     CLIPPINGS,
     GRANULARITIES,
@@ -33,13 +34,8 @@ from tests.support.per_example import (
 )
 
 # ResNet has neither attention nor, in transformers, checkpointing.
-EVERY_WAY_TO_RUN = [("resnet", "eager", "off")] + [
-    (name, attention, checkpointing)
-    for name in MODELS
-    if name != "resnet"
-    for attention in ("sdpa", "eager")
-    for checkpointing in ("off", "non-reentrant", "reentrant")
-]
+TRANSFORMERS = [name for name in MODELS if name != "resnet"]
+CHECKPOINTING = ["off", "non-reentrant", "reentrant"]
 
 
 def on_batch(model, **options):
@@ -55,25 +51,28 @@ def reference(name, attention="sdpa", batch=BATCH):
     return gradients_of_each(model, on_batch(model, batch=batch), batch)
 
 
-@pytest.mark.parametrize(("name", "attention", "checkpointing"), EVERY_WAY_TO_RUN)
+@pytest.mark.parametrize(
+    ("name", "attention", "checkpointing"),
+    [("resnet", "eager", "off"), *pairwise(TRANSFORMERS, ["sdpa", "eager"], CHECKPOINTING)],
+)
 def test_norms_and_sums_equal_a_loop_over_single_examples(name, attention, checkpointing):
     model = build(name, attention=attention, checkpointing=checkpointing)
     assert_matches(model, on_batch(model), reference(name, attention))
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
+@pytest.mark.parametrize(
+    ("name", "clipping", "granularity", "norm_rule"),
+    pairwise(["roberta", "gpt2-lm", "t5-lm", "vit-lora"], CLIPPINGS, GRANULARITIES, NORM_RULES),
+)
 def test_every_clipping(name, clipping, granularity, norm_rule):
     model = build(name)
     options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule)
     assert_matches(model, on_batch(model), reference(name), **options)
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
-@pytest.mark.parametrize("norm_rule", ["ghost", "direct"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet"])
+@pytest.mark.parametrize(
+    ("name", "norm_rule", "checkpointing"), pairwise(TRANSFORMERS, ["ghost", "direct"], ["off", "non-reentrant"])
+)
 def test_every_norm_rule(name, norm_rule, checkpointing):
     model = build(name, checkpointing=checkpointing)
     assert_matches(model, on_batch(model), reference(name), norm_rule=norm_rule)
@@ -85,9 +84,10 @@ def test_every_norm_rule_for_convolutions(norm_rule):
     assert_matches(model, on_batch(model), reference("resnet"), norm_rule=norm_rule)
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("parts", [(BATCH,), (4, 2), (1,) * BATCH])
-@pytest.mark.parametrize("name", ["bert", "gpt2-lm", "t5-lm", "vit", "vit-lora", "llama-dora"])
+@pytest.mark.parametrize(
+    ("name", "parts", "checkpointing"),
+    pairwise(["bert", "gpt2-lm", "t5-lm", "vit", "vit-lora", "llama-dora"], [(BATCH,), (4, 2), (1,) * BATCH], CHECKPOINTING),
+)
 def test_cutting_a_batch_changes_nothing(name, parts, checkpointing):
     model = build(name, checkpointing=checkpointing)
     losses, max_grad_norm = on_batch(model), median_norm(reference(name))

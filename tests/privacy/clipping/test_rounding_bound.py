@@ -4,12 +4,15 @@ The contribution is measured in float64 on the float32 numbers that the sum is m
 gradient, so that the clipping is what bounds it.
 """
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from doppler_hf.privacy.clipping import factored as gradients
 from tests.support.models import batch_for, build, losses_of, rows
+from tests.support.pairwise import pairwise
 from tests.support.per_example import (
     CLIPPINGS,
     GRANULARITIES,
@@ -31,9 +34,10 @@ def contribution(model, losses, **options):
         return norm_of(clipped.sums.values())
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize(("clipping", "granularity"), EVERY_CLIPPING)
-@pytest.mark.parametrize("name", ["roberta", "llama-lm", "vit", "roberta-lora"])
+@pytest.mark.parametrize(
+    ("name", "clipping", "granularity", "norm_rule"),
+    pairwise(["roberta", "llama-lm", "vit", "roberta-lora"], CLIPPINGS, GRANULARITIES, NORM_RULES),
+)
 def test_one_example_contributes_at_most_the_clip_norm(name, clipping, granularity, norm_rule):
     model = build(name, torch.float32)
     inputs, labels = batch_for(model, torch.float32)
@@ -240,10 +244,12 @@ def test_rounding_in_a_large_table_does_not_break_the_bound(time, rows, features
 # --- gradients that are not numbers, or too large for one -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(("clipping", "granularity"), EVERY_CLIPPING)
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
+@pytest.mark.parametrize(
+    ("name", "clipping", "granularity", "bad", "norm_rule"),
+    pairwise(
+        ["roberta", "gpt2-lm", "t5-lm", "vit-lora"], CLIPPINGS, GRANULARITIES, [math.nan, math.inf, -math.inf], NORM_RULES
+    ),
+)
 def test_an_example_without_a_finite_gradient_contributes_nothing(name, clipping, granularity, bad, norm_rule):
     model = build(name)
     inputs, labels = batch_for(model)
