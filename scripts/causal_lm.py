@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.causal_lm import CausalLMArguments, build
+from doppler_hf.workloads.launch import train_and_evaluate
 from doppler_hf.workloads.lora import LoraArguments
 
 
@@ -21,27 +22,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_line_errors():
         args, lora_args, training_args = parse_args(CausalLMArguments, LoraArguments, DopplerTrainingArguments, argv=argv)
         workload = build(args, lora_args, training_args)
+    trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
+    train_and_evaluate(trainer, workload.eval_datasets, complete=add_perplexity)
 
-    trainer = DopplerTrainer(
-        model=workload.model,
-        args=training_args,
-        train_dataset=workload.train_dataset,
-        eval_dataset=workload.eval_dataset,
-        data_collator=workload.data_collator,
-        processing_class=workload.processing_class,
-    )
 
-    train_result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", train_result.metrics)
-    trainer.save_metrics("train", train_result.metrics)
-
-    metrics = trainer.evaluate()
+def add_perplexity(metrics: dict[str, float]) -> None:
+    """Add the perplexity (modified in place)."""
     # The model's own loss: the mean over the tokens of a batch, then over the batches, weighted by their rows.
     metrics["eval_perplexity"] = math.exp(metrics["eval_loss"])
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
 
 
 if __name__ == "__main__":

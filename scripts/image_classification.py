@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.images import ImageArguments, build
+from doppler_hf.workloads.launch import train_and_evaluate
 from doppler_hf.workloads.lora import LoraArguments
 
 
@@ -21,25 +22,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_line_errors():
         args, lora_args, training_args = parse_args(ImageArguments, LoraArguments, DopplerTrainingArguments, argv=argv)
         workload = build(args, lora_args, training_args)
-
-    trainer = DopplerTrainer(
-        model=workload.model,
-        args=training_args,
-        train_dataset=workload.train_dataset,
-        eval_dataset=workload.eval_dataset,
-        processing_class=workload.processing_class,
-        compute_metrics=workload.compute_metrics,
-    )
-
-    train_result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", train_result.metrics)
-    trainer.save_metrics("train", train_result.metrics)
-
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
+    trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
+    train_and_evaluate(trainer, workload.eval_datasets)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 - recipe: a recipe, whichever kind of workload it is for
 - arguments: a recipe and the flags after it become dataclasses
 - workload: what all kinds have in common
+- launch: train, save, evaluate
 - glue, causal_lm, images: the kinds
 - data_sources: the data, from the hub, a package or a folder
 - metrics: scores

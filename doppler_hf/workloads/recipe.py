@@ -40,15 +40,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
 
     Example:
         >>> workload, training_args = parse_recipe(["recipes/image/digits-eps8.yaml", "--num_train_epochs", "1"])
-        >>> trainer = DopplerTrainer(
-        ...     model=workload.model,
-        ...     args=training_args,
-        ...     train_dataset=workload.train_dataset,
-        ...     eval_dataset=workload.eval_dataset,
-        ...     data_collator=workload.data_collator,
-        ...     processing_class=workload.processing_class,
-        ...     compute_metrics=workload.compute_metrics,
-        ... )
+        >>> trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--workload")

@@ -36,3 +36,14 @@ class Workload:
     def eval_dataset(self) -> "Dataset":
         """The first data set to evaluate on."""
         return next(iter(self.eval_datasets.values()))
+
+    def for_trainer(self) -> dict[str, Any]:
+        """Return the keywords that a `Trainer` takes of it."""
+        return {
+            "model": self.model,
+            "train_dataset": self.train_dataset,
+            "eval_dataset": self.eval_dataset,
+            "data_collator": self.data_collator,
+            "processing_class": self.processing_class,
+            "compute_metrics": self.compute_metrics,
+        }

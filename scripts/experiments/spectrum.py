@@ -46,16 +46,7 @@ SETTLED = 1e-3
 def trainer_of(argv: Sequence[str], recorder: GradientRecorder) -> DopplerTrainer:
     """Return the trainer of a command line, with a recorder."""
     workload, training_args = parse_recipe(argv)
-    trainer = DopplerTrainer(
-        model=workload.model,
-        args=training_args,
-        train_dataset=workload.train_dataset,
-        eval_dataset=workload.eval_dataset,
-        data_collator=workload.data_collator,
-        processing_class=workload.processing_class,
-        compute_metrics=workload.compute_metrics,
-        callbacks=[recorder],
-    )
+    trainer = DopplerTrainer(args=training_args, callbacks=[recorder], **workload.for_trainer())
     trainer.remove_callback(PrinterCallback)
     return trainer
 
