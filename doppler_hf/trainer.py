@@ -25,7 +25,6 @@ from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import optimizer_of
-from doppler_hf.run.plan import PrivacyPlan
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks
@@ -99,10 +98,6 @@ class DopplerTrainer(Trainer):
             self._run = self._new_run()
         return self._run
 
-    def privacy_plan(self) -> PrivacyPlan:
-        """Return what the run does to the data and what that costs; computed once, before the first step."""
-        return self.private_run.plan
-
     def _new_run(self, *, checkpoint: str | None = None, earlier: PrivacyLedger | None = None) -> PrivateRun:
         return PrivateRun(
             self.args,
@@ -132,8 +127,9 @@ class DopplerTrainer(Trainer):
         """Let the host count its steps, hold them against the plan, and attach the engine to the model."""
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
-            assert values[-1] == self.privacy_plan().steps, "the host plans another number of steps than was accounted"
-            self.private_run.attach(self.model, losses_of=self._losses, loader=dataloader, prepare=self._prepare_inputs)
+            run = self.private_run
+            assert values[-1] == run.statement.steps_planned, "the host plans another number of steps than was accounted"
+            run.attach(self.model, losses_of=self._losses, loader=dataloader, prepare=self._prepare_inputs)
         return values
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------

@@ -101,11 +101,11 @@ class DiracAuditTrainer(AuditTrainer):
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
         """Add the log-likelihood ratio of every canary's coordinate."""
         run = self.private_run
-        unit = self._contribution / run.plan.expected_batch_size
+        unit = self._contribution / run.statement.expected_batch_size
         self.scores += log_likelihood_ratio(
             gradients[f"{TABLE}.weight"].flatten().double().cpu().numpy() / unit,
             sigma=run.mechanism.noise_std(self.state.global_step) / unit,
-            sample_rate=run.plan.sample_rate,
+            sample_rate=run.statement.sample_rate,
         )
 
     def end_attack(self) -> None:

@@ -146,7 +146,7 @@ class AuditTrainer(DopplerTrainer, ABC):
         if not 0.0 < confidence < 1.0:
             raise ValueError(f"confidence must lie in (0, 1), got {confidence}; 0.95 is usual.")
         self.train()
-        scores, delta = finite(self.scores), self.privacy_plan().delta
+        scores, delta = finite(self.scores), self.private_run.statement.target_delta
         bounds = lower_bounds(scores, self.included, methods=self.one_run_methods, delta=delta, confidence=confidence)
         return AuditResult(
             kind=self.kind,
@@ -236,7 +236,7 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
         trainer.train()
         scores[run], included[run] = trainer.scores[0], trainer.included[0]
         claims.append(trainer.claims())
-        deltas.append(trainer.privacy_plan().delta)
+        deltas.append(trainer.private_run.statement.target_delta)
         replayed = replayed or trainer.replayed_noise
     scores = finite(scores)
     methods: tuple[Method, ...] = ("independent trials",)

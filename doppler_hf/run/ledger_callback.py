@@ -84,7 +84,7 @@ class PrivacyCallback(TrainerCallback):
                     f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "
                     "its ε and that of this run add up."
                 )
-            remaining = run.plan.steps - step
+            remaining = run.statement.steps_planned - step
             if run.affordable_steps < remaining:
                 print(
                     f"The budget allows {run.affordable_steps} of the {remaining} steps left, because steps of the earlier "

@@ -47,7 +47,7 @@ def optimizer_of(
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
         lr=args.learning_rate,
-        low_pass_filter=chosen_filter(args, steps=run.plan.steps, noise_std=noise_std, dimension=dimension),
+        low_pass_filter=chosen_filter(args, steps=run.statement.steps_planned, noise_std=noise_std, dimension=dimension),
         base=args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,

@@ -1,4 +1,4 @@
-"""The plan of a private run: every number of the mechanism, computed once, before the first step.
+"""The numbers of a private run, computed once, before its first step: how much noise, and what the ledger will say.
 
 With a private training loss each step releases two sums over the same draw, of clipped gradients with noise σC and of
 clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L², and σ₀ is what the
@@ -7,122 +7,70 @@ accountant is told. A share s of the budget for the loss means 1/σ_L² = s/σ�
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from doppler_hf.privacy import PoissonSampler, PrivacyStatement, default_delta, get_noise_multiplier
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
+from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
-@dataclass(frozen=True)
-class PrivacyPlan:
-    """What a run does to the data.
+def planned_statement(
+    args: DopplerTrainingArguments,
+    *,
+    sampler: PoissonSampler,
+    noise_source: str,
+    records_raw: bool = False,
+    spent: Sequence[Releases] = (),
+    first_step: int = 0,
+) -> PrivacyStatement:
+    """Return what `args` do to the data; what is said of the sampling is read off the sampler itself.
 
-    Attributes:
-        num_units: N, the number of units of privacy.
-        expected_batch_size: B, in units, over all processes.
-        sample_rate: q = B/N.
-        steps: T, the number of steps planned, run and accounted.
-        noise_multiplier: σ of the gradient.
-        loss_noise_multiplier: σ_L of the private training loss, or None without one.
-        max_grad_norm: C.
-        target_epsilon: ε asked for, or None when σ was given.
-        delta: δ.
-        accountant: Which accountant bounds ε.
-        is_secret: Whether noise and draws come from the operating system's entropy, and nothing is recorded without noise.
+    Args:
+        args: The arguments.
+        sampler: The sampler.
+        noise_source: Where the noise comes from, in one line.
+        records_raw: Whether gradients are recorded before they are private.
+        spent: What earlier runs have released of the same data. A run resumed with the mechanism that it had goes on
+            with it. With another target or length, σ is what brings the whole to the target by the end.
+        first_step: The step at which the run goes on.
+
+    Raises:
+        ValueError: A target that no noise reaches.
     """
-
-    num_units: int
-    expected_batch_size: int
-    sample_rate: float
-    steps: int
-    noise_multiplier: float
-    loss_noise_multiplier: float | None
-    max_grad_norm: float
-    target_epsilon: float | None
-    delta: float
-    accountant: Accountant
-    is_secret: bool
-
-    @classmethod
-    def from_arguments(
-        cls,
-        args: DopplerTrainingArguments,
-        *,
-        sampler: PoissonSampler,
-        records_raw: bool = False,
-        spent: Sequence[Releases] = (),
-        first_step: int = 0,
-    ) -> "PrivacyPlan":
-        """Return the plan of `args`; what is said of the sampling is read off the sampler itself.
-
-        Args:
-            args: The arguments.
-            sampler: The sampler.
-            records_raw: Whether gradients are recorded before they are private.
-            spent: What earlier runs have released of the same data. A run resumed with the mechanism that it had goes on
-                with it. With another target or length, σ is what brings the whole to the target by the end.
-            first_step: The step at which the run goes on.
-
-        Raises:
-            ValueError: A target that no noise reaches.
-        """
-        # The host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against.
-        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
-        delta = default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
-        share = 0.0 if args.train_loss_budget is None else args.train_loss_budget
-        if args.noise_multiplier is not None:
-            noise_multiplier = args.noise_multiplier
-        else:
-            joint = calibrated(args, sample_rate=sampler.sample_rate, delta=delta, steps=steps)
-            goes_on = not spent or np.allclose(spent[-1][:2], (joint, sampler.sample_rate), rtol=1e-9, atol=0.0)
-            if not goes_on and steps > first_step:
-                joint = calibrated(args, sample_rate=sampler.sample_rate, delta=delta, steps=steps - first_step, spent=spent)
-            noise_multiplier = joint / math.sqrt(1.0 - share)
-        return cls(
-            num_units=sampler.num_units,
-            expected_batch_size=sampler.expected_batch_size,
-            sample_rate=sampler.sample_rate,
-            steps=steps,
-            noise_multiplier=noise_multiplier,
-            loss_noise_multiplier=noise_multiplier * math.sqrt((1.0 - share) / share) if share else None,
-            max_grad_norm=args.per_sample_max_grad_norm,
-            target_epsilon=args.target_epsilon,
-            delta=delta,
-            accountant=args.accountant,
-            is_secret=sampler.is_secret and not records_raw,
-        )
-
-    def statement(self, args: DopplerTrainingArguments, *, noise_source: str) -> PrivacyStatement:
-        """Return what the ledger says of the run.
-
-        Args:
-            args: The arguments.
-            noise_source: Where the noise comes from, in one line.
-        """
-        column = args.privacy_unit_column
-        return PrivacyStatement(
-            num_units=self.num_units,
-            unit_of_privacy="one example" if column is None else f"all examples with the same {column!r}",
-            max_examples_per_unit=args.max_examples_per_unit,
-            expected_batch_size=self.expected_batch_size,
-            sample_rate=self.sample_rate,
-            noise_multiplier=self.noise_multiplier,
-            per_sample_max_grad_norm=self.max_grad_norm,
-            clipping=args.clipping,
-            clipping_granularity=args.clipping_granularity,
-            train_loss=args.report_train_loss,
-            per_sample_max_loss=args.per_sample_max_loss,
-            loss_noise_multiplier=self.loss_noise_multiplier,
-            target_delta=self.delta,
-            target_epsilon=self.target_epsilon,
-            accountant=self.accountant,
-            steps_planned=self.steps,
-            private=self.noise_multiplier > 0.0 and self.is_secret,
-            noise_source=noise_source,
-        )
+    # The host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against.
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
+    delta = default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
+    share = 0.0 if args.train_loss_budget is None else args.train_loss_budget
+    if args.noise_multiplier is not None:
+        noise_multiplier = args.noise_multiplier
+    else:
+        joint = calibrated(args, sample_rate=sampler.sample_rate, delta=delta, steps=steps)
+        goes_on = not spent or np.allclose(spent[-1][:2], (joint, sampler.sample_rate), rtol=1e-9, atol=0.0)
+        if not goes_on and steps > first_step:
+            joint = calibrated(args, sample_rate=sampler.sample_rate, delta=delta, steps=steps - first_step, spent=spent)
+        noise_multiplier = joint / math.sqrt(1.0 - share)
+    column = args.privacy_unit_column
+    return PrivacyStatement(
+        num_units=sampler.num_units,
+        unit_of_privacy="one example" if column is None else f"all examples with the same {column!r}",
+        max_examples_per_unit=args.max_examples_per_unit,
+        expected_batch_size=sampler.expected_batch_size,
+        sample_rate=sampler.sample_rate,
+        noise_multiplier=noise_multiplier,
+        per_sample_max_grad_norm=args.per_sample_max_grad_norm,
+        clipping=args.clipping,
+        clipping_granularity=args.clipping_granularity,
+        train_loss=args.report_train_loss,
+        per_sample_max_loss=args.per_sample_max_loss,
+        loss_noise_multiplier=noise_multiplier * math.sqrt((1.0 - share) / share) if share else None,
+        target_delta=delta,
+        target_epsilon=args.target_epsilon,
+        accountant=args.accountant,
+        steps_planned=steps,
+        private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
+        noise_source=noise_source,
+    )
 
 
 def calibrated(

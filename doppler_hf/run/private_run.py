@@ -17,20 +17,20 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger, PrivacyStatement
+from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.loader import private_loader
 from doppler_hf.privacy.batching.micro_batches import lengths_of, units_of
-from doppler_hf.privacy.noise import Mechanism, PrivateLoss
+from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.engine import attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
-from doppler_hf.run.plan import PrivacyPlan
+from doppler_hf.run.plan import planned_statement
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
 @final
 class PrivateRun:
-    """Plan, sampler, mechanism, engine and ledger of one private training.
+    """Statement, sampler, mechanism, engine and ledger of one private training.
 
     In the order of use: `attach` the engine to the model, `begin` the ledger, then for every step `add` each micro-batch
     and `privatize`. A `with` statement around all of it takes the engine off the model and ends the mechanism.
@@ -44,7 +44,7 @@ class PrivateRun:
         earlier: The ledger that it goes on from, or None.
 
     Attributes:
-        plan: Every number of the mechanism.
+        statement: Every public number of the run: what the ledger says of it.
         sampler: Draws the examples.
         mechanism: Turns clipped sums into private gradients.
         ledger: What has been spent; None before `begin`.
@@ -81,20 +81,25 @@ class PrivateRun:
             seed=args.noise_seed,
         )
         state = None if checkpoint is None else Path(checkpoint) / TRAINER_STATE_NAME
-        self.plan = PrivacyPlan.from_arguments(
+        self.statement = planned_statement(
             args,
             sampler=self.sampler,
+            noise_source=noise_source(
+                args.noise_generator, floating_point_safe=args.floating_point_safe, seed=args.noise_seed
+            ),
             records_raw=bool(self._raw_recorders),
             spent=() if earlier is None else earlier.history,
             first_step=TrainerState.load_from_json(str(state)).global_step if state is not None and state.exists() else 0,
         )
         # On a CPU a background thread takes from the gradients what it gives to the noise.
         ahead = args.device.type != "cpu"
-        self.mechanism: Mechanism = self._gaussian(self.plan.noise_multiplier, self.plan.max_grad_norm, draw_ahead=ahead)
+        self.mechanism: Mechanism = self._gaussian(
+            self.statement.noise_multiplier, args.per_sample_max_grad_norm, draw_ahead=ahead
+        )
         self._private_loss: PrivateLoss | None = None
-        if self.plan.loss_noise_multiplier is not None:
+        if self.statement.loss_noise_multiplier is not None:
             assert args.per_sample_max_loss is not None
-            of_loss = self._gaussian(self.plan.loss_noise_multiplier, args.per_sample_max_loss)
+            of_loss = self._gaussian(self.statement.loss_noise_multiplier, args.per_sample_max_loss)
             self._private_loss = PrivateLoss(of_loss, device=args.device)
         self.ledger: PrivacyLedger | None = None
         self.affordable_steps = 0
@@ -178,13 +183,6 @@ class PrivateRun:
         """Layers without a rule in the engine, by name, and how their gradient is computed."""
         return {} if self._clipped is None else self._clipped.fallbacks
 
-    def statement(self) -> PrivacyStatement:
-        """Return what the ledger says of the run."""
-        statement = self.plan.statement(self._args, noise_source=self.mechanism.describe())
-        # What is accounted is what the sampler and the mechanism do.
-        assert statement.releases(self.plan.steps) == self.releases(self.plan.steps)
-        return statement
-
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, by what the sampler and the mechanism say of themselves."""
         rate = self.sampler.sample_rate
@@ -203,10 +201,12 @@ class PrivateRun:
         Raises:
             ValueError: The budget does not allow a single step; the run has no ledger then.
         """
-        statement = self.statement()
-        earlier = self._earlier
+        statement, earlier = self.statement, self._earlier
+        # What is said and accounted is what the sampler and the mechanism do.
+        assert statement.noise_source == self.mechanism.describe()
+        assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
         ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
-        remaining = self.plan.steps - step
+        remaining = statement.steps_planned - step
         affordable = ledger.affordable_steps(remaining)
         if remaining > 0 and affordable == 0:
             raise ValueError(
@@ -256,7 +256,7 @@ class PrivateRun:
             The private training loss of the step; None unless there is one.
         """
         assert self._clipped is not None
-        for recorder in self._raw_recorders:  # The plan then says that nothing is private.
+        for recorder in self._raw_recorders:  # The statement then says that nothing is private.
             recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
         # What the optimizer will only read in a subspace needs no more noise than that has coordinates. The subspaces come
         # from the gradients of earlier steps, which are private.

@@ -13,24 +13,23 @@ from doppler_hf.run.private_run import PrivateRun
 def print_summary(run: PrivateRun, *, model: Any, first_step: int, filter_words: str) -> None:
     """Print what is about to be done to the data from `first_step` on, as a table."""
     assert run.ledger is not None
-    plan, ledger = run.plan, run.ledger
+    statement, ledger = run.statement, run.ledger
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    statement = ledger.statement
-    target = "" if plan.target_epsilon is None else f" (target {plan.target_epsilon:g})"
+    target = "" if statement.target_epsilon is None else f" (target {statement.target_epsilon:g})"
     mend = "; report_train_loss='private' adds noise, 'none' leaves it out" if statement.train_loss == "raw" else ""
     rows = (
         ("unit of privacy", statement.unit_in_words),
-        ("units N", f"{plan.num_units:,}"),
-        ("expected batch size B", f"{plan.expected_batch_size:,}"),
-        ("sampling rate q", f"{plan.sample_rate:.4g}"),
-        ("steps T", f"{plan.steps:,}" + (f", resumed at {first_step:,}" if first_step else "")),
-        ("noise multiplier σ", f"{plan.noise_multiplier:.4g}"),
+        ("units N", f"{statement.num_units:,}"),
+        ("expected batch size B", f"{statement.expected_batch_size:,}"),
+        ("sampling rate q", f"{statement.sample_rate:.4g}"),
+        ("steps T", f"{statement.steps_planned:,}" + (f", resumed at {first_step:,}" if first_step else "")),
+        ("noise multiplier σ", f"{statement.noise_multiplier:.4g}"),
         ("noise source", statement.noise_source),
-        ("clip norm C", f"{plan.max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
+        ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
         ("noise per coordinate σC/B", f"{run.mechanism.noise_std(first_step):.3g}"),
         ("at the end", epsilons_in_words(ledger, further_steps=run.affordable_steps) + target),
-        ("δ", f"{plan.delta:.3g}"),
+        ("δ", f"{statement.target_delta:.3g}"),
         ("training loss", statement.train_loss_in_words + mend),
         ("filter", filter_words),
         ("trainable parameters", f"{trainable:,} of {sum(p.numel() for p in parameters):,}"),

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         recorder.save(own.recording)
     Console().print(table(recorder))
     args = trainer.args
-    size = trainer.privacy_plan().expected_batch_size
+    size = trainer.private_run.statement.expected_batch_size
     steps, low_pass_filter = len(recorder.private), recorder.low_pass_filter
     title = f"learning rate {args.learning_rate:g}, batch size {size}, {steps} steps, {low_pass_filter}"
     draw(recorder, own.picture, title=title)

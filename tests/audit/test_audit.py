@@ -452,7 +452,7 @@ def test_per_user_runs_are_audited(tmp_path):
         train_dataset=data, data_collator=stack,
     )  # fmt: skip
     trainer.audit()
-    assert trainer.privacy_plan().sample_rate == pytest.approx(20 / (20 + trainer.included.sum()))
+    assert trainer.private_run.statement.sample_rate == pytest.approx(20 / (20 + trainer.included.sum()))
 
 
 # --- what is refused, and what is kept -------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(tmp_path, mo
             max_tokens_per_micro_batch=max_tokens,
         )  # fmt: skip
         trainer.train()
-        assert trainer.privacy_plan().num_units == 14 - run
+        assert trainer.private_run.statement.num_units == 14 - run
         gradients.append(8 * recorder.gradients[0])
     change = torch.linalg.vector_norm(gradients[0] - gradients[1])
     assert 0.1e-3 < change <= 1e-3 * (1 + 1e-4)  # five examples of much the same direction, not five times C

@@ -171,7 +171,7 @@ def test_trap_07_training_stops_before_the_budget_is_overrun(tmp_path):
     resumed = trainer_of(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     ledger = resumed.privacy.ledger
-    sigma = resumed.privacy_plan().noise_multiplier
+    sigma = resumed.private_run.statement.noise_multiplier
     unclamped = get_epsilon(noise_multiplier=sigma, sample_rate=1 / 3, steps=ledger.steps_run, delta=24**-1.1)
     assert resumed.privacy.epsilon() == pytest.approx(unclamped, rel=1e-9)
     assert (
@@ -184,7 +184,7 @@ def test_trap_08_steps_planned_and_run_and_accounted_are_one_number(tmp_path, ov
     recorder = Recorder()
     trainer = trainer_of(tmp_path, callbacks=[recorder], **overrides)
     trainer.train()
-    planned = trainer.privacy_plan().steps
+    planned = trainer.private_run.statement.steps_planned
     assert planned == len(recorder.gradients) == trainer.state.global_step == trainer.privacy.ledger.steps_run
     assert PrivacyLedger.load(tmp_path / "out").steps_run == planned
 

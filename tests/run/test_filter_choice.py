@@ -7,18 +7,19 @@ from doppler_hf.filters import LowPassFilter, auto_filter
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.privacy import PoissonSampler
 from doppler_hf.run.filter_choice import chosen_filter, filter_in_words, learning_rates_of
-from doppler_hf.run.plan import PrivacyPlan
+from doppler_hf.run.plan import planned_statement
 from tests.support.trainers import Recorder, arguments, trainer_of
 
 
 def noise_std(plan):
-    return plan.noise_multiplier * plan.max_grad_norm / plan.expected_batch_size
+    return plan.noise_multiplier * plan.per_sample_max_grad_norm / plan.expected_batch_size
 
 
 def choice(tmp_path, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400) | overrides))
-    plan = PrivacyPlan.from_arguments(args, sampler=PoissonSampler(num_examples=1000, expected_batch_size=50))
-    return args, plan, chosen_filter(args, steps=plan.steps, noise_std=noise_std(plan), dimension=10_000)
+    sampler = PoissonSampler(num_examples=1000, expected_batch_size=50)
+    plan = planned_statement(args, sampler=sampler, noise_source="a coin")
+    return args, plan, chosen_filter(args, steps=plan.steps_planned, noise_std=noise_std(plan), dimension=10_000)
 
 
 @pytest.mark.parametrize("name", ["none", "momentum", "butterworth:order=2,cutoff=0.1", "b=0.1,0.1;a=1,-0.8"])

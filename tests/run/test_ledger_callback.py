@@ -221,7 +221,7 @@ def test_the_callback_itself_refuses_a_spent_budget(tmp_path, monkeypatch):
     spent = PrivacyLedger.load(tmp_path / "out").statement
     trainer = trainer_of(tmp_path, **options)
     run = trainer.private_run
-    assert run.statement() == spent
+    assert run.statement == spent
     run._earlier = trainer.privacy.earlier_ledger(str(tmp_path / "out" / "checkpoint-2"))
     with pytest.raises(ValueError, match=r"budget is spent: ε = .* of target_epsilon = 3.0. Raise target_epsilon"):
         trainer.privacy.on_train_begin(trainer.args, TrainerState(global_step=2), TrainerControl(), model=trainer.model)

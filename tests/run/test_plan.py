@@ -6,7 +6,7 @@ import pytest
 
 from doppler_hf.privacy import PoissonSampler, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
-from doppler_hf.run.plan import PrivacyPlan
+from doppler_hf.run.plan import planned_statement
 from tests.support.trainers import arguments
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
@@ -15,7 +15,9 @@ DELTA = 1000**-1.1
 
 def plan_of(tmp_path, *, spent=(), first_step=0, **overrides):
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100) | overrides
-    return PrivacyPlan.from_arguments(arguments(tmp_path, **options), sampler=SAMPLER, spent=spent, first_step=first_step)
+    return planned_statement(
+        arguments(tmp_path, **options), sampler=SAMPLER, noise_source="a coin", spent=spent, first_step=first_step
+    )
 
 
 def total(plan, spent, steps):
@@ -24,7 +26,7 @@ def total(plan, spent, steps):
 
 def test_a_new_run_is_calibrated_to_its_target(tmp_path):
     plan = plan_of(tmp_path)
-    assert (plan.steps, plan.sample_rate, plan.num_units, plan.delta) == (100, 0.05, 1000, DELTA)
+    assert (plan.steps_planned, plan.sample_rate, plan.num_units, plan.target_delta) == (100, 0.05, 1000, DELTA)
     assert 0.999 * 3.0 <= total(plan, (), 100) <= 3.0
 
 
@@ -40,7 +42,7 @@ def test_a_run_that_is_resumed_keeps_its_noise(tmp_path):
 def test_an_extended_run_meets_its_new_target_with_what_is_left(tmp_path, target, steps):
     spent = [Releases(plan_of(tmp_path).noise_multiplier, 0.05, 60)]
     plan = plan_of(tmp_path, spent=spent, first_step=60, target_epsilon=target, max_steps=steps)
-    assert plan.steps == steps
+    assert plan.steps_planned == steps
     assert 0.998 * target <= total(plan, spent, steps - 60) <= target
 
 
@@ -83,11 +85,11 @@ def test_a_private_loss_pays_out_of_the_same_budget(tmp_path):
 
 def test_the_statement_says_what_the_plan_does(tmp_path):
     args = arguments(tmp_path, noise_multiplier=None, target_epsilon=3.0, max_steps=100, noise_generator="philox")
-    statement = PrivacyPlan.from_arguments(args, sampler=SAMPLER).statement(args, noise_source="philox")
+    statement = planned_statement(args, sampler=SAMPLER, noise_source="philox")
     sigma = get_noise_multiplier(target_epsilon=3.0, target_delta=DELTA, sample_rate=0.05, steps=100)
     assert (statement.noise_multiplier, statement.steps_planned, statement.private) == (sigma, 100, True)
     assert statement.noise_source == "philox"
     assert statement.unit_of_privacy == "one example"
     seeded = arguments(tmp_path, noise_seed=1)
     sampler = PoissonSampler(num_examples=1000, expected_batch_size=50, seed=1)
-    assert not PrivacyPlan.from_arguments(seeded, sampler=sampler).statement(seeded, noise_source="").private
+    assert not planned_statement(seeded, sampler=sampler, noise_source="").private

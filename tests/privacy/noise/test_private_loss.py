@@ -72,7 +72,7 @@ def test_its_noise_has_the_promised_deviation(tmp_path):
         tmp_path, losses=dict.fromkeys(range(60), 0.0), noise_multiplier=2.0, per_sample_max_loss=50.0, max_steps=steps,
         train_loss_budget=0.2, grad_sample_self_check=False,
     )  # fmt: skip
-    std = trainer.privacy_plan().loss_noise_multiplier * 50.0 / 8
+    std = trainer.private_run.statement.loss_noise_multiplier * 50.0 / 8
     assert std == pytest.approx(2.0 * math.sqrt(0.8 / 0.2) * 50.0 / 8)
     values = losses_of(trainer)
     assert len(values) == steps
@@ -83,7 +83,7 @@ def test_its_noise_has_the_promised_deviation(tmp_path):
 
 def test_gradient_and_loss_share_the_budget(tmp_path):
     trainer = train(tmp_path, noise_multiplier=None, target_epsilon=3.0, train_loss_budget=0.1)
-    plan = trainer.privacy_plan()
+    plan = trainer.private_run.statement
     mechanism = dict(sample_rate=1 / 3, steps=4)
     joint = get_noise_multiplier(target_epsilon=3.0, target_delta=24**-1.1, **mechanism)
     assert plan.noise_multiplier == pytest.approx(joint / math.sqrt(0.9), rel=1e-9)
@@ -97,7 +97,7 @@ def test_gradient_and_loss_share_the_budget(tmp_path):
 
 def test_with_a_given_noise_multiplier_the_loss_costs_extra(tmp_path):
     trainer = train(tmp_path, noise_multiplier=1.5)
-    assert trainer.privacy_plan().noise_multiplier == 1.5
+    assert trainer.private_run.statement.noise_multiplier == 1.5
     without = get_epsilon(noise_multiplier=1.5, sample_rate=1 / 3, steps=4, delta=24**-1.1)
     assert without < trainer.privacy.epsilon() < 1.02 * without
 
@@ -115,7 +115,7 @@ def test_the_ledger_says_how_the_loss_was_reported(tmp_path):
 def test_the_optimizer_knows_the_noise_of_the_gradient_alone(tmp_path):
     trainer = train(tmp_path, noise_multiplier=None, target_epsilon=3.0, train_loss_budget=0.5)
     run = trainer.private_run
-    assert trainer.optimizer.optimizer.noise_std == run.mechanism.noise_std(0) == run.plan.noise_multiplier / 8
+    assert trainer.optimizer.optimizer.noise_std == run.mechanism.noise_std(0) == run.statement.noise_multiplier / 8
 
 
 def test_users_contribute_their_mean(tmp_path):
