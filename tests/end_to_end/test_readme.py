@@ -1,53 +1,198 @@
-"""Every snippet of the README runs, and every path in it exists."""
+"""What README, docs and results say holds: snippets run, commands and links lead somewhere, figures stand on their page."""
 
+import contextlib
+import dataclasses
+import functools
+import io
 import re
-import shlex
+import runpy
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.filters import __all__ as filter_names
+from doppler_hf.optim import DopplerOptimizer, OptimalFIR
+from doppler_hf.privacy import PoissonSampler, PrivacyStatement
+from doppler_hf.training_args.galore import GaloreArguments
+from doppler_hf.workloads.lora import LoraArguments
+from doppler_hf.workloads.recipe import KINDS
 from tests.support.tiny import pad, text_data, tiny_bert
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"
+INDEX = ROOT / "recipes" / "RESULTS.md"
+PAGES = [README, *sorted(DOCS.glob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
+RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
+RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}
+NUMBER = r"\d+(?:[.,]\d+)*"
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def prose(page):
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def links(text):
+    return re.findall(r"\]\(([^)]+)\)", text)
+
+
+def commands(page):
+    """Every line of a shell block, without its comment, and every piece of code in the prose."""
+    lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [line.partition("  #")[0] for line in lines] + re.findall(r"`([^`]+)`", prose(page))
+
+
+def linked_pages(page):
+    return {(page.parent / target.partition("#")[0]).resolve() for target in links(prose(page))}
+
+
+SNIPPETS = [
+    pytest.param(page, snippet, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, snippet in enumerate(blocks(page, "python"))
+]
 
 
 # Opacus says that its own noise is not from a secure generator, and that its hooks see no gradient of the inputs.
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook is firing:UserWarning")
-def test_python_snippets_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
+def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     x = torch.randn(500, 4)
+    y = (x.sum(dim=1) > 0).long()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0}, "[PAD]")), pad_token="[PAD]")
     names = {
-        "torch": torch, "model": tiny_bert(), "train": text_data(1100), "dev": text_data(8), "tokenizer": None,
-        "metrics": lambda prediction: {}, "x": x, "y": (x.sum(dim=1) > 0).long(), "network": torch.nn.Linear(4, 2),
+        "model": tiny_bert(), "train": text_data(1100), "dev": text_data(8), "tokenizer": tokenizer, "metrics": lambda p: {},
+        "args": DopplerTrainingArguments(output_dir="out", target_epsilon=3.0, max_steps=3, report_to="none"),
+        "x": x, "y": y, "network": torch.nn.Linear(4, 2),
+        "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=50),
     }  # fmt: skip
-    snippets = blocks("python")
-    assert len(snippets) == 6
-    for snippet in snippets:
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, names["y"]), batch_size=50)
-        fresh = {"pad": pad, "loader": loader, "network": torch.nn.Linear(4, 2)}
-        exec(snippet.replace("processing_class=tokenizer", "data_collator=pad"), names | fresh, ran := {})
-        names |= ran
-        if "cross_entropy" in snippet:  # a linear rule: 500 examples, 10 steps, ε = 3
-            network = ran.get("network", fresh["network"])
-            assert (network(x).argmax(dim=1) == names["y"]).float().mean() > 0.7
-    assert (tmp_path / "out" / "privacy_ledger.json").exists()
-    assert names["trainer"].privacy.epsilon() <= 3.0
-    trainer = names["Contrast"](model=tiny_bert(), args=names["args"], train_dataset=text_data(1100), data_collator=pad)
-    assert trainer.compute_per_sample_loss(trainer.model, pad(text_data(3))).shape == (3,)
+    exec(snippet, names)
+    if "trainer" in names:
+        assert (tmp_path / "out" / "privacy_ledger.json").exists()
+        assert 0.0 < names["trainer"].privacy.epsilon() <= 3.0
+    if "cross_entropy" in snippet:  # a linear rule: 500 examples, 10 steps, ε = 3
+        assert (names["network"](x).argmax(dim=1) == y).float().mean() > 0.7
+    for task in (kind for kind in names.values() if isinstance(kind, type) and issubclass(kind, DopplerTrainer)):
+        trainer = task(model=tiny_bert(), args=names["args"], train_dataset=text_data(1100), data_collator=pad)
+        assert trainer.compute_per_sample_loss(trainer.model, pad(text_data(3))).shape == (3,)
 
 
-def test_commands_name_files_that_exist():
-    words = [word for block in blocks("sh") for line in block.splitlines() for word in shlex.split(line, comments=True)]
-    assert words.count("make") == 2
-    modules = [word.replace(".", "/") + ".py" for word in words if word.startswith("scripts.")]
-    paths = [word for word in words if "/" in word] + modules
-    assert len(paths) == 8
-    for path in paths:
+def test_there_are_snippets_and_commands():
+    assert [len(blocks(page, "python")) for page in (README, DOCS / "trainer.md", DOCS / "filters.md")] == [1, 3, 1]
+    assert sum(len(blocks(page, "sh")) for page in PAGES) > 10
+
+
+def flags(text):
+    return {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", text)}
+
+
+def script_of(command):
+    """The script of ours that a command starts, as a path, or None."""
+    found = re.search(r"-m (scripts[\w.]+)|(scripts/\w+\.py)", command)
+    return found and (found[2] or found[1].replace(".", "/") + ".py")
+
+
+@functools.cache
+def help_of(script, words):
+    """What a script says to --help, or `doppler-hf` with these words."""
+    argv = mock.patch.object(sys, "argv", [script, *words, "--help"])
+    with argv, contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    return printed.getvalue()
+
+
+@pages
+def test_commands_exist(page):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for command in commands(page):
+        if make := re.match(r"make ([a-z-]+)", command):
+            assert make[1] in targets, command
+        if script := script_of(command):
+            assert (ROOT / script).exists(), command
+
+
+@pages
+def test_flags_are_those_of_the_commands_of_the_page(page):
+    known = set(RECIPE_FIELDS)
+    for command in commands(page):
+        if flags(command) and script_of(command):
+            known |= flags(help_of(script_of(command), ()))
+        elif ours := re.search(r"doppler-hf((?: [a-z]+(?![\w/.-]))+)", command):
+            known |= flags(help_of("doppler_hf/__main__.py", tuple(ours[1].split())))
+    for command in commands(page):
+        assert flags(command) <= known, command
+
+
+@pages
+def test_paths_in_the_text_exist(page):
+    text = re.sub(r"\]\([^)]+\)", "]", page.read_text())  # links have a test of their own
+    for path in re.findall(r"(?<![\w/.])(?:doppler_hf|docs|recipes|scripts|tests)/[\w./-]*\w", text):
         assert (ROOT / path).exists(), path
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_links_resolve(page):
+    for target in links(prose(page)):
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path) if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_no_page_and_no_picture_is_an_orphan():
+    assert linked_pages(INDEX) == set(RESULTS.glob("*.md"))
+    assert linked_pages(DOCS / "README.md") - {INDEX} == set(DOCS.glob("*.md")) - {DOCS / "README.md"}
+    assert set(DOCS.glob("*.md")) - {DOCS / "README.md"} <= linked_pages(README)
+    assert set((ROOT / "recipes" / "figures").iterdir()) <= set.union(*map(linked_pages, PAGES))
+
+
+def test_the_results_are_one_table():
+    assert len(re.findall(r"^\|[-|]+\|$", INDEX.read_text(), flags=re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.stem)
+def test_a_result_says_where_it_is_from(page):
+    for what in ("Question", "Command", "Seeds", "Hardware"):
+        assert re.search(rf"^- \*\*{what}:\*\* \S", page.read_text(), flags=re.MULTILINE), what
+    assert re.search(r"^- \*\*Date:\*\* \d{4}-\d\d-\d\d$", page.read_text(), flags=re.MULTILINE)
+
+
+@pages
+def test_figures_of_a_row_stand_on_the_page_that_it_links(page):
+    for row in re.findall(r"^\|.*results/[\w-]+\.md.*$", page.read_text(), flags=re.MULTILINE):
+        linked = [(page.parent / target).read_text() for target in links(row)]
+        stated = set(re.findall(NUMBER, re.sub(r"\]\([^)]+\)", "]", row)))
+        assert stated <= set(re.findall(NUMBER, "\n".join(linked))), row
+
+
+def test_notation_names_what_there_is():
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "notation.md").read_text(), flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    statement = {field.name for field in dataclasses.fields(PrivacyStatement)}
+    galore = {field.name for field in dataclasses.fields(GaloreArguments)}
+    code = {*DopplerOptimizer.__init__.__code__.co_varnames, *PoissonSampler.__init__.__code__.co_varnames}
+    coefficients = {"a", "b", "max_grad_norm", "noise_std", OptimalFIR.__name__}
+    assert len(named) > 25
+    assert named <= RECIPE_FIELDS | statement | galore | code | coefficients | set(filter_names)
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().split()) <= 700
