@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,7 +26,7 @@ from doppler_hf.audit.result import CanaryKind, Method
 from doppler_hf.audit.trainer import AuditTrainer
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
-from doppler_hf.privacy.losses.host_losses import token_task
+from doppler_hf.privacy.losses.host_losses import token_task, without_adapters
 
 # How far the weights are moved for a directional derivative, relative to their norm: far enough for float32, and along
 # noise, which is the direction, a loss is straight that far.
@@ -49,7 +48,7 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
     one_run_methods: ClassVar[tuple[Method, ...]] = ("one run",)
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
-        base_model = model.get_base_model() if isinstance(model, PeftModel) else model
+        base_model = without_adapters(model)
         if (
             not isinstance(base_model, PreTrainedModel)
             or token_task(base_model) is not None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient, combined
-from doppler_hf.privacy.clipping.host_layers import HOST_RULES, has_relative_bias, relative_bias
+from doppler_hf.privacy.clipping.host_layers import has_relative_bias, host_rules, relative_bias
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.refused_layers import refuse_compiled, refuse_layers_that_mix_examples, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
@@ -48,6 +48,7 @@ class BookKeepingEngine:
         self._not_batched: dict[str, tuple[int, ...]] = {}
         self._cleanup = contextlib.ExitStack()
         self._is_checked = False
+        rules = RULES | host_rules()
         for name, module in model.named_modules():
             if has_relative_bias(module):
                 self._replace(
@@ -55,7 +56,7 @@ class BookKeepingEngine:
                 )
             if not trainable_of(module):
                 continue
-            rule = rule_for(module, RULES | HOST_RULES) if by_rules else None
+            rule = rule_for(module, rules) if by_rules else None
             if rule is None:
                 sampler = sampler_for(module, by_rules=by_rules)
                 self._without_rule[name] = LayerWithoutRule(name, module, self._book, sampler=sampler)

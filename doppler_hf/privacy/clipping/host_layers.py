@@ -1,11 +1,10 @@
 """Rules for what transformers and PEFT define: GPT-2's `Conv1D`, T5's relative position bias, DoRA's magnitude."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from peft.tuners.lora.dora import DoraLinearLayer
-from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -32,6 +31,8 @@ def dora(
 
     PEFT adds this to W x. Its own forward flattens m, which leaves no room for one copy per example.
     """
+    from peft.utils.integrations import dequantize_module_weight
+
     with torch.no_grad():
         weight = dequantize_module_weight(base_layer).to(x.dtype)
         low_rank = module.get_lora_weight(lora_A=lora_A, lora_B=lora_B, adapter_name=adapter_name).to(x.dtype)
@@ -44,7 +45,12 @@ def dora(
     return magnitude / norms * torch.add(base_result, lora_B(lora_A(x)), alpha=scaling) - base_result
 
 
-HOST_RULES: dict[Callable[..., Any], Rule] = {Conv1D.forward: transposed_linear, DoraLinearLayer.forward: dora}
+def host_rules() -> dict[Callable[..., Any], Rule]:
+    """Return the rules by the forward pass that each stands in for; those of PEFT only where somebody has imported it."""
+    rules: dict[Callable[..., Any], Rule] = {Conv1D.forward: transposed_linear}
+    if (defines_dora := sys.modules.get("peft.tuners.lora.dora")) is not None:
+        rules[defines_dora.DoraLinearLayer.forward] = dora
+    return rules
 
 
 def has_relative_bias(module: nn.Module) -> bool:

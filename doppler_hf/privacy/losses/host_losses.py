@@ -4,6 +4,7 @@ transformers finds a model's loss by `loss_type`, the end of its class's name (`
 `loss/loss_utils.py`), and falls back to its tables of auto classes where an older name says nothing; so does this file.
 """
 
+import sys
 from typing import Any, Literal
 
 from jaxtyping import Float
@@ -28,6 +29,12 @@ _LOSS_OF_TABLE = (
     (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
 )
+
+
+def without_adapters(model: Any) -> Any:
+    """Return the model inside PEFT's wrapper, or `model` itself where there is none: where nobody has imported PEFT."""
+    peft = sys.modules.get("peft")
+    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
 def token_task(model: nn.Module) -> TokenTask | None:
