@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.losses.host_losses import per_sample_losses
+from doppler_hf.privacy.losses.host_losses import per_sample_losses, without_adapters
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.model_card import complete_card
@@ -173,8 +172,7 @@ class DopplerTrainer(Trainer):
         Raises:
             ValueError: A task without a rule, by the model's class.
         """
-        base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        return per_sample_losses(model, inputs, base_model=base_model)
+        return per_sample_losses(model, inputs, base_model=without_adapters(self.model))
 
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         with self.compute_loss_context_manager():
