@@ -1,7 +1,8 @@
 """The command `doppler-hf`: what one needs before, after and around a private training run.
 
-Each command is a module of this folder with `add_arguments(parser)` and `run(args)`; the first line of its docstring is
-its line in `doppler-hf --help`, and the whole docstring what its own `--help` says. `python -m doppler_hf` is the same.
+Each command is a module of this folder with `add_arguments(parser)` and `run(args)`, imported when it is chosen: some need
+torch, and most do not. Its docstring is what its own `--help` says, and the first line of that its line in
+`doppler-hf --help`. `run` returns the exit code. `python -m doppler_hf` is the same command.
 
 - plan, filter, audit, verify: the commands
 """
@@ -9,27 +10,18 @@ its line in `doppler-hf --help`, and the whole docstring what its own `--help` s
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from importlib import import_module
+from typing import Final
 
-from doppler_hf.cli import audit, filter, plan, verify
-
-
-class Command(Protocol):
-    """What the module of a command offers."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
-        """Declare the command's arguments."""
-
-    def run(self, args: argparse.Namespace, /) -> int:
-        """Do it, and return the exit code. A `ValueError` is a mistake in the arguments: one line, exit code 2."""
-
-
-COMMANDS: Final[Mapping[str, Command]] = {
-    "plan": plan,
-    "filter": filter,
-    "audit": audit,
-    "verify": verify,
+COMMANDS: Final[Mapping[str, str]] = {
+    "plan": "Plan a private run before there is one: what it costs, how noisy its gradients are, and what to choose "
+    "instead.",
+    "filter": "Look at low-pass filters, or design one: their figures as a table, their responses as a picture.",
+    "audit": "Audit a recipe: train it with canaries, attack the run, and hold the ε that is proven against the ε that is "
+    "claimed.",
+    "verify": "Check a privacy ledger: that nobody has edited it, and that its ε follows from what was released.",
 }
+"""Name → its line in the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,21 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Differentially private fine-tuning with DOPPLER: plan a run, and check what it claims.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        assert command.__doc__ is not None
-        command.add_arguments(
-            commands.add_parser(
-                name,
-                help=command.__doc__.splitlines()[0],
-                description=command.__doc__,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
-            )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    words = [_hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
+    # No flag before the command takes a value, so that the first name of a command is the one that argparse will take.
+    chosen = next((word for word in words if word in COMMANDS), None)
+    for name, line in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-    args = parser.parse_args([_hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)])
+        if name == chosen:
+            module = import_module(f"{__name__}.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(words)
     try:
-        return COMMANDS[args.command].run(args)
+        return int(args.run(args))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import HfArgumentParser
 
 
@@ -93,6 +92,8 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     Raises:
         ValueError: If there is no such file, or it is not a YAML mapping from names to values.
     """
+    import yaml
+
     if not path.is_file():
         raise ValueError(f"recipe {path} is not a file; the first argument is a YAML recipe, or a flag that begins with --")
     text = path.read_text(encoding="utf-8")

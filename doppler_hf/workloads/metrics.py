@@ -5,12 +5,13 @@ five functions of scikit-learn and SciPy. Which task has which: Wang et al., *GL
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-import evaluate
 import numpy as np
 from transformers import EvalPrediction
+
+if TYPE_CHECKING:
+    from evaluate import Metric, MetricInfo
 
 GLUE_METRICS: dict[str, tuple[str, ...]] = {
     "cola": ("matthews_correlation",),
@@ -34,31 +35,37 @@ Returns:
 """
 
 
-class GlueMetric(evaluate.Metric):
-    """The metric of the GLUE task `config_name`; same names and values as `evaluate.load("glue", config_name)`.
+def glue_metric(task_name: str) -> "Metric":
+    """Make the metric of a GLUE task; same names and values as `evaluate.load("glue", task_name)`.
 
     Raises:
-        ValueError: If `config_name` is no GLUE task.
+        ValueError: If `task_name` is no GLUE task.
 
     Example:
-        >>> GlueMetric("sst2").compute(predictions=[1, 0, 1], references=[1, 1, 1])
+        >>> glue_metric("sst2").compute(predictions=[1, 0, 1], references=[1, 1, 1])
         {'accuracy': 0.6666666666666666}
     """
+    import evaluate
+    from datasets import Features, Value
 
-    def _info(self) -> evaluate.MetricInfo:
-        if self.config_name not in GLUE_METRICS:
-            raise ValueError(f"no GLUE task {self.config_name!r}; choose one of {', '.join(GLUE_METRICS)}")
-        # evaluate casts what it stores: an int feature would round the similarities of stsb.
-        value = datasets.Value("float32" if self.config_name == "stsb" else "int64")
-        return evaluate.MetricInfo(
-            description=_DESCRIPTION,
-            citation="",
-            inputs_description=_INPUTS,
-            features=datasets.Features({"predictions": value, "references": value}),
-        )
+    if task_name not in GLUE_METRICS:
+        raise ValueError(f"no GLUE task {task_name!r}; choose one of {', '.join(GLUE_METRICS)}")
 
-    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-        return {name: _SCORES[name](predictions, references) for name in GLUE_METRICS[self.config_name]}
+    class GlueMetric(evaluate.Metric):
+        def _info(self) -> "MetricInfo":
+            # evaluate casts what it stores: an int feature would round the similarities of stsb.
+            value = Value("float32" if task_name == "stsb" else "int64")
+            return evaluate.MetricInfo(
+                description=_DESCRIPTION,
+                citation="",
+                inputs_description=_INPUTS,
+                features=Features({"predictions": value, "references": value}),
+            )
+
+        def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+            return {name: _SCORES[name](predictions, references) for name in GLUE_METRICS[task_name]}
+
+    return GlueMetric(task_name)
 
 
 def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
@@ -73,7 +80,7 @@ def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str,
     Raises:
         ValueError: If `task_name` is no GLUE task.
     """
-    metric = GlueMetric(task_name)
+    metric = glue_metric(task_name)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         logits = _logits(prediction)

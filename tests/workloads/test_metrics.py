@@ -6,7 +6,7 @@ from scipy import stats
 from sklearn import metrics as sk
 from transformers import EvalPrediction
 
-from doppler_hf.workloads.metrics import GLUE_METRICS, GlueMetric, accuracy_from_logits, glue_compute_metrics
+from doppler_hf.workloads.metrics import GLUE_METRICS, accuracy_from_logits, glue_compute_metrics, glue_metric
 
 # 8 examples: 3 true positives, 1 false positive, 2 false negatives, 2 true negatives.
 REFERENCES = [1, 1, 1, 1, 1, 0, 0, 0]
@@ -20,17 +20,17 @@ def _evaluate_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", ["sst2", "mnli", "qnli", "rte", "wnli"])
 def test_accuracy_by_hand(task):
-    assert GlueMetric(task).compute(predictions=PREDICTIONS, references=REFERENCES) == {"accuracy": 5 / 8}
+    assert glue_metric(task).compute(predictions=PREDICTIONS, references=REFERENCES) == {"accuracy": 5 / 8}
 
 
 @pytest.mark.parametrize("task", ["mrpc", "qqp"])
 def test_accuracy_and_f1_by_hand(task):
-    scores = GlueMetric(config_name=task).compute(predictions=PREDICTIONS, references=REFERENCES)
+    scores = glue_metric(task).compute(predictions=PREDICTIONS, references=REFERENCES)
     assert scores == pytest.approx({"accuracy": 5 / 8, "f1": 2 * 3 / (2 * 3 + 1 + 2)}, rel=1e-12)
 
 
 def test_matthews_correlation_by_hand():
-    scores = GlueMetric("cola").compute(predictions=PREDICTIONS, references=REFERENCES)
+    scores = glue_metric("cola").compute(predictions=PREDICTIONS, references=REFERENCES)
     by_hand = (3 * 2 - 1 * 2) / np.sqrt((3 + 1) * (3 + 2) * (2 + 1) * (2 + 2))
     assert scores == pytest.approx({"matthews_correlation": by_hand}, rel=1e-12)
 
@@ -39,7 +39,7 @@ def test_correlations_against_scipy_and_numpy():
     generator = np.random.default_rng(0)
     references = generator.uniform(0, 5, 50).astype(np.float32)
     predictions = references + generator.normal(0, 1, 50).astype(np.float32)
-    scores = GlueMetric("stsb").compute(predictions=predictions, references=references)
+    scores = glue_metric("stsb").compute(predictions=predictions, references=references)
     assert set(scores) == {"pearson", "spearmanr"}
     assert scores["pearson"] == pytest.approx(np.corrcoef(predictions, references)[0, 1], rel=1e-5)
     ranks = stats.rankdata(predictions), stats.rankdata(references)
@@ -47,12 +47,12 @@ def test_correlations_against_scipy_and_numpy():
 
 
 def test_similarities_are_not_rounded():
-    scores = GlueMetric("stsb").compute(predictions=[0.1, 0.2, 0.4], references=[0.0, 0.3, 0.4])
+    scores = glue_metric("stsb").compute(predictions=[0.1, 0.2, 0.4], references=[0.0, 0.3, 0.4])
     assert scores["pearson"] == pytest.approx(stats.pearsonr([0.1, 0.2, 0.4], [0.0, 0.3, 0.4])[0], rel=1e-5)
 
 
 def test_batches_accumulate():
-    metric = GlueMetric("mrpc")
+    metric = glue_metric("mrpc")
     metric.add_batch(predictions=PREDICTIONS[:3], references=REFERENCES[:3])
     metric.add_batch(predictions=PREDICTIONS[3:], references=REFERENCES[3:])
     scores = metric.compute()
@@ -61,7 +61,7 @@ def test_batches_accumulate():
 
 def test_unknown_task_lists_the_nine():
     with pytest.raises(ValueError, match=r"no GLUE task 'sst-2'; choose one of cola, mnli, .*wnli"):
-        GlueMetric("sst-2")
+        glue_metric("sst-2")
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])

@@ -13,7 +13,7 @@ compute; *pld* computes both and takes the larger, which has been removal wherev
 - *pld*: the same with every rounding upwards (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380): a bound at any
   grid spacing.
 
-A mechanism is a triple (σ, q, T) with σ > 0, 0 < q ≤ 1 and T ≥ 1.
+A mechanism is a triple (σ, q, T) with σ > 0, 0 < q ≤ 1 and T ≥ 1. Opacus, which brings torch, is imported when it computes.
 """
 
 import functools
@@ -24,14 +24,6 @@ from collections.abc import Sequence
 import numpy as np
 import scipy.fft
 from dp_accounting.pld import privacy_loss_distribution
-from opacus.accountants.analysis import rdp as opacus_rdp
-from opacus.accountants.analysis.prv import (
-    Domain,
-    PoissonSubsampledGaussianPRV,
-    TruncatedPrivacyRandomVariable,
-    compose_heterogeneous,
-    discretize,
-)
 
 Mechanism = tuple[float, float, int]
 
@@ -51,11 +43,15 @@ _SMALLEST_FOURIER_DELTA = 1e-10
 
 @functools.lru_cache(maxsize=2**14)  # One mechanism is asked about at many numbers of steps.
 def _rdp_of_step(noise_multiplier: float, sample_rate: float, order: float) -> float:
+    from opacus.accountants.analysis import rdp as opacus_rdp
+
     rdp = opacus_rdp.compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=order)
     return float(rdp) + _RDP_SERIES_ERROR / (order - 1.0)
 
 
 def _epsilon_at_best_order(mechanisms: Sequence[Mechanism], orders: list[float], *, delta: float) -> tuple[float, float]:
+    from opacus.accountants.analysis import rdp as opacus_rdp
+
     rdp = [sum(steps * _rdp_of_step(sigma, rate, order) for sigma, rate, steps in mechanisms) for order in orders]
     with warnings.catch_warnings():
         # Opacus asks for more orders when the best one is the first or the last. The bound holds there as well.
@@ -84,6 +80,14 @@ def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
         mechanisms: At least one; every q < 1.
         delta: δ.
     """
+    from opacus.accountants.analysis.prv import (
+        Domain,
+        PoissonSubsampledGaussianPRV,
+        TruncatedPrivacyRandomVariable,
+        compose_heterogeneous,
+        discretize,
+    )
+
     rdp = rdp_epsilon(mechanisms, delta=delta)
     if delta < _SMALLEST_FOURIER_DELTA:
         return rdp
