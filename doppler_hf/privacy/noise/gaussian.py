@@ -20,9 +20,9 @@ work that out (Holohan and Braghin, https://arxiv.org/abs/2107.10138, section 5.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ from torch import Tensor
 from doppler_hf.privacy.bits import BitStream, RekeyedBits, ReproducibleBits, SecretBits
 
 NoiseGenerator = Literal["csprng", "philox"]
+_IN_WORDS: Final[Mapping[NoiseGenerator, str]] = {
+    "csprng": "AES-256-CTR keyed by the operating system",
+    "philox": "Philox keyed anew by the operating system at every step",
+}
 
 # Normals made at a time: enough to divide among torch's threads, and on a GPU among many more; working memory 4 and 16 MiB.
 _PIECE: Final = {"cpu": 1 << 18, "cuda": 1 << 20}
@@ -48,8 +52,7 @@ def noise_stream(generator: NoiseGenerator, *, seed: int | None = None) -> BitSt
     Raises:
         ValueError: An unknown `generator`.
     """
-    if generator not in get_args(NoiseGenerator):
-        raise ValueError(f"The noise generator must be one of {', '.join(get_args(NoiseGenerator))}, got {generator!r}.")
+    _check_generator(generator)
     if seed is not None:
         return ReproducibleBits(seed, purpose="noise")
     return SecretBits() if generator == "csprng" else RekeyedBits()
@@ -70,12 +73,14 @@ def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False
         >>> noise_source("csprng")
         'AES-256-CTR keyed by the operating system, Box-Muller'
     """
-    bits = {
-        SecretBits: "AES-256-CTR keyed by the operating system",
-        RekeyedBits: "Philox keyed anew by the operating system at every step",
-        ReproducibleBits: "reproducible from a seed: not private",
-    }[type(noise_stream(generator, seed=seed))]
+    _check_generator(generator)
+    bits = _IN_WORDS[generator] if seed is None else "reproducible from a seed: not private"
     return f"{bits}, Box-Muller" + (", sum of four against floating-point attacks" if floating_point_safe else "")
+
+
+def _check_generator(generator: NoiseGenerator) -> None:
+    if generator not in _IN_WORDS:
+        raise ValueError(f"The noise generator must be one of {', '.join(_IN_WORDS)}, got {generator!r}.")
 
 
 def box_muller(words: Int64[Tensor, " n"], *, std: float, out: Float64[Tensor, " n"], one_thread: bool = False) -> None:

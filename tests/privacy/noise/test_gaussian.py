@@ -202,7 +202,9 @@ def test_an_unknown_generator_is_refused(function, seed):
         function("mt19937", seed=seed)
 
 
-def test_the_source_in_words():
+def test_the_source_in_words(monkeypatch):
+    # To say where noise comes from takes no key.
+    monkeypatch.setattr("os.urandom", lambda size: pytest.fail("a key was drawn"))
     assert noise_source("csprng") == "AES-256-CTR keyed by the operating system, Box-Muller"
     assert noise_source("philox") == "Philox keyed anew by the operating system at every step, Box-Muller"
     safe = noise_source("csprng", floating_point_safe=True)
