@@ -1,4 +1,4 @@
-"""Pictures of runs. matplotlib is imported when one is drawn."""
+"""Pictures of runs and filters. matplotlib is imported when one is drawn; its pyplot, which a notebook draws with, never."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,12 +34,8 @@ def plot_learning_curves(
     Raises:
         ValueError: Runs of one entry with different epochs, or no run at all.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure = _new_figure(6.4, 4.0)
+    axes = figure.subplots()
     for label, runs in curves.items():
         epochs = [[epoch for epoch, _ in run] for run in runs]
         if not runs or any(other != epochs[0] for other in epochs):
@@ -50,9 +46,7 @@ def plot_learning_curves(
     axes.set(xlabel="epoch", ylabel=ylabel, title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _write(figure, path)
 
 
 def plot_planned_runs(
@@ -66,10 +60,6 @@ def plot_planned_runs(
         path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
         title: Title of the picture.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     def quantities(run: PlannedRun) -> tuple[float, float, float]:
@@ -77,7 +67,8 @@ def plot_planned_runs(
 
     labels = ("noise multiplier σ", "noise_std = σC/B, one step", "noise_std/√T, average over the run")
     batch_sizes = sorted({run.expected_batch_size for runs in table.values() for run in runs})
-    figure, panels = plt.subplots(1, len(labels), figsize=(11.0, 3.8), layout="constrained")
+    figure = _new_figure(11.0, 3.8)
+    panels = figure.subplots(1, len(labels))
     for index, (axes, label) in enumerate(zip(panels, labels, strict=True)):
         for epochs, runs in table.items():
             axes.loglog(
@@ -104,9 +95,7 @@ def plot_planned_runs(
         axes.grid(alpha=0.3)
     panels[0].legend(title="epochs")
     figure.suptitle(title)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _write(figure, path)
 
 
 def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None:
@@ -116,16 +105,12 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
         filters: Label → filter, at least one.
         path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figures = [filter_figures(low_pass_filter) for low_pass_filter in filters.values()]
     steps = max(10, *(each.settling_steps for each in figures)) + 1
     slowest = min(each.cutoff for each in figures)
     frequencies = np.geomspace(min(1e-2, slowest / 10), 1, 1000)
-    figure, ((impulse, step), (gain, delay)) = plt.subplots(2, 2, figsize=(9.0, 6.6), layout="constrained")
+    figure = _new_figure(9.0, 6.6)
+    (impulse, step), (gain, delay) = figure.subplots(2, 2)
     marker = "." if steps <= 80 else None
     for index, (label, low_pass_filter) in enumerate(filters.items()):
         # The colours repeat after ten.
@@ -147,9 +132,7 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
         axes.grid(alpha=0.3)
     widest = max(map(len, filters))
     figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _write(figure, path)
 
 
 def plot_paper_filters(path: str | Path) -> None:
@@ -158,16 +141,12 @@ def plot_paper_filters(path: str | Path) -> None:
     Args:
         path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     names = list(PAPER_FILTERS)
     first_ablation = names.index("f1")
     tables = {"filters of the experiments": names[:first_ablation], "filters of the ablation": names[first_ablation:]}
     frequencies = np.linspace(0, 1, 500)
-    figure, panels = plt.subplots(2, 2, figsize=(9.0, 6.6), layout="constrained")
+    figure = _new_figure(9.0, 6.6)
+    panels = figure.subplots(2, 2)
     for (time, frequency), (title, listed) in zip(panels, tables.items(), strict=True):
         for index, name in enumerate(listed):
             # f1 and f2 have the same gain: dashes let the one below show.
@@ -182,9 +161,7 @@ def plot_paper_filters(path: str | Path) -> None:
         for axes in (time, frequency):
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _write(figure, path)
 
 
 def plot_spectra(
@@ -203,12 +180,8 @@ def plot_spectra(
         path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
         title: Title of the picture.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (time, frequency) = plt.subplots(1, 2, figsize=(11.0, 4.6), layout="constrained")
+    figure = _new_figure(11.0, 4.6)
+    time, frequency = figure.subplots(1, 2)
     colours = {label: f"C{index}" for index, label in enumerate(autocorrelations)}
     for label, values in autocorrelations.items():
         time.plot(values / values[0], color=colours[label], label=label)
@@ -222,9 +195,19 @@ def plot_spectra(
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(title)
+    _write(figure, path)
+
+
+def _new_figure(width: float, height: float) -> Any:
+    """Return an empty figure, in inches, that no window and no notebook knows of."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _write(figure: Any, path: str | Path) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def _leave_out_single_weights(axes: Any, filters: Mapping[str, LowPassFilter]) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import scipy.signal
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.reports.planned_runs import PlannedRun
@@ -14,13 +14,15 @@ RUNS = [[(1.0, 50.0), (2.0, 70.0)], [(1.0, 55.0), (2.0, 80.0)]]
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are drawn, as long as the test runs."""
-    kept = []
-    monkeypatch.setattr(pyplot, "close", kept.append)
-    yield kept
-    monkeypatch.undo()
-    for figure in kept:
-        pyplot.close(figure)
+    """The figures that are written."""
+    kept, savefig = [], Figure.savefig
+
+    def keep(figure, *args, **kwargs):
+        kept.append(figure)
+        savefig(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return kept
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -98,3 +100,26 @@ def test_the_papers_panels_hold_its_filters(tmp_path, figures):
     assert names[0] == names[1]
     assert names[2] == names[3] == {"f1", "f2", "f3", "f4", "f5", "f6"}
     assert names[0] | names[2] == set(PAPER_FILTERS)
+
+
+def test_a_notebook_keeps_its_backend_and_its_figures(tmp_path):
+    import matplotlib
+    from matplotlib import pyplot
+
+    try:
+        matplotlib.use("svg")
+        own = pyplot.figure()
+        frequencies = np.array([0.0, 0.5, 1.0])
+        plot_learning_curves({"none": RUNS}, tmp_path / "1.png", ylabel="accuracy (%)", title="a title")
+        planned = PlannedRun(1000, 10, 40, 1.0, 0.5)
+        plot_planned_runs({1.0: [planned]}, planned, tmp_path / "2.png", title="a title")
+        plot_filters({"momentum": PAPER_FILTERS["momentum"]}, tmp_path / "3.png")
+        plot_paper_filters(tmp_path / "4.png")
+        plot_spectra({"raw": frequencies + 1}, {"raw": (frequencies, frequencies + 1)}, tmp_path / "5.png", title="a title")
+        assert matplotlib.get_backend() == "svg"
+        assert [pyplot.figure(number) for number in pyplot.get_fignums()] == [own]
+    finally:
+        pyplot.close("all")
+        matplotlib.use("agg")
+    # Drawn as PNG, whatever the backend writes.
+    assert {path.read_bytes()[:4] for path in tmp_path.iterdir()} == {b"\x89PNG"}
