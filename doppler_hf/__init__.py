@@ -11,6 +11,7 @@
 - audit: an attacked run
 - reports: tables and pictures
 - cli: the command `doppler-hf`
+- extras: what only some uses need
 """
 
 from importlib import import_module

@@ -9,34 +9,38 @@ Every filter has its own learning rate, from the same grid. Prints one table; th
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict
 from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback, ViTConfig, ViTForImageClassification, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.reports.plots import plot_learning_curves
+from doppler_hf.reports.plots import check_picture, plot_learning_curves
+from doppler_hf.workloads.arguments import one_line_errors
 from doppler_hf.workloads.data_sources import load_images
 from doppler_hf.workloads.metrics import accuracy_from_logits
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
 
 EPSILON = 2.0
 SEEDS = (0, 1, 2)
 # Filter → learning rate: the best of 2.5e-3, 5e-3, 1e-2 and 2e-2 by the mean of two other seeds.
 LEARNING_RATES = {"none": 1e-2, "first-order-v1": 1e-2}
 OUT = Path("out/quickstart")
+PICTURE = OUT / "learning_curves.png"
 
 
-def examples(split: Dataset) -> list[dict[str, Any]]:
+def examples(split: "Dataset") -> list[dict[str, Any]]:
     """Turn 8×8 grey values into tensors once: all of them together are smaller than one photograph."""
     pixels = (torch.tensor(np.asarray(image), dtype=torch.float32) for image in split["image"])
     return [{"pixel_values": p[None] / 127.5 - 1, "labels": y} for p, y in zip(pixels, split["label"], strict=True)]
 
 
-def train(filter_name: str, seed: int, splits: DatasetDict) -> DopplerTrainer:
+def train(filter_name: str, seed: int, splits: "DatasetDict") -> DopplerTrainer:
     """Train once, and return the trainer with its history and its ledger."""
     set_seed(seed)
     config = ViTConfig(
@@ -85,7 +89,9 @@ def main() -> None:
     """Train every filter with every seed, print the table, draw the curves."""
     torch.set_num_threads(1)  # Matrices this small are slower on several threads.
     start = time.perf_counter()
-    splits = load_images("digits")
+    with one_line_errors():
+        check_picture(PICTURE)
+        splits = load_images("digits")
     curves: dict[str, list[list[tuple[float, float]]]] = {}
     epsilons: list[float] = []
     table = Table("filter", "lr", f"accuracy for each of {len(SEEDS)} seeds", "mean ± std")
@@ -100,12 +106,11 @@ def main() -> None:
         by_seed = "  ".join(f"{accuracy:.1f}" for accuracy in final)
         table.add_row(filter_name, f"{learning_rate:g}", by_seed, f"{np.mean(final):.1f} ± {np.std(final, ddof=1):.1f}")
         epsilons += [trainer.privacy.epsilon() for trainer in trainers]
-    picture = OUT / "learning_curves.png"
     title = f"digits, ViT from scratch, ε = {EPSILON:g}, {len(SEEDS)} seeds"
-    plot_learning_curves(curves, picture, ylabel="test accuracy (%)", title=title)
+    plot_learning_curves(curves, PICTURE, ylabel="test accuracy (%)", title=title)
     table.title = f"Test accuracy (%) on digits, ε spent {max(epsilons):.3f}, {time.perf_counter() - start:.0f} s"
     Console().print(table)
-    print(f"Learning curves: {picture}. Ledgers: {OUT}/*/privacy_ledger.json.")
+    print(f"Learning curves: {PICTURE}. Ledgers: {OUT}/*/privacy_ledger.json.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """What an import brings along: who designs a filter, plans a run or checks a ledger waits for no framework of training."""
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 
+from doppler_hf.extras import EXTRAS
 from tests.support.ledgers import all_events, write
 
-OPTIONAL = {"datasets", "evaluate", "matplotlib", "peft", "PIL", "sklearn", "yaml"}
+OPTIONAL = set(itertools.chain(*EXTRAS.values()))
 TRAINING = OPTIONAL | {"torch", "transformers", "accelerate", "opacus"}
 NUMERIC = {"numpy", "scipy", "jaxtyping", "dp_accounting"}
 

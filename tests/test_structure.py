@@ -1,6 +1,7 @@
 """The house keeps its shape: who may import whom, what a folder holds, and which names are public."""
 
 import ast
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import doppler_hf
 import doppler_hf.filters
 import doppler_hf.optim
 import doppler_hf.privacy
+from doppler_hf.extras import EXTRAS
 
 PACKAGE = Path(doppler_hf.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -29,11 +31,15 @@ MAY_IMPORT = {
     "privacy/losses/host_losses": ("privacy", f"{ARRAYS} torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),
     "run": ("filters optim privacy training_args", f"{ARRAYS} torch transformers accelerate rich"),
+    "extras": ("", ""),
     "trainer": ("filters optim privacy training_args run", "torch jaxtyping transformers"),
-    "reports": ("filters privacy.accounting", f"{ARRAYS} matplotlib"),
-    "workloads": ("training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml PIL"),
+    "reports": ("extras filters privacy.accounting", f"{ARRAYS} matplotlib"),
+    "workloads": (
+        "extras training_args privacy.losses",
+        f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml PIL",
+    ),
     "audit": ("trainer run training_args privacy", f"{ARRAYS} torch transformers datasets"),
-    "cli": ("filters privacy training_args run audit workloads reports", "rich numpy"),
+    "cli": ("extras filters privacy training_args run audit workloads reports", "rich numpy"),
     "__main__": ("cli", ""),
     "__init__": ("trainer training_args run", ""),
 }
@@ -78,7 +84,7 @@ def test_a_module_imports_what_its_folder_may(path):
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_what_only_some_need_is_imported_where_it_is_used(path):
     at_start = {name.split(".")[0] for name in imported(path, for_types=False, in_functions=False)}
-    assert not at_start & {"datasets", "evaluate", "matplotlib", "peft", "PIL", "sklearn", "yaml"}
+    assert not at_start & set(itertools.chain(*EXTRAS.values()))
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=str)

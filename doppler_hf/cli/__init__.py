@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
+from doppler_hf.extras import MissingExtraError
+
 COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run before there is one: what it costs, how noisy its gradients are, and what to choose "
     "instead.",
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         return int(args.run(args))
-    except ValueError as error:
+    except (ValueError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

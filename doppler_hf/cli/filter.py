@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures, write_coefficients
 from doppler_hf.filters.grammar import DESIGNS
-from doppler_hf.reports.plots import PICTURE_ENDINGS, plot_filters, plot_paper_filters
+from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_paper_filters
 
 # What a design is asked for, beside its type: flag, type, what it means.
 PARAMETERS: Final = {
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read or design the filters, print, draw."""
-    if args.plot is not None and args.plot.suffix not in PICTURE_ENDINGS:
-        raise ValueError(f"plot is {args.plot}: give a file that ends in {', '.join(PICTURE_ENDINGS)}.")
+    if args.plot is not None:
+        check_picture(args.plot)
     console = Console()
     names = [_designed_name(args)] if args.action == "design" else args.names
     filters = {str(low_pass_filter): low_pass_filter for low_pass_filter in map(LowPassFilter.parse, names)} or PAPER_FILTERS

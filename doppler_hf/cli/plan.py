@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
 from doppler_hf.reports.planned_runs import PlannedRun, Question, alternatives
-from doppler_hf.reports.plots import PICTURE_ENDINGS, plot_planned_runs
+from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
 READING: Final = (
     "noise_std: noise per coordinate of the mean gradient of one step. averaged: noise_std/√T, of the average over all "
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Solve, compare, print."""
-    if args.plot is not None and args.plot.suffix not in PICTURE_ENDINGS:
-        raise ValueError(f"plot is {args.plot}: give a file that ends in {', '.join(PICTURE_ENDINGS)}.")
+    if args.plot is not None:
+        check_picture(args.plot)
     low_pass_filter = LowPassFilter.parse(args.low_pass_filter)
     question = Question(
         num_examples=args.num_examples,

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from doppler_hf.extras import require
 from doppler_hf.filters import (
     PAPER_FILTERS,
     LowPassFilter,
@@ -18,6 +19,18 @@ from doppler_hf.filters import (
 from doppler_hf.reports.planned_runs import PlannedRun
 
 PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before there is anything to draw.
+
+    Raises:
+        ValueError: If `path` does not end like a picture.
+        MissingExtraError: Without matplotlib.
+    """
+    if path.suffix not in PICTURE_ENDINGS:
+        raise ValueError(f"plot must end in {', '.join(PICTURE_ENDINGS)}, got {path}.")
+    require("plot")
 
 
 def plot_learning_curves(
@@ -200,6 +213,7 @@ def plot_spectra(
 
 def _new_figure(width: float, height: float) -> Any:
     """Return an empty figure, in inches, that no window and no notebook knows of."""
+    require("plot")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

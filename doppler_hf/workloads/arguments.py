@@ -15,20 +15,23 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from doppler_hf.extras import MissingExtraError
+
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the program with the one-line message of a `ValueError`: a mistake in an argument needs no traceback.
+    """End the program with the one-line message of an error: neither a mistake in an argument needs a traceback, nor an
+    extra that is not installed.
 
     Meant for the part of a script that reads its arguments, its data and its model. Training stays outside, where a
     `ValueError` is a defect and its traceback is wanted.
 
     Raises:
-        SystemExit: With the message of the `ValueError` that the block raised.
+        SystemExit: With the message of the `ValueError` or `MissingExtraError` that the block raised.
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, MissingExtraError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from doppler_hf.extras import require
 from doppler_hf.workloads.hub import hub_or_folder
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def load_glue(task_name: str, dataset_dir: str | None = None) -> "DatasetDict":
     Raises:
         ValueError: If the task, a file or a column is missing, or the hub cannot be reached.
     """
+    require("recipes")
     from datasets import DatasetDict, Value, load_dataset
 
     task = glue_task(task_name)
@@ -108,6 +110,7 @@ def load_images(dataset_name: str, dataset_dir: str | None = None) -> "DatasetDi
     Raises:
         ValueError: If the data set, a file or a column is missing, or the hub cannot be reached.
     """
+    require("recipes")
     from datasets import DatasetDict, load_dataset
 
     if dataset_dir is not None:
@@ -152,6 +155,7 @@ def load_texts(
     Raises:
         ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
     """
+    require("recipes")
     from datasets import DatasetDict, load_dataset
 
     if dataset_dir is not None:

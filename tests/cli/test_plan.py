@@ -211,7 +211,7 @@ def test_picture_is_written(ending, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--plot", "plan.txt"], "plot is plan.txt: give a file that ends in .png, .svg, .pdf."),
+        (["--plot", "plan.txt"], "plot must end in .png, .svg, .pdf, got plan.txt."),
         (["--low-pass-filter", "b=0.5"], "the DC gain sum(b)/sum(a) is 0.5, not 1: multiply b by 2"),
         (["--noise-multiplier", "1"], "all are given: of epsilon, "),
         (["--batch-size", "3000"], "batch_size is 3000, but there are only 2000 examples: lower batch_size."),

@@ -1,0 +1,105 @@
+"""The core trains without the extras, and what needs one of them says so in one line."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import doppler_hf
+from doppler_hf.cli import main
+from doppler_hf.extras import EXTRAS, MissingExtraError, require
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.reports.plots import plot_paper_filters
+from scripts import image_classification
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RECIPE = str(ROOT / "recipes" / "image" / "digits-eps8.yaml")
+
+
+def names_of(requirements):
+    return {canonicalize_name(Requirement(line).name) for line in requirements}
+
+
+def distributions_of(module):
+    return set(map(canonicalize_name, packages_distributions()[module]))
+
+
+def imported_modules():
+    """Every module that is not ours and not Python's, wherever in the package it is imported."""
+    for path in Path(doppler_hf.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield node.module.split(".")[0]
+
+
+def test_extras_bring_the_modules_that_they_are_said_to():
+    for extra, modules in EXTRAS.items():
+        assert set().union(*map(distributions_of, modules)) == names_of(PROJECT["optional-dependencies"][extra])
+
+
+def test_what_the_package_imports_is_declared():
+    modules = set(imported_modules()) - sys.stdlib_module_names - {"doppler_hf"}
+    assert modules >= {"torch", "matplotlib"}
+    core = names_of(PROJECT["dependencies"])
+    assert not {module for module in modules.difference(*EXTRAS.values()) if not core & distributions_of(module)}
+
+
+def test_the_core_trains_without_the_extras(tmp_path):
+    command = [sys.executable, "-m", "tests.support.core_only", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for kind in ("list", "torch"):
+        ledger = PrivacyLedger.load(tmp_path / kind / LEDGER_NAME)
+        assert (ledger.private, ledger.steps_run) == (True, 2)
+        assert (tmp_path / kind / "model.safetensors").exists()
+        assert "differential privacy: end" in (tmp_path / kind / "README.md").read_text()
+
+
+def test_require_names_all_that_is_missing(monkeypatch):
+    require("recipes")
+    for module in ("PIL", "peft"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        MissingExtraError, match=r'^peft, PIL must be installed for this\. Run pip install "doppler_hf\[recipes\]"\.$'
+    ):
+        require("recipes")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["filter", "show"],
+        ["filter", "design", "--type=momentum", "--beta=0.5"],
+        ["plan", "--num-examples=100", "--batch-size=10", "--epochs=1", "--epsilon=1"],
+    ],
+)
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_computed(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*words, f"--plot={tmp_path}/x.png"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == 'error: matplotlib must be installed for this. Run pip install "doppler_hf[plot]".\n'
+    with pytest.raises(MissingExtraError, match="matplotlib must be installed"):
+        plot_paper_filters(tmp_path / "x.png")
+
+
+# Without YAML nothing of transformers can be imported, so that nobody lacks it alone.
+@pytest.mark.parametrize("module", sorted({*EXTRAS["recipes"]} - {"yaml"}))
+def test_a_recipe_without_its_packages_is_refused_in_one_line(module, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    line = f'error: {module} must be installed for this. Run pip install "doppler_hf[recipes]".'
+    words = [RECIPE, f"--output_dir={tmp_path}"]
+    assert main(["audit", *words]) == 2
+    assert capsys.readouterr().err == f"{line}\n"
+    with pytest.raises(SystemExit) as ended:
+        image_classification.main(words)
+    assert ended.value.code == line
