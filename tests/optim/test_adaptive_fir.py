@@ -55,7 +55,8 @@ def run(optimizer, params, steps):
         for index, p in enumerate(params):
             p.grad = None
             if has_gradient(index, step):
-                p.grad = torch.from_numpy(gradient(p.shape, index=index, step=step)).to(p.dtype)
+                # In memory of torch's, as the order of a sum may follow from where its numbers lie.
+                p.grad = torch.tensor(gradient(p.shape, index=index, step=step), dtype=p.dtype)
         optimizer.step()
 
 

@@ -14,6 +14,7 @@ from doppler_hf.optim import DopplerOptimizer, one_pass
 from doppler_hf.optim.one_pass import OnePass, Work
 from doppler_hf.optim.update import Numbers
 from tests.support.pairwise import pairwise
+from tests.support.tolerances import of_optimizer_steps
 
 BASES = ["sgd", "adam", "adam_bc"]
 DTYPES = [
@@ -47,9 +48,20 @@ def trajectory(dtypes, *, steps=5, state_dtype=None, **options):
     return weights, [optimizer.state[p].get("exp_avg_sq", torch.zeros(0)) for p in params]
 
 
+def assert_same_but_for_rounding(ends, expected_ends):
+    """Of five steps, whose updates are at most lr / √floor = 0.4 times a gradient."""
+    for some, expected in zip([*ends[0], ends[1]], [*expected_ends[0], expected_ends[1]], strict=True):
+        for one, other in zip(some, expected, strict=True):
+            atol = of_optimizer_steps(
+                5, largest=max(1.0, other.abs().max().item()) if other.numel() else 0.0, dtypes=[one.dtype]
+            )
+            torch.testing.assert_close(one, other, rtol=0, atol=atol)
+
+
 def report(path):
     """What the tests below look at, made in a process of its own: shapes checked at run time would be compiled along."""
-    one_pass.TENSORS_AT_A_TIME = 3  # for the time that compiling takes
+    torch.set_num_threads(1)  # as here: bases are sums, whose order the number of threads decides
+    one_pass.TENSORS_AT_A_TIME = 2  # for the time that compiling takes
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ends = trajectory([torch.float32, torch.bfloat16], compiled=True)
@@ -58,41 +70,26 @@ def report(path):
     torch.save({"ends": ends, "graphs": graphs, "messages": messages}, path)
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """With a compiler and without, side by side."""
-    folder = tmp_path_factory.mktemp("compiled")
-    broken = {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    runs = {}
-    for name, environment in (("working", {}), ("broken", broken)):
-        command = f"from tests.optim.test_one_pass import report; report({str(folder / name)!r})"
-        runs[name] = subprocess.Popen([sys.executable, "-c", command], env=os.environ | environment)
-    assert [run.wait(timeout=300) for run in runs.values()] == [0, 0]
-    return {name: torch.load(folder / name, weights_only=True) for name in runs}
+def reported(path, **environment):
+    command = f"from tests.test_one_pass import report; report({str(path)!r})"
+    subprocess.run([sys.executable, "-c", command], env=os.environ | environment, check=True, timeout=300)
+    return torch.load(path, weights_only=True)
 
 
-def test_compiled_equals_uncompiled(reports):
-    weights, moments = reports["working"]["ends"]
-    expected_weights, expected_moments = trajectory([torch.float32, torch.bfloat16], compiled=False)
-    for some, expected in zip([*weights, moments], [*expected_weights, expected_moments], strict=True):
-        for one, other in zip(some, expected, strict=True):
-            tolerance = (1e-5, 1e-7) if one.dtype == torch.float32 else (2**-7, 1e-6)  # or the next number of bfloat16
-            torch.testing.assert_close(one, other, rtol=tolerance[0], atol=tolerance[1])
-    assert reports["working"]["messages"] == []
+def test_compiled_equals_uncompiled_and_every_dtype_is_compiled_once(tmp_path):
+    found = reported(tmp_path / "report")
+    assert (found["messages"], found["graphs"]) == ([], 2)
+    assert_same_but_for_rounding(found["ends"], trajectory([torch.float32, torch.bfloat16], compiled=False))
 
 
-def test_every_dtype_is_compiled_once(reports):
-    assert reports["working"]["graphs"] == 2
-
-
-def test_without_a_compiler_one_warning_is_given_and_the_steps_are_the_uncompiled_ones(reports):
-    (message,) = reports["broken"]["messages"]
+@pytest.mark.slow
+def test_without_a_compiler_one_warning_is_given_and_the_steps_are_the_uncompiled_ones(tmp_path):
+    """What torch itself raises; what becomes of it is tested in this process, too."""
+    cache = str(tmp_path / "cache")
+    found = reported(tmp_path / "report", CXX="/nonexistent/c++", TORCHINDUCTOR_CACHE_DIR=cache)
+    (message,) = found["messages"]
     assert "no working compiler here (InductorError)" in message
-    weights, moments = reports["broken"]["ends"]
-    expected_weights, expected_moments = trajectory([torch.float32, torch.bfloat16], compiled=False)
-    for some, expected in zip([*weights, moments], [*expected_weights, expected_moments], strict=True):
-        for one, other in zip(some, expected, strict=True):
-            assert torch.equal(one, other)
+    assert_same_but_for_rounding(found["ends"], trajectory([torch.float32, torch.bfloat16], compiled=False))
 
 
 def test_a_compiler_that_fails_on_the_second_dtype_steps_nothing_twice(monkeypatch):
@@ -137,9 +134,11 @@ def test_tensors_share_calls_and_small_ones_stay_outside(monkeypatch):
 def test_slices_equal_whole_tensors(name, dtypes, base, monkeypatch):
     dtype, state_dtype = dtypes
     options = {"base": base, "low_pass_filter": PAPER_FILTERS[name], "state_dtype": state_dtype, "compiled": False}
-    monkeypatch.setattr("tests.optim.test_one_pass.SHAPES", [(0,), (), (7,), (8,), (20,), (5, 9), (9, 40)])
+    monkeypatch.setattr("tests.test_one_pass.SHAPES", [(0,), (), (64,), (65,), (150,), (5, 27), (9, 40)])
     whole = trajectory([dtype], **options)
-    monkeypatch.setattr(one_pass, "CPU_SLICE", 7)
+    # As CPU_SLICE, a multiple of what any processor's registers hold: a number meets the same instructions in a slice as in
+    # the whole, whose last few are done one by one.
+    monkeypatch.setattr(one_pass, "CPU_SLICE", 64)
     sliced = trajectory([dtype], **options)
     for some, expected in zip([*sliced[0], sliced[1]], [*whole[0], whole[1]], strict=True):
         for one, other in zip(some, expected, strict=True):
