@@ -55,7 +55,11 @@ def test_every_work_is_stepped_in_pairs(name):
     assert (seconds > 0).all()
 
 
-def test_results_are_printed_and_written(tmp_path, capsys):
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_results_are_printed_and_written(tmp_path, capsys, monkeypatch, fresh):
+    """Memory is measured in processes of their own; that takes its time, so that it is seldom done here."""
+    if not fresh:
+        monkeypatch.setattr(bench_engine, "in_fresh_process", lambda function, *arguments: 1.0 + abs(function(*arguments)))
     path = tmp_path / "new" / "bench.jsonl"
     bench_engine.main([*FLAGS, "--works=vit-full", "--engines=book_keeping", "--norm_rule=ghost", f"--output={path}"])
     (result,) = [json.loads(line) for line in path.read_text().splitlines()]

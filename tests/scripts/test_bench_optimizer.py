@@ -56,6 +56,7 @@ def test_results_are_printed_and_written(tmp_path, capsys, measured):
     assert "memory ×1.33: 3 → 4 MiB" in out
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own():
     args = BenchArguments(scale="tiny", threads=1)
     state = 8 * sum(p.numel() for p in parameters(args)) / 2**20

@@ -22,6 +22,7 @@ def a_block_held_and_let_go():
     return held, size, resident_bytes("VmHWM") - before
 
 
+@pytest.mark.slow
 def test_resident_memory_is_counted_in_bytes():
     held, size, peak = in_fresh_process(a_block_held_and_let_go)  # here, earlier tests' memory goes back meanwhile
     assert held == pytest.approx(size, rel=0.015)
@@ -33,6 +34,7 @@ def process_and_memory():
     return os.getpid() if held.any() and memory_peak("cpu") >= memory_now("cpu") else 0
 
 
+@pytest.mark.slow
 def test_a_fresh_process_is_another_one():
     assert in_fresh_process(process_and_memory) not in (0, os.getpid())
 

@@ -62,6 +62,7 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "new" / "spectrum.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_real_run_goes_through_and_is_marked(tmp_path, capsys):
     picture, folder = tmp_path / "spectrum.svg", tmp_path / "out"
     spectrum.main(

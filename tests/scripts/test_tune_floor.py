@@ -41,6 +41,7 @@ def written(tmp_path):
     return [json.loads(line) for line in (tmp_path / "f.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_table_says_what_the_file_holds(flags, tmp_path, capsys):
     tune_floor.main(flags)
     results, printed = written(tmp_path), capsys.readouterr().out
@@ -69,6 +70,7 @@ def test_the_table_says_what_the_file_holds(flags, tmp_path, capsys):
         assert f"| {difference.mean():+.2f} ± {difference.std(ddof=1) / 3**0.5:.2f} |" in printed
 
 
+@pytest.mark.slow
 def test_what_the_file_holds_is_not_run_again(flags, tmp_path, monkeypatch, capsys):
     tune_floor.main([*flags, "--tasks", "sst2"])
     before, table = (tmp_path / "f.jsonl").read_text(), capsys.readouterr().out.split("\n\n", 1)[1]
