@@ -2,7 +2,6 @@
 
 - accounting: ε of what was released, and which σ and how many steps a target affords
 - upper_bounds: the accountants' bounds, from above all of them
-- search: where a slow monotone function meets a target
 """
 
 from doppler_hf.privacy.accounting.accounting import (

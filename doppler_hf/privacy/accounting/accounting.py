@@ -7,13 +7,15 @@ nothing of it appears here. Three accountants bound the same ε, from above all 
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from doppler_hf.privacy.accounting.search import largest_count, solve_falling
-from doppler_hf.privacy.accounting.upper_bounds import pld_epsilon, prv_epsilon, rdp_epsilon
+from scipy.optimize import brentq
+
+from doppler_hf.privacy.accounting.upper_bounds import Mechanism, pld_epsilon, prv_epsilon, prv_estimate, rdp_epsilon
 
 Accountant = Literal["prv", "rdp", "pld"]
+_Method = Accountant | Literal["estimate"]
 
 # Share of the target left unspent at most: one part in a thousand, from below.
 _CALIBRATION_TOLERANCE = 1e-3
@@ -103,6 +105,20 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
     Raises:
         ValueError: As `get_epsilon`.
     """
+    mechanisms = _composed(history, accountant=accountant)
+    if not 0.0 < delta < 1.0:
+        raise ValueError(f"delta must lie in (0, 1), got {delta}.")
+    if accountant not in get_args(Accountant):
+        raise ValueError(f"accountant must be one of {', '.join(get_args(Accountant))}, got {accountant!r}.")
+    if not mechanisms:
+        return 0.0
+    if any(noise_multiplier == 0.0 for noise_multiplier, _, _ in mechanisms):
+        return math.inf
+    return _bound(mechanisms, delta=delta, by=accountant)
+
+
+def _composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[Mechanism, ...]:
+    """Return every mechanism once, with all of its steps."""
     counts: dict[tuple[float, float], int] = {}
     for noise_multiplier, sample_rate, steps in history:
         if not 0.0 <= noise_multiplier < math.inf:
@@ -118,23 +134,13 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
             )
         if steps > 0:
             counts[noise_multiplier, sample_rate] = counts.get((noise_multiplier, sample_rate), 0) + steps
-    if not 0.0 < delta < 1.0:
-        raise ValueError(f"delta must lie in (0, 1), got {delta}.")
-    if accountant not in get_args(Accountant):
-        raise ValueError(f"accountant must be one of {', '.join(get_args(Accountant))}, got {accountant!r}.")
-    if not counts:
-        return 0.0
-    if any(noise_multiplier == 0.0 for noise_multiplier, _ in counts):
-        return math.inf
-    return _bound(
-        tuple((*mechanism, steps) for mechanism, steps in sorted(counts.items())), delta=delta, accountant=accountant
-    )
+    return tuple((*mechanism, steps) for mechanism, steps in sorted(counts.items()))
 
 
 @functools.lru_cache(maxsize=256)  # The log, the ledger and the guard ask for the same ε, and PRV and PLD take a while.
-def _bound(mechanisms: tuple[tuple[float, float, int], ...], *, delta: float, accountant: Accountant) -> float:
-    bound = {"prv": prv_epsilon, "rdp": rdp_epsilon, "pld": pld_epsilon}[accountant]
-    return bound(mechanisms, delta=delta)
+def _bound(mechanisms: tuple[Mechanism, ...], *, delta: float, by: _Method) -> float:
+    method = {"prv": prv_epsilon, "rdp": rdp_epsilon, "pld": pld_epsilon, "estimate": prv_estimate}[by]
+    return method(mechanisms, delta=delta)
 
 
 def get_epsilons(history: Iterable[Releases], *, delta: float) -> dict[Accountant, float]:
@@ -196,25 +202,56 @@ def get_noise_multiplier(
             f"What was released earlier costs ε = {already:.6g}, which leaves nothing of target_epsilon={target_epsilon}; "
             "raise target_epsilon."
         )
-    aim = target_epsilon * (1.0 - _CALIBRATION_TOLERANCE / 2)
-    tolerated = (math.log(target_epsilon * (1.0 - _CALIBRATION_TOLERANCE) / aim), math.log(target_epsilon / aim))
+    aim = target_epsilon * math.exp(-_CALIBRATION_TOLERANCE / 2)
 
-    def excess(noise_multiplier: float, *, by: Accountant) -> float:
-        history = [*spent, Releases(noise_multiplier, sample_rate, steps)]
-        epsilon = get_total_epsilon(history, delta=target_delta, accountant=by)
-        return math.log(epsilon / aim) if epsilon > 0.0 else -math.inf
+    def excess(log_sigma: float, *, by: _Method, tolerance: float) -> float:
+        mechanisms = _composed([*spent, Releases(math.exp(log_sigma), sample_rate, steps)], accountant=accountant)
+        epsilon = _bound(mechanisms, delta=target_delta, by=by)
+        difference = math.log(epsilon / aim) if epsilon > 0.0 else -math.inf  # ln ε against ln σ is nearly straight.
+        return 0.0 if abs(difference) < tolerance else difference
 
-    # RDP takes a tenth of the time of the others, and its answer is close to theirs.
-    noise_multiplier = solve_falling(functools.partial(excess, by="rdp"), start=1.0, tolerated=tolerated)
-    if accountant != "rdp":
-        start = 1.0 if noise_multiplier is None else noise_multiplier
-        noise_multiplier = solve_falling(functools.partial(excess, by=accountant), start=start, tolerated=tolerated)
+    # From fast and rough to the accountant itself, which is then asked once, as a rule.
+    stages: list[tuple[_Method, float]] = [("rdp", 0.1), ("estimate", 2e-4), (accountant, 0.49 * _CALIBRATION_TOLERANCE)]
+    if accountant == "rdp" or sample_rate == 1.0 or any(entry.sample_rate == 1.0 for entry in spent):
+        del stages[1]
+    noise_multiplier: float | None = None
+    for by, tolerance in stages:
+        start = noise_multiplier or 1.0
+        noise_multiplier = _least_noise(functools.partial(excess, by=by, tolerance=tolerance), start=start)
     if noise_multiplier is None:
         raise ValueError(
             f"No noise multiplier up to 1e6 reaches target_epsilon={target_epsilon} at target_delta={target_delta}, "
             f"sample_rate={sample_rate} and {steps} steps; raise target_epsilon or target_delta."
         )
     return noise_multiplier
+
+
+def _least_noise(excess: Callable[[float], float], *, start: float) -> float | None:
+    """Return the least σ, of those tried, at which a falling function of ln σ is not above 0.
+
+    Zero ends the search; where the function jumps over it, what is returned lies within a part in 10⁷ above the jump.
+    Returns None if the function is above 0 up to σ = 10⁶.
+    """
+    tried: dict[float, float] = {}
+
+    def at(log_sigma: float) -> float:
+        if log_sigma not in tried:
+            tried[log_sigma] = excess(log_sigma)
+        return tried[log_sigma]
+
+    low = high = math.log(start)
+    largest = math.log(1e6)
+    # ln ε falls by one to two for each unit of ln σ, so one stride is enough, as a rule.
+    stride = min(max(abs(at(low)), 1e-3), 0.7)
+    while at(high) > 0.0:
+        if high >= largest:
+            return None
+        low, high, stride = high, min(high + stride, largest), min(2.0 * stride, 4.0)
+    while at(low) < 0.0:
+        low, high, stride = low - stride, low, min(2.0 * stride, 4.0)
+    if at(low) > 0.0 > at(high):
+        brentq(at, low, high, xtol=1e-7)
+    return math.exp(min(log_sigma for log_sigma, value in tried.items() if value <= 0.0))
 
 
 def get_steps(
@@ -252,11 +289,25 @@ def get_steps(
     if at_most < 0:
         raise ValueError(f"at_most must be at least 0, got {at_most}.")
 
+    @functools.cache
     def total(steps: int) -> float:
         history = [*spent, Releases(noise_multiplier, sample_rate, steps)]
         return get_total_epsilon(history, delta=delta, accountant=accountant)
 
-    return largest_count(total, budget=target_epsilon, at_most=at_most)
+    if total(at_most) <= target_epsilon:
+        return at_most
+    if total(0) > target_epsilon:
+        return 0
+    tried = [0]
+
+    def excess(root: float) -> float:
+        tried.append(round(root**2))
+        # 0 would end the search, and one more step may cost nothing.
+        return min(total(tried[-1]), 1e3 * target_epsilon) - target_epsilon or -math.ulp(target_epsilon)
+
+    # ε against √T is nearly straight. Between two roots this close there is at most one step.
+    brentq(excess, 0.0, math.sqrt(at_most), xtol=0.25 / math.sqrt(at_most))
+    return max(steps for steps in tried if total(steps) <= target_epsilon)
 
 
 def _check_target(target_epsilon: float) -> None:

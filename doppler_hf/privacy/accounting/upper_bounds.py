@@ -80,6 +80,18 @@ def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
         mechanisms: At least one; every q < 1.
         delta: δ.
     """
+    return _prv(mechanisms, delta=delta, coarsening=1)
+
+
+def prv_estimate(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+    """Return, in a fraction of the time, about what `prv_epsilon` does: a guess for those who search, and no bound.
+
+    The error bound added is that of the fine grid, and the coarse one errs by more.
+    """
+    return _prv(mechanisms, delta=delta, coarsening=8)
+
+
+def _prv(mechanisms: Sequence[Mechanism], *, delta: float, coarsening: int) -> float:
     from opacus.accountants.analysis.prv import (
         Domain,
         PoissonSubsampledGaussianPRV,
@@ -108,6 +120,9 @@ def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
         return rdp  # 10¹⁰ steps
     epsilon_error = spacing * error_in_spacings
     half_width = spacing * (points // 2 - 1)
+    if coarsening > 1:
+        points = int(scipy.fft.next_fast_len(points // (2 * coarsening), real=True)) * 2
+        spacing = half_width / (points // 2 - 1)
     domain = Domain(-half_width, half_width + spacing, points)
     try:
         with np.errstate(over="raise", invalid="raise"):

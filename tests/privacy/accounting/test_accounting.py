@@ -5,6 +5,7 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
+from doppler_hf.privacy.bounds import prv_epsilon
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
@@ -115,11 +116,71 @@ def test_a_target_that_is_spent_already_is_refused():
         get_noise_multiplier(target_epsilon=already, **options)
 
 
-def test_a_bound_that_jumps_is_met_from_below_the_jump(monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """The evaluations of PRV, the slowest."""
+    calls = []
+
+    def counted(mechanisms, *, delta):
+        calls.append(mechanisms)
+        return prv_epsilon(mechanisms, delta=delta)
+
+    monkeypatch.setattr(accounting, "prv_epsilon", counted)
+    accounting._bound.cache_clear()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("target", "rate", "steps", "delta", "at_most"),
+    [
+        (3.0, 1000 / 67_349, 204, 67_349**-1.1, 2),
+        (1.0, 0.5, 30, 1e-6, 2),
+        (20.0, 1e-4, 1000, 1e-5, 2),  # where PLD stands in for PRV
+        (500.0, 0.25, 40, 1e-4, 2),  # next to no noise
+        (0.1, 0.1, 20_000, 1e-5, 3),
+        (1.0, 1e-3, 10_000_000, 1e-5, 3),  # where RDP stands in for PRV
+        (0.1, 1e-4, 1, 1e-5, 3),  # RDP's bound is 45 times as large
+        (1e-3, 0.01, 1000, 1e-5, 6),  # beyond the reach of RDP, close to the least that PRV can say
+    ],
+)
+def test_calibration_asks_prv_a_few_times(target, rate, steps, delta, at_most, calls):
+    sigma = get_noise_multiplier(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)
+    assert ((sigma, rate, steps),) in calls
+    assert len(calls) <= at_most
+    assert target * (1 - 1e-3) <= get_epsilon(noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=delta) <= target
+
+
+def test_a_target_out_of_reach_is_given_up_after_a_few_times(calls):
+    with pytest.raises(ValueError, match="No noise multiplier up to 1e6 reaches target_epsilon=1e-09"):
+        get_noise_multiplier(target_epsilon=1e-9, target_delta=1e-5, sample_rate=0.01, steps=3)
+    assert len(calls) <= 8
+    assert max(sigma for ((sigma, _, _),) in calls) == pytest.approx(1e6)
+
+
+def calibrated(epsilon_of, monkeypatch, *, target=2.0):
+    """Calibrate where ε is a function of σ alone, and return σ."""
+    monkeypatch.setattr(accounting, "_bound", lambda mechanisms, **_: epsilon_of(mechanisms[0][0]))
+    return get_noise_multiplier(target_epsilon=target, target_delta=1e-5, sample_rate=0.1, steps=10)
+
+
+@pytest.mark.parametrize("root", [1e-3, 0.3, 1.0, 7.0, 4e4])
+@pytest.mark.parametrize("power", [0.9, 2.0, 15.0])
+def test_a_power_of_the_noise_is_inverted(root, power, monkeypatch):
+    sigma = calibrated(lambda sigma: 2.0 * (root / sigma) ** power, monkeypatch)
+    assert 0.0 <= math.log(sigma / root) * power <= 1e-3
+
+
+def test_infinite_and_vanishing_bounds_do_not_lead_astray(monkeypatch):
+    sigma = calibrated(lambda sigma: math.inf if sigma < 0.8 else 0.0 if sigma > 1.5 else 2.2 / sigma, monkeypatch)
+    assert 1.1 <= sigma <= 1.1 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(("above", "below"), [(3.0, 1.0), (math.inf, 1.0), (3.0, 0.0), (math.inf, 0.0)])
+@pytest.mark.parametrize("jump", [1.7, 30.0, 1e-3])
+def test_a_bound_that_jumps_is_met_from_below_the_jump(jump, above, below, monkeypatch):
     # As where PRV gives way to RDP: no noise multiplier lies in the tolerated range.
-    monkeypatch.setattr(accounting, "_bound", lambda mechanisms, **_: 3.0 if mechanisms[0][0] < 1.7 else 1.0)
-    sigma = get_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.1, steps=10)
-    assert 1.7 <= sigma < 1.7 * (1 + 1e-6)
+    sigma = calibrated(lambda sigma: above if sigma < jump else below, monkeypatch)
+    assert jump <= sigma < jump * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("spent", [(), SPENT], ids=["fresh", "spent"])
@@ -137,12 +198,35 @@ def test_affordable_steps_against_counting(at_most, spent):
         assert steps == max(0, sum(cost <= target for cost in costs) - 1)
 
 
+@pytest.mark.parametrize(
+    "cost",
+    [
+        math.sqrt,
+        float,
+        lambda n: n**2.0,
+        lambda n: 3 + math.log1p(n),
+        lambda n: n // 5,
+        lambda n: math.inf if n > 7 else 0.0,
+    ],
+)
+@pytest.mark.parametrize("at_most", [0, 1, 2, 17, 300])
+def test_affordable_steps_of_any_cost_against_counting(cost, at_most, monkeypatch):
+    monkeypatch.setattr(accounting, "get_total_epsilon", lambda history, **_: cost(sum(entry.steps for entry in history)))
+    for target in (0.5, 1.0, 3.0, 4.1, 17.0, 1e9):
+        affordable = [count for count in range(at_most + 1) if cost(count) <= target]
+        steps = get_steps(target_epsilon=target, noise_multiplier=2.0, sample_rate=0.1, delta=1e-5, at_most=at_most)
+        assert steps == max(affordable, default=0)
+
+
 @pytest.mark.parametrize("accountant", ["prv", "pld"])
-@pytest.mark.parametrize(("sigma", "rate", "target"), [(0.8, 0.1, 5.0), (4.0, 0.3, 1.0)])
-def test_one_step_more_than_affordable_overruns(sigma, rate, target, accountant):
+@pytest.mark.parametrize(
+    ("sigma", "rate", "target", "at_most"), [(0.8, 0.1, 5.0, 500), (4.0, 0.3, 1.0, 500), (2.0, 1e-3, 0.5, 10**6)]
+)
+def test_one_step_more_than_affordable_overruns(sigma, rate, target, at_most, accountant, calls):
     mechanism = dict(noise_multiplier=sigma, sample_rate=rate, delta=1e-5, accountant=accountant)
-    steps = get_steps(target_epsilon=target, **mechanism, at_most=500)
-    assert 0 < steps < 500
+    steps = get_steps(target_epsilon=target, **mechanism, at_most=at_most)
+    assert 0 < steps < at_most
+    assert len(calls) <= 10
     assert get_epsilon(**mechanism, steps=steps) <= target < get_epsilon(**mechanism, steps=steps + 1)
 
 
@@ -233,10 +317,12 @@ def test_no_noise_costs_everything_and_no_step_nothing():
 
 
 def test_splitting_a_run_changes_nothing_and_mechanisms_add_up():
-    whole = get_total_epsilon([Releases(1.0, 0.01, 300)], delta=1e-5)
-    split = get_total_epsilon([Releases(1.0, 0.01, 100), Releases(1.0, 0.01, 200)], delta=1e-5)
-    assert split == whole
-    assert get_total_epsilon([Releases(1.0, 0.01, 300), Releases(2.0, 0.01, 300)], delta=1e-5) > whole
+    def total(*history):
+        return get_total_epsilon(history, delta=1e-5, accountant="rdp")
+
+    whole = total(Releases(1.0, 0.01, 300))
+    assert total(Releases(1.0, 0.01, 100), Releases(1.0, 0.01, 200)) == whole
+    assert total(Releases(1.0, 0.01, 300), Releases(2.0, 0.01, 300)) > whole
 
 
 def test_default_delta_is_the_papers():

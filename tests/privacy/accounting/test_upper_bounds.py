@@ -9,7 +9,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from doppler_hf.privacy.accounting import upper_bounds as bounds
-from doppler_hf.privacy.accounting.upper_bounds import pld_epsilon, prv_epsilon, rdp_epsilon
+from doppler_hf.privacy.accounting.upper_bounds import pld_epsilon, prv_epsilon, prv_estimate, rdp_epsilon
 
 
 def gaussian_delta(sigma, epsilon):
@@ -104,6 +104,8 @@ def test_the_bounds_agree(mechanism):
     # PLD takes the worse of adding and removing, PRV removal only: that PRV is not below shows which one is worse.
     assert lower < estimate * (1 - 1e-4) < pld < prv < rdp
     assert prv < pld * 1.01
+    # The coarse grid's rounding, h²T/12 in the variance of the loss, with the spacing h of the fine one times 8.
+    assert prv_estimate([mechanism], delta=1e-5) == pytest.approx(prv, rel=1e-3)
 
 
 def test_several_mechanisms_against_the_exact_gaussian():
