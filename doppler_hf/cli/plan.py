@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
-from doppler_hf.reports.planned_runs import PlannedRun, Question, alternatives
+from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
 READING: Final = (
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_picture(args.plot)
     low_pass_filter = LowPassFilter.parse(args.low_pass_filter)
-    question = Question(
+    request = PlanRequest(
         num_examples=args.num_examples,
         epsilon=args.epsilon,
         noise_multiplier=args.noise_multiplier,
@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
         accountant=args.accountant,
         max_grad_norm=args.max_grad_norm,
     )
-    planned = question.solve()
+    planned = request.solve()
     epochs = planned.epochs if args.epochs is None else args.epochs
-    facts = describe(question, planned, epochs, low_pass_filter)
+    facts = describe(request, planned, epochs, low_pass_filter)
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
@@ -108,18 +108,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(question: Question, planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, Any]:
+def describe(request: PlanRequest, planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, Any]:
     """Return every number of the plan by name: the JSON object without its alternatives."""
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
-    epsilons = get_epsilons([planned.releases], delta=question.target_delta)
+    epsilons = get_epsilons([planned.releases], delta=request.target_delta)
     return {
-        "solved_for": question.unknown,
+        "solved_for": request.unknown,
         "num_examples": planned.num_examples,
         "max_grad_norm": planned.max_grad_norm,
         **cell(planned, epochs, low_pass_filter),
-        "delta": question.target_delta,
-        "accountant": question.accountant,
-        "target_epsilon": epsilons[question.accountant] if question.epsilon is None else question.epsilon,
+        "delta": request.target_delta,
+        "accountant": request.accountant,
+        "target_epsilon": epsilons[request.accountant] if request.epsilon is None else request.epsilon,
         "epsilon": epsilons,
         "low_pass_filter": str(low_pass_filter),
         "noise_gain": noise_gain(low_pass_filter),

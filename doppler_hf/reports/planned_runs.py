@@ -89,7 +89,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """A run with one unknown.
 
     Args:
@@ -107,8 +107,8 @@ class Question:
         ValueError: A number outside its range, or if not exactly one of ε, σ, the length and B is left out.
 
     Example:
-        >>> question = Question(num_examples=50_000, batch_size=1000, epochs=3, noise_multiplier=1.0)
-        >>> question.unknown, question.solve().steps
+        >>> request = PlanRequest(num_examples=50_000, batch_size=1000, epochs=3, noise_multiplier=1.0)
+        >>> request.unknown, request.solve().steps
         ('epsilon', 150)
     """
 
@@ -170,7 +170,7 @@ class Question:
         return default_delta(self.num_examples) if self.delta is None else self.delta
 
     def solve(self) -> PlannedRun:
-        """Return the run that the question determines: the least noise, the most epochs or the largest batch.
+        """Return the run that the request determines: the least noise, the most epochs or the largest batch.
 
         Raises:
             ValueError: If nothing within reach of the unknown meets the target, or everything does.
