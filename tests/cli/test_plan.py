@@ -39,6 +39,7 @@ def one_cell(monkeypatch):
     monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (1,))
 
 
+@pytest.mark.usefixtures("one_cell")
 def test_json_holds_every_number(capsys):
     plan = json.loads(printed([*WORDS, *FILTER, "--json", "--max_grad_norm=0.5"], capsys))
     delta = 2000**-1.1
@@ -140,8 +141,10 @@ def test_length_is_given_in_epochs_or_steps(length, epochs, steps, capsys):
         assert (run["epochs"], run["steps"]) == (epochs, steps)
 
 
-def test_equal_runs_of_other_lengths_are_not_marked(capsys):
+def test_equal_runs_of_other_lengths_are_not_marked(monkeypatch, capsys):
     """Half an epoch of one batch is one step, as a whole epoch is."""
+    monkeypatch.setattr(planning, "EPOCH_FACTORS", (0.5, 1))
+    monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (1,))
     shown = alternatives(printed([*WORDS, "--batch-size", "2000", "--epochs", "1"], capsys))
     assert [row[0] for row in shown].count("→") == 1
     assert ["→", "1", "2,000", "1"] in [row[:4] for row in shown]

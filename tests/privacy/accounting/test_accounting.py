@@ -5,7 +5,6 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
-from doppler_hf.privacy.bounds import prv_epsilon
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
@@ -24,6 +23,7 @@ from doppler_hf.privacy.accounting.accounting import (
     get_total_epsilon,
     joint_noise_multiplier,
 )
+from doppler_hf.privacy.accounting.upper_bounds import prv_epsilon
 
 ACCOUNTANTS = ["prv", "rdp", "pld"]
 
