@@ -1,16 +1,16 @@
 """The audit: train the real trainer with canaries in its data, attack what it releases, and bound ε from below.
 
-A guarantee is an upper bound on ε that is proven for the mechanism that was meant. What was built is another matter: each
-canary is put into the training set or left out by a secret coin, the attacker sees what the guarantee is about, and whoever
-tells the two apart better than ε allows has found a defect. An audit finds defects; it does not prove that there are none.
+A guarantee is an upper bound on ε, proven for the mechanism as it is specified. An audit tests the mechanism as it is built.
+Each canary is put into the training set or left out by a secret coin, and the attacker sees what the guarantee covers. An
+attacker who tells the two cases apart better than ε allows has found a defect. That none is found proves nothing.
 
 - trainer: the trainer with canaries in its data
 - canaries: which rows are canaries
 - dirac: canaries that are a gradient coordinate of their own
 - mislabelled: canaries that are examples with a wrong label
-- replay: a run's noise again, to attack the last weights
+- replay: an attempt to reproduce the run's noise and to subtract it
 - lower_bounds: from an attack's scores to a lower bound on ε
-- result: what an audit says
+- result: the outcome of an audit
 """
 
 from doppler_hf.audit.dirac import DiracAuditTrainer

@@ -18,22 +18,22 @@ def numbered_rows(
 
     Args:
         dataset: A `datasets.Dataset`, also one that is transformed when it is read.
-        rows: Which of its rows, in order; one may be there several times.
-        canaries: The canary that each of them is, or `ORDINARY`.
+        rows: Which of its rows, in order. A row may occur several times.
+        canaries: The number of the canary that each row is, or `ORDINARY`.
         unit_column: The column that tells the units of privacy apart, or None. Each canary becomes a unit of its own.
 
     Returns:
         The data set with the column `CANARY_COLUMN`.
 
     Raises:
-        ValueError: Another kind of data set, or one that has such a column.
+        ValueError: If the data set is of another kind, or has such a column.
     """
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
         raise ValueError(
-            f"The audit marks its canaries in a column of the training set, which a {type(dataset).__name__} does not have. "
-            "Use a datasets.Dataset."
+            f"The training set must be a datasets.Dataset, got {type(dataset).__name__}. The audit marks its canaries in a "
+            "column."
         )
     if CANARY_COLUMN in dataset.column_names:
         raise ValueError(f"The training set has a column {CANARY_COLUMN!r}, which the audit needs for itself. Rename it.")
@@ -54,6 +54,6 @@ def numbered_rows(
 def collate_with_canaries(
     examples: Sequence[dict[str, Any]], *, collator: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Collate examples with a collator that need not know of canaries; their numbers come as a tensor, shape (batch,)."""
+    """Collate examples with a collator that knows nothing of canaries, and add their numbers, shape (batch,)."""
     others = [{name: value for name, value in example.items() if name != CANARY_COLUMN} for example in examples]
     return {**collator(others), CANARY_COLUMN: torch.tensor([int(example[CANARY_COLUMN]) for example in examples])}

@@ -1,13 +1,13 @@
-"""Dirac canaries: each has a coordinate of the gradient to itself, which is the most that an example can give away.
+"""Dirac canaries: each has a coordinate of the gradient to itself, the worst case of what an example can reveal.
 
 Canary i's loss is K·wᵢ with a weight wᵢ of its own, added to the model. Its gradient K·eᵢ, with K far above C, is clipped to
 C′·eᵢ, so that coordinate i of the private gradient, in units of C′/B, is
 
     x ~ 𝒩(0, σ²) without the canary,    x ~ (1 − q)·𝒩(0, σ²) + q·𝒩(1, σ²) with it,
 
-σ in units of C′ and q the sample rate: the very pair of distributions that the accountant bounds, once per canary. Over the
-steps the best score is the sum of log(1 − q + q·exp((x − ½)/σ²)). C′ is C for vanilla clipping, a little less for automatic
-clipping, and C/√L for each of L layers.
+with σ in units of C′ and q the sample rate: exactly the pair of distributions that the accountant bounds. Over the steps the
+best score is the sum of log(1 − q + q·exp((x − ½)/σ²)). C′ is C for vanilla clipping, a little less for automatic clipping,
+and C/√L for each of L layers.
 """
 
 import functools
@@ -25,7 +25,7 @@ from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
 
 # The name of the canaries' weights in the model.
 TABLE: Final = "audit_canaries"
-# How far a canary's gradient exceeds the clip norm: if clipping is missing, so far does its contribution.
+# By this factor a canary's gradient exceeds the clip norm, and so does its contribution if clipping is missing.
 STRETCH: Final = 1000.0
 
 
@@ -52,17 +52,17 @@ class DiracAuditTrainer(AuditTrainer):
     def choose_rows(
         self, num_rows: int, generator: np.random.Generator
     ) -> tuple[Int[np.ndarray, " ordinary"], Int[np.ndarray, " num_canaries"]]:
-        """Return all rows, and any ones for the canaries: what a canary says beside its number does not count."""
+        """Return all rows, and arbitrary ones for the canaries: of a canary only the number matters."""
         return np.arange(num_rows), generator.integers(num_rows, size=len(self.included))
 
     def add_canaries_to(self, model: nn.Module) -> None:
-        """Add a weight for each canary, looked up inside of the model's forward: the engine watches layers only there.
+        """Add a weight for each canary, looked up inside the model's forward: the engine watches layers only there.
 
         Raises:
-            ValueError: The model has such weights already.
+            ValueError: If the model has such weights already.
         """
         if hasattr(model, TABLE):
-            raise ValueError("The model has been audited before, and has canaries of its own. Load it anew.")
+            raise ValueError(f"The model has been audited before: it has canaries ({TABLE}). Load it anew.")
         self._table = nn.Embedding(len(self.included), 1)
         nn.init.zeros_(self._table.weight)
         self._looked_up: Tensor | None = None
@@ -91,7 +91,7 @@ class DiracAuditTrainer(AuditTrainer):
         return torch.where(canaries >= 0, self._stretch * self._looked_up, losses)
 
     def begin_attack(self) -> None:
-        """Work out what a canary contributes once it is clipped."""
+        """Compute what a canary contributes once it is clipped."""
         layers = {name.rpartition(".")[0] for name, p in self.model.named_parameters() if p.requires_grad}
         parts = len(layers) if self.args.clipping_granularity == "per_layer" else 1
         norm = torch.tensor([self._stretch], dtype=torch.float64)
@@ -109,7 +109,7 @@ class DiracAuditTrainer(AuditTrainer):
         )
 
     def end_attack(self) -> None:
-        """Do nothing: the gradients have said everything."""
+        """Do nothing: the gradients were all that this attack reads."""
 
     @property
     def _stretch(self) -> float:
@@ -122,7 +122,7 @@ def log_likelihood_ratio(
     """Return log of ((1 − q)·𝒩(0, σ²) + q·𝒩(1, σ²)) / 𝒩(0, σ²) at x.
 
     Args:
-        x: What was seen, in units of one contribution.
+        x: The observations, in units of one contribution.
         sigma: σ, in the same units.
         sample_rate: q, in (0, 1].
 

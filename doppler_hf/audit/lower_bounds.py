@@ -1,8 +1,8 @@
 """What an attack on canaries proves: lower bounds on ε that hold with a stated confidence.
 
 Canaries are put into the training data or left out by secret fair coins, and an attack gives each a score that is higher
-the more the trained model looks as if it had seen it. (ε, δ)-DP limits how well any scores can tell the coins. Scores
-that do better refute it, and the largest ε that they refute is the bound. `one_run_epsilon` reads all canaries of a
+the more the trained model looks as if it had seen it. (ε, δ)-DP limits how well any scores can predict the coins. Scores
+that do better refute it, and the largest ε that they refute is the bound. `one_run_epsilon` uses all canaries of a
 single run; `clopper_pearson_epsilon` needs independent trials.
 
 Sources: Steinke, Nasr and Jagielski 2023, *Privacy Auditing with One (1) Training Run* (https://arxiv.org/abs/2305.08846),
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy.special import betainc, betaincinv, expit, logit
 
-# Fewer prove next to nothing even if all are right: 16 show ε ≥ 0.8 at an error of 0.05, shared between twenty splits.
+# Fewer prove almost nothing even if all are right: 16 show ε ≥ 0.8 at an error of 0.05, shared between twenty splits.
 _FEWEST_GUESSES = 16
 
 # Ratio between neighbouring ranks of the threshold grid: the error counts that it skips cost at most ln(1.25) of ε.
@@ -41,7 +41,7 @@ def one_run_epsilon(
         P[v or more right] ≤ β + (1 − β) · mδ · β / (v · P[B = v]),   β = P[B ≥ v],
 
     and the ε at which the right side equals the error allowed is the bound. For δ = 0 this is Steinke et al.'s result for
-    pure DP. For δ > 0 it is sharp: some mechanism attains it, and the proof stands in the code. Their Theorem 5.2 has
+    pure DP. For δ > 0 it is sharp: some mechanism attains it (proof: `_p_value`). Their Theorem 5.2 has
     2mδ · max_i P[v > B ≥ v − i] / i for the second term, more than twice as much wherever β is at most 5 %.
 
     The guesses may use the scores in any way, as long as r is fixed beforehand. A grid of splits is tried, r = m, m/2,
@@ -50,7 +50,7 @@ def one_run_epsilon(
 
     Args:
         scores: One score for each canary; higher means more likely to be in the data.
-        included: The coins, true for "in". They must be fair, independent, and not known to whatever made the scores.
+        included: The coins, true for "in". They must be fair, independent, and unknown to the attack that made the scores.
         delta: δ, in [0, 1).
         confidence: Probability with which the bound holds, in (0, 1).
 
@@ -58,8 +58,8 @@ def one_run_epsilon(
         The bound, in [0, ∞); 0 says that nothing was shown.
 
     Raises:
-        ValueError: Scores that are not finite, coins that are not booleans, lengths that differ, no canary in or none out,
-            or a δ or confidence out of its range.
+        ValueError: If scores are not finite, coins are not booleans, lengths differ, no canary is in or none is out, or δ
+            or confidence is out of its range.
 
     Example:
         >>> import numpy as np
@@ -103,15 +103,15 @@ def clopper_pearson_epsilon(
 
         ε ≥ ln((TPR_low − δ) / FPR_high)   and   ε ≥ ln((TNR_low − δ) / FNR_high).
 
-    **The trials must be independent**, given the coins. Repeated runs with one canary each are. The canaries of one run
-    are only if none of them influences another's score, which training together does not promise; use `one_run_epsilon`
-    there. The bound assumes neither fair coins nor a fixed number of trials "in".
+    **The trials must be independent**, given the coins. Repeated runs with one canary each are independent. The canaries of
+    one run are so only if none of them influences another's score, which joint training does not guarantee; use
+    `one_run_epsilon` there. The bound assumes neither fair coins nor a fixed number of trials "in".
 
     The thresholds are scores of trials "out" (for the negatives, "in") at ranks fixed beforehand by their number n: the
-    1st to 7th, 9th, 12th, … highest, each a quarter further, up to the median. Looking at the scores for them costs
-    nothing: the FPR above the j-th highest of n is at most Beta(j, n − j + 1) distributed, which is Clopper and Pearson's
-    bound for j − 1 false positives, and the other group's scores are independent of it. Ties, which do not exceed the
-    threshold, are against the auditor. The error allowed is shared equally between all the bounds.
+    1st to 7th, 9th, 12th, … highest, each a quarter further, up to the median. Reading them off the scores is free: the
+    FPR above the j-th highest of n is at most Beta(j, n − j + 1) distributed, which is Clopper and Pearson's bound for
+    j − 1 false positives, and the other group's scores are independent of it. Ties do not exceed the threshold, so that
+    they count against the auditor. The error allowed is shared equally between all the bounds.
 
     Args:
         scores: One score for each trial; higher means more likely to be in the data.
@@ -123,7 +123,7 @@ def clopper_pearson_epsilon(
         The bound, in [0, ∞); 0 says that nothing was shown.
 
     Raises:
-        ValueError: As `one_run_epsilon`.
+        ValueError: If `one_run_epsilon` would raise it.
 
     Example:
         >>> import numpy as np
@@ -209,24 +209,24 @@ def _check(
     scores: Float[np.ndarray, " canaries"], included: Bool[np.ndarray, " canaries"], *, delta: float, confidence: float
 ) -> None:
     if included.dtype != np.bool_:  # Zeros and ones would be taken for positions.
-        raise ValueError(f"included must be an array of booleans, got {included.dtype}; use included.astype(bool).")
+        raise ValueError(f"included must be an array of booleans, got {included.dtype}. Use included.astype(bool).")
     if scores.shape != included.shape:
         raise ValueError(
-            f"scores and included must have one entry for each canary, got {len(scores)} and {len(included)}; pass both for "
+            f"scores and included must have one entry for each canary, got {len(scores)} and {len(included)}. Pass both for "
             "the same canaries, in the same order."
         )
     if not np.isfinite(scores).all():
         worst = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise ValueError(
-            f"scores must be finite, got {scores[worst]} for canary {worst}; if the attack diverged there, give that canary "
+            f"scores must be finite, got {scores[worst]} for canary {worst}. If the attack diverged there, give that canary "
             "a constant score, chosen without looking at its coin."
         )
     if included.all() or not included.any():
         raise ValueError(
-            f"Canaries must be in the data and out of it, got {int(included.sum())} in and {int((~included).sum())} out; "
-            "flip a fair coin for each, and use more of them."
+            f"included must have canaries in and out, got {int(included.sum())} in and {int((~included).sum())} out. Flip a "
+            "fair coin for each, and use more of them."
         )
     if not 0.0 <= delta < 1.0:
-        raise ValueError(f"delta must lie in [0, 1), got {delta}; use the δ of the claimed guarantee.")
+        raise ValueError(f"delta must lie in [0, 1), got {delta}. Use the δ of the claimed guarantee.")
     if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must lie in (0, 1), got {confidence}; 0.95 is usual.")
+        raise ValueError(f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")

@@ -1,8 +1,8 @@
-"""Natural canaries: real examples under a wrong label, which a model can only get right by remembering them.
+"""Natural canaries: real examples under a wrong label, which a model can only get right by memorizing them.
 
 White-box, the attacker sees every private gradient gₜ and every model θₜ, and scores canary i by how much of its own clipped
-gradient is in there, Σₜ ⟨gₜ, clip(∇fᵢ(θₜ))⟩, compared with canaries of the same label. Black-box, only the first and the
-last model are seen, and the score is the fall of the canary's loss, fᵢ(θ₀) − fᵢ(θ_T).
+gradient they contain, Σₜ ⟨gₜ, clip(∇fᵢ(θₜ))⟩, compared with canaries of the same label. Black-box, only the first and the
+last model are seen, and the score is the decrease of the canary's loss, fᵢ(θ₀) − fᵢ(θ_T).
 
 Canaries are taken out of the training set and put back, mislabelled, if their coin says so. They share parameters, so their
 scores influence each other, and only the one-run bound holds for them.
@@ -28,8 +28,8 @@ from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
 from doppler_hf.privacy.losses.host_losses import token_task, without_adapters
 
-# How far the weights are moved for a directional derivative, relative to their norm: far enough for float32, and along
-# noise, which is the direction, a loss is straight that far.
+# How far the weights are moved for a directional derivative, relative to their norm. It is far enough for float32, and
+# the loss is close to linear over that distance, because the direction is mostly noise.
 RELATIVE_STEP: Final = 1e-2
 
 
@@ -42,7 +42,7 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
         **kwargs: As `AuditTrainer`.
 
     Raises:
-        ValueError: A model of another task, or no more rows than canaries.
+        ValueError: If the model has another task, or there are no more rows than canaries.
     """
 
     one_run_methods: ClassVar[tuple[Method, ...]] = ("one run",)
@@ -55,8 +55,8 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
             or base_model.config.num_labels < 2
         ):
             raise ValueError(
-                f"{type(base_model).__name__} is not a classifier of examples, so there is no wrong label to give to a "
-                "canary. Use Dirac canaries."
+                f"{type(base_model).__name__} is not a classifier of examples, so a canary can have no wrong label. Use "
+                "Dirac canaries."
             )
         self._num_labels = base_model.config.num_labels
         super().__init__(model=model, args=args, **kwargs)
@@ -64,18 +64,18 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
     def choose_rows(
         self, num_rows: int, generator: np.random.Generator
     ) -> tuple[Int[np.ndarray, " ordinary"], Int[np.ndarray, " num_canaries"]]:
-        """Return the rows that stay, and as many others as there are canaries; choose the canaries' wrong labels."""
+        """Return the rows that stay and those that become canaries, and choose the canaries' wrong labels."""
         if len(self.included) >= num_rows:
             raise ValueError(
-                f"num_canaries={len(self.included)} must be less than the {num_rows} rows of the training set, of which "
-                "they are taken."
+                f"num_canaries must be less than {num_rows}, the number of rows from which canaries are taken, got "
+                f"{len(self.included)}. Lower num_canaries."
             )
         order = generator.permutation(num_rows)
         self._label_shifts = torch.from_numpy(generator.integers(1, self._num_labels, size=len(self.included)))
         return order[len(self.included) :], order[: len(self.included)]
 
     def add_canaries_to(self, model: nn.Module) -> None:
-        """Add nothing: mislabelled examples are read by the model as it is."""
+        """Add nothing: the model reads mislabelled examples as it is."""
 
     def canary_losses(
         self, model: nn.Module, inputs: dict[str, Any], canaries: Int[Tensor, " batch"]
@@ -84,8 +84,8 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
         labels = inputs["labels"]
         if labels.ndim != 1 or labels.is_floating_point():
             raise ValueError(
-                f"Labels of shape {tuple(labels.shape)} and type {labels.dtype} are not one class per example, so there is "
-                "no wrong one to give to a canary. Use Dirac canaries."
+                f"labels must be one class per example, got shape {tuple(labels.shape)} and type {labels.dtype}. Use Dirac "
+                "canaries."
             )
         labels = torch.where(canaries >= 0, self._wrong_labels(labels, canaries), labels)
         return self.task_losses(model, {**inputs, "labels": labels})
@@ -111,7 +111,7 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
 
 
 class GradientAuditTrainer(_MislabelledAuditTrainer):
-    """An audited run with mislabelled examples, seen white-box: scores are products with the private gradients.
+    """An audited run with mislabelled examples, seen white-box: scores are inner products with the private gradients.
 
     Each step costs about four more forward passes over all canaries.
 
@@ -125,7 +125,7 @@ class GradientAuditTrainer(_MislabelledAuditTrainer):
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
         super().__init__(model=model, args=args, **kwargs)
-        # Made now, because the trainer attaches its engine to its own model before the first step.
+        # Copied now: before the first step the trainer attaches its engine to its own model.
         self._replica = copy.deepcopy(self.model)
         self._labels = np.zeros(len(self.included), dtype=np.int64)
 
@@ -136,7 +136,7 @@ class GradientAuditTrainer(_MislabelledAuditTrainer):
         self._engine = self._while_attacking.enter_context(ClippedGradients(self._replica))
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
-        """Add the product of every canary's clipped gradient with the private one."""
+        """Add the inner product of every canary's clipped gradient with the private one."""
         size = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         weights = math.sqrt(sum(float(p.detach().double().square().sum()) for p in self.model.parameters()))
         if size == 0.0:
@@ -150,20 +150,20 @@ class GradientAuditTrainer(_MislabelledAuditTrainer):
             ahead = self.losses_without_gradient(self._replica, inputs)
             self._move(gradients, by=-step)
             behind = self.losses_without_gradient(self._replica, inputs)
-            # One factor for all layers, also where each is clipped on its own: a score need not be exact to be fair.
+            # One factor for all layers, also where each is clipped on its own: a score need not be exact to be valid.
             factors = clip_factors(norms, max_grad_norm=self.args.per_sample_max_grad_norm, clipping=self.args.clipping)
             self.scores[numbers] += (ahead - behind) / (2 * step) * factors.double().cpu().numpy()
             self._labels[numbers] = self._wrong_labels(inputs["labels"], inputs[CANARY_COLUMN]).cpu().numpy()
 
     def end_attack(self) -> None:
-        """Compare each canary with those of the same label only: what is common to them says nothing about one."""
+        """Compare each canary with those of the same label: what they have in common says nothing about one of them."""
         self._while_attacking.close()
         for label in np.unique(self._labels):
             self.scores[self._labels == label] -= self.scores[self._labels == label].mean()
 
     @torch.no_grad()
     def _move(self, gradients: Mapping[str, Float[Tensor, "..."]], *, by: float) -> None:
-        """Set the copy's weights to the model's, moved by so many times the gradient."""
+        """Set the copy's weights to the model's plus `by` times the gradient."""
         for (name, copied), parameter in zip(self._replica.named_parameters(), self.model.parameters(), strict=True):
             copied.copy_(parameter)
             if by != 0.0 and name in gradients:
@@ -171,9 +171,9 @@ class GradientAuditTrainer(_MislabelledAuditTrainer):
 
 
 class LossAuditTrainer(_MislabelledAuditTrainer):
-    """An audited run with mislabelled examples, seen black-box: scores are the fall of their loss.
+    """An audited run with mislabelled examples, seen black-box: scores are the decrease of their loss.
 
-    What anyone can do who is given the first and the last model. It proves less than the white-box attacks.
+    The attack needs the first and the last model only, and proves less than the white-box attacks.
 
     Example:
         >>> trainer = LossAuditTrainer(model=model, args=args, train_dataset=train, num_canaries=1000)
@@ -189,10 +189,10 @@ class LossAuditTrainer(_MislabelledAuditTrainer):
         self._add_losses(sign=1.0)
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
-        """Look away: a black-box attacker does not see gradients."""
+        """Do nothing: a black-box attacker does not see gradients."""
 
     def end_attack(self) -> None:
-        """Take off the loss of every canary under the last model."""
+        """Subtract the loss of every canary under the last model."""
         self._add_losses(sign=-1.0)
 
     def _add_losses(self, *, sign: float) -> None:

@@ -1,8 +1,8 @@
-"""The attacker who guesses how the noise was seeded, and subtracts it.
+"""An attacker who guesses the seed of the noise, and subtracts the noise.
 
-`args.seed` is public: 42 by default, and saved with every checkpoint. Where the noise comes from a generator seeded with it,
-whoever knows the code draws the same noise. A guess is tried on the first step's private gradient g, which is mostly noise:
-with n coordinates compared, the correlation of a wrong guess z with g is about 𝒩(0, 1/n), that of the right one near 1.
+`args.seed` is public: 42 by default, and saved with every checkpoint. If the noise came from a generator seeded with it, an
+attacker who knows the code could draw the same noise. A guess is tested on the first step's private gradient g, which is
+mostly noise. With n coordinates compared, a wrong guess z correlates with g by about 𝒩(0, 1/n), the right one by nearly 1.
 """
 
 import math
@@ -17,10 +17,10 @@ from doppler_hf.privacy.noise import Mechanism
 
 Gradients = Mapping[str, Float[Tensor, "..."]]
 
-# How many numbers others may have drawn from torch's generator between its seeding, or the last noise, and the noise.
+# The most numbers that other code may have drawn from torch's generator since its seeding, or since the last noise.
 MAX_SKIPPED: Final = 64
-# A guess is tried on the first parameters that have this many coordinates, and of a larger one on so many: torch fills
-# a tensor from its front, sixteen values at a time, so that the front does not depend on the tensor's size.
+# A guess is tested on the first parameters, until they have LEAST_COMPARED coordinates, and on MOST_COMPARED of any one:
+# torch fills a tensor from its front, sixteen values at a time, so that the front does not depend on the tensor's size.
 LEAST_COMPARED: Final = 256
 MOST_COMPARED: Final = 4096
 # In standard deviations of the correlation of a wrong guess: one in 10⁹ passes.
@@ -28,7 +28,7 @@ THRESHOLD: Final = 6.0
 
 
 class NoiseReplay:
-    """Tries the usual generators under one seed, and takes the noise off where one of them fits.
+    """Tries the usual generators under one seed, and subtracts the noise of one that fits.
 
     Args:
         seed: The guess.
@@ -48,9 +48,9 @@ class NoiseReplay:
         self.source: str | None = None
 
     def without_noise(self, gradients: Gradients, *, step: int) -> Gradients:
-        """Return the gradients of one step less the noise that a guess reproduces, or as they are.
+        """Return the gradients of one step minus the noise that a guess reproduces, or unchanged if none does.
 
-        A guess that does not fit is not tried again.
+        A guess that does not fit once is dropped.
 
         Args:
             gradients: The private gradient by parameter name, in the order in which noise is drawn.
@@ -91,7 +91,7 @@ class NoiseReplay:
 
 
 def probe_of(gradients: Gradients) -> dict[str, Float[Tensor, "..."]]:
-    """Return the first parameters' gradients, a large one's front alone."""
+    """Return the first parameters' gradients, and of a large one only the front."""
     probe: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
         probe[name] = gradient.flatten()[:MOST_COMPARED] if gradient.numel() > MOST_COMPARED else gradient
@@ -101,7 +101,7 @@ def probe_of(gradients: Gradients) -> dict[str, Float[Tensor, "..."]]:
 
 
 def agree(gradients: Gradients, noise: Gradients) -> bool:
-    """Whether the two correlate by more than chance."""
+    """Return whether the two correlate by more than chance."""
     product = sum(float(torch.sum(gradients[name].double().cpu() * z.double().cpu())) for name, z in noise.items())
     squares = [sum(float(values[name].double().square().sum()) for name in noise) for values in (gradients, noise)]
     size = sum(z.numel() for z in noise.values())

@@ -1,4 +1,4 @@
-"""What an audit found: a lower bound on ε beside the claim, and the scores and coins that it rests on."""
+"""The outcome of an audit: a lower bound on ε beside the claim, and the scores and coins that it rests on."""
 
 import json
 import os
@@ -24,15 +24,15 @@ class AuditResult:
     """An audit of one or several training runs.
 
     Attributes:
-        kind: What the canaries were.
-        scores: Shape (canaries,); higher is more likely in the training set.
-        included: The coins: whether it was in it, shape (canaries,).
-        lower_bounds: By method, a lower bound on ε. All of them hold at once with probability `confidence`.
+        kind: The kind of canaries.
+        scores: The canaries' scores, shape (canaries,); higher is more likely in the training set.
+        included: The coins, shape (canaries,): whether the canary was in the training set.
+        lower_bounds: A lower bound on ε by each method. All of them hold at once with probability `confidence`.
         claims: The upper bounds on ε that the run's ledger states, by accountant; of several runs the largest.
         delta: δ of the claim and of the bounds.
         confidence: The probability with which the bounds hold.
-        runs: How many trainings there were.
-        replayed_noise: Which guess at the noise's generator reproduced it, or None.
+        runs: The number of trainings.
+        replayed_noise: The guess at the noise's generator that reproduced it, or None.
     """
 
     kind: CanaryKind
@@ -62,11 +62,11 @@ class AuditResult:
 
     @property
     def right_guesses(self) -> int:
-        """How many coins are guessed right by calling the higher half of the scores in and the lower half out."""
+        """The number of coins guessed right if the higher half of the scores is called in and the lower half out."""
         return int(np.sum((self.scores > np.median(self.scores)) == self.included))
 
     def save(self, folder: str | Path) -> Path:
-        """Write everything, the scores and coins included, to `privacy_audit.json` in `folder`, and return its path."""
+        """Write everything, scores and coins included, to `privacy_audit.json` in `folder`, and return its path."""
         path = Path(folder) / AUDIT_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         values: dict[str, Any] = {
@@ -111,7 +111,7 @@ def lower_bounds(
         confidence: The probability, in (0, 1), split evenly over the methods.
 
     Raises:
-        ValueError: A confidence or δ outside its range, or coins that all fell on one side.
+        ValueError: If confidence or δ is out of its range, or all coins fell on one side.
     """
     each = 1.0 - (1.0 - confidence) / len(methods)
     estimators = {"one run": one_run_epsilon, "independent trials": clopper_pearson_epsilon}

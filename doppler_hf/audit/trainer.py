@@ -1,8 +1,8 @@
 """`AuditTrainer`: the real trainer with canaries in its data and an attacker who watches what it releases.
 
-Canary i is in the training set if coin i says so. The run is otherwise the run that is audited: the same sampler, engine,
-clipping, noise, optimizer and accountant, with N the number of rows that training had. The attacker sees the private
-gradient of every step and all models (or, black-box, the first and the last model alone) and gives each canary a score.
+Canary i is in the training set if coin i says so. Otherwise the run is the one that is audited: the same sampler, engine,
+clipping, noise, optimizer and accountant, with N the number of training rows. The attacker sees the private gradient of
+every step and all models (or, black-box, the first and the last model only) and gives each canary a score.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class AuditTrainer(DopplerTrainer, ABC):
         class AuditOfMine(DiracAuditTrainer, MyTrainer): ...
 
     Args:
-        model: The model; it is trained, and not of use afterwards.
+        model: The model; it is trained on canaries, and of no use afterwards.
         args: `DopplerTrainingArguments`, with privacy. The attacker tries `args.seed` as the seed of the noise.
         num_canaries: m, each included with probability 1/2.
         train_dataset: A `datasets.Dataset`.
@@ -43,7 +43,7 @@ class AuditTrainer(DopplerTrainer, ABC):
         scores: The attacker's score of each canary, shape (num_canaries,); higher is more likely included.
 
     Raises:
-        ValueError: A run without noise or in several processes, or a training set that canaries cannot be put into.
+        ValueError: If the run has no noise or several processes, or canaries cannot be put into the training set.
     """
 
     data_collator: Any
@@ -65,13 +65,13 @@ class AuditTrainer(DopplerTrainer, ABC):
             raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
         if args.disable_dp or args.noise_multiplier == 0.0 or args.noise_seed is not None:
             raise ValueError(
-                "The run claims no privacy (disable_dp, noise_multiplier=0 or noise_seed is set), so there is no claim to "
-                "audit. Set target_epsilon."
+                "The run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set. Set "
+                "target_epsilon, so that there is a claim to audit."
             )
         if args.world_size > 1:
             raise ValueError(
-                f"The audit runs in one process, got {args.world_size}: each would flip coins of its own. Start it without "
-                "a launcher."
+                f"The audit must run in one process, got {args.world_size}, each of which would flip its own coins. Start "
+                "it without a launcher."
             )
         if num_canaries < 1:
             raise ValueError(f"num_canaries must be at least 1, got {num_canaries}.")
@@ -105,7 +105,7 @@ class AuditTrainer(DopplerTrainer, ABC):
 
     @abstractmethod
     def add_canaries_to(self, model: nn.Module) -> None:
-        """Give the model what the canaries need in it."""
+        """Add to the model what the canaries need."""
 
     @abstractmethod
     def canary_losses(
@@ -119,14 +119,14 @@ class AuditTrainer(DopplerTrainer, ABC):
 
     @abstractmethod
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
-        """Look at the private gradient of one step, without noise that could be reproduced, before the model moves."""
+        """Look at the private gradient of one step, minus any noise that was reproduced, before the model moves."""
 
     @abstractmethod
     def end_attack(self) -> None:
         """Look at the model after the last step."""
 
     def task_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return the losses that the audited trainer would take."""
+        """Return the losses that the audited trainer would use."""
         return super().compute_per_sample_loss(model, inputs)
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
@@ -141,10 +141,10 @@ class AuditTrainer(DopplerTrainer, ABC):
             confidence: The probability with which the lower bounds on ε hold.
 
         Raises:
-            ValueError: A confidence outside (0, 1).
+            ValueError: If confidence is outside (0, 1).
         """
         if not 0.0 < confidence < 1.0:
-            raise ValueError(f"confidence must lie in (0, 1), got {confidence}; 0.95 is usual.")
+            raise ValueError(f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")
         self.train()
         scores, delta = finite(self.scores), self.private_run.statement.target_delta
         bounds = lower_bounds(scores, self.included, methods=self.one_run_methods, delta=delta, confidence=confidence)
@@ -167,12 +167,12 @@ class AuditTrainer(DopplerTrainer, ABC):
 
     @property
     def replayed_noise(self) -> str | None:
-        """Which guess at the noise's generator reproduced it, or None."""
+        """The guess at the noise's generator that reproduced it, or None."""
         return self._watcher.replayed_noise
 
 
 class _Watcher(TrainerCallback):
-    """Hands the attacker what the run releases."""
+    """Passes what the run releases on to the attacker."""
 
     def __init__(self, trainer: AuditTrainer) -> None:
         self._trainer = trainer
@@ -209,14 +209,14 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
 
     Args:
         make_trainer: Returns a fresh trainer with `num_canaries=1`, its model at its first weights.
-        runs: R, the number of trainings; some hundreds are needed for a bound that says anything.
+        runs: R, the number of trainings; a useful bound needs several hundred.
         confidence: The probability with which the lower bound on ε holds.
 
     Returns:
         The audit, with one score and one coin a run.
 
     Raises:
-        ValueError: Fewer than two runs, a trainer with several canaries, or coins that all fell on one side.
+        ValueError: If there are fewer than two runs, a trainer has several canaries, or all coins fell on one side.
 
     Example:
         >>> result = audit_repeatedly(
@@ -224,15 +224,15 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
         ... )
     """
     if runs < 2:
-        raise ValueError(f"runs must be at least 2, got {runs}; some hundreds say something.")
+        raise ValueError(f"runs must be at least 2, got {runs}. A useful bound needs several hundred.")
     if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must lie in (0, 1), got {confidence}; 0.95 is usual.")
+        raise ValueError(f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")
     scores, included = np.zeros(runs), np.zeros(runs, dtype=bool)
     claims, deltas, replayed = [], [], None
     for run in range(runs):
         trainer = make_trainer()
         if len(trainer.included) != 1:
-            raise ValueError(f"Repeated runs have one canary each, got num_canaries={len(trainer.included)}.")
+            raise ValueError(f"num_canaries must be 1 in repeated runs, got {len(trainer.included)}.")
         trainer.train()
         scores[run], included[run] = trainer.scores[0], trainer.included[0]
         claims.append(trainer.claims())
@@ -245,11 +245,11 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
         scores=scores,
         included=included,
         lower_bounds=lower_bounds(scores, included, methods=methods, delta=max(deltas), confidence=confidence),
-        # With and without the canary N differs by one, and the claims by as little: the weakest ones hold for all runs.
+        # N differs by one with and without the canary, and the claims hardly: the weakest ones hold for all runs.
         claims={
             accountant: max(claim[accountant] for claim in claims)
             for accountant in claims[0]
-            # prv has no bound where every example is in every step, which may depend on the one canary.
+            # prv has no bound if every example is in every step, which may depend on the one canary.
             if all(accountant in claim for claim in claims)
         },
         delta=max(deltas),
@@ -260,5 +260,5 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
 
 
 def finite(scores: Float[np.ndarray, " canaries"]) -> Float[np.ndarray, " canaries"]:
-    """Return the scores with 0 where a loss or a gradient was not finite; any score is fair that the coins did not make."""
+    """Return the scores with 0 where a loss or a gradient was not finite: valid, because it does not depend on the coins."""
     return np.where(np.isfinite(scores), scores, 0.0)

@@ -382,7 +382,7 @@ def test_repeated_runs_take_the_largest_claims_and_one_canary_each(one_canary, t
     assert 0 < result.included.sum() < 6
     without = get_epsilon(noise_multiplier=10.0, sample_rate=50 / 100, steps=1, delta=1e-2, accountant="pld")
     assert result.claims["pld"] == pytest.approx(without, rel=1e-9)  # with the canary the rate is 50/101
-    with pytest.raises(ValueError, match="num_canaries=2"):
+    with pytest.raises(ValueError, match="num_canaries must be 1 in repeated runs, got 2"):
         audit_repeatedly(
             lambda: AuditOfLine(
                 model=Line(), args=arguments(tmp_path), train_dataset=points(), num_canaries=2, data_collator=stack
@@ -478,7 +478,7 @@ def test_other_bad_input_is_refused(tmp_path):
         AuditOfLine(**(good | {"num_canaries": 0}))
     with pytest.raises(ValueError, match="args must be DopplerTrainingArguments, got NoneType"):
         AuditOfLine(**(good | {"args": None}))
-    with pytest.raises(ValueError, match="a list does not have"):
+    with pytest.raises(ValueError, match="must be a datasets.Dataset, got list"):
         AuditOfLine(**(good | {"train_dataset": [{"x": [0.0, 0.0], "labels": 0.0}] * 9}))
     with pytest.raises(ValueError, match="has a column 'canary'"):
         AuditOfLine(**(good | {"train_dataset": points().rename_column("x", CANARY_COLUMN)}))
@@ -487,7 +487,7 @@ def test_other_bad_input_is_refused(tmp_path):
     with pytest.raises(ValueError, match="been audited"):
         AuditOfLine(**good)
     bert = dict(model=tiny_bert(), train_dataset=text_data(), data_collator=pad)
-    with pytest.raises(ValueError, match="num_canaries=24 must be less than the 24 rows"):
+    with pytest.raises(ValueError, match="num_canaries must be less than 24, .* got 24"):
         LossAuditTrainer(**(good | bert | {"num_canaries": 24}))
     for model in (gpt2_lm(), tiny_bert(num_labels=1), Line()):
         with pytest.raises(ValueError, match=f"{type(model).__name__} is not a classifier of examples"):

@@ -326,7 +326,7 @@ def test_less_delta_and_less_confidence_show_more(bound):
         (dict(scores=np.zeros(3)), "got 3 and 4"),
         (dict(included=np.ones(4, bool)), "got 4 in and 0 out"),
         (dict(included=np.zeros(4, bool)), "got 0 in and 4 out"),
-        (dict(included=np.array([0, 1, 1, 0])), r"got int64; use included.astype\(bool\)"),
+        (dict(included=np.array([0, 1, 1, 0])), r"got int64. Use included.astype\(bool\)"),
         (dict(delta=-1e-9), r"delta must lie in \[0, 1\), got -1e-09"),
         (dict(delta=1.0), r"delta must lie in \[0, 1\), got 1.0"),
         (dict(delta=math.nan), r"delta must lie in \[0, 1\), got nan"),
