@@ -1,8 +1,8 @@
-"""The command `doppler-hf`: what one needs before, after and around a private training run.
+"""The command `doppler-hf`: tools for before and after a private training run.
 
 Each command is a module of this folder with `add_arguments(parser)` and `run(args)`, imported when it is chosen: some need
-torch, and most do not. Its docstring is what its own `--help` says, and the first line of that its line in
-`doppler-hf --help`. `run` returns the exit code. `python -m doppler_hf` is the same command.
+torch, and most do not. Its docstring is its own `--help`, and the first line of that is its line in `doppler-hf --help`.
+`run` returns the exit code. `python -m doppler_hf` is the same command.
 
 - plan, filter, audit, verify: the commands
 """
@@ -16,12 +16,11 @@ from typing import Final
 from doppler_hf.extras import MissingExtraError
 
 COMMANDS: Final[Mapping[str, str]] = {
-    "plan": "Plan a private run before there is one: what it costs, how noisy its gradients are, and what to choose "
-    "instead.",
-    "filter": "Look at low-pass filters, or design one: their figures as a table, their responses as a picture.",
-    "audit": "Audit a recipe: train it with canaries, attack the run, and hold the ε that is proven against the ε that is "
+    "plan": "Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.",
+    "filter": "Show low-pass filters, or design one: their figures as a table, their responses as a picture.",
+    "audit": "Audit a recipe: train it with canaries, attack the run, and compare the ε that is proven with the ε that is "
     "claimed.",
-    "verify": "Check a privacy ledger: that nobody has edited it, and that its ε follows from what was released.",
+    "verify": "Check a privacy ledger: that it was not edited, and that its ε follows from what was released.",
 }
 """Name → its line in the help."""
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             `--batch-size` are the same flag.
 
     Returns:
-        The exit code: 0 for success; 1 for a check that failed; 2 for arguments that cannot be carried out, with one
+        The exit code: 0 for success, 1 for a check that failed, and 2 for arguments that cannot be carried out, with one
         line on standard error that says why.
     """
     parser = argparse.ArgumentParser(
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hyphenated(word: str) -> str:
-    """Spell a flag with hyphens; its value, and any other word, stays as it is."""
+    """Return a flag with hyphens for underscores. Its value, and any other word, stays as it is."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

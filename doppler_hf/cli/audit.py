@@ -1,15 +1,15 @@
-"""Audit a recipe: train it with canaries, attack the run, and hold the ε that is proven against the ε that is claimed.
+"""Audit a recipe: train it with canaries, attack the run, and compare the ε that is proven with the ε that is claimed.
 
 Canaries are put into the training set, or left out, by secret coins. From the scores that an attack gives them follows a
-lower bound on ε, which holds with the given confidence. Above the claim it shows a defect, and the exit code is 1; below
-it, nothing is proven. Kinds of canaries:
+lower bound on ε, which holds with the given confidence. A bound above the claim shows a defect, and the exit code is 1. A
+bound below it proves nothing. Kinds of canaries:
 
   dirac    white-box: a gradient of their own for each; the strongest attack, for any model
-  natural  white-box: examples under a wrong label, sought in every private gradient; for classifiers
-  loss     black-box: the same examples, by the fall of their loss from the first to the last model
+  natural  white-box: examples under a wrong label, looked for in every private gradient; for classifiers
+  loss     black-box: the same examples, scored by the decrease of their loss from the first to the last model
 
-The run is made in a temporary folder; into the recipe's output_dir goes privacy_audit.json alone. With --runs R there are R
-trainings with one canary each, for small models. After the recipe any of its fields may follow as a flag.
+The run is made in a temporary folder, and only privacy_audit.json is written into the recipe's output_dir. With --runs R
+there are R trainings with one canary each, for small models. After the recipe any of its fields may follow as a flag.
 
   doppler-hf audit recipes/image/digits-eps8.yaml --num_train_epochs 5 --canaries 1000
 """
@@ -44,7 +44,7 @@ KINDS: Final[dict[str, type[AuditTrainer]]] = {
     "loss": LossAuditTrainer,
 }
 
-# An audited model is thrown away: nothing of it is evaluated, saved or reported.
+# An audited model is discarded: it is neither evaluated nor saved nor reported.
 _OVERRIDES: Final = (
     "--eval-strategy=no",
     "--save-strategy=no",
@@ -68,22 +68,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--canary-kind", choices=tuple(KINDS), default="dirac", help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=1, metavar="R", help="how many trainings (default: %(default)s)")
     parser.add_argument(
-        "--confidence", type=float, default=0.95, metavar="P", help="with which the bound holds (default: %(default)s)"
+        "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: %(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, attack, print, and say in one line what was found."""
-    # argparse hands everything after the recipe over as it is, its own options included.
+    """Train, attack, and print the outcome."""
+    # argparse passes on everything after the recipe unparsed, its own options included.
     options = argparse.ArgumentParser(prog="doppler-hf audit", add_help=False, allow_abbrev=False)
     _add_options(options)
     args, flags = options.parse_known_args(args.flags, namespace=args)
     if args.runs < 1:
         raise ValueError(f"--runs must be at least 1, got {args.runs}.")
     if args.runs > 1 and args.canaries not in (None, 1):
-        raise ValueError(f"--runs {args.runs} has one canary in each run, got --canaries {args.canaries}; leave it out.")
+        raise ValueError(f"--canaries must be 1 with --runs {args.runs}, got {args.canaries}. Leave it out.")
     if not 0.0 < args.confidence < 1.0:
-        raise ValueError(f"--confidence must lie in (0, 1), got {args.confidence}; 0.95 is usual.")
+        raise ValueError(f"--confidence must lie in (0, 1), got {args.confidence}. Usual is 0.95.")
     workload, training_args = parse_recipe([args.recipe, *flags, *_OVERRIDES])
     output_dir = Path(training_args.output_dir)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def _repeated(
     workload: Workload, training_args: DopplerTrainingArguments, *, kind: str, runs: int, confidence: float
 ) -> AuditResult:
     training_args.disable_tqdm = True
-    # Every run would print its table.
+    # Otherwise every run would print its table.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         return audit_repeatedly(
             lambda: _trainer(workload, training_args, kind=kind, canaries=1), runs=runs, confidence=confidence
@@ -125,7 +125,7 @@ def _repeated(
 
 
 def table_of(result: AuditResult) -> Table:
-    """Return what was claimed and what was found, as a table."""
+    """Return the claims and the outcome as a table."""
     canaries = len(result.scores)
     rows: Sequence[tuple[str, str]] = (
         *((f"claimed ε, by {accountant}", f"{epsilon:.4g}") for accountant, epsilon in result.claims.items()),
@@ -153,5 +153,5 @@ def verdict(result: AuditResult) -> str:
         )
     return (
         f"No defect found: ε of at least {result.lower_bound:.4g} is proven, {result.claimed_epsilon:.4g} is claimed. What "
-        "this attack cannot see may still leak."
+        "this attack does not measure may still leak."
     )

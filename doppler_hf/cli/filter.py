@@ -1,7 +1,7 @@
-"""Look at low-pass filters, or design one: their figures as a table, their responses as a picture.
+"""Show low-pass filters, or design one: their figures as a table, their responses as a picture.
 
-A filter is named as everywhere: a preset, a design, or its coefficients. Without names `show` takes the paper's eleven, and
-its picture has the paper's four panels.
+A filter is named as in low_pass_filter: a preset, a design, or its coefficients. Without names, `show` takes the paper's
+eleven filters, and its picture has the paper's four panels.
 
   doppler-hf filter show momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
   doppler-hf filter design --type butterworth --order 2 --cutoff 0.1
@@ -20,7 +20,7 @@ from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures, wri
 from doppler_hf.filters.grammar import DESIGNS
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_paper_filters
 
-# What a design is asked for, beside its type: flag, type, what it means.
+# The parameters of a design beside its type: flag, type, meaning.
 PARAMETERS: Final = {
     "order": (int, "number of poles"),
     "cutoff": (float, "as a fraction of Nyquist, in (0, 1)"),
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="compare filters by name", allow_abbrev=False)
     show.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
-    design = actions.add_parser("design", help="make one and print its coefficients", allow_abbrev=False)
+    design = actions.add_parser("design", help="design a filter and print its coefficients", allow_abbrev=False)
     design.add_argument("--type", required=True, choices=DESIGNS)
     for name, (kind, meaning) in PARAMETERS.items():
         design.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=meaning)
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read or design the filters, print, draw."""
+    """Read or design the filters, print them, and draw them."""
     if args.plot is not None:
         check_picture(args.plot)
     console = Console()
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     filters = {str(low_pass_filter): low_pass_filter for low_pass_filter in map(LowPassFilter.parse, names)} or PAPER_FILTERS
     if args.action == "design":
         for name, low_pass_filter in filters.items():
-            # For copying into a recipe: each on a line of its own, however wide the terminal.
+            # To be copied into a recipe: each on one line, however wide the terminal.
             print(name, write_coefficients(low_pass_filter), sep="\n")
     console.print(figures_table(filters))
     if args.action == "show":
@@ -73,14 +73,12 @@ def run(args: argparse.Namespace) -> int:
             else:
                 plot_paper_filters(args.plot)
         except OSError as error:
-            raise ValueError(
-                f"plot {args.plot} cannot be written ({error.strerror}): give a file in another folder."
-            ) from error
+            raise ValueError(f"--plot {args.plot} cannot be written ({error.strerror}). Give another folder.") from error
     return 0
 
 
 def _designed_name(args: argparse.Namespace) -> str:
-    """The name in the grammar, which then says what is missing or does not belong."""
+    """Return the design's name in the grammar, whose parser then says what is missing or does not belong."""
     given = {name: vars(args)[name] for name in PARAMETERS if vars(args)[name] is not None}
     return args.type + ":" + ",".join(f"{name}={value!r}" for name, value in given.items())
 

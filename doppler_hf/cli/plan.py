@@ -1,7 +1,7 @@
-"""Plan a private run before there is one: what it costs, how noisy its gradients are, and what to choose instead.
+"""Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.
 
-Of epsilon, noise multiplier, length (epochs or steps) and batch size give three; the fourth is solved for: the least noise,
-the longest run or the largest batch within epsilon. The table that follows holds epsilon and shows other lengths and batch
+Give three of epsilon, noise multiplier, length (epochs or steps) and batch size. The fourth is solved for: the least noise,
+the longest run or the largest batch within epsilon. The table that follows keeps epsilon and shows other lengths and batch
 sizes. Nothing is trained and no data is read.
 
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3
@@ -25,7 +25,7 @@ from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planne
 
 READING: Final = (
     "noise_std: noise per coordinate of the mean gradient of one step. averaged: noise_std/√T, of the average over all "
-    "steps; where it stops falling, larger batches and more epochs buy nothing more. B·T: examples processed, the cost in "
+    "steps. Where it stops falling, larger batches and more epochs no longer help. B·T: examples processed, the cost in "
     "time."
 )
 FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
@@ -34,7 +34,7 @@ FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of no
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf plan`."""
     parser.add_argument("--num-examples", type=int, required=True, metavar="N", help="size of the training set")
-    solvable = parser.add_argument_group("three of these four, epochs and steps being one")
+    solvable = parser.add_argument_group("three of these four (--epochs and --max-steps count as one)")
     solvable.add_argument("--epsilon", type=float, metavar="ε", help="target ε")
     solvable.add_argument("--noise-multiplier", type=float, metavar="σ", help="noise, in units of the clip norm")
     solvable.add_argument("--epochs", type=float, metavar="E", help="length of the run; a step is one batch")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--delta", type=float, metavar="δ", help="default: N^-1.1")
     parser.add_argument(
-        "--accountant", choices=get_args(Accountant), default="prv", help="which one solves (default: %(default)s)"
+        "--accountant", choices=get_args(Accountant), default="prv", help="which bound on ε is used (default: %(default)s)"
     )
     parser.add_argument(
         "--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm of each example (default: %(default)s)"
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Solve, compare, print."""
+    """Solve for the unknown, compare with other runs, and print."""
     if args.plot is not None:
         check_picture(args.plot)
     low_pass_filter = LowPassFilter.parse(args.low_pass_filter)
@@ -102,9 +102,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             plot_planned_runs(table, planned, args.plot, title=title)
         except OSError as error:
-            raise ValueError(
-                f"plot {args.plot} cannot be written ({error.strerror}): give a file in another folder."
-            ) from error
+            raise ValueError(f"--plot {args.plot} cannot be written ({error.strerror}). Give another folder.") from error
     return 0
 
 
@@ -129,7 +127,7 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, low_pass_
 
 
 def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, float]:
-    """Return what tells one run of the table from another; `epochs` is what the host rounds up to whole steps."""
+    """Return the numbers of one run of the table. `epochs` is the length that the host rounds up to whole steps."""
     return {
         "epochs": epochs,
         "batch_size": planned.expected_batch_size,
@@ -145,7 +143,7 @@ def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> 
 
 def facts_table(facts: dict[str, Any]) -> Table:
     """Lay out what `describe` returns for a reader."""
-    # Such a δ permits to publish one of the N examples, drawn at random, as it is.
+    # A mechanism that publishes one of the N examples at random satisfies DP with such a δ.
     note = ": too large, stay below 1/N" if facts["delta"] * facts["num_examples"] >= 1.0 else ""
     rows = {
         "num_examples": ("training examples N", f"{facts['num_examples']:,}"),
@@ -176,7 +174,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
 def alternatives_table(
     table: dict[float, list[PlannedRun]], planned: PlannedRun, low_pass_filter: LowPassFilter, *, title: str
 ) -> Table:
-    """Lay out the runs of equal ε; the one that was asked for has an arrow."""
+    """Lay out the runs of equal ε, with an arrow at the one that was asked for."""
     filtered = low_pass_filter != PAPER_FILTERS["none"]
     columns = ["", "epochs", "B", "T", "σ", "noise_std", *(["filtered"] if filtered else []), "averaged", "B·T"]
     laid_out = Table(*[Column(name, justify="right") for name in columns], title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))

@@ -1,12 +1,12 @@
-"""Check a privacy ledger: that nobody has edited it, and that its ε follows from what was released.
+"""Check a privacy ledger: that it was not edited, and that its ε follows from what was released.
 
 Checked are the schema, the chain of hashes, whether the ledgers of the checkpoints beside it are earlier states of it, and
-every ε in it: recomputed from noise multiplier, sample rate and steps, by every accountant. The exit code is 1 if any of
+every ε in it, recomputed from noise multiplier, sample rate and steps by every accountant. The exit code is 1 if any of
 this fails, if ε is above its target, or if the training was not private.
 
-A chain shows every edit except two: a tail that was cut off, and a file that was written anew as a whole. Against these,
-note the last hash (the head) where nobody can change it, and give it as --head. And no file can show that the training did
-what it says.
+The chain reveals every edit except two: a tail that was cut off, and a file that was rewritten as a whole. Against these,
+keep the last hash (the head) in a place that cannot be changed, and give it as --head. No file can prove that the training
+did what the file says.
 
   doppler-hf verify out/
   doppler-hf verify out/checkpoint-500/privacy_ledger.json --head 5f1d… (64 digits)
@@ -27,10 +27,10 @@ from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_t
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.record import Claim
 
-# The same code on another machine adds up in another order.
+# The same code on another machine may add in another order.
 _SAME_VERSIONS_TOLERANCE: Final = 1e-6
-# Another version may bound ε on another grid, or at other orders. Such bounds are within a percent of what they bound (the
-# tests of the accountants hold them to that), so that a larger difference is none of versions.
+# Another version may bound ε on another grid, or at other orders. Such bounds are within a percent of the true ε (the tests
+# of the accountants check that), so that versions do not explain a larger difference.
 _OTHER_VERSIONS_TOLERANCE: Final = 1e-2
 _ACCOUNTING_PACKAGES: Final = ("doppler_hf", "opacus", "dp-accounting")
 
@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print, and say in one line whether it holds."""
+    """Check the ledger, and print whether it holds."""
     path = args.path / LEDGER_NAME if args.path.is_dir() else args.path
     if not path.exists():
         raise ValueError(f"There is no {LEDGER_NAME} at {args.path}. Give the output folder of a private run.")
     if args.head is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.head):
-        # Fewer digits could be hit by trial.
-        raise ValueError(f"head must be all 64 hexadecimal digits of the hash, got {args.head!r}.")
+        # A ledger that matches fewer digits could be found by trial and error.
+        raise ValueError(f"--head must be all 64 hexadecimal digits of the hash, got {args.head!r}.")
     console = Console()
     try:
         ledger = PrivacyLedger.load(path)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(f"The head is {ledger.head}", soft_wrap=True)
     if args.head is None:
-        console.print("Without --head, it goes unnoticed if the ledger was cut off, or written anew as a whole.")
+        console.print("Without --head, a ledger that was cut off or rewritten as a whole goes unnoticed.")
     for mismatch in mismatches:
         console.print(f"- {mismatch}", markup=False, soft_wrap=True)
     if mismatches:
@@ -79,56 +79,56 @@ def run(args: argparse.Namespace) -> int:
 
 
 def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
-    """Return where an ε of the ledger is not the one that follows from what was released."""
+    """Return the entries whose ε is not the one that follows from what was released."""
     found = []
     for claim in ledger.claims:
         for name, stated in claim.epsilons.items():
             recomputed = recompute(claim.history, name, private=claim.private, delta=ledger.statement.target_delta)
             if not math.isclose(stated, recomputed, rel_tol=tolerance(claim.versions)):
                 found.append(
-                    f"Entry {claim.entry} ({ledger.entries[claim.entry]['event']}) states ε = {stated:.8g} by {name}; what "
-                    f"was released until then costs {recomputed:.8g}."
+                    f"Entry {claim.entry} ({ledger.entries[claim.entry]['event']}) states ε = {stated:.8g} by {name}, but "
+                    f"what was released until then costs {recomputed:.8g}."
                 )
     return found
 
 
 def recompute(history: list[Releases], accountant: Accountant, *, private: bool, delta: float) -> float:
-    """Return ε of `history`; infinity where something was not private, NaN where the accountant cannot tell."""
+    """Return ε of `history`: infinity if something was not private, NaN if the accountant has no bound."""
     if not private:
         return math.inf
     try:
         return get_total_epsilon(history, delta=delta, accountant=accountant)
-    except ValueError:  # A ledger that no run could have written.
+    except ValueError:  # The numbers are of a ledger that no run writes.
         return math.nan
 
 
 def tolerance(versions: Mapping[str, str]) -> float:
-    """Return how far apart two computations of the same ε may be, relative; one of them with these `versions`."""
+    """Return the relative difference allowed between an ε computed with these `versions` and one computed now."""
     own = package_versions()
     same = all(versions[name] == own[name] for name in _ACCOUNTING_PACKAGES)
     return _SAME_VERSIONS_TOLERANCE if same else _OTHER_VERSIONS_TOLERANCE
 
 
 def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
-    """Return whether the training was not private, or cost more than it was to."""
+    """Return whether the training was not private, or cost more than its target."""
     if not ledger.private:
-        return ["The training was not private: it had no noise, or noise or draws that can be reproduced."]
+        return ["The training was not private: it had no noise, or its noise or draws can be reproduced."]
     statement = ledger.statement
     spent = recompute(ledger.history, statement.accountant, private=True, delta=statement.target_delta)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)
     if statement.target_epsilon is not None and not spent <= slack * statement.target_epsilon:
-        return [f"The target was ε = {statement.target_epsilon:g}, and what was released costs {spent:.8g}."]
+        return [f"The target was ε = {statement.target_epsilon:g}, but what was released costs {spent:.8g}."]
     return []
 
 
 def relative_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
-    """Return which checkpoints in `folder` have a ledger that is no earlier state of this one, or of one set aside."""
+    """Return the checkpoints in `folder` whose ledger is no earlier state of this one, or of one set aside."""
     family = [ledger]
     for aside in sorted(folder.glob(f"{Path(LEDGER_NAME).stem}.*{Path(LEDGER_NAME).suffix}")):
         try:
             family.append(PrivacyLedger.load(aside))
         except ValueError:
-            continue  # Whatever was set aside here, no checkpoint goes by it.
+            continue  # No checkpoint can be an earlier state of a file that is no ledger.
     found = []
     for path in sorted(folder.glob(f"checkpoint-*/{LEDGER_NAME}")):
         try:
@@ -144,7 +144,7 @@ def relative_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
 
 
 def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
-    """Return whether the ledger ends otherwise than the one whose head was published."""
+    """Return whether the ledger's head differs from the one that was published."""
     if ledger.head == head.lower():
         return []
     later = any(entry["hash"] == head.lower() for entry in ledger.entries)
@@ -153,7 +153,7 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
 
 
 def terms_table(ledger: PrivacyLedger) -> Table:
-    """Lay out what the guarantee rests on, and what was run."""
+    """Lay out the terms of the guarantee, and what was run."""
     statement, last = ledger.statement, ledger.runs[-1]
     first = ledger.entries[0]
     end = "closed" if last.is_closed else f"not closed: at least {last.steps_released:,} of them were run"
@@ -180,7 +180,7 @@ def terms_table(ledger: PrivacyLedger) -> Table:
 
 
 def epsilon_table(ledger: PrivacyLedger) -> Table:
-    """Lay out the last ε that was stated beside the one recomputed, and what the whole count costs."""
+    """Lay out the last ε stated, the same recomputed, and the ε of all steps counted."""
     table = Table("accountant", "ε stated", "recomputed", "of all steps counted", title="ε")
     claim: Claim | None = ledger.claims[-1] if ledger.claims else None
     delta = ledger.statement.target_delta

@@ -22,14 +22,14 @@ PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before there is anything to draw.
+    """Refuse a picture that cannot be drawn, before anything else is done.
 
     Raises:
-        ValueError: If `path` does not end like a picture.
-        MissingExtraError: Without matplotlib.
+        ValueError: If the ending of `path` is not one of `PICTURE_ENDINGS`.
+        MissingExtraError: If matplotlib is not installed.
     """
     if path.suffix not in PICTURE_ENDINGS:
-        raise ValueError(f"plot must end in {', '.join(PICTURE_ENDINGS)}, got {path}.")
+        raise ValueError(f"--plot must end in one of {', '.join(PICTURE_ENDINGS)}, got {path}.")
     require("plot")
 
 

@@ -97,7 +97,7 @@ def test_repeated_runs_are_quiet(recipe, tmp_path, capsys):
         code = main(["audit", str(recipe), *words])
         out = capsys.readouterr()
         if code == 2:
-            assert "flip a fair coin for each" in out.err
+            assert "Flip a fair coin for each" in out.err
             continue
         coins = sum(json.loads((tmp_path / "out" / "privacy_audit.json").read_text())["included"])
     assert code == 0
@@ -108,9 +108,9 @@ def test_repeated_runs_are_quiet(recipe, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--runs", "3", "--canaries", "5"], "error: --runs 3 has one canary in each run, got --canaries 5; leave it out."),
+        (["--runs", "3", "--canaries", "5"], "error: --canaries must be 1 with --runs 3, got 5. Leave it out."),
         (["--runs", "0"], "error: --runs must be at least 1, got 0."),
-        (["--confidence", "1"], "error: --confidence must lie in (0, 1), got 1.0; 0.95 is usual."),
+        (["--confidence", "1"], "error: --confidence must lie in (0, 1), got 1.0. Usual is 0.95."),
         (["--canaries", "0"], "error: num_canaries must be at least 1, got 0."),
         (["--leerning_rate", "1"], "error: recipe and flags fit no workload"),
         (["--noise_multiplier", "0"], "error: The run claims no privacy"),

@@ -98,8 +98,8 @@ def test_design_is_drawn(tmp_path, capsys):
     [
         (["show", "f7"], "no filter reads 'f7'"),
         (["show", "auto"], "'auto' is no fixed filter"),
-        (["show", "--plot=a.txt"], "plot must end in .png, .svg, .pdf, got a.txt."),
-        (["show", "--plot=/proc/x/a.png"], "plot /proc/x/a.png cannot be written"),
+        (["show", "--plot=a.txt"], "--plot must end in one of .png, .svg, .pdf, got a.txt."),
+        (["show", "--plot=/proc/x/a.png"], "--plot /proc/x/a.png cannot be written"),
         (["design", "--type=butterworth", "--order=2"], "gives 'order', but 'butterworth' has the form"),
         (["design", "--type=momentum", "--beta=0.9", "--taps=2"], "gives 'beta', 'taps', but 'momentum' has the form"),
         (["design", "--type=momentum"], "gives '', but 'momentum' has the form 'momentum:beta=...'"),

@@ -214,7 +214,7 @@ def test_picture_is_written(ending, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--plot", "plan.txt"], "plot must end in .png, .svg, .pdf, got plan.txt."),
+        (["--plot", "plan.txt"], "--plot must end in one of .png, .svg, .pdf, got plan.txt."),
         (["--low-pass-filter", "b=0.5"], "the DC gain sum(b)/sum(a) is 0.5, not 1: multiply b by 2"),
         (["--noise-multiplier", "1"], "all are given: of epsilon, "),
         (["--batch-size", "3000"], "batch_size is 3000, but there are only 2000 examples: lower batch_size."),
@@ -234,4 +234,4 @@ def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, c
 def test_picture_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main([*WORDS, "--plot", str(tmp_path / "file" / "plan.png")]) == 2
-    assert re.match(r"error: plot .*plan\.png cannot be written \(.*\): give a file", capsys.readouterr().err)
+    assert re.match(r"error: --plot .*plan\.png cannot be written \(.*\)\. Give another folder\.", capsys.readouterr().err)

@@ -231,7 +231,7 @@ def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):
         (lambda e: e[-1]["epsilon"].update(pld=None), "Entry 13 (closed) states ε = inf by pld"),
         (lambda e: e[7].update(epsilon=0.0), "Entry 7 (checkpoint) states ε = 0 by prv"),
         (lambda e: [entry["statement"].update(noise_multiplier=2.0) for entry in (e[0], e[9])], "Entry 7 (checkpoint)"),
-        (lambda e: e[9]["statement"].update(target_epsilon=0.5), "The target was ε = 0.5, and what was released costs"),
+        (lambda e: e[9]["statement"].update(target_epsilon=0.5), "The target was ε = 0.5, but what was released costs"),
         (lambda e: e[9]["statement"].update(private=False), "The training was not private"),
         (lambda e: e[0]["statement"].update(private=False), "The training was not private"),
         (
@@ -275,7 +275,7 @@ def test_a_target_that_was_overrun_is_found(tmp_path, capsys, monkeypatch):
     after(ledger, ledger.affordable_steps(30)).close()
     ledger.save(tmp_path)
     assert check(tmp_path) == 1
-    assert "The target was ε = 1, and what was released costs" in said(capsys)
+    assert "The target was ε = 1, but what was released costs" in said(capsys)
 
 
 # --- how it is asked ------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_what_cannot_be_asked_is_a_mistake_in_the_arguments(written, tmp_path, c
     assert f"There is no privacy_ledger.json at {tmp_path}" in capsys.readouterr().err
     head = json.loads(written[1])["entries"][-1]["hash"]
     assert main(["verify", str(written[0]), "--head", head[:63]]) == 2
-    assert "head must be all 64 hexadecimal digits" in capsys.readouterr().err
+    assert "--head must be all 64 hexadecimal digits" in capsys.readouterr().err
 
 
 def test_recomputing_says_when_it_cannot():
