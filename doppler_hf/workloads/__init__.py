@@ -1,7 +1,7 @@
 """From a recipe to model and data: what the scripts and the command line train.
 
 - recipe: a recipe, whichever kind of workload it is for
-- arguments: a recipe and the flags after it become dataclasses
+- arguments: a recipe and the flags after it, read into dataclasses
 - workload: what all kinds have in common
 - launch: train, save, evaluate
 - glue, causal_lm, images: the kinds
@@ -9,5 +9,5 @@
 - metrics: scores
 - mean_pooling: a head on the mean of all tokens
 - lora: adapters
-- hub: a name on the hub or a folder
+- hub: one line when a download from the hub fails
 """

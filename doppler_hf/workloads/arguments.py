@@ -1,8 +1,9 @@
 """From a recipe and the flags after it to dataclasses: a recipe is a command line written into a file.
 
 `script.py recipe.yaml --learning_rate 1e-3` reads every line `key: value` of the recipe as `--key=value` in front of
-the flags, so that one parser gives every value its type and the flag, which comes last, wins. `HfArgumentParser` alone
-reads either a YAML file or flags, and leaves `5e-4` (a string to YAML 1.1) and `no` (a boolean) as YAML found them.
+the flags, so that one parser gives every value its type, and a flag, which comes later, overrides the recipe.
+`HfArgumentParser` alone reads either a YAML file or flags, and takes `5e-4` for a string and `no` for a boolean, as YAML 1.1
+does.
 """
 
 import dataclasses
@@ -20,14 +21,13 @@ from doppler_hf.extras import MissingExtraError
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the program with the one-line message of an error: neither a mistake in an argument needs a traceback, nor an
-    extra that is not installed.
+    """End the program with the one-line message of a mistake in an argument, or of an extra that is not installed.
 
-    Meant for the part of a script that reads its arguments, its data and its model. Training stays outside, where a
-    `ValueError` is a defect and its traceback is wanted.
+    Use it for the part of a script that reads its arguments, its data and its model. Leave training outside, where a
+    `ValueError` is a defect that needs its traceback.
 
     Raises:
-        SystemExit: With the message of the `ValueError` or `MissingExtraError` that the block raised.
+        SystemExit: If the block raised a `ValueError` or `MissingExtraError`, with its message.
     """
     try:
         yield
@@ -47,8 +47,8 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
         One instance of each of `dataclass_types`, in their order.
 
     Raises:
-        ValueError: For a recipe that cannot be read, and for a name that is no field, with the closest fields.
-        SystemExit: From argparse, for a value that has the wrong type or a required field that is nowhere given.
+        ValueError: If the recipe cannot be read, or a name is no field; the message has the closest fields.
+        SystemExit: If argparse finds a value of the wrong type or misses a required field.
 
     Example:
         >>> @dataclasses.dataclass
@@ -62,7 +62,7 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
     fields = [field.name for types in dataclass_types for field in dataclasses.fields(types) if field.init]
     parser = HfArgumentParser(
         dataclass_types,
-        # argparse's own usage lists some 150 flags in front of every one-line error.
+        # argparse's own usage would list some 150 flags before every one-line error.
         usage="%(prog)s [recipe.yaml] [--field value ...]",
         # An abbreviation that is unique today may mean another field after an upgrade of transformers.
         allow_abbrev=False,
@@ -70,15 +70,15 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
     if flags and not flags[0].startswith("-"):
         recipe = Path(flags.pop(0))
         scalars, structured = read_recipe(recipe)
-        _refuse([name for name in (*scalars, *structured) if name not in fields], fields, where=f"recipe {recipe}")
+        _refuse([name for name in (*scalars, *structured) if name not in fields], fields, where=f"The recipe {recipe}")
         parser.set_defaults(**structured)
         flags = [f"--{name}={value}" for name, value in scalars.items()] + flags
 
-    # Before any dataclass is built: a misspelt flag must not be reported as the absence of the right one.
+    # Before any dataclass is built: a misspelt flag must not be reported as a missing one.
     _, unknown = parser.parse_known_args(flags)
     # argparse returns a misspelt flag together with its value; a value alone is a stray word.
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    _refuse(names or unknown, fields, where="command line")
+    _refuse(names or unknown, fields, where="The command line")
     return tuple(parser.parse_args_into_dataclasses(flags, look_for_args_file=False))
 
 
@@ -89,8 +89,7 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         path: The YAML file.
 
     Returns:
-        The scalars, each as the characters that stand in the file, and the rest (lists, mappings and `null`) as YAML
-        reads it.
+        The scalars, each as written in the file, and the rest (lists, mappings and `null`) as YAML reads it.
 
     Raises:
         ValueError: If there is no such file, or it is not a YAML mapping from names to values.
@@ -98,17 +97,19 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     import yaml
 
     if not path.is_file():
-        raise ValueError(f"recipe {path} is not a file; the first argument is a YAML recipe, or a flag that begins with --")
+        raise ValueError(f"recipe must be a YAML file, got {path}. Give a path that exists, or begin a flag with --.")
     text = path.read_text(encoding="utf-8")
     try:
-        # The base loader resolves nothing: 5e-4, no and 1_000 stay the strings that the parser would see as flags.
+        # The base loader resolves nothing: 5e-4, no and 1_000 stay strings, as they would be on the command line.
         as_written, resolved = yaml.load(text, Loader=yaml.BaseLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"recipe {path} is not YAML ({' '.join(str(error).split())}). Write one 'name: value' on each line."
+        ) from error
     if resolved is None:
         return {}, {}
     if not isinstance(resolved, dict):
-        raise ValueError(f"recipe {path} holds a {type(resolved).__name__}; write one 'name: value' on each line")
+        raise ValueError(f"recipe {path} must be a mapping, got {type(resolved).__name__}. Write one 'name: value' a line.")
     structured = {str(key): value for key, value in resolved.items() if value is None or isinstance(value, dict | list)}
     return {key: value for key, value in as_written.items() if key not in structured}, structured
 
@@ -120,4 +121,4 @@ def _refuse(unknown: Sequence[str], fields: Sequence[str], *, where: str) -> Non
     for name in unknown:
         close = difflib.get_close_matches(name.replace("-", "_"), fields, n=3)
         problems.append(f"{name!r}" + (f" (did you mean {', '.join(close)}?)" if close else ""))
-    raise ValueError(f"{where}: no such argument: {'; '.join(problems)}; --help lists them all")
+    raise ValueError(f"{where} has unknown arguments: {', '.join(problems)}. Run with --help for a list of all.")

@@ -1,4 +1,4 @@
-"""A causal language model on texts. One row of the data is one example, and so the unit of privacy."""
+"""A causal language model on texts. One row of the data is one example, and by default the unit of privacy."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,13 +38,13 @@ class CausalLMArguments:
 
 
 def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
-    """Load the data, load the model, tokenize.
+    """Load the data and the model, and tokenize.
 
     Args:
         args: The texts, the model, and where they come from.
         lora_args: The adapters.
-        training_args: The seed, the column of units, and the order of processes: the first tokenizes, the others read its
-            cache.
+        training_args: The trainer's arguments: seed, column of units, and the order of processes, of which the first
+            tokenizes and the others read its cache.
 
     Returns:
         The model and the tokenized splits, unpadded, with every token as a label.
@@ -52,7 +52,7 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
     Raises:
         ValueError: If a split, a file, the column or the model is missing, or the hub cannot be reached.
     """
-    # What is made here, such as a new head, follows the public seed. Noise and draws do not.
+    # New weights, such as a head's, follow the public seed. Noise and draws do not.
     set_seed(training_args.seed)
     splits = load_texts(
         args.dataset_name,
@@ -78,7 +78,7 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
         tokens = tokenizer(texts, truncation=True, max_length=max_length)
         return {**tokens, "labels": tokens["input_ids"]}
 
-    # Rows are not joined and cut into blocks of equal length, as is usual: two rows in one block would be one example.
+    # Rows are not packed into blocks of equal length, as is usual: two rows in one block would be one example.
     with training_args.main_process_first(desc="tokenize"):
         tokenized = splits.map(tokenize, batched=True, remove_columns=[args.text_column])
     return Workload(
@@ -86,7 +86,7 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
         train_dataset=tokenized["train"],
         eval_datasets={"eval": tokenized["validation"]},
         processing_class=tokenizer,
-        # Pads labels with -100. DataCollatorForLanguageModeling would find padding by its token, and where that is the
-        # end-of-text token take the label from the true end as well.
+        # Pads labels with -100. DataCollatorForLanguageModeling finds padding by its token: where that is the end-of-text
+        # token, it would mask the label of the true end as well.
         data_collator=DataCollatorForSeq2Seq(tokenizer),
     )

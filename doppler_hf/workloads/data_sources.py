@@ -1,8 +1,8 @@
-"""Where the examples of a task come from, and what its columns are called.
+"""The data sets of the tasks, and the names of their columns.
 
-Three sources, one form: the Hugging Face hub, a local folder of parquet files with the hub's column names, and
+There are three sources: the Hugging Face hub, a local folder of parquet files with the hub's column names, and
 scikit-learn's built-in `digits`. Every loader returns a `DatasetDict` of the training split and the splits to evaluate
-on, and nothing else: GLUE's own test splits have no labels, and texts need no column beside themselves.
+on, with the columns in use only. GLUE's test splits are left out, because they have no labels.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class GlueTask:
 
     @property
     def is_regression(self) -> bool:
-        """Whether the label is a number to predict and not a class."""
+        """Whether the label is a number and not a class."""
         return self.num_labels == 1
 
 
@@ -63,7 +63,7 @@ def glue_task(task_name: str) -> GlueTask:
         ValueError: If there is no such task.
     """
     if task_name not in GLUE_TASKS:
-        raise ValueError(f"no GLUE task {task_name!r}; choose one of {', '.join(GLUE_TASKS)}")
+        raise ValueError(f"task_name must be one of {', '.join(GLUE_TASKS)}, got {task_name!r}.")
     return GLUE_TASKS[task_name]
 
 
@@ -101,7 +101,7 @@ def load_images(dataset_name: str, dataset_dir: str | None = None) -> "DatasetDi
     """Load a data set of labelled images.
 
     Args:
-        dataset_name: `cifar10` or `mnist` from the hub, or the built-in `digits`; without effect if there is a folder.
+        dataset_name: `cifar10` or `mnist` from the hub, or the built-in `digits`. Without effect if there is a folder.
         dataset_dir: A folder with `train.parquet` and `test.parquet`, or shards named as on the hub.
 
     Returns:
@@ -124,8 +124,8 @@ def load_images(dataset_name: str, dataset_dir: str | None = None) -> "DatasetDi
         splits = DatasetDict({name: splits[name] for name in ("train", "test")})
     else:
         raise ValueError(
-            f"no image data set {dataset_name!r}; choose one of {', '.join(IMAGE_DATASETS)}, or give a local folder "
-            "with --dataset_dir"
+            f"dataset_name must be one of {', '.join(IMAGE_DATASETS)}, got {dataset_name!r}. For other images give a local "
+            "folder with --dataset_dir."
         )
     return _as_images(splits)
 
@@ -142,15 +142,15 @@ def load_texts(
     """Load a data set of texts, one a row.
 
     Args:
-        dataset_name: Name on the hub; without effect if there is a folder.
+        dataset_name: Name on the hub. Without effect if there is a folder.
         dataset_dir: A folder with `train.parquet` and `validation.parquet`, or shards named as on the hub.
         dataset_config: The hub's configuration of the data set.
         validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
         text_column: The column that holds the text.
-        unit_column: The column of the training split that says whose a text is, or None.
+        unit_column: The column of the training split whose equal values make one unit of privacy, or None.
 
     Returns:
-        `train` and `validation` with these columns alone.
+        `train` and `validation` with these columns only.
 
     Raises:
         ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
@@ -172,11 +172,11 @@ def load_texts(
 
 
 def _load_folder(folder: Path, evaluation_splits: Sequence[str]) -> "DatasetDict":
-    """Read `train` and those of `evaluation_splits` that the folder has, at least one."""
+    """Read `train`, and those of `evaluation_splits` that the folder has: at least one."""
     from datasets import load_dataset
 
     if not folder.is_dir():
-        raise ValueError(f"--dataset_dir {folder} is not a folder")
+        raise ValueError(f"--dataset_dir must be a folder, got {folder}. Give one with train.parquet.")
     files = {}
     for split in ("train", *evaluation_splits):
         # A split in one file, or in the shards of a download from the hub.
@@ -184,10 +184,10 @@ def _load_folder(folder: Path, evaluation_splits: Sequence[str]) -> "DatasetDict
         if paths:
             files[split] = [str(path) for path in paths]
     if "train" not in files:
-        raise ValueError(f"--dataset_dir {folder} has no train.parquet (nor train-00000-of-….parquet)")
+        raise ValueError(f"--dataset_dir {folder} has no train.parquet (nor train-00000-of-….parquet). Add the file.")
     if len(files) == 1:
         wanted = " or ".join(f"{split}.parquet" for split in evaluation_splits)
-        raise ValueError(f"--dataset_dir {folder} has no {wanted}")
+        raise ValueError(f"--dataset_dir {folder} has no {wanted}. Add the file.")
     return load_dataset("parquet", data_files=files)
 
 
@@ -195,7 +195,9 @@ def _require_columns(splits: "DatasetDict", columns: Sequence[str]) -> None:
     for name, split in splits.items():
         for column in columns:
             if column not in split.column_names:
-                raise ValueError(f"split {name!r} lacks the column {column!r}; it has {', '.join(split.column_names)}")
+                raise ValueError(
+                    f"The split {name!r} must have a column {column!r}, got {', '.join(split.column_names)}. Rename a column."
+                )
 
 
 def _as_images(splits: "DatasetDict") -> "DatasetDict":
@@ -206,19 +208,19 @@ def _as_images(splits: "DatasetDict") -> "DatasetDict":
         splits = splits.rename_column("img", "image")
     _require_columns(splits, ("image", "label"))
     if not isinstance(splits["train"].features["label"], ClassLabel):
-        # The number of classes must be public: counted in the training labels it is a function of private records.
+        # The number of classes must be public. Counted in the training labels it would be a function of private records.
         raise ValueError(
-            f"the column 'label' is {splits['train'].features['label']}, without class names; save the data after "
-            "dataset.cast_column('label', datasets.ClassLabel(names=[...]))"
+            f"The column 'label' must have class names, got {splits['train'].features['label']}. Save the data after "
+            "dataset.cast_column('label', datasets.ClassLabel(names=[...]))."
         )
     return splits.select_columns(["image", "label"]).cast_column("image", Image())
 
 
 def _load_digits() -> "DatasetDict":
-    """Make the data set of scikit-learn's 1,797 images of handwritten digits, 8×8 pixels.
+    """Return scikit-learn's 1,797 images of handwritten digits, 8×8 pixels.
 
-    Of each digit every fifth image, in the order of scikit-learn, is a test image: 1,442 to train on and 355 to test
-    on, the same ones everywhere and without a random generator.
+    Of each digit every fifth image, in the order of scikit-learn, is a test image: 1,442 for training and 355 for
+    evaluation, the same on every machine.
     """
     from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
     from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Sequence classification on a GLUE task: sentences or pairs of them, with a fresh head."""
+"""Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head."""
 
 from dataclasses import dataclass, field
 
@@ -34,13 +34,13 @@ class GlueArguments:
 
 
 def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
-    """Load the data, load the model, tokenize.
+    """Load the data and the model, and tokenize.
 
     Args:
         args: The task, the model, and where they come from.
         lora_args: The adapters.
-        training_args: The seed, the column of units, and the order of processes: the first tokenizes, the others read its
-            cache.
+        training_args: The trainer's arguments: seed, column of units, and the order of processes, of which the first
+            tokenizes and the others read its cache.
 
     Returns:
         The model and the tokenized splits, unpadded.
@@ -52,7 +52,7 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
 
     from doppler_hf.workloads.metrics import glue_compute_metrics
 
-    # What is made here, such as a new head, follows the public seed. Noise and draws do not.
+    # New weights, such as a head's, follow the public seed. Noise and draws do not.
     set_seed(training_args.seed)
     task = glue_task(args.task_name)
     splits = load_glue(args.task_name, args.dataset_dir)
@@ -67,7 +67,7 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
             args.model_name_or_path,
             num_labels=task.num_labels,
             problem_type="regression" if task.is_regression else "single_label_classification",
-            # A checkpoint of another task has another head, which gives way to a fresh one.
+            # A checkpoint of another task has another head, which is replaced by a new one.
             ignore_mismatched_sizes=True,
         )
     if tokenizer.pad_token is None:  # GPT-2 and its kind are pretrained on unpadded text

@@ -1,4 +1,4 @@
-"""What to say when the Hugging Face hub cannot be reached: one line, with the argument that takes a local folder."""
+"""The message when the Hugging Face hub cannot be reached: one line, with the argument that takes a local folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +21,12 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
         >>> with hub_or_folder("nyu-mll/glue", "--dataset_dir"):
         ...     raise ConnectionError("offline")
         Traceback (most recent call last):
-        ValueError: cannot load 'nyu-mll/glue' (offline); without network access give a local folder with --dataset_dir
+        ValueError: Cannot load 'nyu-mll/glue' (offline). Without network access give a local folder with --dataset_dir.
     """
     try:
         yield
     except OSError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
         raise ValueError(
-            f"cannot load {source!r} ({reason}); without network access give a local folder with {flag}"
+            f"Cannot load {source!r} ({reason}). Without network access give a local folder with {flag}."
         ) from error

@@ -39,12 +39,12 @@ class ImageArguments:
 
 
 def build(args: ImageArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
-    """Load the data, and load or make the model.
+    """Load the data, and load or build the model.
 
     Args:
         args: The images, the model, and where they come from.
         lora_args: The adapters.
-        training_args: The trainer's arguments, which must keep the column of images (modified in place).
+        training_args: The trainer's arguments, in which `remove_unused_columns` is turned off (modified in place).
 
     Returns:
         The model and the splits, whose images are converted when a batch asks for them.
@@ -54,7 +54,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     """
     from doppler_hf.workloads.metrics import accuracy_from_logits
 
-    # What is made here, such as a new head, follows the public seed. Noise and draws do not.
+    # New weights, such as a head's, follow the public seed. Noise and draws do not.
     set_seed(training_args.seed)
     splits = load_images(args.dataset_name, args.dataset_dir)
     label_names = splits["train"].features["label"].names
@@ -64,7 +64,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     else:
         with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
             processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
-            # Most pretrained heads know other classes, and give way to a fresh one.
+            # Most pretrained heads are for other classes, and are replaced by a new one.
             model = AutoModelForImageClassification.from_pretrained(
                 args.model_name_or_path, num_labels=len(label_names), ignore_mismatched_sizes=True
             )
@@ -77,7 +77,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
         images = [image.convert(mode) for image in rows["image"]]
         return {**processor(images, return_tensors="pt"), "labels": rows["label"]}
 
-    # Images are converted when a batch asks for them; the trainer must not drop the column that they come from.
+    # Images are converted when a batch is read, so that the trainer must not drop the column that they come from.
     training_args.remove_unused_columns = False
     splits = splits.with_transform(to_pixel_values)
     return Workload(

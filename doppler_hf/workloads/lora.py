@@ -1,6 +1,6 @@
 """Low-rank adapters through PEFT: train A and B of W + (α/r)·B·A (Hu et al., *LoRA*, ICLR 2022), and the head in full.
 
-Fewer trainable parameters carry less noise, since every coordinate of the private gradient gets its own.
+Fewer trainable parameters get less noise in total, since noise is added to every coordinate of the gradient.
 """
 
 from dataclasses import dataclass, field
@@ -21,20 +21,22 @@ class LoraArguments:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse values out of range, or without effect."""
         if self.lora_r < 0:
-            raise ValueError(f"lora_r={self.lora_r} is negative; 0 trains the whole model")
+            raise ValueError(f"lora_r must be at least 0, got {self.lora_r}. Set 0 to train the whole model.")
         if self.lora_r == 0 and self.lora_target_modules is not None:
-            raise ValueError(f"lora_target_modules={self.lora_target_modules!r} has no effect without lora_r > 0")
+            raise ValueError(
+                f"lora_target_modules={self.lora_target_modules!r} has no effect with lora_r=0. Set lora_r, or leave it out."
+            )
 
 
 def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: Literal["SEQ_CLS", "CAUSAL_LM"] | None) -> Any:
-    """Freeze the model except for new adapters and a new head: a language model's head is pretrained and stays frozen.
+    """Freeze the model, and add adapters and a new head. A language model's head is pretrained and stays frozen.
 
     Args:
         model: The model to adapt (modified in place).
         args: Rank, scale and target modules.
-        task_type: PEFT's name of the task, which tells it where a new head is; for images it has none, and the head is
+        task_type: PEFT's name of the task, from which it knows the head. For images it has no name; the head is
             `classifier`.
 
     Returns:

@@ -1,10 +1,10 @@
-"""A sequence classifier on the mean of the token vectors, for encoders that were trained to be read that way.
+"""A sequence classifier on the mean of the token vectors, as sentence encoders are trained to be used.
 
     logits = W·norm(Σ_t mask_t h_t / Σ_t mask_t) + b,    norm(x) = (x − mean(x)) / std(x) over the coordinates
 
-BERT-like classifiers read the first token, which sentence encoders never trained. A head that fits the encoder matters
-more under privacy than without, because the noise leaves no budget to learn another reading; and inputs of unit scale
-let the head move as fast as the adapters at one learning rate.
+BERT-like classifiers read the first token, which sentence encoders never trained. With privacy a head that fits the encoder
+matters more than without, because the noise leaves no budget to adapt the encoder to another one. Inputs of unit scale let
+the head learn as fast as the adapters at one learning rate.
 """
 
 from os import PathLike
@@ -20,7 +20,7 @@ from doppler_hf.privacy.losses.losses import classification_losses
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):
-    """Any encoder of `AutoModel` under a linear classifier of its mean token vector.
+    """An encoder of `AutoModel` with a linear classifier on its mean token vector.
 
     Args:
         config: The encoder's config; `num_labels` sizes the head.
@@ -36,7 +36,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.encoder = AutoModel.from_config(config)
-        # Reads the first token and would be trained for nothing, but noised all the same.
+        # The pooler reads the first token: it would get noise, and have no effect.
         if hasattr(self.encoder, "pooler"):
             self.encoder.pooler = None
         self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.0))
@@ -81,7 +81,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
 def masked_mean(
     hidden: Float[Tensor, "batch length hidden"], attention_mask: Int[Tensor, "batch length"] | None
 ) -> Float[Tensor, "batch hidden"]:
-    """Return the mean over each example's own tokens: padding depends on the other examples and must not count."""
+    """Return the mean over each example's own tokens. Padding depends on the other examples and must not count."""
     if attention_mask is None:
         return hidden.mean(dim=1)
     mask = attention_mask.unsqueeze(-1).to(hidden.dtype)

@@ -1,7 +1,7 @@
 """GLUE's own metric for each task, as an `evaluate.Metric` that needs no network.
 
-`evaluate.load("glue", task)` downloads its code from the hub before it computes anything; the scores themselves are
-five functions of scikit-learn and SciPy. Which task has which: Wang et al., *GLUE* (ICLR 2019), Table 1.
+`evaluate.load("glue", task)` downloads its code from the hub first. The scores are five functions of scikit-learn and
+SciPy. The scores of each task: Wang et al., *GLUE* (ICLR 2019), Table 1.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def glue_metric(task_name: str) -> "Metric":
     from datasets import Features, Value
 
     if task_name not in GLUE_METRICS:
-        raise ValueError(f"no GLUE task {task_name!r}; choose one of {', '.join(GLUE_METRICS)}")
+        raise ValueError(f"task_name must be one of {', '.join(GLUE_METRICS)}, got {task_name!r}.")
 
     class GlueMetric(evaluate.Metric):
         def _info(self) -> "MetricInfo":
@@ -69,7 +69,7 @@ def glue_metric(task_name: str) -> "Metric":
 
 
 def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Make the `compute_metrics` of a `Trainer` on one GLUE task.
+    """Return the `compute_metrics` of a `Trainer` on one GLUE task.
 
     Args:
         task_name: One of the nine GLUE tasks.
@@ -97,7 +97,7 @@ def accuracy_from_logits(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def _logits(prediction: EvalPrediction) -> np.ndarray[Any, np.dtype[Any]]:
-    # Some models (BART, T5) return more than their logits; the Trainer then hands over a tuple that begins with these.
+    # Some models (BART, T5) return more than their logits. The Trainer then passes a tuple that begins with the logits.
     predictions = prediction.predictions
     return np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
 

@@ -1,6 +1,6 @@
 """From a recipe to model and data, wherever the package is installed: `parse_recipe`.
 
-A recipe does not say which kind of workload it is for. Its names do, where only one kind knows them all.
+A recipe does not name its kind of workload. The kind is the only one that has all of its arguments.
 """
 
 import argparse
@@ -27,16 +27,16 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
     """Read an optional recipe and the flags that override it, and build the model and the data that they describe.
 
     Args:
-        argv: A script's command line: the path of a YAML recipe, flags, or both. `--workload glue`, `causal_lm` or
-            `images` among them says which kind it is; by default the only one that has all arguments.
+        argv: A script's command line: the path of a YAML recipe, flags, or both. The flag `--workload glue`, `causal_lm`
+            or `images` sets the kind; by default it is the only one that has all arguments.
 
     Returns:
         The workload, and the arguments for its trainer.
 
     Raises:
-        ValueError: If no kind has all the arguments or several have; for a recipe that cannot be read or an unknown
-            name; and if data or model are missing.
-        SystemExit: From argparse, for a value that has the wrong type or a required argument that is nowhere given.
+        ValueError: If no kind has all the arguments or several have, the recipe cannot be read, a name is unknown, or
+            data or model are missing.
+        SystemExit: If argparse finds a value of the wrong type or misses a required argument.
 
     Example:
         >>> workload, training_args = parse_recipe(["recipes/image/digits-eps8.yaml", "--num_train_epochs", "1"])
@@ -47,7 +47,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
     chosen, flags = parser.parse_known_args(argv)
     kind = _kind_of(flags) if chosen.workload is None else chosen.workload
     if kind not in KINDS:
-        raise ValueError(f"no workload {kind!r}; choose one of {', '.join(KINDS)}")
+        raise ValueError(f"--workload must be one of {', '.join(KINDS)}, got {kind!r}.")
     arguments, build = KINDS[kind]
     args, lora_args, training_args = parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=flags)
     return build(args, lora_args, training_args), training_args
@@ -64,13 +64,12 @@ def _kind_of(argv: Sequence[str]) -> str:
     for kind, (arguments, _) in KINDS.items():
         types = (arguments, LoraArguments, DopplerTrainingArguments)
         fields = {field.name for each in types for field in dataclasses.fields(each)}
-        # --no_NAME is how a flag says that NAME is false.
+        # The flag --no_NAME sets NAME to false.
         lacks[kind] = [name for name in names if not {name, name.removeprefix("no_")} & fields]
     fitting = [kind for kind in KINDS if not lacks[kind]]
     if len(fitting) == 1:
         return fitting[0]
-    decide = f"--workload {'|'.join(KINDS)} decides"
     if fitting:
-        raise ValueError(f"recipe and flags fit several workloads: {', '.join(fitting)}; {decide}")
-    missing = "; ".join(f"{kind} lacks {', '.join(dict.fromkeys(names))}" for kind, names in lacks.items())
-    raise ValueError(f"recipe and flags fit no workload: {missing}; {decide}")
+        raise ValueError(f"Recipe and flags fit several workloads: {', '.join(fitting)}. Choose one with --workload.")
+    missing = ", ".join(f"{kind} lacks {' and '.join(dict.fromkeys(names))}" for kind, names in lacks.items())
+    raise ValueError(f"Recipe and flags fit no workload: {missing}. Correct the names, or choose one with --workload.")

@@ -1,4 +1,4 @@
-"""What a recipe says to train on what: all that a `Trainer` takes but its arguments."""
+"""A model and its data: all that a `Trainer` takes except its arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Workload:
     Attributes:
         model: The model, with its adapters.
         train_dataset: The private examples; one row is one example.
-        eval_datasets: The data sets to evaluate on, at least one, each by the prefix of its metrics' names: `eval`, or
-            for the two of MNLI `eval_matched` and `eval_mismatched`.
+        eval_datasets: The data sets to evaluate on, at least one, by the prefix of their metrics' names: `eval`, or for
+            MNLI `eval_matched` and `eval_mismatched`.
         processing_class: Tokenizer or image processor, which is saved beside the model.
-        data_collator: Makes a batch of a list of examples; None for the `Trainer`'s own.
-        compute_metrics: From logits and labels to scores; None where the loss is all.
+        data_collator: A function that makes a batch of a list of examples; None for the `Trainer`'s own.
+        compute_metrics: A function from logits and labels to scores; None if the loss is the only one.
     """
 
     model: nn.Module

@@ -112,7 +112,7 @@ def test_repeated_runs_are_quiet(recipe, tmp_path, capsys):
         (["--runs", "0"], "error: --runs must be at least 1, got 0."),
         (["--confidence", "1"], "error: --confidence must lie in (0, 1), got 1.0. Usual is 0.95."),
         (["--canaries", "0"], "error: num_canaries must be at least 1, got 0."),
-        (["--leerning_rate", "1"], "error: recipe and flags fit no workload"),
+        (["--leerning_rate", "1"], "error: Recipe and flags fit no workload"),
         (["--noise_multiplier", "0"], "error: The run claims no privacy"),
     ],
 )

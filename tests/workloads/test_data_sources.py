@@ -46,12 +46,12 @@ def test_hub_style_shards(tmp_path):
 
 
 def test_unknown_task():
-    with pytest.raises(ValueError, match=r"no GLUE task 'imdb'; choose one of cola, .*, wnli"):
+    with pytest.raises(ValueError, match=r"task_name must be one of cola, .*, wnli, got 'imdb'\."):
         load_glue("imdb")
 
 
 def test_missing_pieces_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"--dataset_dir .*nowhere is not a folder"):
+    with pytest.raises(ValueError, match=r"--dataset_dir must be a folder, got .*nowhere\."):
         load_glue("sst2", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"has no train\.parquet"):
         load_glue("sst2", str(tmp_path))
@@ -61,7 +61,7 @@ def test_missing_pieces_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no validation_matched\.parquet or validation_mismatched\.parquet"):
         load_glue("mnli", str(tmp_path))
     write_glue(tmp_path, "validation", "sst2")
-    with pytest.raises(ValueError, match="split 'train' lacks the column 'question1'; it has sentence, label, idx"):
+    with pytest.raises(ValueError, match="'train' must have a column 'question1', got sentence, label, idx"):
         load_glue("qqp", str(tmp_path))
 
 
@@ -71,9 +71,9 @@ def test_no_network_names_the_argument(monkeypatch, error):
         raise error
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(ValueError, match=r"^cannot load 'nyu-mll/glue' \(.*\); .* local folder with --dataset_dir$"):
+    with pytest.raises(ValueError, match=r"^Cannot load 'nyu-mll/glue' \(.*\)\. .* local folder with --dataset_dir\.$"):
         load_glue("sst2")
-    with pytest.raises(ValueError, match=r"^cannot load 'uoft-cs/cifar10' \(.*\); .* local folder with --dataset_dir$"):
+    with pytest.raises(ValueError, match=r"^Cannot load 'uoft-cs/cifar10' \(.*\)\. .* local folder with --dataset_dir\.$"):
         load_images("cifar10")
 
 
@@ -129,12 +129,12 @@ def test_image_folder(tmp_path, column):
 def test_image_folder_needs_class_names(tmp_path):
     for split in ("train", "test"):
         Dataset.from_dict({"image": [png(0)], "label": [0]}).to_parquet(tmp_path / f"{split}.parquet")
-    with pytest.raises(ValueError, match="without class names"):
+    with pytest.raises(ValueError, match="must have class names, got "):
         load_images("cifar10", str(tmp_path))
 
 
 def test_unknown_image_data_set():
-    with pytest.raises(ValueError, match="no image data set 'svhn'; choose one of cifar10, mnist, digits"):
+    with pytest.raises(ValueError, match="dataset_name must be one of cifar10, mnist, digits, got 'svhn'"):
         load_images("svhn")
 
 
@@ -145,7 +145,7 @@ def test_text_folder(tmp_path):
     splits = load_texts("unused", str(tmp_path), text_column="review")
     assert splits.num_rows == {"train": 3, "validation": 2}
     assert splits["validation"][:] == {"review": ["validation 0", "validation 1"]}
-    with pytest.raises(ValueError, match="split 'train' lacks the column 'text'; it has review, stars"):
+    with pytest.raises(ValueError, match="'train' must have a column 'text', got review, stars"):
         load_texts("unused", str(tmp_path))
 
 

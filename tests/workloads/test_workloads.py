@@ -53,9 +53,7 @@ def test_the_kind_of_every_recipe(path, tmp_path):
     argv = [str(path), "--use_cpu", f"--output_dir={tmp_path}"]
     right = KIND_OF_FOLDER[path.parent.name]
     if path.stem == "cifar10-vit-eps2":  # its two names are also a language model's
-        with pytest.raises(
-            ValueError, match=r"^recipe and flags fit several workloads: causal_lm, images; --workload glue|"
-        ):
+        with pytest.raises(ValueError, match=r"^Recipe and flags fit several workloads: causal_lm, images\. Choose one"):
             parse_recipe(argv)
         argv = [*argv, "--workload", right]
     (kind, args), training_args = parse_recipe(argv)
@@ -79,7 +77,7 @@ def test_flags_tell_the_kind_in_every_spelling(common):
 def test_flags_count_beside_the_recipe_and_override_it(common, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model_name_or_path: bert\nmax_seq_length: 8\nlr_scheduler_kwargs: {min_lr: 1}\n")
-    with pytest.raises(ValueError, match="fit several workloads: glue, causal_lm;"):
+    with pytest.raises(ValueError, match=r"fit several workloads: glue, causal_lm\."):
         parse_recipe([str(path), *common])
     (kind, args), training_args = parse_recipe([str(path), *common, "--max_seq_length=4", "--task_name=rte"])
     assert (kind, args) == ("glue", glue.GlueArguments("rte", "bert", max_seq_length=4))
@@ -102,18 +100,18 @@ def test_what_no_kind_has_is_named(common, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("task_name: sst2\npooling: mean\nmodel_name_or_path: bert\nstray: [1]\n")
     message = (
-        r"^recipe and flags fit no workload: glue lacks stray, image_size; causal_lm lacks task_name, pooling, stray, "
-        r"image_size; images lacks task_name, pooling, stray; --workload glue\|causal_lm\|images decides$"
+        r"^Recipe and flags fit no workload: glue lacks stray and image_size, causal_lm lacks task_name and pooling and "
+        r"stray and image_size, images lacks task_name and pooling and stray\. .* choose one with --workload\.$"
     )
     with pytest.raises(ValueError, match=message):
         parse_recipe([str(path), *common, "--image_size=8", "--image_size", "16"])
-    with pytest.raises(ValueError, match=r"no such argument: 'lerning_rate' \(did you mean learning_rate"):
+    with pytest.raises(ValueError, match=r"unknown arguments: 'lerning_rate' \(did you mean learning_rate"):
         parse_recipe(["--workload=images", *common, "--lerning_rate=1"])
-    with pytest.raises(ValueError, match=r"^no workload 'audio'; choose one of glue, causal_lm, images$"):
+    with pytest.raises(ValueError, match=r"^--workload must be one of glue, causal_lm, images, got 'audio'\.$"):
         parse_recipe(["--workload=audio", *common])
-    with pytest.raises(ValueError, match=r"several workloads: glue, causal_lm, images; --workload glue\|causal_lm\|images"):
+    with pytest.raises(ValueError, match=r"several workloads: glue, causal_lm, images\. Choose one with --workload\."):
         parse_recipe([])
-    with pytest.raises(ValueError, match=r"recipe .*nowhere\.yaml is not a file"):
+    with pytest.raises(ValueError, match=r"recipe must be a YAML file, got .*nowhere\.yaml\."):
         parse_recipe([str(tmp_path / "nowhere.yaml"), *common])
 
 
@@ -325,7 +323,7 @@ def test_the_column_of_units_reaches_the_trainer(common, tmp_path):
     workload, _ = parse_recipe([*common, *flags, "--privacy_unit_column=stars", "--max_seq_length=16"])
     assert set(workload.train_dataset.column_names) == {"input_ids", "attention_mask", "labels", "stars"}
     assert set(workload.eval_dataset.column_names) == {"input_ids", "attention_mask", "labels"}
-    with pytest.raises(ValueError, match="lacks the column 'user'"):
+    with pytest.raises(ValueError, match="must have a column 'user'"):
         parse_recipe([*common, *flags, "--privacy_unit_column=user"])
 
 
