@@ -1,4 +1,4 @@
-"""What is asked for: `DopplerTrainingArguments`, and what of it is refused.
+"""The arguments of a run: `DopplerTrainingArguments`, and the checks on them.
 
 - arguments: the arguments, with their help
 - checks: what would break the guarantee, or have no effect

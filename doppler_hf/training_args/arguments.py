@@ -1,7 +1,7 @@
 """`DopplerTrainingArguments`: HF's `TrainingArguments`, plus how much privacy and which filter.
 
-Names are the field's: Opacus's and dp-transformers' for privacy, torch's and HF's for the rest. What would break the
-guarantee, or would have no effect, is refused (`argument_checks`) rather than ignored during the run.
+The names for privacy are those of Opacus and dp-transformers, the others those of torch and HF. Arguments that would break
+the guarantee, or would have no effect, are refused (`checks`) rather than ignored during the run.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from doppler_hf.privacy.clipping.clipped_gradients import Clipping, Engine, Gran
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator
 from doppler_hf.training_args import checks
 
-# What of the privacy budget, as a share of 1/σ², and what bound a private training loss has by default. With a hundredth
-# the gradient gets 0.5 % more noise.
+# The defaults of a private training loss: its share of the privacy budget (of 1/σ²), and its bound. A share of a hundredth
+# adds 0.5 % to the gradient's noise.
 DEFAULT_TRAIN_LOSS_BUDGET: Final = 0.01
 DEFAULT_PER_SAMPLE_MAX_LOSS: Final = 5.0
 
@@ -27,13 +27,13 @@ DEFAULT_PER_SAMPLE_MAX_LOSS: Final = 5.0
 class DopplerTrainingArguments(TrainingArguments):
     """Arguments of `DopplerTrainer`.
 
-    Exactly one of `target_epsilon` and `noise_multiplier` says how much privacy, unless `disable_dp` is set. The batch
-    size of the guarantee is per_device_train_batch_size × gradient_accumulation_steps × processes, the *expected* size
-    of one Poisson draw: in examples, or with `privacy_unit_column` in units of privacy.
+    Exactly one of `target_epsilon` and `noise_multiplier` sets the privacy, unless `disable_dp` is set. The batch size of
+    the guarantee is per_device_train_batch_size × gradient_accumulation_steps × processes. It is the *expected* size of
+    one Poisson draw: in examples, or with `privacy_unit_column` in units of privacy.
 
     Raises:
-        ValueError: A value outside its range, or a combination that breaks privacy or would be without effect; with the
-            value and what to do instead.
+        ValueError: If a value is out of range, or a combination breaks privacy or would have no effect. The message has
+            the value and what to do instead.
 
     Example:
         >>> args = DopplerTrainingArguments(output_dir="out", target_epsilon=3.0, low_pass_filter="first-order-v1")
@@ -47,7 +47,7 @@ class DopplerTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "σ, the noise's standard deviation in units of the clip norm, instead of target_epsilon. 0 keeps "
-            "sampling, clipping, filter and optimizer and adds no noise: nothing is private then."
+            "sampling, clipping, filter and optimizer but adds no noise: nothing is private then."
         },
     )
     target_delta: float | None = field(
@@ -86,21 +86,21 @@ class DopplerTrainingArguments(TrainingArguments):
     grad_sample_engine: Engine = field(
         default="book_keeping",
         metadata={
-            "help": "Where per-sample gradients come from: book_keeping, at about the price of ordinary ones, or opacus, a "
-            "slow reference.",
+            "help": "How per-sample gradients are computed: book_keeping, at about the cost of ordinary gradients, or "
+            "opacus, a slow reference.",
         },
     )
     grad_sample_self_check: bool = field(
         default=True,
         metadata={
-            "help": "Before the first step, hold the per-sample gradients of two examples against plain autograd, and stop "
+            "help": "Before the first step, compare the per-sample gradients of two examples with plain autograd, and stop "
             "if they differ.",
         },
     )
     max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={
-            "help": "The most padded tokens, examples × longest length, that one forward pass gets: each of the "
+            "help": "The most padded tokens, examples × longest length, in one forward pass: each of the "
             "gradient_accumulation_steps pieces of a draw is cut further to fit. Lengths count before the collator rounds "
             "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass."
         },
@@ -117,14 +117,14 @@ class DopplerTrainingArguments(TrainingArguments):
     weight_filter: str | None = field(
         default=None,
         metadata={
-            "help": "Filter over time on the weights, such as momentum:beta=0.97: what is evaluated and saved, and what the "
-            "model is after training, are the filtered weights; training goes on with the raw ones. Costs no privacy."
+            "help": "Filter over time on the weights, such as momentum:beta=0.97. The filtered weights are evaluated and "
+            "saved, and are the model's after training; training continues with the raw ones. Costs no privacy."
         },
     )
     base_optimizer: Base = field(
         default="adam_bc",
         metadata={
-            "help": "What the filtered gradient is fed to: sgd, adam, or adam_bc (Adam whose second moment is corrected "
+            "help": "The optimizer of the filtered gradient: sgd, adam, or adam_bc (Adam whose second moment is corrected "
             "for the noise).",
         },
     )
@@ -156,16 +156,16 @@ class DopplerTrainingArguments(TrainingArguments):
     noise_generator: NoiseGenerator = field(
         default="csprng",
         metadata={
-            "help": "csprng: AES-256-CTR under a secret key; nobody can reproduce the noise, even who sees every step's "
-            "gradient. philox: a generator with a new secret key each step, which a GPU runs by itself, for those who "
-            "release the last model only; it is not made to withstand an attacker who sees some of a step's noise."
+            "help": "csprng: AES-256-CTR under a secret key; the noise cannot be reproduced, even by an attacker who sees "
+            "the gradient of every step. philox: a generator with a new secret key each step, which runs on the GPU; use it "
+            "if only the last model is released, since it does not withstand an attacker who sees part of a step's noise."
         },
     )
     floating_point_safe: bool = field(
         default=False,
         metadata={
-            "help": "Make each noise value of four, against attacks on the gaps between floating-point numbers (Mironov "
-            "2012). Costs four times the noise."
+            "help": "Make each noise value from four, against attacks on the gaps between floating-point numbers (Mironov "
+            "2012). Costs four times as many random numbers."
         },
     )
     disable_dp: bool = field(
@@ -174,7 +174,7 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     noise_seed: int | None = field(
         default=None,
-        metadata={"help": "For tests only: makes noise and draws reproducible, and so not private."},
+        metadata={"help": "For tests only: makes noise and draws reproducible, and the run not private."},
     )
     max_grad_norm: float | None = field(
         default=None,
@@ -185,7 +185,7 @@ class DopplerTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        """Validate, then let HF do the same."""
+        """Check the arguments, as HF does those that it has."""
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
         self.low_pass_filter = canonical(self.low_pass_filter)
@@ -209,7 +209,7 @@ class DopplerTrainingArguments(TrainingArguments):
 
 
 def canonical(low_pass_filter: str) -> str:
-    """Return the shortest name of a filter of the grammar; one that a run chooses is its own."""
+    """Return the shortest name of a filter in the grammar; `auto` is its own."""
     word, values = parse_name(low_pass_filter)
     if word == "auto":
         return word

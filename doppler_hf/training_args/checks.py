@@ -1,7 +1,7 @@
-"""What `DopplerTrainingArguments` refuses: values outside their range, what breaks the guarantee, what has no effect.
+"""The checks of `DopplerTrainingArguments`: they refuse values out of range, unsafe combinations, and what has no effect.
 
-Each message has the value, the reason and the mend. `args` is the host's class with our fields: to import ours would be a
-circle.
+Each message has the value, the reason and the mend. `args` is the host's class with our fields, since importing ours would
+be circular.
 """
 
 import math
@@ -15,7 +15,7 @@ from doppler_hf.training_args.galore import GaloreArguments, check_target_module
 
 
 def check_choices(args: TrainingArguments) -> None:
-    """Refuse a word that is none of those that an argument may be."""
+    """Refuse a word that is not among an argument's choices."""
     hints = get_type_hints(type(args))
     for name in (
         "accountant", "clipping", "clipping_granularity", "grad_sample_engine",
@@ -26,77 +26,80 @@ def check_choices(args: TrainingArguments) -> None:
 
 
 def refuse_privacy_without_dp(args: TrainingArguments) -> None:
-    """Refuse what would be without effect with `disable_dp`."""
+    """Refuse what would have no effect with `disable_dp`."""
     for name in (
         "target_epsilon", "noise_multiplier", "noise_seed", "adam_bc_floor", "privacy_unit_column",
         "max_examples_per_unit", "per_sample_max_loss", "train_loss_budget",
     ):  # fmt: skip
         if getattr(args, name) is not None:
             raise ValueError(
-                f"disable_dp=True trains without privacy, but {name}={getattr(args, name)} asks for it. Leave one "
+                f"{name}={getattr(args, name)} has no effect with disable_dp=True, which trains without privacy. Leave one "
                 "of them out."
             )
     if args.report_train_loss == "private":
-        raise ValueError("disable_dp=True trains without privacy, but report_train_loss='private' asks for it.")
+        raise ValueError(
+            "report_train_loss='private' has no effect with disable_dp=True, which trains without privacy. Leave one of "
+            "them out."
+        )
     if args.low_pass_filter != "none":
         raise ValueError(
-            f"disable_dp=True is the stock Trainer, which has no filter, but low_pass_filter is "
-            f"{args.low_pass_filter!r}. For a filter without noise use noise_multiplier=0."
+            f"low_pass_filter={args.low_pass_filter!r} has no effect with disable_dp=True: the stock Trainer has no filter. "
+            "For a filter without noise set noise_multiplier=0 instead."
         )
 
     if args.max_tokens_per_micro_batch is not None:
         raise ValueError(
-            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} is without effect with disable_dp=True: "
-            "the stock Trainer cuts by count. Leave it out, and set per_device_train_batch_size."
+            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} has no effect with disable_dp=True: the stock "
+            "Trainer cuts by the number of examples. Leave it out, and set per_device_train_batch_size."
         )
 
 
 def check_privacy(args: TrainingArguments) -> None:
-    """Refuse numbers of the mechanism outside their range, and no or two answers to how much privacy."""
+    """Refuse numbers of the mechanism out of range, and both or neither of `target_epsilon` and `noise_multiplier`."""
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
         raise ValueError(
-            f"Give exactly one of target_epsilon (got {args.target_epsilon}) and noise_multiplier (got "
-            f"{args.noise_multiplier}); disable_dp=True trains without privacy."
+            f"Exactly one of target_epsilon and noise_multiplier must be set, got {args.target_epsilon} and "
+            f"{args.noise_multiplier}. To train without privacy set disable_dp=True."
         )
     if args.target_epsilon is not None and not 0.0 < args.target_epsilon < math.inf:
         raise ValueError(
-            f"target_epsilon must be a finite number > 0, got {args.target_epsilon}; noise_multiplier=0 trains "
-            "without noise."
+            f"target_epsilon must be a finite number > 0, got {args.target_epsilon}. To train without noise set "
+            "noise_multiplier=0 instead."
         )
     if args.noise_multiplier is not None and not 0.0 <= args.noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {args.noise_multiplier}.")
     if args.target_delta is not None and not 0.0 < args.target_delta < 1.0:
-        raise ValueError(f"target_delta must lie in (0, 1), got {args.target_delta}; about 1/N or less is usual.")
+        raise ValueError(f"target_delta must lie in (0, 1), got {args.target_delta}. Usual is less than 1/N.")
     if not 0.0 < args.per_sample_max_grad_norm < math.inf:
         raise ValueError(f"per_sample_max_grad_norm must be a finite number > 0, got {args.per_sample_max_grad_norm}.")
     if args.max_tokens_per_micro_batch is not None and args.max_tokens_per_micro_batch < 1:
         raise ValueError(
-            f"max_tokens_per_micro_batch must be at least 1, got {args.max_tokens_per_micro_batch}; leave it out for "
-            "no limit."
+            f"max_tokens_per_micro_batch must be at least 1, got {args.max_tokens_per_micro_batch}. Leave it out for no "
+            "limit."
         )
     if args.max_grad_norm:
         raise ValueError(
-            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient and its noise as a whole, which "
-            "adam_bc then misjudges. Leave it unset; per_sample_max_grad_norm is the norm that privacy needs."
+            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient with its noise, so that adam_bc would "
+            "correct for the wrong variance. Leave it unset: per_sample_max_grad_norm is the norm that privacy needs."
         )
 
     if args.max_examples_per_unit is not None and args.privacy_unit_column is None:
         raise ValueError(
-            f"max_examples_per_unit={args.max_examples_per_unit} is without effect where every example is a unit; set "
-            "privacy_unit_column or leave it out."
+            f"max_examples_per_unit={args.max_examples_per_unit} has no effect if every example is a unit. Set "
+            "privacy_unit_column, or leave it out."
         )
     if args.max_examples_per_unit is not None and args.max_examples_per_unit < 1:
         raise ValueError(f"max_examples_per_unit must be at least 1, got {args.max_examples_per_unit}.")
 
 
 def check_train_loss(args: TrainingArguments) -> None:
-    """Refuse bounds of a private training loss outside their range, or without one."""
+    """Refuse options of a private training loss that are out of range, or set without one."""
     if args.report_train_loss != "private":
         for name in ("per_sample_max_loss", "train_loss_budget"):
             if getattr(args, name) is not None:
                 raise ValueError(
-                    f"{name}={getattr(args, name)} is without effect for report_train_loss={args.report_train_loss!r}; "
-                    "use 'private' or leave it out."
+                    f"{name}={getattr(args, name)} has no effect with report_train_loss={args.report_train_loss!r}. Set "
+                    "report_train_loss='private', or leave it out."
                 )
         return
     assert args.per_sample_max_loss is not None
@@ -104,70 +107,66 @@ def check_train_loss(args: TrainingArguments) -> None:
     if not 0.0 < args.per_sample_max_loss < math.inf:
         raise ValueError(f"per_sample_max_loss must be a finite number > 0, got {args.per_sample_max_loss}.")
     if not 0.0 < args.train_loss_budget < 1.0:
-        raise ValueError(f"train_loss_budget must lie in (0, 1), got {args.train_loss_budget}; 0.01 is usual.")
+        raise ValueError(f"train_loss_budget must lie in (0, 1), got {args.train_loss_budget}. Usual is 0.01.")
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Refuse what would be without effect on the private optimizer."""
+    """Refuse what would have no effect on the private optimizer."""
     if args.adam_bc_floor is not None and args.base_optimizer != "adam_bc":
         raise ValueError(
-            f"adam_bc_floor={args.adam_bc_floor} is without effect for base_optimizer={args.base_optimizer!r}; leave "
-            "it out or use adam_bc."
+            f"adam_bc_floor={args.adam_bc_floor} has no effect with base_optimizer={args.base_optimizer!r}. Leave it out, "
+            "or set base_optimizer='adam_bc'."
         )
     if args.adam_bc_floor is not None and not 0.0 < args.adam_bc_floor < math.inf:
         raise ValueError(f"adam_bc_floor must be a finite number > 0, got {args.adam_bc_floor}.")
     if args.optim != OptimizerNames(type(args).__dataclass_fields__["optim"].default):
         name = OptimizerNames(args.optim).value
-        galore = "; optim_target_modules, with optim_args, is what switches GaLore on" if "galore" in name else ""
+        galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
         raise ValueError(
-            f"optim={name!r} is without effect: DopplerTrainer builds its optimizer from base_optimizer and "
+            f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and "
             f"low_pass_filter. Leave optim out{galore}."
         )
     if args.adam_beta1 != 0.9:
         raise ValueError(
-            f"adam_beta1={args.adam_beta1} is without effect: the first moment is the filter's. Use low_pass_filter="
-            f"'b={1 - args.adam_beta1:.6g};a=1,{-args.adam_beta1:.6g}' instead."
+            f"adam_beta1={args.adam_beta1} has no effect, because the filter computes the first moment. Set "
+            f"low_pass_filter='b={1 - args.adam_beta1:.6g};a=1,{-args.adam_beta1:.6g}' instead."
         )
 
 
 def check_galore(args: TrainingArguments) -> None:
-    """Refuse GaLore's arguments where they would be without effect."""
+    """Refuse GaLore's arguments where they would have no effect."""
     if args.optim_target_modules is None:
         if args.optim_args:
             raise ValueError(
-                f"optim_args={args.optim_args!r} is without effect: it is about GaLore, which optim_target_modules "
-                "switches on. Set that, e.g. to 'all-linear', or leave optim_args out."
+                f"optim_args={args.optim_args!r} has no effect without GaLore. Switch GaLore on with optim_target_modules, "
+                "for instance 'all-linear', or leave optim_args out."
             )
         return
     check_target_modules(args.optim_target_modules)
     if args.low_pass_filter.startswith("optimal-fir"):
         raise ValueError(
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules): the gradients "
-            "that it keeps would be in the bases of different steps. Leave one of them out."
+            "that it stores would be in the bases of different steps. Leave one of them out."
         )
     galore = GaloreArguments.parse(args.optim_args)
     if galore.projector_source == "filtered" and args.low_pass_filter == "none":
         raise ValueError(
-            "optim_args has projector_source=filtered, which is without effect for low_pass_filter='none': the "
-            "filtered gradient is the gradient itself. Leave it out, or set a filter."
+            "projector_source=filtered in optim_args has no effect with low_pass_filter='none': the filtered gradient is "
+            "the gradient itself. Leave it out, or set a filter."
         )
     if galore.basis_change != "rotate" and args.low_pass_filter == "none" and args.base_optimizer == "sgd":
         raise ValueError(
-            f"optim_args has basis_change={galore.basis_change}, which is without effect for base_optimizer='sgd' and "
-            "low_pass_filter='none': they keep no state that a new basis could change. Leave it out."
+            f"basis_change={galore.basis_change} in optim_args has no effect with base_optimizer='sgd' and "
+            "low_pass_filter='none', which keep no state. Leave it out."
         )
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """Refuse those of the host's arguments that would void the guarantee, with the reason."""
     refusals = (
-        (args.fp16, "fp16", "its gradient scaler skips steps depending on the data; use bf16"),
-        (
-            args.n_gpu > 1,
-            "nn.DataParallel",
-            "it splits the batch behind the engine's back; start with `accelerate launch`",
-        ),
-        (bool(args.deepspeed), "deepspeed", "it keeps the gradients to itself; use plain multi-process training"),
+        (args.fp16, "fp16", "its gradient scaler skips steps depending on the data"),
+        (args.n_gpu > 1, "nn.DataParallel", "it splits the batch where the engine cannot see it"),
+        (bool(args.deepspeed), "deepspeed", "it keeps gradients out of the engine's reach"),
         (bool(args.fsdp), "fsdp", "it shards the parameters that per-sample clipping needs whole"),
         (args.parallelism_config is not None, "parallelism_config", "one process must see an example whole"),
         (args.torch_compile, "torch_compile", "per-sample gradient hooks do not survive compilation"),
@@ -175,7 +174,7 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
         (
             args.train_sampling_strategy != "random",
             f"train_sampling_strategy={args.train_sampling_strategy!r}",
-            "the accountant assumes Poisson sampling; draws are sorted by length anyway",
+            "the accountant assumes Poisson sampling, whose draws are sorted by length already",
         ),
         (
             args.label_smoothing_factor != 0,
@@ -201,13 +200,19 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
         ),
         (args.ignore_data_skip, "ignore_data_skip", "it makes the steps run differ from the steps planned"),
     )
+    mends = {
+        "fp16": "Use bf16",
+        "nn.DataParallel": "Start with `accelerate launch`",
+        "deepspeed": "Use plain multi-process training",
+    }
     for refused, name, reason in refusals:
         if refused:
-            raise ValueError(f"{name} cannot be used with differential privacy: {reason}.")
+            mend = mends.get(name, "Leave it out")
+            raise ValueError(f"{name} cannot be used with differential privacy: {reason}. {mend}.")
 
 
 def refuse_of_trainer(compute_loss_func: Any, optimizer: Any, train_dataset: Any) -> None:
-    """Refuse those of the trainer's own arguments that would void the guarantee, or be without effect."""
+    """Refuse those of the trainer's own arguments that would void the guarantee, or have no effect."""
     if compute_loss_func is not None:
         raise ValueError(
             "compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "

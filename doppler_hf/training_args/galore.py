@@ -1,8 +1,8 @@
-"""GaLore's arguments, read from the two fields that `TrainingArguments` has for it already.
+"""GaLore's arguments, read from the two fields that `TrainingArguments` has for it.
 
-`optim_target_modules` says which modules, and so switches GaLore on; `optim_args` is a line such as
+`optim_target_modules` selects the modules, and so switches GaLore on. `optim_args` is a line such as
 "rank=64,update_proj_gap=100,scale=0.1". The names, the defaults and the rule by which modules match are the host's
-(`transformers/trainer_optimizer.py`); what it would pass over in silence is refused.
+(`transformers/trainer_optimizer.py`); what the host would ignore silently is refused.
 """
 
 import math
@@ -19,20 +19,20 @@ from doppler_hf.optim.galore import BasisChange, Projector, ProjectorSource
 
 @dataclass(frozen=True)
 class GaloreArguments:
-    """What `optim_args` can say.
+    """The arguments in `optim_args`.
 
     Args:
         rank: Columns of the projector P.
         update_proj_gap: Optimizer steps from one projector to the next.
-        scale: Factor of the update that comes back from the subspace.
-        basis_change: What becomes of the optimizer's state when P changes: it is rotated into the new basis, reset to
+        scale: Factor of the update that is projected back.
+        basis_change: The treatment of the optimizer's state when P changes: it is rotated into the new basis, reset to
             zero, or kept as it is.
-        projector: How P is found: by iteration from the last P on, by iteration from a random start, or by a full
-            singular value decomposition.
-        projector_source: What P is found from: the private gradient, or the filtered one.
+        projector: The algorithm for P: iteration from the last P, iteration from a random start, or a full singular
+            value decomposition.
+        projector_source: The gradient from which P is computed: the private one, or the filtered one.
 
     Raises:
-        ValueError: A value outside its range.
+        ValueError: If a value is out of range.
 
     Example:
         >>> GaloreArguments.parse("rank=64, scale=1.0").rank
@@ -47,7 +47,7 @@ class GaloreArguments:
     projector_source: ProjectorSource = "gradient"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse values out of range."""
         for name in ("rank", "update_proj_gap"):
             if getattr(self, name) < 1:
                 raise ValueError(f"optim_args: {name} must be at least 1, got {getattr(self, name)}.")
@@ -65,11 +65,11 @@ class GaloreArguments:
         """Read a line of `key=value`, separated by commas.
 
         Args:
-            optim_args: The line; None or a blank one is the defaults. It may hold `proj_type=std`, as the host's users
-                write it.
+            optim_args: The line; None or a blank one means the defaults. It may hold `proj_type=std`, as in the host's
+                examples.
 
         Raises:
-            ValueError: A key that is unknown or stands there twice, or a value of the wrong kind or out of range.
+            ValueError: If a key is unknown or given twice, or a value has the wrong type or is out of range.
         """
         kinds = get_type_hints(cls)
         line = (optim_args or "").replace(" ", "")  # as the host does
@@ -78,8 +78,8 @@ class GaloreArguments:
             key, equals, text = mapping.partition("=")
             if not equals or key not in (*kinds, "proj_type"):
                 raise ValueError(
-                    f"optim_args={optim_args!r}: {mapping!r} is not understood. Write key=value, separated by commas; the "
-                    f"keys are {', '.join(kinds)}."
+                    f"optim_args must be key=value separated by commas, got {mapping!r} in {optim_args!r}. The keys are "
+                    f"{', '.join(kinds)}."
                 )
             if key in texts:
                 raise ValueError(f"optim_args={optim_args!r} has {key} twice. Leave one of them out.")
@@ -87,8 +87,8 @@ class GaloreArguments:
         proj_type = texts.pop("proj_type", "std")
         if proj_type != "std":
             raise ValueError(
-                f"optim_args: proj_type must be std, got {proj_type!r}: a matrix is always projected on its shorter side. "
-                "Leave proj_type out."
+                f"optim_args: proj_type must be std, got {proj_type!r}, since a matrix is always projected on its shorter "
+                "side. Leave proj_type out."
             )
         return cls(**{key: _converted(key, text, kind=kinds[key]) for key, text in texts.items()})
 
@@ -103,43 +103,44 @@ def _converted(key: str, text: str, *, kind: Any) -> Any:
 
 
 def is_all_linear(optim_target_modules: str | list[str]) -> bool:
-    """Return whether the host would take `optim_target_modules` for every linear layer."""
+    """Return whether the host reads `optim_target_modules` as every linear layer."""
     return isinstance(optim_target_modules, str) and optim_target_modules.replace("_", "-") == "all-linear"
 
 
 def check_target_modules(optim_target_modules: str | list[str]) -> None:
-    """Check what can be checked without a model.
+    """Check the patterns, as far as that is possible without a model.
 
     Raises:
-        ValueError: No pattern, one that is no string or no regular expression, or all-linear within a list.
+        ValueError: If there is no pattern, one is no string or no regular expression, or all-linear is in a list.
     """
     if not isinstance(optim_target_modules, str | list) or not optim_target_modules:
         raise ValueError(
             f"optim_target_modules={optim_target_modules!r} names no module. Give a list of names, parts of names or "
-            "regular expressions, or the string 'all-linear'; for no GaLore leave it out."
+            "regular expressions, or the string 'all-linear'. For no GaLore leave it out."
         )
     for pattern in [optim_target_modules] if isinstance(optim_target_modules, str) else optim_target_modules:
         if not isinstance(pattern, str) or not pattern:  # an empty one is part of every name
-            raise ValueError(f"optim_target_modules has {pattern!r}, which is no name. Leave it out.")
+            raise ValueError(f"optim_target_modules must hold names, got {pattern!r}. Leave it out.")
         if isinstance(optim_target_modules, list) and is_all_linear(pattern):
             raise ValueError(
-                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list, where it would be part of a "
-                "name. Give the string alone."
+                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list, where it would be read as part "
+                "of a name. Give the string alone."
             )
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"optim_target_modules has {pattern!r}, which is no regular expression ({error}). Escape what is meant "
-                "literally."
+                f"optim_target_modules must hold regular expressions, got {pattern!r} ({error}). Escape characters that "
+                "are meant literally."
             ) from error
 
 
 def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -> dict[str, nn.Parameter]:
     """Return the matrices that GaLore projects: the trainable two-dimensional `weight`s of the modules that match.
 
-    A list matches a module whose name contains one of its strings or is matched in full by one as a regular expression; a
-    string alone must match the name in full. Embedding tables are never among them, also where a linear layer shares one.
+    A list matches a module whose name contains one of its strings, or which one of them matches in full as a regular
+    expression. A string alone must match the name in full. Embedding tables are never projected, even if a linear layer
+    shares one.
 
     Args:
         model: The model.
@@ -150,7 +151,7 @@ def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -
         The parameters by name, as in `model.named_parameters()`.
 
     Raises:
-        ValueError: Nothing matches; with names that would.
+        ValueError: If nothing matches. The message has names that would.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     matrices = {
@@ -170,8 +171,8 @@ def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -
         raise ValueError(
             f"optim_target_modules={optim_target_modules!r} matches no module with a trainable matrix. Those of linear "
             f"layers are: {shown}. Give a list of names or parts of names (a string alone must match a whole name), or "
-            "'all-linear'; without any, leave it out."
+            "'all-linear', or leave it out."
         )
-    # Where modules share a matrix it has one name here, which may be the other module's.
+    # A matrix that modules share has one name here, which may be the other module's.
     weights = {matrices[name] for name in matched}
     return {name: weight for name, weight in model.named_parameters() if weight in weights}

@@ -292,9 +292,9 @@ def test_the_column_does_not_reach_the_collator(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (dict(max_examples_per_unit=3), "without effect where every example is a unit"),
+        (dict(max_examples_per_unit=3), "has no effect if every example is a unit"),
         (dict(privacy_unit_column="user_id", max_examples_per_unit=0), "at least 1, got 0"),
-        (dict(privacy_unit_column="user_id", disable_dp=True, noise_multiplier=None), "asks for it"),
+        (dict(privacy_unit_column="user_id", disable_dp=True, noise_multiplier=None), "has no effect with disable_dp=True"),
     ],
 )
 def test_arguments_about_units_are_checked(tmp_path, overrides, message):

@@ -15,8 +15,8 @@ def arguments(tmp_path, **overrides):
 
 
 REFUSED = [
-    (dict(target_epsilon=None), "exactly one of target_epsilon .got None. and noise_multiplier .got None."),
-    (dict(noise_multiplier=1.0), "exactly one"),
+    (dict(target_epsilon=None), "Exactly one of target_epsilon and noise_multiplier must be set, got None and None"),
+    (dict(noise_multiplier=1.0), "must be set, got 3.0 and 1.0"),
     (dict(target_epsilon=0.0), "target_epsilon must be a finite number > 0, got 0"),
     (dict(target_epsilon=float("inf")), "got inf"),
     (dict(target_epsilon=None, noise_multiplier=-1.0), "noise_multiplier must be a finite number ≥ 0, got -1"),
@@ -32,24 +32,27 @@ REFUSED = [
     (dict(base_optimizer="lion"), "base_optimizer must be one of"),
     (dict(report_train_loss="public"), "report_train_loss must be one of raw, private, none"),
     (dict(noise_generator="mt19937"), "noise_generator must be one of csprng, philox"),
-    (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 is without effect"),
+    (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 has no effect"),
     (dict(adam_bc_floor=0.0), "adam_bc_floor must be a finite number > 0, got 0"),
     (dict(max_grad_norm=1.0), "max_grad_norm=1.0 would rescale the private gradient"),
-    (dict(optim="sgd"), "optim='sgd' is without effect"),
+    (dict(optim="sgd"), "optim='sgd' has no effect"),
     (
         dict(optim="galore_adamw", optim_target_modules="all-linear"),
-        "Leave optim out; optim_target_modules, with optim_args",
+        "Leave optim out, and switch GaLore on with optim_target_modules",
     ),
-    (dict(optim_args="rank=4"), "optim_args='rank=4' is without effect.*optim_target_modules switches on"),
+    (
+        dict(optim_args="rank=4"),
+        "optim_args='rank=4' has no effect without GaLore. Switch GaLore on with optim_target_modules",
+    ),
     (dict(optim_target_modules=[]), r"optim_target_modules=\[\] names no module"),
-    (dict(optim_target_modules=["*mlp"]), "no regular expression"),
+    (dict(optim_target_modules=["*mlp"]), "must hold regular expressions"),
     (dict(optim_target_modules="all-linear", optim_args="rank=0"), "rank must be at least 1, got 0"),
     (dict(optim_target_modules="all-linear", optim_args="projector_source=filtered"), "filtered gradient is the gradient"),
     (
         dict(optim_target_modules="all-linear", optim_args="basis_change=keep", base_optimizer="sgd"),
-        "basis_change=keep, which is without effect for base_optimizer='sgd'",
+        "basis_change=keep in optim_args has no effect with base_optimizer='sgd'",
     ),
-    (dict(adam_beta1=0.8), "adam_beta1=0.8 is without effect.*b=0.2;a=1,-0.8"),
+    (dict(adam_beta1=0.8), "adam_beta1=0.8 has no effect.*b=0.2;a=1,-0.8"),
     (dict(train_sampling_strategy="group_by_length"), "Poisson"),
     (dict(label_smoothing_factor=0.1), "label_smoothing_factor cannot be used"),
     (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha cannot be used"),
@@ -60,9 +63,9 @@ REFUSED = [
     (dict(ignore_data_skip=True), "ignore_data_skip cannot be used"),
     (dict(include_num_input_tokens_seen="all"), "include_num_input_tokens_seen cannot be used"),
     (dict(use_liger_kernel=True), "use_liger_kernel cannot be used"),
-    (dict(disable_dp=True), "target_epsilon=3.0 asks for it"),
+    (dict(disable_dp=True), "target_epsilon=3.0 has no effect with disable_dp=True"),
     (dict(disable_dp=True, target_epsilon=None, low_pass_filter="momentum"), "noise_multiplier=0"),
-    (dict(disable_dp=True, target_epsilon=None, max_tokens_per_micro_batch=64), "per_micro_batch=64 is without effect"),
+    (dict(disable_dp=True, target_epsilon=None, max_tokens_per_micro_batch=64), "per_micro_batch=64 has no effect"),
 ]
 
 

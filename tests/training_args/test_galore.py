@@ -46,9 +46,9 @@ def test_the_host_reads_the_same(line, tmp_path, monkeypatch):
 
 
 REFUSED_LINES = [
-    ("rank=4,lr=1", "optim_args='rank=4,lr=1': 'lr=1' is not understood.*keys are rank, update_proj_gap, scale, basis_"),
-    ("rank", "'rank' is not understood. Write key=value"),
-    ("rank=4,", "'' is not understood"),
+    ("rank=4,lr=1", "separated by commas, got 'lr=1' in 'rank=4,lr=1'. The keys are rank, update_proj_gap, scale, basis_"),
+    ("rank", "must be key=value separated by commas, got 'rank' in 'rank'"),
+    ("rank=4,", "got '' in 'rank=4,'"),
     ("rank=4,rank=8", "has rank twice"),
     ("rank=0", "rank must be at least 1, got 0"),
     ("rank=-3", "rank must be at least 1, got -3"),
@@ -64,7 +64,7 @@ REFUSED_LINES = [
     ("basis_change=none", "basis_change must be one of rotate, reset, keep, got 'none'"),
     ("projector=qr", "projector must be one of svd, randomized, warm, got 'qr'"),
     ("projector_source=noise", "projector_source must be one of gradient, filtered, got 'noise'"),
-    ("proj_type=reverse_std", "proj_type must be std, got 'reverse_std': a matrix is always projected on its shorter"),
+    ("proj_type=reverse_std", "proj_type must be std, got 'reverse_std', since a matrix is always projected on its shorter"),
 ]
 
 
@@ -174,10 +174,10 @@ REFUSED_MODULES = [
     ([], r"optim_target_modules=\[\] names no module"),
     ("", "optim_target_modules='' names no module"),
     (7, "optim_target_modules=7 names no module"),
-    (["query", ""], "has '', which is no name"),
-    (["query", 3], "has 3, which is no name"),
-    (["attn", "*mlp"], r"has '\*mlp', which is no regular expression \(nothing to repeat"),
-    ("(query", r"has '\(query', which is no regular expression"),
+    (["query", ""], "must hold names, got ''"),
+    (["query", 3], "must hold names, got 3"),
+    (["attn", "*mlp"], r"must hold regular expressions, got '\*mlp' \(nothing to repeat"),
+    ("(query", r"must hold regular expressions, got '\(query'"),
     (["all_linear"], r"has 'all_linear' in a list.*Give the string alone"),
 ]
 

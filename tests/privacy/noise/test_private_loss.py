@@ -142,13 +142,13 @@ def test_what_reaches_the_log_is_not_the_raw_loss(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (dict(report_train_loss="raw", per_sample_max_loss=2.0), "without effect for report_train_loss='raw'"),
-        (dict(report_train_loss="none", train_loss_budget=0.1), "without effect for report_train_loss='none'"),
+        (dict(report_train_loss="raw", per_sample_max_loss=2.0), "no effect with report_train_loss='raw'"),
+        (dict(report_train_loss="none", train_loss_budget=0.1), "no effect with report_train_loss='none'"),
         (dict(per_sample_max_loss=0.0), "finite number > 0, got 0"),
         (dict(per_sample_max_loss=math.inf), "finite number > 0, got inf"),
         (dict(train_loss_budget=1.0), r"must lie in \(0, 1\), got 1"),
         (dict(train_loss_budget=0.0), r"must lie in \(0, 1\), got 0"),
-        (dict(disable_dp=True, noise_multiplier=None), "report_train_loss='private' asks for it"),
+        (dict(disable_dp=True, noise_multiplier=None), "report_train_loss='private' has no effect with disable_dp=True"),
         (dict(report_train_loss="public"), "one of raw, private, none"),
     ],
 )
