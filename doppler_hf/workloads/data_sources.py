@@ -196,7 +196,8 @@ def _require_columns(splits: "DatasetDict", columns: Sequence[str]) -> None:
         for column in columns:
             if column not in split.column_names:
                 raise ValueError(
-                    f"The split {name!r} must have a column {column!r}, got {', '.join(split.column_names)}. Rename a column."
+                    f"The split {name!r} must have a column {column!r}, got {', '.join(split.column_names)}. Rename a "
+                    "column."
                 )
 
 

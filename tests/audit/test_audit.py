@@ -478,7 +478,7 @@ def test_other_bad_input_is_refused(tmp_path):
         AuditOfLine(**(good | {"num_canaries": 0}))
     with pytest.raises(ValueError, match="args must be DopplerTrainingArguments, got NoneType"):
         AuditOfLine(**(good | {"args": None}))
-    with pytest.raises(ValueError, match="must be a datasets.Dataset, got list"):
+    with pytest.raises(ValueError, match=r"must be a datasets\.Dataset, got list"):
         AuditOfLine(**(good | {"train_dataset": [{"x": [0.0, 0.0], "labels": 0.0}] * 9}))
     with pytest.raises(ValueError, match="has a column 'canary'"):
         AuditOfLine(**(good | {"train_dataset": points().rename_column("x", CANARY_COLUMN)}))
@@ -487,7 +487,7 @@ def test_other_bad_input_is_refused(tmp_path):
     with pytest.raises(ValueError, match="been audited"):
         AuditOfLine(**good)
     bert = dict(model=tiny_bert(), train_dataset=text_data(), data_collator=pad)
-    with pytest.raises(ValueError, match="num_canaries must be less than 24, .* got 24"):
+    with pytest.raises(ValueError, match=r"num_canaries must be less than 24, .* got 24"):
         LossAuditTrainer(**(good | bert | {"num_canaries": 24}))
     for model in (gpt2_lm(), tiny_bert(num_labels=1), Line()):
         with pytest.raises(ValueError, match=f"{type(model).__name__} is not a classifier of examples"):

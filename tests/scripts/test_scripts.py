@@ -234,7 +234,7 @@ def test_causal_lm_labels_every_token_and_the_end_but_no_padding(tmp_path, gpt2_
 
 def test_causal_lm_names_what_is_missing(tmp_path, gpt2_dir, texts_dir, monkeypatch):
     flags = [f"--model_name_or_path={gpt2_dir}", f"--output_dir={tmp_path / 'out'}", "--use_cpu", *PRIVATE]
-    with pytest.raises(SystemExit, match=r"^error: The split 'train' must have a column 'text', got review, stars\. Rename a column\.$"):
+    with pytest.raises(SystemExit, match=r"^error: The split 'train' must have a column 'text', got review, stars\."):
         causal_lm.main([*flags, f"--dataset_dir={texts_dir}"])
 
     def unreachable(*args, **kwargs):
