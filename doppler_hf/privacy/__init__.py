@@ -1,11 +1,11 @@
 """Left of the privacy boundary: everything that touches an example.
 
-- batching: who is in a step
+- batching: the examples of a step
 - losses: one loss per example
 - clipping: per-sample gradients, clipped and summed
 - noise: from clipped sums to a private gradient
-- accounting: what that costs
-- ledger: what was spent, for someone else to check
+- accounting: the ε that this costs
+- ledger: the record of what was spent, for others to check
 - bits: secret random words, for draws and noise
 """
 

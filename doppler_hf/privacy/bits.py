@@ -1,13 +1,13 @@
-"""Where random bits come from: secret ones for sampling and noise, reproducible ones for tests.
+"""The sources of random bits: secret ones for sampling and noise, reproducible ones for tests.
 
 A generator with a guessable seed hides nothing: torch's CPU generator keeps 32 bits of its seed and HF's `args.seed` is
-public, so neither is used. Secret words come from AES-256 in counter mode, word i of a stream being half a block of
+public, so neither is used. Secret words come from AES-256 in counter mode, where each word of a stream is half a block of
 
-    AES_k(0), AES_k(1), AES_k(2), …          with k from the operating system, in each process its own,
+    AES_k(0), AES_k(1), AES_k(2), …          with k from the operating system, a different one in each process,
 
-or from Philox under a new key from the operating system at every call. Telling AES's words from coin flips would break
-AES, whatever else of the stream is known. Philox is made for statistics: no attack on it is known to us, but none was
-ever ruled out for an adversary who sees some of its words.
+or from Philox under a new key from the operating system at every call. An attacker who could tell AES's words from coin
+flips would have broken AES, even one who knows the rest of the stream. Philox is made for statistics: no attack on it is
+known to us, but nothing rules one out for an adversary who sees some of its words.
 """
 
 import os
@@ -20,23 +20,23 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from jaxtyping import Int64, UInt64
 from torch import Tensor
 
-# What is encrypted to get the keystream itself; 32,768 words, so that reading them costs nothing but cache.
+# Encrypting zeros gives the keystream itself. 32,768 words fit into the cache.
 _ZEROS: Final = memoryview(bytes(1 << 18))
 _AES_BLOCK: Final = 16
 
 
 class BitStream(ABC):
-    """A source of uniform 64-bit words, none of which it gives out twice.
+    """A source of uniform 64-bit words, none of which it returns twice.
 
     Attributes:
-        is_secret: Whether nobody can reproduce them.
+        is_secret: Whether the words cannot be reproduced.
     """
 
     is_secret: bool
 
     @abstractmethod
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
-        """Overwrite `words`, contiguous, on the CPU or a CUDA device, with the next ones of optimizer step `step`."""
+        """Overwrite contiguous `words`, on the CPU or a CUDA device, with the next ones of optimizer step `step`."""
 
     def bits(self, count: int, *, step: int) -> UInt64[np.ndarray, " n"]:
         """Return the next `count` words of optimizer step `step`."""
@@ -48,9 +48,8 @@ class BitStream(ABC):
 class SecretBits(BitStream):
     """A keystream of AES-256-CTR, keyed from the operating system when it is made.
 
-    The key lives in this process alone: it is never pickled, saved or logged, and a resumed run makes a new one. What a
-    step needs is a running position of the stream, so `step` is not used: no two calls ever return the same words.
-    Not for two threads at a time.
+    The key stays in this process: it is never pickled, saved or logged, and a resumed run makes a new one. The position
+    in the stream only moves forward, whatever the `step`, so that no two calls return the same words. Not thread-safe.
     """
 
     is_secret = True
@@ -59,7 +58,7 @@ class SecretBits(BitStream):
         self._key()
 
     def _key(self) -> None:
-        """Begin a new stream, of this process."""
+        """Begin a new stream that belongs to this process."""
         # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
         self._encryptor = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(_AES_BLOCK))).encryptor()
         self._process = os.getpid()
@@ -67,17 +66,17 @@ class SecretBits(BitStream):
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
         """Overwrite `words` with the next ones of the stream."""
         if words.is_cuda:
-            # The allocator of pinned memory gives this block to nobody before the copy is done.
+            # The allocator of pinned memory does not reuse this block before the copy is done.
             host = torch.empty(len(words), dtype=torch.int64, device="cpu", pin_memory=True)
             self.fill(host, step=step)
             words.copy_(host, non_blocking=True)
             return
-        # A forked process has a copy of the key and of the counter. It must not release its parent's noise once more.
+        # A forked process has a copy of the key and of the counter. It must not repeat its parent's noise.
         if os.getpid() != self._process:
             self._key()
         keystream = words.numpy().view(np.uint8)
         for part in (keystream[start : start + len(_ZEROS)] for start in range(0, len(keystream), len(_ZEROS))):
-            # `update_into` wants room for a block that it might hold back, so the last block goes another way.
+            # `update_into` needs room for a block that it might hold back, so the last block is computed by `update`.
             body = max(0, len(part) - _AES_BLOCK)
             if body:
                 self._encryptor.update_into(_ZEROS[:body], part.data)
@@ -85,14 +84,14 @@ class SecretBits(BitStream):
 
     def __reduce__(self) -> str:
         """Refuse to be pickled: the key would travel with the copy."""
-        raise TypeError("SecretBits holds a secret key and cannot be pickled or copied; make a new one instead.")
+        raise TypeError("SecretBits holds a secret key and cannot be pickled or copied. Make a new one instead.")
 
 
 class RekeyedBits(BitStream):
     """Philox under a new key from the operating system at every call: 128 bits on the CPU, 64 on a CUDA device.
 
     The generator does not outlive the call, so there is no state to save, to copy or to inherit. On the CPU it is
-    NumPy's: torch's own is a Mersenne twister of 32 bits of seed there.
+    NumPy's, because torch's own is a Mersenne twister with a seed of 32 bits there.
     """
 
     is_secret = True
@@ -108,7 +107,7 @@ class RekeyedBits(BitStream):
 
 
 class ReproducibleBits(BitStream):
-    """Words that depend on `seed`, `purpose` and the step alone. For tests: such noise protects nobody."""
+    """Words that depend on `seed`, `purpose` and the step alone. For tests only: such noise protects nothing."""
 
     is_secret = False
 
@@ -117,7 +116,7 @@ class ReproducibleBits(BitStream):
         self._step: int | None = None
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
-        """Overwrite `words` with the next ones of the step; another step begins its own sequence."""
+        """Overwrite `words` with the next ones of the step. Each step has its own sequence."""
         if step != self._step:
             self._step = step
             self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))

@@ -1,4 +1,4 @@
-"""What a run would cost, and what else the same budget buys: arithmetic alone, without model or data.
+"""The ε, noise and length of a run before it is started, and its alternatives of equal ε, without model or data.
 
     q = B/N,    T = ⌈E⌈N/B⌉⌉,    ε = ε(σ, q, T; δ),    noise_std = σC/B
 
@@ -21,7 +21,7 @@ from doppler_hf.privacy.accounting.accounting import (
 
 Unknown = Literal["epsilon", "noise_multiplier", "epochs", "batch_size"]
 
-# No run is longer; a search that arrives here was asked for a budget that is no limit.
+# No run is longer. A search that gets here has a budget that sets no limit.
 MAX_STEPS: Final = 10_000_000
 
 BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)
@@ -30,7 +30,7 @@ EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that could be started: its mechanism, and what that means for the gradient.
+    """A run that could be started: its mechanism, and the noise in its gradients.
 
     Attributes:
         num_examples: N.
@@ -68,14 +68,14 @@ class PlannedRun:
     def average_noise_std(self) -> float:
         """σC/(B√T), per coordinate of the average of all T mean gradients.
 
-        It is what the budget leaves of the noise after the whole run. A filter hardly changes it: its gain at frequency
-        zero is 1. It falls with B and T towards a floor, where the same ε buys no more.
+        A filter hardly changes it, since its gain at frequency zero is 1. For a given ε it falls with B and T towards a
+        floor.
         """
         return self.noise_std / math.sqrt(self.steps)
 
     @property
     def examples_processed(self) -> int:
-        """B·T, the expected number of per-sample gradients: what the run costs in time."""
+        """B·T, the expected number of per-sample gradients: the run's cost in time."""
         return self.expected_batch_size * self.steps
 
     def filtered_noise_std(self, low_pass_filter: LowPassFilter) -> float:
@@ -84,7 +84,7 @@ class PlannedRun:
 
     @property
     def releases(self) -> Releases:
-        """What the accountants are told."""
+        """The run in the accountants' terms."""
         return Releases(self.noise_multiplier, self.sample_rate, self.steps)
 
 
@@ -100,11 +100,11 @@ class PlanRequest:
         max_steps: T, in place of epochs.
         batch_size: B, the expected batch size over all processes and accumulated micro-batches.
         delta: δ, N^−1.1 by default.
-        accountant: Which accountant bounds ε.
+        accountant: The accountant that bounds ε.
         max_grad_norm: C.
 
     Raises:
-        ValueError: A number outside its range, or if not exactly one of ε, σ, the length and B is left out.
+        ValueError: If a number is out of range, or not exactly one of ε, σ, the length and B is left out.
 
     Example:
         >>> request = PlanRequest(num_examples=50_000, batch_size=1000, epochs=3, noise_multiplier=1.0)
@@ -124,28 +124,30 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         if self.num_examples < 2:
-            raise ValueError(f"num_examples is {self.num_examples}: give the size of the training set, at least 2.")
+            raise ValueError(f"num_examples must be at least 2, got {self.num_examples}. Give the size of the training set.")
         for name in ("epsilon", "noise_multiplier", "epochs", "max_steps", "batch_size", "max_grad_norm"):
             value = vars(self)[name]
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}: give a finite number above 0.")
+                raise ValueError(f"{name} must be a finite number > 0, got {value}.")
         if self.delta is not None and not 0 < self.delta < 1:
-            raise ValueError(f"delta is {self.delta}: give a probability inside (0, 1), below 1/N.")
+            raise ValueError(f"delta must lie in (0, 1), got {self.delta}. Usual is less than 1/N.")
         if self.batch_size is not None and self.batch_size > self.num_examples:
             raise ValueError(
-                f"batch_size is {self.batch_size}, but there are only {self.num_examples} examples: lower batch_size."
+                f"batch_size must be at most the {self.num_examples} examples, got {self.batch_size}. Lower batch_size."
             )
         if self.epochs is not None and self.max_steps is not None:
-            raise ValueError(f"epochs is {self.epochs} and max_steps is {self.max_steps}: give one of them, not both.")
-        if len(self._unknowns) != 1:
-            what = "all are given" if not self._unknowns else f"{', '.join(self._unknowns)} are missing"
             raise ValueError(
-                f"{what}: of epsilon, noise_multiplier, epochs (or max_steps) and batch_size give three; the fourth is "
-                "solved for."
+                f"Only one of epochs and max_steps may be set, got {self.epochs} and {self.max_steps}. Leave one out."
+            )
+        if len(self._unknowns) != 1:
+            missing = f"without {' and '.join(self._unknowns)}" if self._unknowns else "all four"
+            raise ValueError(
+                "Three of epsilon, noise_multiplier, epochs (or max_steps) and batch_size must be set, got "
+                f"{missing}. The fourth is solved for."
             )
         if self.batch_size == self.num_examples and self.accountant == "prv":
             raise ValueError(
-                f"batch_size is {self.batch_size}, all examples in every step, for which prv has no bound: set accountant "
+                f"batch_size={self.batch_size} puts all examples in every step, for which prv has no bound. Set accountant "
                 "to pld or rdp, or lower batch_size."
             )
 
@@ -161,7 +163,7 @@ class PlanRequest:
 
     @property
     def unknown(self) -> Unknown:
-        """What is solved for."""
+        """The quantity that is solved for."""
         return self._unknowns[0]
 
     @property
@@ -170,7 +172,7 @@ class PlanRequest:
         return default_delta(self.num_examples) if self.delta is None else self.delta
 
     def solve(self) -> PlannedRun:
-        """Return the run that the request determines: the least noise, the most epochs or the largest batch.
+        """Return the run with the least noise, the most epochs or the largest batch within the target.
 
         Raises:
             ValueError: If nothing within reach of the unknown meets the target, or everything does.
@@ -190,7 +192,7 @@ class PlanRequest:
         return PlannedRun(self.num_examples, batch_size, steps, noise_multiplier, self.max_grad_norm)
 
     def _steps(self, batch_size: int) -> int:
-        """The host's own formula (`Trainer.set_initial_training_values`)."""
+        """Return the number of steps by the host's own formula (`Trainer.set_initial_training_values`)."""
         if self.max_steps is not None:
             return self.max_steps
         assert self.epochs is not None
@@ -225,26 +227,26 @@ class PlanRequest:
             at_most *= 4
         else:
             raise ValueError(
-                f"With noise_multiplier={self.noise_multiplier} even {steps} steps cost less than epsilon={self.epsilon}: "
-                "lower noise_multiplier, or give epochs and leave noise_multiplier out."
+                f"With noise_multiplier={self.noise_multiplier} even {steps} steps cost less than epsilon={self.epsilon}. "
+                "Lower noise_multiplier, or give epochs and leave noise_multiplier out."
             )
         if steps == 0:
             raise ValueError(
                 f"With noise_multiplier={self.noise_multiplier} and batch_size={batch_size} one step costs ε = "
-                f"{self._cost(batch_size, 1):.4g}, more than epsilon={self.epsilon}: raise noise_multiplier or epsilon, or "
+                f"{self._cost(batch_size, 1):.4g}, more than epsilon={self.epsilon}. Raise noise_multiplier or epsilon, or "
                 "lower batch_size."
             )
         return steps
 
     def _largest_batch_size(self) -> int:
-        # PRV has no bound for q = 1, where every step sees every example.
+        # PRV has no bound for q = 1, when every example is in every step.
         largest = self.num_examples - 1 if self.accountant == "prv" else self.num_examples
         batch_size = self._largest_batch_size_in(1, largest)
         if batch_size is None:
             least = self._cost(1, self._steps(1))
             raise ValueError(
                 f"With noise_multiplier={self.noise_multiplier} even batch_size=1 costs ε = {least:.4g}, more than "
-                f"epsilon={self.epsilon}: raise noise_multiplier or epsilon, or shorten the run."
+                f"epsilon={self.epsilon}. Raise noise_multiplier or epsilon, or shorten the run."
             )
         return batch_size
 
@@ -252,7 +254,7 @@ class PlanRequest:
         """Find the largest B in [low, high] within the target.
 
         ε(B) is not monotone: T drops wherever ⌈N/B⌉ does. But ε rises with q and with T, so no B of the interval costs
-        less than its smallest q with its fewest steps, and an interval where that is too much needs no second look.
+        less than its smallest q with its fewest steps, and an interval where that is too much is ruled out.
         """
         assert self.epsilon is not None
         if self._cost(low, self._steps(high)) > self.epsilon:
@@ -270,11 +272,11 @@ def alternatives(
     """Calibrate runs around `run`, with other batch sizes and numbers of epochs, to the same ε.
 
     Args:
-        run: The run in the middle; it comes back as it is.
+        run: The run in the middle, which is returned unchanged.
         epochs: Its epochs, before the host rounds up to whole steps.
         target_epsilon: ε > 0.
         delta: δ, in (0, 1).
-        accountant: Which accountant calibrates.
+        accountant: The accountant that calibrates.
 
     Returns:
         Epochs, ½ to 4 times those of the run → runs with ¼ to 4 times its batch size, as far as that is smaller than the
@@ -290,7 +292,7 @@ def alternatives(
                 steps=steps,
                 accountant=accountant,
             )
-        except ValueError:  # The run's own ε is so small that the accountants cannot tell whether this one's is.
+        except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None
         return PlannedRun(run.num_examples, batch_size, steps, noise_multiplier, run.max_grad_norm)
 

@@ -1,4 +1,4 @@
-"""Pictures of runs and filters. matplotlib is imported when one is drawn; its pyplot, which a notebook draws with, never."""
+"""Pictures of runs and filters. Matplotlib is imported when one is drawn; pyplot, whose state is the notebook's, never."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,14 +45,14 @@ def plot_learning_curves(
         title: Title of the picture.
 
     Raises:
-        ValueError: Runs of one entry with different epochs, or no run at all.
+        ValueError: If the runs of one entry have different epochs, or there is no run.
     """
     figure = _new_figure(6.4, 4.0)
     axes = figure.subplots()
     for label, runs in curves.items():
         epochs = [[epoch for epoch, _ in run] for run in runs]
         if not runs or any(other != epochs[0] for other in epochs):
-            raise ValueError(f"the runs of {label!r} must share their epochs, got {epochs}")
+            raise ValueError(f"The runs of {label!r} must share their epochs, got {epochs}.")
         values = np.array([[value for _, value in run] for run in runs])
         (line,) = axes.plot(epochs[0], values.mean(axis=0), label=label)
         axes.fill_between(epochs[0], values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.2, linewidth=0)
@@ -65,7 +65,7 @@ def plot_learning_curves(
 def plot_planned_runs(
     table: Mapping[float, Sequence[PlannedRun]], planned: PlannedRun, path: str | Path, *, title: str
 ) -> None:
-    """Draw how noisy runs of equal ε are: σ, noise_std and noise_std/√T against the batch size, a curve for each length.
+    """Draw the noise of runs of equal ε: σ, noise_std and noise_std/√T against the batch size, a curve for each length.
 
     Args:
         table: Epochs → runs of that length, ordered by batch size.
@@ -112,7 +112,7 @@ def plot_planned_runs(
 
 
 def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None:
-    """Draw what filters do in time and frequency: impulse and step response, gain and group delay.
+    """Draw filters in time and frequency: impulse and step response, gain and group delay.
 
     Args:
         filters: Label → filter, at least one.
@@ -162,7 +162,7 @@ def plot_paper_filters(path: str | Path) -> None:
     panels = figure.subplots(2, 2)
     for (time, frequency), (title, listed) in zip(panels, tables.items(), strict=True):
         for index, name in enumerate(listed):
-            # f1 and f2 have the same gain: dashes let the one below show.
+            # f1 and f2 have the same gain: through dashes the curve below stays visible.
             style = "--" if index % 2 else "-"
             time.plot(impulse_response(PAPER_FILTERS[name], 41), style, marker=".", markersize=3, label=name)
             frequency.plot(frequencies, np.abs(frequency_response(PAPER_FILTERS[name], frequencies)), style, label=name)
@@ -188,8 +188,8 @@ def plot_spectra(
 
     Args:
         autocorrelations: Label → autocorrelation from lag 0 on, each drawn in units of its value there.
-        spectra: Label → frequencies as fractions of Nyquist, and the power spectral density in units of the noise's. What
-            has an autocorrelation too gets the same colour; what has none is dashed.
+        spectra: Label → frequencies as fractions of Nyquist, and the power spectral density in units of the noise's. A
+            series with an autocorrelation has the same colour as that; one without is dashed.
         path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
         title: Title of the picture.
     """
@@ -225,7 +225,7 @@ def _write(figure: Any, path: str | Path) -> None:
 
 
 def _leave_out_single_weights(axes: Any, filters: Mapping[str, LowPassFilter]) -> None:
-    """Scale to the filters that have a response: beside no filter's single weight of 1 theirs would be flat."""
+    """Scale the axis to filters of order 1 and more, which would look flat beside the single weight of 1 of order 0."""
     weights = [impulse_response(each, 200) for each in filters.values() if each.order]
     if weights:
         highest, lowest = max(each.max() for each in weights), min(each.min() for each in weights)

@@ -216,10 +216,13 @@ def test_picture_is_written(ending, tmp_path, capsys):
     [
         (["--plot", "plan.txt"], "--plot must end in one of .png, .svg, .pdf, got plan.txt."),
         (["--low-pass-filter", "b=0.5"], "the DC gain sum(b)/sum(a) is 0.5, not 1: multiply b by 2"),
-        (["--noise-multiplier", "1"], "all are given: of epsilon, "),
-        (["--batch-size", "3000"], "batch_size is 3000, but there are only 2000 examples: lower batch_size."),
-        (["--epsilon", "-1"], "epsilon is -1.0: give a finite number above 0."),
-        (["--accountant", "prv", "--batch-size", "2000"], "batch_size is 2000, all examples in every step"),
+        (
+            ["--noise-multiplier", "1"],
+            "Three of epsilon, noise_multiplier, epochs (or max_steps) and batch_size must be set, got all",
+        ),
+        (["--batch-size", "3000"], "batch_size must be at most the 2000 examples, got 3000. Lower batch_size."),
+        (["--epsilon", "-1"], "epsilon must be a finite number > 0, got -1.0."),
+        (["--accountant", "prv", "--batch-size", "2000"], "batch_size=2000 puts all examples in every step"),
     ],
 )
 def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, capsys):

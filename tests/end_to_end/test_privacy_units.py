@@ -100,8 +100,8 @@ def test_a_draw_of_units_is_sorted_by_length():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (dict(units=[0, 1]), r"one entry per example, 15, got shape \(2,\)"),
-        (dict(units=[1 + unit for unit in UNITS]), "without gaps; 0 has no example"),
+        (dict(units=[0, 1]), r"one entry for each of 15 examples, got shape \(2,\)"),
+        (dict(units=[1 + unit for unit in UNITS]), "without gaps, got no 0"),
         (dict(units=None, max_examples_per_unit=2), "needs units, got 2"),
         (dict(max_examples_per_unit=0), "at least 1 and needs units, got 0"),
         (dict(expected_batch_size=9), "the number of units of privacy, 8, got 9"),
@@ -128,7 +128,7 @@ def test_equal_values_of_a_column_are_a_unit():
     [
         (["a", None], "user", "has no value for some examples"),
         ([1.0, math.nan], "user", "has no value for some examples"),
-        (["a", "b"], "owner", "needs a datasets.Dataset with that column; train_dataset has user"),
+        (["a", "b"], "owner", "must be a column of train_dataset, got user. Give a datasets.Dataset"),
         ([["a"], ["b"]], "user", "must hold numbers or strings"),
     ],
 )
@@ -304,5 +304,5 @@ def test_arguments_about_units_are_checked(tmp_path, overrides, message):
 
 def test_a_missing_column_is_refused_before_the_first_step(tmp_path):
     trainer = trainer_of(tmp_path, privacy_unit_column="user_id")
-    with pytest.raises(ValueError, match=r"privacy_unit_column='user_id' needs a datasets.Dataset with that column"):
+    with pytest.raises(ValueError, match=r"privacy_unit_column='user_id' must be a column of train_dataset, got input_ids"):
         trainer.train()

@@ -176,23 +176,23 @@ def test_delta_and_clip_norm_are_used():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epsilon": None, "epochs": None}, "epsilon, epochs are missing: of epsilon"),
-        ({}, "all are given: of epsilon"),
-        ({"epsilon": None, "max_steps": 10}, r"epochs is 2\.0 and max_steps is 10: give one"),
-        ({"epsilon": None, "num_examples": 1}, "num_examples is 1: give the size"),
-        ({"epsilon": None, "batch_size": 1001}, "batch_size is 1001, but there are only 1000 examples: lower"),
+        ({"epsilon": None, "epochs": None}, "must be set, got without epsilon and epochs"),
+        ({}, "must be set, got all four"),
+        ({"epsilon": None, "max_steps": 10}, r"epochs and max_steps may be set, got 2\.0 and 10\."),
+        ({"epsilon": None, "num_examples": 1}, "num_examples must be at least 2, got 1. Give the size"),
+        ({"epsilon": None, "batch_size": 1001}, "batch_size must be at most the 1000 examples, got 1001. Lower"),
         (
             {"epsilon": None, "batch_size": 1000},
-            "batch_size is 1000, all examples in every step, for which prv has no bound",
+            "batch_size=1000 puts all examples in every step, for which prv has no bound",
         ),
-        ({"epsilon": None, "batch_size": 0}, "batch_size is 0: give a finite number above 0"),
-        ({"epsilon": None, "epochs": math.nan}, "epochs is nan: give a finite number"),
-        ({"epsilon": None, "epochs": None, "max_steps": -1}, "max_steps is -1: give a finite number"),
-        ({"epsilon": None, "noise_multiplier": 0.0}, r"noise_multiplier is 0\.0: give a finite number"),
-        ({"epochs": None, "epsilon": math.inf}, "epsilon is inf: give a finite number"),
-        ({"epsilon": None, "max_grad_norm": -0.1}, r"max_grad_norm is -0\.1: give a finite number"),
-        ({"epsilon": None, "delta": 1.0}, r"delta is 1\.0: give a probability inside \(0, 1\)"),
-        ({"epsilon": None, "delta": math.nan}, r"delta is nan: give a probability inside \(0, 1\)"),
+        ({"epsilon": None, "batch_size": 0}, "batch_size must be a finite number > 0, got 0"),
+        ({"epsilon": None, "epochs": math.nan}, "epochs must be a finite number > 0, got nan"),
+        ({"epsilon": None, "epochs": None, "max_steps": -1}, "max_steps must be a finite number > 0, got -1"),
+        ({"epsilon": None, "noise_multiplier": 0.0}, r"noise_multiplier must be a finite number > 0, got 0\.0"),
+        ({"epochs": None, "epsilon": math.inf}, "epsilon must be a finite number > 0, got inf"),
+        ({"epsilon": None, "max_grad_norm": -0.1}, r"max_grad_norm must be a finite number > 0, got -0\.1"),
+        ({"epsilon": None, "delta": 1.0}, r"delta must lie in \(0, 1\), got 1\.0"),
+        ({"epsilon": None, "delta": math.nan}, r"delta must lie in \(0, 1\), got nan"),
     ],
 )
 def test_requests_without_a_meaning_are_refused(change, message):
@@ -203,11 +203,11 @@ def test_requests_without_a_meaning_are_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epochs": None, "noise_multiplier": 0.1}, "batch_size=100 one step costs ε = .*: raise noise_multiplier"),
-        ({"batch_size": None, "noise_multiplier": 0.1}, "even batch_size=1 costs ε = .*: raise noise_multiplier"),
+        ({"epochs": None, "noise_multiplier": 0.1}, "batch_size=100 one step costs ε = .*Raise noise_multiplier"),
+        ({"batch_size": None, "noise_multiplier": 0.1}, "even batch_size=1 costs ε = .*Raise noise_multiplier"),
         (
             {"epochs": None, "noise_multiplier": 1e4, "batch_size": 1},
-            "even 4096000 steps cost less than .*: lower noise_mul",
+            "even 4096000 steps cost less than .*Lower noise_mul",
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""What a run costs, from public numbers alone.
+"""The ε that a run costs, from public numbers alone.
 
-- accounting: ε of what was released, and which σ and how many steps a target affords
-- upper_bounds: the accountants' bounds, from above all of them
+- accounting: ε of what was released, and σ or the number of steps for a target ε
+- upper_bounds: the accountants' upper bounds
 """
 
 from doppler_hf.privacy.accounting.accounting import (

@@ -1,8 +1,8 @@
-"""What a run costs: the Poisson-subsampled Gaussian mechanism, composed over T steps, add/remove neighbours.
+"""The ε of a run: the Poisson-subsampled Gaussian mechanism, composed over T steps, add/remove neighbours.
 
 Whatever happens to the private gradient afterwards (filter, Adam, projection) is post-processing and costs nothing, so
-nothing of it appears here. Three accountants bound the same ε, from above all of them: *prv*, *rdp* and *pld* (see
-`upper_bounds`). The other two functions turn the question round: which σ, and how many steps, ε affords.
+none of it appears here. Three accountants bound the same ε from above: *prv*, *rdp* and *pld* (see `upper_bounds`). The
+inverse functions return σ, or the number of steps, for a target ε.
 """
 
 import functools
@@ -17,7 +17,7 @@ from doppler_hf.privacy.accounting.upper_bounds import Mechanism, pld_epsilon, p
 Accountant = Literal["prv", "rdp", "pld"]
 _Method = Accountant | Literal["estimate"]
 
-# Share of the target left unspent at most: one part in a thousand, from below.
+# At most this share of the target is left unspent.
 _CALIBRATION_TOLERANCE = 1e-3
 
 
@@ -43,23 +43,23 @@ def joint_noise_multiplier(*noise_multipliers: float) -> float:
     drawn with the same probability. Taken for independent draws, the releases would seem to cost more.
 
     Args:
-        noise_multipliers: At least one; 0 is a release without noise, infinity one that says nothing.
+        noise_multipliers: At least one; 0 is a release without noise, infinity one without information.
 
     Returns:
         σ of the joint release: 0 if any of them is 0, infinity if all are infinite.
 
     Raises:
-        ValueError: No noise multiplier, or a negative one.
+        ValueError: If there is no noise multiplier, or a negative one.
 
     Example:
         >>> joint_noise_multiplier(3.0, 4.0)
         2.4
     """
     if not noise_multipliers:
-        raise ValueError("joint_noise_multiplier needs at least one noise multiplier.")
+        raise ValueError("noise_multipliers must have at least one entry, got none.")
     for noise_multiplier in noise_multipliers:
         if not noise_multiplier >= 0.0:
-            raise ValueError(f"A noise multiplier must be a number ≥ 0, got {noise_multiplier}.")
+            raise ValueError(f"noise_multipliers must be numbers ≥ 0, got {noise_multiplier}.")
     smallest = min(noise_multipliers)
     if smallest == 0.0 or smallest == math.inf:
         return smallest
@@ -82,7 +82,7 @@ def get_epsilon(
         ε; infinity for a noise multiplier of 0, and 0 for no steps.
 
     Raises:
-        ValueError: An argument outside its range, or a sample rate of 1 with "prv".
+        ValueError: If an argument is out of range, or the sample rate is 1 with "prv".
 
     Example:
         >>> round(get_epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-5), 1)
@@ -103,7 +103,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
         ε, as `get_epsilon`. Where the arithmetic of PRV or PLD fails, another one's bound.
 
     Raises:
-        ValueError: As `get_epsilon`.
+        ValueError: If `get_epsilon` would raise it.
     """
     mechanisms = _composed(history, accountant=accountant)
     if not 0.0 < delta < 1.0:
@@ -129,8 +129,8 @@ def _composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[M
             raise ValueError(f"steps must be at least 0, got {steps}.")
         if sample_rate == 1.0 and accountant == "prv":
             raise ValueError(
-                "The prv accountant cannot handle a sample rate of 1 (every example in every step); use accountant='pld' or "
-                "'rdp', or a smaller batch."
+                "sample_rate must be less than 1 with accountant='prv', got 1. Use accountant='pld' or 'rdp', or a smaller "
+                "batch."
             )
         if steps > 0:
             counts[noise_multiplier, sample_rate] = counts.get((noise_multiplier, sample_rate), 0) + steps
@@ -171,7 +171,7 @@ def get_noise_multiplier(
     accountant: Accountant = "prv",
     spent: Sequence[Releases] = (),
 ) -> float:
-    """Return a noise multiplier with which `steps` further steps bring ε to at most `target_epsilon`, and hardly less.
+    """Return a noise multiplier with which `steps` further steps bring ε to `target_epsilon` or slightly below.
 
     Args:
         target_epsilon: ε > 0, for everything together; met from below to one part in a thousand.
@@ -185,7 +185,7 @@ def get_noise_multiplier(
         σ.
 
     Raises:
-        ValueError: An argument outside its range, `spent` alone costs the target or more, or no noise multiplier up to
+        ValueError: If an argument is out of range, `spent` alone costs the target or more, or no noise multiplier up to
             10⁶ reaches the target.
 
     Example:
@@ -199,8 +199,8 @@ def get_noise_multiplier(
     already = get_total_epsilon(spent, delta=target_delta, accountant=accountant)
     if already >= target_epsilon:
         raise ValueError(
-            f"What was released earlier costs ε = {already:.6g}, which leaves nothing of target_epsilon={target_epsilon}; "
-            "raise target_epsilon."
+            f"What was released earlier costs ε = {already:.6g}, which leaves nothing of target_epsilon={target_epsilon}. "
+            "Raise target_epsilon."
         )
     aim = target_epsilon * math.exp(-_CALIBRATION_TOLERANCE / 2)
 
@@ -221,7 +221,7 @@ def get_noise_multiplier(
     if noise_multiplier is None:
         raise ValueError(
             f"No noise multiplier up to 1e6 reaches target_epsilon={target_epsilon} at target_delta={target_delta}, "
-            f"sample_rate={sample_rate} and {steps} steps; raise target_epsilon or target_delta."
+            f"sample_rate={sample_rate} and {steps} steps. Raise target_epsilon or target_delta."
         )
     return noise_multiplier
 

@@ -4,7 +4,7 @@ A step adds N(0, σ²) to a sum of sensitivity 1 over a Poisson sample of rate q
 (1 − q) N(0, σ²) + q N(1, σ²) into N(0, σ²), and adding one does the reverse; the loss of T steps is a sum of T
 independent privacy losses. Each bound takes the worse direction. For single steps and for Rényi divergences that is
 proven to be removal (Zhu et al. 2022, https://arxiv.org/abs/2106.08567; Mironov et al. 2019), which *prv* and *rdp*
-compute; *pld* computes both and takes the larger, which has been removal wherever it was tried.
+compute. *pld* computes both and takes the larger, which was removal in every case that was tried.
 
 - *rdp*: Rényi divergences (Mironov et al. 2019, https://arxiv.org/abs/1908.10530), turned into ε by Balle et al. 2020,
   https://arxiv.org/abs/1905.09982, Theorem 21, at the best of many orders. The bound holds at every one of them.
@@ -30,7 +30,7 @@ Mechanism = tuple[float, float, int]
 # Opacus's own orders end at 63, which leaves ε ≥ ln(1/δ)/62 whatever the noise; small targets need larger ones.
 _WHOLE_ORDERS = [float(order) for order in (*range(2, 64), 80, 96, 128, 192, 256, 384, 512, 768, 1024)]
 
-# Opacus sums a series until its terms fall below e⁻³⁰ ≈ 10⁻¹³ beside a sum of at least 1; the same again for rounding.
+# Opacus sums a series until its terms fall below e⁻³⁰ ≈ 10⁻¹³ of a sum of at least 1. Rounding errs by as much again.
 _RDP_SERIES_ERROR = 1e-12
 
 # Largest grids: up to half a second a call.
@@ -41,7 +41,7 @@ _PLD_POINTS = 2**16
 _SMALLEST_FOURIER_DELTA = 1e-10
 
 
-@functools.lru_cache(maxsize=2**14)  # One mechanism is asked about at many numbers of steps.
+@functools.lru_cache(maxsize=2**14)  # The same mechanism is composed over many numbers of steps.
 def _rdp_of_step(noise_multiplier: float, sample_rate: float, order: float) -> float:
     from opacus.accountants.analysis import rdp as opacus_rdp
 
@@ -64,7 +64,7 @@ def rdp_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     """Return Rényi differential privacy's bound on ε at `delta`."""
     epsilon, order = _epsilon_at_best_order(mechanisms, _WHOLE_ORDERS, delta=delta)
     if order <= 11.0:
-        # Fractional orders matter beside small whole ones only, and take long: the series is slow for q near 1/2.
+        # Fractional orders matter near small whole ones only, and take long: the series is slow for q near 1/2.
         nearby = [order + tenth / 10 for tenth in range(-9, 10) if tenth]
         epsilon = min(epsilon, _epsilon_at_best_order(mechanisms, nearby, delta=delta)[0])
     return epsilon
@@ -73,8 +73,8 @@ def rdp_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
 def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     """Return the bound of privacy random variables on ε at `delta`, or that of *rdp* where it is smaller.
 
-    *rdp* also takes over below δ = 10⁻¹⁰, and the smaller one of *rdp* and *pld* where this arithmetic overflows: with next
-    to no noise.
+    *rdp* replaces it below δ = 10⁻¹⁰, and the smaller one of *rdp* and *pld* where this arithmetic overflows, with almost
+    no noise.
 
     Args:
         mechanisms: At least one; every q < 1.
@@ -105,10 +105,10 @@ def _prv(mechanisms: Sequence[Mechanism], *, delta: float, coarsening: int) -> f
         return rdp
     steps = [count for _, _, count in mechanisms]
     delta_error = delta / 1000
-    # The grid's half width by the paper's Remark 5.6: neither the whole nor any single step may fall beyond it. Opacus's
-    # own accountant is the same but for the number of points, which follows from a fixed error of 0.01 in ε: too coarse
-    # for ε = 0.1, needlessly fine for ε = 20. Here points are given (error and time grow as √T, up to a limit of time),
-    # and the error follows; for one T it is smooth in σ and q, as calibration needs.
+    # The grid's half width follows the paper's Remark 5.6: neither the whole nor any single step may lie beyond it.
+    # Opacus's own accountant differs in the number of points only, which follows from a fixed error of 0.01 in ε: too
+    # coarse for ε = 0.1, needlessly fine for ε = 20. Here the number of points is given (it grows as √T, up to a limit of
+    # time), and the error follows. For one T the error is smooth in σ and q, as calibration needs.
     reach, _ = _epsilon_at_best_order(mechanisms, _WHOLE_ORDERS, delta=delta_error / 4)
     for sigma, rate, _ in mechanisms:
         alone, _ = _epsilon_at_best_order([(sigma, rate, 1)], _WHOLE_ORDERS, delta=delta_error / (8 * sum(steps)))
@@ -137,13 +137,13 @@ def _prv(mechanisms: Sequence[Mechanism], *, delta: float, coarsening: int) -> f
             # Lower bound, estimate, upper bound: the last is δ's and ε's error bound away from the estimate.
             _, _, upper = composed.compute_epsilon(delta, delta_error, epsilon_error)
     except (FloatingPointError, RuntimeError):
-        # Overflow with next to no noise, or a mean that the grid cannot hold. RDP's bound may be a third larger, and no
-        # noise multiplier would then meet a target that lies in between.
+        # Overflow with almost no noise, or a mean outside the grid. RDP's bound may be a third larger, and no noise
+        # multiplier would then meet a target in between.
         return min(rdp, pld_epsilon(mechanisms, delta=delta))
     return min(max(float(upper), 0.0), rdp)
 
 
-@functools.lru_cache(maxsize=8)  # One mechanism is asked about at many numbers of steps.
+@functools.lru_cache(maxsize=8)  # The same mechanism is composed over many numbers of steps.
 def _pld_of_step(
     noise_multiplier: float, sample_rate: float, spacing: float, log_tail: float
 ) -> privacy_loss_distribution.PrivacyLossDistribution:
@@ -167,7 +167,7 @@ def _loss_scales(noise_multiplier: float, sample_rate: float, log_tail: float) -
 def pld_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     """Return the bound of pessimistic privacy loss distributions on ε at `delta`.
 
-    *rdp* takes over below δ = 10⁻¹⁰, and where this arithmetic overflows.
+    *rdp* replaces it below δ = 10⁻¹⁰, and where this arithmetic overflows.
     """
     if delta < _SMALLEST_FOURIER_DELTA:
         return rdp_epsilon(mechanisms, delta=delta)
@@ -175,13 +175,13 @@ def pld_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     parts = [
         (sigma / math.sqrt(steps), rate, 1) if rate == 1.0 else (sigma, rate, steps) for sigma, rate, steps in mechanisms
     ]
-    # What lies beyond the grid counts as an infinite loss: in all steps together at most 10⁻⁴ δ. In whole powers of e,
-    # so that a step's distribution is found again at another T.
+    # The mass beyond the grid, at most 10⁻⁴ δ in all steps together, counts as an infinite loss. It is a whole power of e,
+    # so that the cache of a step's distribution serves several T.
     log_tail = float(math.floor(math.log(1e-4 * delta / sum(steps for _, _, steps in parts))))
     scales = [_loss_scales(sigma, rate, log_tail) for sigma, rate, _ in parts]
-    # Rounding to a grid of spacing h adds about h²/6 to the variance of every step's loss, so with h a 25th of the root of
-    # the mean variance ε is about 1e-4 too large. Such a grid may be long when the loss is mostly near 0 and rarely large;
-    # its length is capped. No single rare loss beyond what a 40th of the grid holds counts towards the spread.
+    # Rounding to a grid of spacing h adds about h²/6 to the variance of every step's loss. With h a 25th of the root of
+    # the mean variance, ε is about 1e-4 too large. If the loss is mostly near 0 and rarely large, such a grid may be long,
+    # so its length is capped, and a step's spread counts up to a 40th of the largest loss only.
     variance = sum(
         min(spread, farthest / 40.0) ** 2 * steps for (spread, farthest), (_, _, steps) in zip(scales, parts, strict=True)
     )

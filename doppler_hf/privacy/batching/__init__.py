@@ -1,4 +1,4 @@
-"""Who is in a step: the Poisson draw, and its micro-batches.
+"""The examples of a step: the Poisson draw, and its micro-batches.
 
 - sampling: the draw, and its rate
 - micro_batches: lengths, units of privacy, and collating a draw

@@ -1,8 +1,8 @@
-"""What the private data loader needs to know of a data set: lengths, units of privacy, and how to collate a draw.
+"""The data loader's view of a data set: lengths, units of privacy, and how a draw is collated.
 
-A draw comes sorted by length and in `gradient_accumulation_steps` pieces of equal count, one for each item of the host's
-loop. A piece is collated as a whole, or, within a budget of tokens, as several micro-batches. The cut is made here rather
-than in the sampler, because a loader's item must be a flat list of indices, and because nothing but memory depends on it.
+A draw is sorted by length and comes in `gradient_accumulation_steps` pieces of equal count, one for each item of the host's
+loop. A piece is collated as a whole, or, within a budget of tokens, as several micro-batches. It is cut here rather than in
+the sampler, because a loader's item must be a flat list of indices, and because nothing but memory depends on the cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ LENGTH_COLUMN = "input_ids"
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass gets.
+    """The inputs of one forward pass.
 
     Attributes:
-        inputs: What the collator made of the examples.
-        weights: Each example's share of its unit's contribution, shape (batch,); None where every example is a unit.
+        inputs: The collated examples.
+        weights: Each example's share of its unit's contribution, shape (batch,); None if every example is a unit.
     """
 
     inputs: dict[str, Any]
@@ -49,15 +49,15 @@ class WeightedExamples(Dataset[tuple[Any, float]]):
         return self._examples[index], float(self._weights[index])
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, float]]:
-        """Return several at once, which `datasets` reads faster than one by one."""
+        """Return several examples with their weights: `datasets` reads them faster together."""
         return list(zip(self._examples.__getitems__(indices), self._weights[indices].tolist(), strict=True))
 
 
 def lengths_of(dataset: Any) -> list[int] | None:
-    """Return the number of tokens of every example, or None when examples are not tokenized text.
+    """Return the number of tokens of every example, or None if examples are not tokenized text.
 
     Args:
-        dataset: A `datasets.Dataset`; other data sets would have to be read whole, and give None.
+        dataset: A `datasets.Dataset`. The answer for another data set, which would have to be read whole, is None.
 
     Returns:
         Lengths, shape (num_examples,), or None.
@@ -79,42 +79,43 @@ def units_of(dataset: Any, *, column: str) -> list[int]:
         Units, shape (num_examples,), numbered from 0 without gaps.
 
     Raises:
-        ValueError: No such column, or examples that belong to nobody.
+        ValueError: If there is no such column, or an example has no value in it.
     """
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or column not in columns:
         raise ValueError(
-            f"privacy_unit_column={column!r} needs a datasets.Dataset with that column; train_dataset "
-            + (f"has {', '.join(columns)}." if isinstance(columns, list) else f"is a {type(dataset).__name__}.")
+            f"privacy_unit_column={column!r} must be a column of train_dataset, got "
+            + (f"{', '.join(columns)}." if isinstance(columns, list) else f"a {type(dataset).__name__}.")
+            + " Give a datasets.Dataset with that column."
         )
     values = dataset.with_format(None)[column][:]  # as stored: a transform may not keep the column
     if any(value is None or value != value for value in values):
         # Neither which nor how many: messages end in logs, and both are about private examples.
         raise ValueError(
-            f"privacy_unit_column={column!r} has no value for some examples, so it is unknown whose they are. Give each a "
-            "value; an example of nobody else may have one of its own."
+            f"privacy_unit_column={column!r} has no value for some examples, so their unit is unknown. Give each a value, "
+            "a different one to an example that is a unit of its own."
         )
     numbers: dict[Any, int] = {}
     try:
         return [numbers.setdefault(value, len(numbers)) for value in values]
     except TypeError as error:
-        raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings ({error}).") from error
+        raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}).") from error
 
 
 def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens: int) -> None:
-    """Refuse a budget of tokens that cannot be kept, before the first step.
+    """Refuse a budget of tokens that cannot be met, before the first step.
 
     Args:
         lengths: As `lengths_of` returns them.
         max_tokens: The budget.
 
     Raises:
-        ValueError: No lengths to cut by, or an example longer than the budget.
+        ValueError: If there are no lengths, or an example is longer than the budget.
     """
     if lengths is None:
         raise ValueError(
-            f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. Leave it "
-            "out for other data; micro-batches then have per_device_train_batch_size examples on average."
+            f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
+            "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size."
         )
     if max(lengths) > max_tokens:
         # Neither which example nor how long it is: messages end in logs, and both are about one private example.
@@ -127,7 +128,7 @@ def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens
 def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
     """Cut consecutive examples so that each part, padded to its longest example, has at most `max_tokens` tokens.
 
-    Each part takes as many examples as fit. In ascending order of length there are then as few parts as can be.
+    Each part takes as many examples as fit. In ascending order of length this makes the fewest parts possible.
 
     Args:
         lengths: Lengths of the examples, in their order.
@@ -158,13 +159,13 @@ def collate_piece(
     max_tokens: int | None,
     is_weighted: bool = False,
 ) -> list[MicroBatch]:
-    """Return the micro-batches of one piece of a draw, none for an empty piece: collators expect at least one example.
+    """Return the micro-batches of one piece of a draw; none for an empty piece, since collators expect an example.
 
     Args:
         examples: The piece, in the order of the draw.
-        collator: Makes a batch of a list of examples.
+        collator: A function that makes a batch of a list of examples.
         max_tokens: The most padded tokens of a micro-batch, or None for a single micro-batch of any size.
-        is_weighted: Whether each example comes with its weight, as `WeightedExamples` gives it.
+        is_weighted: Whether each example comes with its weight, as in `WeightedExamples`.
     """
     weights = None
     if is_weighted:

@@ -1,8 +1,8 @@
 """Poisson sampling: every step, every unit of privacy is drawn independently with probability q = B/N.
 
-A unit is one example, or all examples of one user. The accountant's theorem is about this and nothing else: not a shuffle,
-not fixed-size batches, not a sampler that some other layer shards again afterwards. One draw belongs to one optimizer
-step; it is cut into micro-batches only to fit into memory.
+A unit is one example, or all examples of one user. The accountant's theorem covers this sampling only: no shuffle, no
+fixed-size batches, and no sampler that another layer shards again. One draw belongs to one optimizer step. It is cut into
+micro-batches only to fit into memory.
 """
 
 import math
@@ -17,33 +17,32 @@ from doppler_hf.privacy.bits import bit_stream
 class PoissonSampler(Sampler[list[int]]):
     """A batch sampler whose every `micro_batches` consecutive batches are one Poisson draw over the whole data set.
 
-    It states to the accountant what it does: `sample_rate` and, per epoch, `steps_per_epoch`. Empty micro-batches are
-    yielded as empty lists, and an empty draw is a step like any other: dropping it would make the number of steps depend
-    on the data.
+    The accountant reads `sample_rate` and `steps_per_epoch` off the sampler. Empty micro-batches are yielded as empty
+    lists, and an empty draw is a step like any other: skipping it would make the number of steps depend on the data.
 
     Args:
         num_examples: The size of the data set.
         expected_batch_size: B, the expected number of units in a draw over all processes; 1 ≤ B ≤ N.
-        micro_batches: Into how many batches a draw is cut on each process.
+        micro_batches: Number of batches into which each process cuts a draw.
         rank: This process's index.
         world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
         lengths: Optional length of every example, shape (num_examples,). A draw is then sorted by length before it is
             cut, so that a micro-batch needs little padding.
         units: Optional unit of every example, shape (num_examples,), numbered from 0 without gaps. A unit is drawn with all
             of its examples. By default every example is a unit.
-        max_examples_per_unit: The most examples that come with a unit; of more, each draw takes that many at random. None
-            for no limit.
+        max_examples_per_unit: The most examples drawn with a unit; of more, each draw takes that many at random. None for
+            no limit.
         seed: None for draws from the operating system's entropy. An integer makes them reproducible, for tests only.
 
     Attributes:
         num_units: N, the number of units.
         lengths: As given, shape (num_examples,), or None.
-        weights: Each example's share of its unit's contribution, 1 / (examples that come with the unit), shape
-            (num_examples,); None where every example is a unit.
+        weights: Each example's share of its unit's contribution, 1 / (examples drawn with the unit), shape
+            (num_examples,); None if every example is a unit.
 
     Raises:
-        ValueError: An expected batch size outside [1, N], `lengths` or `units` of another size than the data set, gaps in
-            the numbers of `units`, or a limit below 1 or without units.
+        ValueError: If the expected batch size is outside [1, N], `lengths` or `units` have another size than the data set,
+            the numbers of `units` have gaps, or the limit is below 1 or without units.
 
     Example:
         >>> sampler = PoissonSampler(num_examples=1000, expected_batch_size=100, micro_batches=4)
@@ -69,7 +68,7 @@ class PoissonSampler(Sampler[list[int]]):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
         if lengths is not None and len(lengths) != num_examples:
-            raise ValueError(f"lengths must have one entry per example, {num_examples}, got {len(lengths)}.")
+            raise ValueError(f"lengths must have one entry for each of {num_examples} examples, got {len(lengths)}.")
         if max_examples_per_unit is not None and (units is None or max_examples_per_unit < 1):
             raise ValueError(f"max_examples_per_unit must be at least 1 and needs units, got {max_examples_per_unit}.")
         self.num_examples = num_examples
@@ -85,25 +84,25 @@ class PoissonSampler(Sampler[list[int]]):
             raise ValueError(
                 f"The expected batch size must lie between 1 and the number of {what}, {self.num_units}, got "
                 f"{expected_batch_size} (per_device_train_batch_size × gradient_accumulation_steps × processes). "
-                "Lower per_device_train_batch_size or gradient_accumulation_steps."
+                "Lower one of these factors."
             )
         self._shard = np.arange(rank, self.num_units, world_size)
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
         self._epoch = 0
 
     def _group(self, units: np.ndarray) -> None:
-        """Note which examples each unit has."""
+        """Group the examples by unit."""
         if units.shape != (self.num_examples,):
-            raise ValueError(f"units must have one entry per example, {self.num_examples}, got shape {units.shape}.")
+            raise ValueError(f"units must have one entry for each of {self.num_examples} examples, got shape {units.shape}.")
         counts = np.bincount(units)
         if not counts.all():
-            raise ValueError(f"units must be numbered from 0 without gaps; {np.flatnonzero(counts == 0)[0]} has no example.")
+            raise ValueError(f"units must be numbered from 0 without gaps, got no {np.flatnonzero(counts == 0)[0]}.")
         self.num_units = len(counts)
         self._sizes = counts
         self._examples_by_unit = np.argsort(units, kind="stable")
         self._starts = np.cumsum(counts) - counts
-        # Sensitivity: a unit comes with min(size, limit) examples, and each of their clipped gradients, of norm at most C,
-        # counts with the weight 1/min(size, limit): the unit contributes their mean, whose norm is at most C.
+        # Sensitivity: a unit is drawn with min(size, limit) examples. Each of their clipped gradients, of norm at most C,
+        # has the weight 1/min(size, limit), so that the unit contributes their mean, whose norm is at most C.
         limit = counts.max() if self.max_examples_per_unit is None else self.max_examples_per_unit
         shares = (1.0 / np.minimum(counts, limit)).astype(np.float32)
         # Rounded towards 0, so that the shares of a unit add up to at most 1 in float32 too.
@@ -116,16 +115,16 @@ class PoissonSampler(Sampler[list[int]]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Draws per epoch, ⌈N/B⌉, as many steps as a shuffling loader would make."""
+        """Draws per epoch, ⌈N/B⌉, as many as the steps of a shuffling loader."""
         return math.ceil(self.num_units / self.expected_batch_size)
 
     @property
     def is_secret(self) -> bool:
-        """Whether nobody can reproduce the draws; the amplification by sampling needs that."""
+        """Whether the draws cannot be reproduced, which the amplification by sampling requires."""
         return self._stream.is_secret
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is. Only reproducible draws depend on it."""
+        """Set the epoch of the next iteration. Only reproducible draws depend on it."""
         self._epoch = epoch
 
     def draw(self, step: int) -> np.ndarray:
@@ -134,17 +133,17 @@ class PoissonSampler(Sampler[list[int]]):
         Args:
             step: Optimizer step, counted from 0. Only reproducible draws depend on it.
         """
-        # Each unit's coin is its own 53-bit uniform compared with q, so it neither depends on the other units nor on their
+        # Each unit's coin is its own 53-bit uniform compared with q, so it depends neither on the other units nor on their
         # number in the shard: exactly the independent inclusion that amplification by sampling assumes. The shards are
         # disjoint, so a unit takes part at most once a step over all processes.
         drawn = self._shard[self._uniforms(len(self._shard), step=step) < self.sample_rate]
         if self.weights is not None:
             drawn = self._examples_of(drawn, step=step)
-        # The order inside a draw never leaves it: the step releases a sum over the draw, and sums do not care.
+        # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
         return drawn if self.lengths is None else drawn[np.argsort(self.lengths[drawn], kind="stable")]
 
     def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
-        """Return the examples that come with these units, shape (examples,)."""
+        """Return the examples that are drawn with these units, shape (examples,)."""
         sizes = self._sizes[units]
         # Position k of the result is the (k - ends[j] + sizes[j])-th example of its unit j.
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -152,7 +151,7 @@ class PoissonSampler(Sampler[list[int]]):
         limit = self.max_examples_per_unit
         if limit is None or not np.any(sizes > limit):
             return examples
-        # Which of its examples a unit brings follows from its own size and secret coins, never from another unit.
+        # The choice among a unit's examples depends on its own size and secret coins, never on another unit.
         shuffled = np.lexsort((self._uniforms(len(examples), step=step), np.repeat(np.arange(len(units)), sizes)))
         return examples[shuffled[within < limit]]
 
@@ -168,5 +167,5 @@ class PoissonSampler(Sampler[list[int]]):
                 yield micro_batch.tolist()
 
     def __len__(self) -> int:
-        """Micro-batches per epoch on this process."""
+        """Return the number of micro-batches per epoch on this process."""
         return self.steps_per_epoch * self.micro_batches

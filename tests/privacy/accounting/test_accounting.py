@@ -110,7 +110,7 @@ def test_calibration_counts_what_was_spent(share, accountant):
 def test_a_target_that_is_spent_already_is_refused():
     already = get_total_epsilon(SPENT, delta=1e-5, accountant="rdp")
     options = dict(target_delta=1e-5, sample_rate=0.03, steps=1, accountant="rdp", spent=SPENT)
-    with pytest.raises(ValueError, match=rf"costs ε = {already:.6g}, .* target_epsilon=0.5; raise target_epsilon"):
+    with pytest.raises(ValueError, match=rf"costs ε = {already:.6g}, .* target_epsilon=0.5. Raise target_epsilon"):
         get_noise_multiplier(target_epsilon=0.5, **options)
     with pytest.raises(ValueError, match="which leaves nothing of target_epsilon"):
         get_noise_multiplier(target_epsilon=already, **options)
@@ -333,7 +333,7 @@ def test_default_delta_is_the_papers():
     ("arguments", "message"),
     [
         (dict(sample_rate=0.0), r"sample_rate must lie in \(0, 1\], got 0"),
-        (dict(sample_rate=1.0), "use accountant='pld' or 'rdp', or a smaller batch"),
+        (dict(sample_rate=1.0), "Use accountant='pld' or 'rdp', or a smaller batch"),
         (dict(steps=-1), "steps must be at least 0, got -1"),
         (dict(noise_multiplier=-0.1), "got -0.1"),
         (dict(delta=1.0), r"delta must lie in \(0, 1\), got 1"),
@@ -356,7 +356,7 @@ def test_full_batches_are_accounted_by_rdp():
     [
         (dict(target_epsilon=0.0), "target_epsilon must be a finite number > 0, got 0"),
         (dict(steps=0), "steps must be at least 1, got 0"),
-        (dict(target_epsilon=1e-9, accountant="rdp"), "raise target_epsilon or target_delta"),
+        (dict(target_epsilon=1e-9, accountant="rdp"), "Raise target_epsilon or target_delta"),
     ],
 )
 def test_unreachable_targets_are_refused(arguments, message):

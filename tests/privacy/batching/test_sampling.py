@@ -103,7 +103,7 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
         (dict(expected_batch_size=0), "got 0"),
         (dict(micro_batches=0), "micro_batches must be at least 1, got 0"),
         (dict(rank=2, world_size=2), "got rank 2 of 2"),
-        (dict(lengths=[1, 2]), "one entry per example, 10, got 2"),
+        (dict(lengths=[1, 2]), "one entry for each of 10 examples, got 2"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
