@@ -1,11 +1,11 @@
-"""What both wings must agree on about matrices: the side that a subspace belongs to, and the precision of products.
+"""The matrix conventions that privacy and optim share: the side that a subspace belongs to, and the precision of products.
 
 A gradient G of shape (m, n) is read in a subspace of its *shorter* side, with P of shape (min(m, n), rank):
 
     PᵀG for m ≤ n,    G·P for m > n,    and back  P·Y,    Y·Pᵀ
 
-The mechanism draws its noise in that subspace and the optimizer reads the gradient there: were they to decide the side
-differently, the noise would be in other coordinates than those that are read.
+The mechanism draws its noise in that subspace and the optimizer reads the gradient there. If they chose different sides,
+the noise would be in other coordinates than those that are read.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) ->
 
 
 def lift(low_rank: Float[Tensor, "_ _"], basis: Float[Tensor, "short rank"], *, out: Float[Tensor, "m n"]) -> None:
-    """Set `out` to P·Y for m ≤ n and to Y·Pᵀ for m > n, of which `project` gives Y back (modified in place)."""
+    """Set `out` to P·Y for m ≤ n and to Y·Pᵀ for m > n, from which `project` returns Y (modified in place)."""
     torch.mm(*factors(low_rank, basis, wide=is_wide(out)), out=out)
 
 
 def factors(
     low_rank: Float[Tensor, "_ _"], basis: Float[Tensor, "short rank"], *, wide: bool
 ) -> tuple[Float[Tensor, "m _"], Float[Tensor, "_ n"]]:
-    """Return the two matrices whose product takes Y back to full size: (P, Y), or (Y, Pᵀ) where the matrix is not wide."""
+    """Return the two matrices whose product is Y at full size: (P, Y), or (Y, Pᵀ) if the matrix is not wide."""
     return (basis, low_rank) if wide else (low_rank, basis.mT)
 
 

@@ -138,7 +138,7 @@ def test_a_column_that_names_no_units_is_refused(values, column, message):
 
 
 def test_a_plain_list_has_no_column():
-    with pytest.raises(ValueError, match="train_dataset is a list"):
+    with pytest.raises(ValueError, match="column of train_dataset, got a list"):
         units_of([{"user": 1}], column="user")
 
 

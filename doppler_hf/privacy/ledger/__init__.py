@@ -1,10 +1,10 @@
-"""What a run has spent, in a file that someone else can check.
+"""The record of what a run has spent, in a file that others can check.
 
-- statement: what a run says of its mechanism
-- ledger: the ledger: steps counted before they are computed
-- record: what its entries amount to
-- file: its entries on disk
-- chain: each entry's hash over the one before
+- statement: the terms of a run's guarantee
+- ledger: `PrivacyLedger`, which counts steps before they are computed
+- record: runs, steps and claims, from the entries
+- file: the entries on disk
+- chain: the chain of hashes over the entries
 """
 
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME, PrivacyLedger, latest, set_aside

@@ -1,8 +1,8 @@
-"""The file of a privacy ledger: JSON against a schema, read strictly and written whole or not at all.
+"""The file of a privacy ledger: JSON with a schema, read strictly and written whole or not at all.
 
     {"$schema": "urn:doppler-hf:privacy-ledger:2", "format_version": 2, "entries": […]}
 
-Reading refuses what the schema does not know, and JSON that two readers could read differently.
+Reading refuses content outside the schema, and JSON that two parsers could read differently.
 """
 
 import functools
@@ -28,7 +28,7 @@ _PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-account
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of everything that noise, clipping and accounting rest on."""
+    """Return the versions of the packages for noise, clipping and accounting."""
     return {name: importlib.metadata.version(name) for name in _PACKAGES} | {"python": platform.python_version()}
 
 
@@ -43,18 +43,19 @@ def read_entries(path: Path) -> list[chain.Entry]:
     """Return the entries of the file, checked against the schema and as a chain.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: The file is no ledger of this format, or not as it was written.
+        FileNotFoundError: If there is no file.
+        ValueError: If the file is no ledger of this format, or was changed.
     """
     try:
         document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except ValueError as error:
-        raise ValueError(f"This is no JSON that could be a privacy ledger: {error}. Put back the file as it was.") from error
+        reason = str(error).rstrip(".")
+        raise ValueError(f"This is no JSON that could be a privacy ledger: {reason}. Put back the old file.") from error
     mismatch = best_match(schema_validator().iter_errors(document))
     if mismatch is not None:
         raise ValueError(
-            f"This is no privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the file "
-            "as it was, or move it away to begin a new ledger."
+            f"This is no privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the "
+            "unchanged file, or move it away to begin a new ledger."
         )
     entries: list[chain.Entry] = document["entries"]
     chain.check(entries)
@@ -62,7 +63,7 @@ def read_entries(path: Path) -> list[chain.Entry]:
 
 
 def is_earlier_state(path: Path, entries: Sequence[chain.Entry]) -> bool:
-    """Return whether the file holds the first of `entries`, or all; a comparison, so that saving often stays cheap."""
+    """Return whether the file holds the first of `entries`, or all. It only compares, so that saving often stays cheap."""
     try:
         document = json.loads(path.read_text("utf-8"))
     except ValueError:
@@ -72,10 +73,10 @@ def is_earlier_state(path: Path, entries: Sequence[chain.Entry]) -> bool:
 
 
 def write_entries(path: Path, entries: Sequence[chain.Entry]) -> None:
-    """Write the file: after a crash at any moment there is either the old one or the new one."""
+    """Write the file, so that after a crash at any moment there is either the old one or the new one."""
     document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a name of its own, should two runs write at once
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a random name, because two runs may write at once
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -84,7 +85,7 @@ def write_entries(path: Path, entries: Sequence[chain.Entry]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # The new name, too, must outlast a loss of power; elsewhere folders cannot be synchronized.
+    if os.name == "posix":  # The new name must survive a power failure too. Elsewhere folders cannot be synchronized.
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -95,9 +96,9 @@ def write_entries(path: Path, entries: Sequence[chain.Entry]) -> None:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f"a name is given twice among {', '.join(name for name, _ in pairs)}")
+        raise ValueError(f"Names must be unique, got {', '.join(name for name, _ in pairs)}.")
     return values
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
+    raise ValueError(f"Constants must be true, false or null, got {text}.")

@@ -1,13 +1,14 @@
-"""The privacy ledger: what was done to the data, in a file that someone else can check.
+"""The privacy ledger: what was done to the data, in a file that others can check.
 
-It lies beside the model and in every checkpoint as `privacy_ledger.json`, a chain of entries to which runs only ever add:
+It lies beside the model and in every checkpoint as `privacy_ledger.json`, an append-only chain of entries:
 
     opened | resumed    the whole statement of a run, before its first step
-    steps               up to and including this many steps may have been released; written before they are computed
+    steps               at most this many steps may have been released; written before they are computed
     checkpoint          steps released, and ε
-    closed              steps released, exactly, and ε by every accountant: what was reserved and not run is given back
+    closed              steps released, exactly, and ε by every accountant; reserved steps that were not run do not count
 
-So a crash at any moment never counts too few steps, and too many by one portion at most, a hundredth of the plan.
+So after a crash at any moment the ledger never counts too few steps, and too many by one portion at most, a hundredth of the
+plan.
 """
 
 import hashlib
@@ -27,18 +28,18 @@ from doppler_hf.privacy.ledger.statement import MECHANISM, NEIGHBOURING_RELATION
 
 LEDGER_NAME: Final = "privacy_ledger.json"
 
-# A run writes the ledger about this often ahead of its steps.
+# A run reserves its steps in about this many portions.
 _PORTIONS: Final = 100
 
 
 class PrivacyLedger:
-    """What a training has released so far, under which statements. Made by `open`, `load` or `resume`."""
+    """What a training has released so far, and under which statements. Made by `open`, `load` or `resume`."""
 
     def __init__(self, record: LedgerRecord) -> None:
         self._record = record
         self._is_training = False
 
-    # --- what a run does to it ----------------------------------------------------------------------------------------
+    # --- written by a run ---------------------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, statement: PrivacyStatement) -> Self:
@@ -48,32 +49,32 @@ class PrivacyLedger:
         return ledger
 
     def resume(self, statement: PrivacyStatement, *, from_step: int) -> Self:
-        """Return a ledger that goes on from this one, which stays as it is.
+        """Return a ledger that continues this one, which stays unchanged.
 
         Args:
-            statement: Of the run that begins; its σ, target or number of steps may be others.
-            from_step: The optimizer step at which it goes on.
+            statement: The statement of the run that begins. Its σ, target and number of steps may differ.
+            from_step: The optimizer step from which it continues.
 
         Raises:
-            ValueError: The statement is about other data, another unit of privacy or another δ, so that the two cannot be
-                added up; or this ledger is too short for the step.
+            ValueError: If the statement is about other data, another unit of privacy or another δ, so that the two cannot
+                be composed, or this ledger is too short for the step.
         """
         ledger = self.as_written()
         ledger._begin("resumed", statement, {"from_step": from_step, "steps_run": ledger.steps_run})
         return ledger
 
     def as_written(self) -> Self:
-        """Return what the entries tell: of a run that was interrupted, the steps that it had reserved."""
+        """Return the ledger as its entries are read: an interrupted run counts the steps that it had reserved."""
         return type(self)(LedgerRecord(self._record.entries))
 
     def reserve(self, *, at_most: int) -> bool:
-        """Count the next portion of steps, if the last one is used up, before any of them is computed.
+        """Reserve the next portion of steps, if the last one is used up, before any of them is computed.
 
         Args:
-            at_most: Steps that the run may still do.
+            at_most: The number of steps that the run may still make.
 
         Returns:
-            Whether it did. The ledger must then be saved before the next step.
+            Whether a portion was reserved. The ledger must then be saved before the next step.
         """
         run = self._record.runs[-1]
         assert self._is_training
@@ -97,13 +98,13 @@ class PrivacyLedger:
         self._record.add("checkpoint", {"step": step, "steps_run": self.steps_run, "epsilon": epsilon})
 
     def close(self) -> None:
-        """Note the clean end of the run: what was reserved and not run is given back."""
+        """Note the clean end of the run, after which reserved steps that were not run no longer count."""
         assert self._is_training
         epsilons = {name: _json_number(epsilon) for name, epsilon in self.epsilons().items()}
         self._record.add("closed", {"steps_run": self.steps_run, "epsilon": epsilons})
         self._is_training = False
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- read ---------------------------------------------------------------------------------------------------------
 
     @property
     def entries(self) -> Sequence[chain.Entry]:
@@ -122,7 +123,7 @@ class PrivacyLedger:
 
     @property
     def head(self) -> str:
-        """Hash of the last entry: whoever has noted it can tell later whether this is still the same ledger."""
+        """Hash of the last entry, by which one can tell later whether this is still the same ledger."""
         return str(self._record.entries[-1]["hash"])
 
     @property
@@ -137,7 +138,7 @@ class PrivacyLedger:
 
     @property
     def not_covered(self) -> list[str]:
-        """What the guarantee says nothing about, over all runs, in the entries' own words."""
+        """What the guarantee of any run does not cover, in the entries' own words."""
         return list(dict.fromkeys(line for entry in self._record.entries for line in entry.get("not_covered", ())))
 
     @property
@@ -147,7 +148,7 @@ class PrivacyLedger:
 
     @property
     def steps_run(self) -> int:
-        """Steps released, those that a crash undid included; what was reserved, where a run did not end cleanly."""
+        """Steps released, including those that a crash undid, and for a run that did not end cleanly all steps reserved."""
         run = self._record.runs[-1]
         return run.steps_released if self._is_training else run.steps_counted
 
@@ -157,7 +158,7 @@ class PrivacyLedger:
         return self._record.history(self.steps_run)
 
     def epsilon(self, *, further_steps: int = 0) -> float:
-        """Return ε spent so far by the statement's accountant, or after `further_steps` more; infinity if not private."""
+        """Return ε by the statement's accountant, so far or after `further_steps` more; infinity if not private."""
         if not self.private:
             return math.inf
         return get_total_epsilon(
@@ -175,7 +176,7 @@ class PrivacyLedger:
         return {chosen: self.epsilon(further_steps=further_steps)} | get_epsilons(history, delta=self.statement.target_delta)
 
     def affordable_steps(self, steps: int) -> int:
-        """Return how many of `steps` more steps keep within `target_epsilon`; all of them if there is no target."""
+        """Return how many of `steps` more steps stay within `target_epsilon`: all of them if there is no target."""
         statement = self.statement
         if statement.target_epsilon is None or not self.private:
             return steps
@@ -196,9 +197,9 @@ class PrivacyLedger:
         """Read a ledger, or the ledger of a folder.
 
         Raises:
-            FileNotFoundError: There is none.
-            ValueError: It is no ledger of this format, or not as it was written: the entry, what does not match, and what
-                to do.
+            FileNotFoundError: If there is none.
+            ValueError: If it is no ledger of this format, or was changed. The message has the entry, what does not match,
+                and what to do.
         """
         path = Path(path) / LEDGER_NAME if Path(path).is_dir() else Path(path)
         try:
@@ -210,23 +211,23 @@ class PrivacyLedger:
         """Write the ledger into `folder`, whole or not at all.
 
         Raises:
-            ValueError: The ledger there is not an earlier state of this one, so that its entries would be lost.
+            ValueError: If the ledger there is not an earlier state of this one, so that its entries would be lost.
         """
         path = Path(folder) / LEDGER_NAME
         if path.exists() and not is_earlier_state(path, self._record.entries):
             raise ValueError(
                 f"{path} is the ledger of another run: its last hash is {self.load(path).head}, and this run's ledger, with "
-                f"{self.head}, does not go on from it. Two runs write to one folder; use another output_dir for one of them."
+                f"{self.head}, does not continue it. Two runs write to one folder: use another output_dir for one of them."
             )
         write_entries(path, self._record.entries)
 
     def is_prefix_of(self, other: "PrivacyLedger") -> bool:
-        """Return whether `other` is this ledger, or goes on from it."""
+        """Return whether `other` is this ledger, or continues it."""
         return other._record.entries[: len(self._record.entries)] == self._record.entries
 
     def _begin(self, event: str, statement: PrivacyStatement, payload: dict[str, Any]) -> None:
         terms = {
-            # Two runs that begin in the same second with the same arguments are still two.
+            # Two runs that begin in the same second with the same arguments must differ.
             "run_id": secrets.token_hex(8),
             "statement": asdict(statement),
             "mechanism": MECHANISM,
@@ -240,38 +241,38 @@ class PrivacyLedger:
 
 
 def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
-    """Return the ledger that goes on from all the others.
+    """Return the ledger that continues all the others.
 
     Raises:
-        ValueError: Two of them are of different runs, so that taking one would forget what the other has spent.
+        ValueError: If two of them are of different runs, so that either would leave out what the other has spent.
     """
     longest = max(ledgers, key=lambda ledger: len(ledger.entries))
     for ledger in ledgers:
         if not ledger.is_prefix_of(longest):
             raise ValueError(
-                f"The ledgers with the last hashes {ledger.head} and {longest.head} are of different runs: neither goes on "
-                "from the other, so it is unknown what was spent. Resume from a checkpoint of the run whose ledger lies in "
-                "the folder above it, or put that ledger back."
+                f"The ledgers with the last hashes {ledger.head} and {longest.head} are of different runs: neither "
+                "continues the other, so it is unknown what was spent. Resume from a checkpoint of the run whose ledger "
+                "lies in the folder above it, or put that ledger back."
             )
     return longest
 
 
 def set_aside(folder: str | Path, *, unless_before: PrivacyLedger) -> Path | None:
-    """Rename the ledger of `folder` after its head, so that nothing of it is lost when another training begins one.
+    """Rename the ledger of `folder` after its head, so that it is not lost when another training begins one.
 
     Args:
-        folder: Where it may lie.
-        unless_before: The ledger to be written there. An earlier state of this one stays.
+        folder: The folder that may hold a ledger.
+        unless_before: The ledger to be written there. An earlier state of this one is not renamed.
 
     Returns:
-        Where it is now; None if it was not moved.
+        Its new path; None if it was not renamed.
     """
     path = Path(folder) / LEDGER_NAME
     if not path.exists():
         return None
     try:
         there = PrivacyLedger.load(path)
-    except ValueError:  # Damaged, or of another format; it may still tell somebody something.
+    except ValueError:  # Damaged, or of another format: it is kept all the same.
         name = hashlib.sha256(path.read_bytes()).hexdigest()
     else:
         if there.is_prefix_of(unless_before):

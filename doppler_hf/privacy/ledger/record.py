@@ -1,7 +1,7 @@
-"""What the entries of a privacy ledger say, taken one by one: runs, steps counted, and every ε that was stated.
+"""The content of a privacy ledger, read entry by entry: runs, steps counted, and every ε that was stated.
 
-A run that came to a clean end counts the steps that it released. Any other counts the steps that it had reserved, since
-nobody knows how many of them were computed.
+A run that ended cleanly counts the steps that it released. Any other counts the steps that it had reserved, since it is
+unknown how many of them were computed.
 """
 
 import json
@@ -20,10 +20,10 @@ class Claim(NamedTuple):
 
     Attributes:
         entry: Index of the entry that states it.
-        history: What it is about: everything released until then.
-        epsilons: ε by accountant; infinity where something was not private.
+        history: Everything released until then.
+        epsilons: ε by accountant; infinity if something was not private.
         private: Whether everything until then was private.
-        versions: Of the packages that computed it.
+        versions: The versions of the packages that computed it.
     """
 
     entry: int
@@ -38,13 +38,13 @@ class Run:
     """One launch of the training. Counts of steps are over the ledger's life.
 
     Attributes:
-        statement: What its guarantee rests on.
-        versions: Of the packages that it ran with.
+        statement: The terms of its guarantee.
+        versions: The versions of its packages.
         from_step: The optimizer step from which it was resumed; None for the first.
         steps_before: Steps counted before it.
         steps_reserved: Steps that may have been released by its end.
         steps_released: Steps that are known to have been released.
-        is_closed: Whether it came to a clean end.
+        is_closed: Whether it ended cleanly.
     """
 
     statement: PrivacyStatement
@@ -57,12 +57,12 @@ class Run:
 
     @property
     def steps_counted(self) -> int:
-        """Steps counted at its end: what was released if that is known, or else what was reserved."""
+        """Steps counted at its end: those released if that is known, or else those reserved."""
         return self.steps_released if self.is_closed else self.steps_reserved
 
 
 class LedgerRecord:
-    """What a chain of entries says.
+    """The content of a chain of entries.
 
     Args:
         entries: A checked chain; see `doppler_hf.privacy.ledger.chain`.
@@ -73,7 +73,7 @@ class LedgerRecord:
         claims: Every ε that the entries state.
 
     Raises:
-        ValueError: An entry that cannot follow those before it.
+        ValueError: If an entry cannot follow those before it.
     """
 
     def __init__(self, entries: Iterable[chain.Entry] = ()) -> None:
@@ -84,14 +84,14 @@ class LedgerRecord:
             self.take(entry)
 
     def add(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Append the entry that says `event` now."""
+        """Append an entry of `event`, with the time of now."""
         self.take(chain.next_entry(self.entries, event, payload))
 
     def take(self, entry: chain.Entry) -> None:
-        """Append an entry of the chain: the one place where an entry changes what the ledger says.
+        """Append an entry of the chain. Only here does an entry change the record.
 
         Raises:
-            ValueError: It cannot follow those before it.
+            ValueError: If it cannot follow those before it.
         """
         event = entry["event"]
         if event in ("opened", "resumed"):
@@ -108,7 +108,7 @@ class LedgerRecord:
         self.entries.append(entry)
 
     def history(self, steps_run: int) -> list[Releases]:
-        """Return what was released, by mechanism, if the last run has brought the count to `steps_run`."""
+        """Return what was released, by mechanism, with `steps_run` as the count after the last run."""
         counts = [run.steps_counted for run in self.runs[:-1]] + [steps_run]
         history: list[Releases] = []
         for run, counted in zip(self.runs, counts, strict=True):
@@ -138,15 +138,15 @@ class LedgerRecord:
         ):
             if there != here:
                 raise ValueError(
-                    f"The run to be resumed has {name}={there!r}, this one {here!r}. Resume with the same data, the same "
-                    "privacy_unit_column and the same target_delta, or train into a new output_dir."
+                    f"{name} must be {there!r}, as in the run that is resumed, got {here!r}. Resume with the same data, "
+                    "privacy_unit_column and target_delta, or train into a new output_dir."
                 )
         if entry["steps_run"] != counted:
             _refuse(entry, f"{counted} steps were counted")
         if entry["from_step"] > counted:
             raise ValueError(
-                f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it does not "
-                "belong to this checkpoint. Put back the ledger that was saved with it."
+                f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only, so that it is "
+                "of another checkpoint. Put back the ledger that was saved with it."
             )
         self.runs.append(Run(statement, versions, entry["from_step"], counted, counted, counted))
 
@@ -169,6 +169,6 @@ class LedgerRecord:
 def _refuse(entry: chain.Entry, reason: str) -> None:
     said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
     raise ValueError(
-        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot stand here: {reason}. Take the file from a copy that "
-        "nobody has changed."
+        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot stand here: {reason}. Take the file from an unchanged "
+        "copy."
     )

@@ -1,8 +1,8 @@
-"""What the guarantee of a run rests on, fixed before its first step.
+"""The terms of a run's guarantee, fixed before its first step.
 
-A step draws each of N units with probability q = B/N, clips what a unit contributes to norm C, and adds noise σC; with a
-private training loss it also releases the sum of clipped losses with noise of its own. Both are one Gaussian mechanism
-with 1/σ₀² = 1/σ² + 1/σ_L², and T steps of it, for add/remove neighbours, are what the accountant bounds.
+A step draws each of N units with probability q = B/N, clips a unit's contribution to norm C, and adds noise σC. With a
+private training loss it also releases the sum of clipped losses with noise of its own. Both together are one Gaussian
+mechanism with 1/σ₀² = 1/σ² + 1/σ_L². The accountant bounds T steps of it, for add/remove neighbours.
 """
 
 from dataclasses import dataclass
@@ -27,27 +27,27 @@ _NEVER_COVERED: Final = (
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """Everything that the guarantee of a run rests on.
+    """The terms of a run's guarantee.
 
     Attributes:
         num_units: N, public.
-        unit_of_privacy: Whose presence is protected, such as "one example" or "all examples with the same 'user_id'".
-        max_examples_per_unit: The most examples of a unit in one draw; None where a unit is one example, or has no cap.
+        unit_of_privacy: What is protected, such as "one example" or "all examples with the same 'user_id'".
+        max_examples_per_unit: The most examples of a unit in one draw; None if a unit is one example, or has no cap.
         expected_batch_size: B, in units, over all processes.
         sample_rate: q = B/N.
         noise_multiplier: σ, the noise on the gradient in units of C.
         per_sample_max_grad_norm: C.
-        clipping: Clipping function.
-        clipping_granularity: One norm over everything, or one a layer.
+        clipping: The clipping function.
+        clipping_granularity: One norm over all parameters, or one for each layer.
         train_loss: How the training loss is reported; "raw" is not covered by the guarantee.
         per_sample_max_loss: The most that one unit adds to the private training loss; None without one.
         loss_noise_multiplier: σ_L, the noise on that loss in units of it; None without one.
         target_delta: δ.
         target_epsilon: The ε that was asked for, or None when σ was given.
-        accountant: Which accountant bounds ε.
-        steps_planned: T, counted from the first step of the training, whatever it was resumed from.
-        private: False when there is no noise, or when noise or draws can be reproduced.
-        noise_source: Where the noise comes from, in one line.
+        accountant: The accountant that bounds ε.
+        steps_planned: T, counted from the first step of the training, also if it was resumed.
+        private: False if there is no noise, or noise or draws can be reproduced.
+        noise_source: The source of the noise, in one line.
     """
 
     num_units: int
@@ -85,14 +85,14 @@ class PrivacyStatement:
 
     @property
     def train_loss_in_words(self) -> str:
-        """How the training loss is reported, and whether ε covers it."""
+        """The way in which the training loss is reported, and whether ε covers it."""
         if self.train_loss == "private":
             return f"private: clipped to {self.per_sample_max_loss:g}, noise multiplier {self.loss_noise_multiplier:.4g}"
         return "not reported" if self.train_loss == "none" else "logged as it is, NOT PRIVATE"
 
     @property
     def not_covered(self) -> tuple[str, ...]:
-        """What the guarantee says nothing about."""
+        """What the guarantee does not cover."""
         return (*([_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []), *_NEVER_COVERED)
 
     def releases(self, steps: int) -> Releases:

@@ -1,5 +1,5 @@
 """One loss per example, from that example alone.
 
-- losses: classification and tokens
-- host_losses: which of them a model of transformers gets
+- losses: the losses of classification and of tokens
+- host_losses: the choice among them for a model of transformers
 """

@@ -1,7 +1,7 @@
-"""Which per-example loss a model of transformers is trained with, read off the model itself.
+"""The choice of per-example loss for a model of transformers, from the model itself.
 
 transformers finds a model's loss by `loss_type`, the end of its class's name (`PreTrainedModel.__init__`,
-`loss/loss_utils.py`), and falls back to its tables of auto classes where an older name says nothing; so does this file.
+`loss/loss_utils.py`), and for older names by its tables of auto classes. This file does the same.
 """
 
 import sys
@@ -22,7 +22,7 @@ from doppler_hf.privacy.losses.losses import classification_losses, token_losses
 
 TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
 
-# Masked before causal: XLM's one head is in both tables, and its labels are aligned with its inputs.
+# Masked comes before causal: XLM's head is in both tables, and its labels are aligned with its inputs.
 _LOSS_OF_TABLE = (
     (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ForTokenClassification),
     (MODEL_FOR_MASKED_LM_MAPPING_NAMES, ForMaskedLMLoss),
@@ -53,7 +53,7 @@ def token_task(model: nn.Module) -> TokenTask | None:
     if not isinstance(model, PreTrainedModel):
         return None
     loss = LOSS_MAPPING.get(model.loss_type)
-    if model.loss_type is None:  # GPT2LMHeadModel and its age, and subclasses under names of their own
+    if model.loss_type is None:  # GPT2LMHeadModel and others of its time, and subclasses with names of their own
         names = {cls.__name__ for cls in type(model).__mro__}
         loss = next((loss for table, loss in _LOSS_OF_TABLE if not names.isdisjoint(table.values())), None)
     if loss is ForTokenClassification:
@@ -70,16 +70,16 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     """Call the model once and return the loss of each example.
 
     Args:
-        model: What is called.
-        inputs: One micro-batch with `labels`: shape (batch, length) for a task of tokens, as
-            `classification_losses` takes them otherwise.
-        base_model: The model without wrappers, which says what task it is.
+        model: The model, with its wrappers.
+        inputs: One micro-batch with `labels`: of shape (batch, length) for a task of tokens, otherwise as in
+            `classification_losses`.
+        base_model: The model without wrappers, whose class determines the task.
 
     Returns:
         Losses, shape (batch,), attached to the graph.
 
     Raises:
-        ValueError: A task without a rule, by the model's class, or a mixture of experts that returns its router's logits.
+        ValueError: If there is no rule for the model's class, or a mixture of experts returns its router's logits.
     """
     task = token_task(base_model)
     labels = inputs.get("labels")
@@ -87,7 +87,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
         if hasattr(base_model, "prepare_decoder_input_ids_from_labels"):
             inputs["decoder_input_ids"] = base_model.prepare_decoder_input_ids_from_labels(labels)
-        else:  # M2M100 and Whisper shift the labels inside their forward pass; the loss that comes with it is not used.
+        else:  # M2M100 and Whisper shift the labels inside their forward pass, whose loss is not used.
             inputs["labels"] = labels
     outputs = model(**inputs)
     logits = outputs.get("logits") if isinstance(outputs, dict) else None

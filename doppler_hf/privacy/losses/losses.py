@@ -1,8 +1,8 @@
 """One loss per example, over that example alone.
 
-A model's own loss is a mean over the batch, and for language models over the batch's tokens: there a long example takes
-weight from a short one, so that what one example contributes depends on the others and clipping bounds nothing. Here
-each example's loss depends on its own logits and labels. A mean over an example's own tokens is allowed; a division by
+A model's own loss is a mean over the batch, and for language models over the batch's tokens. A long example then takes
+weight from a short one, so that an example's contribution depends on the others and clipping bounds nothing. Here each
+example's loss depends on its own logits and labels. A mean over an example's own tokens is allowed; a division by
 `num_items_in_batch`, or by any other count of the batch, is not.
 """
 
@@ -27,7 +27,7 @@ def classification_losses(
     """Return the loss of each example of a sequence or image classification task.
 
     Cross-entropy for a single label, the mean over the labels of the binary cross-entropy for several, and the mean of
-    the squared error for regression: what transformers' classification heads average over the batch.
+    the squared error for regression. transformers' classification heads average the same losses over the batch.
 
     Args:
         logits: Shape (batch, num_labels).
@@ -40,7 +40,7 @@ def classification_losses(
         Losses, shape (batch,), in float32 or better.
 
     Raises:
-        ValueError: Shapes that do not fit each other, or an unknown problem type.
+        ValueError: If the shapes do not fit each other, or the problem type is unknown.
 
     Example:
         >>> classification_losses(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -61,8 +61,8 @@ def classification_losses(
         labels = labels.unsqueeze(-1)
     if tuple(labels.shape) != expected:
         raise ValueError(
-            f"{problem_type} with logits of shape {tuple(logits.shape)} needs labels of shape {expected}, got "
-            f"{tuple(labels.shape)}. Set problem_type in the model's config if it is another task."
+            f"{problem_type} with logits of shape {tuple(logits.shape)} must have labels of shape {expected}, got "
+            f"{tuple(labels.shape)}. For another task set problem_type in the model's config."
         )
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
@@ -84,14 +84,14 @@ def token_losses(
     Args:
         logits: Shape (batch, length, classes).
         labels: Token or class indices, shape (batch, length); −100 is no label.
-        shift: True for causal language models, whose labels are their inputs: the logits at t are held against the label
-            at t + 1. False where labels are aligned with logits: seq2seq, masked language models, token classification.
+        shift: True for causal language models, whose labels are their inputs: the logits at t are compared with the label
+            at t + 1. False if labels are aligned with logits: seq2seq, masked language models, token classification.
 
     Returns:
         Losses, shape (batch,), in float32 or better.
 
     Raises:
-        ValueError: Shapes that do not fit each other, or labels that are no integers.
+        ValueError: If the shapes do not fit each other, or labels are no integers.
 
     Example:
         >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]]), shift=True)
@@ -99,12 +99,12 @@ def token_losses(
     """
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
-            "A loss per token needs logits of shape (batch, length, classes) and labels of shape (batch, length), got "
+            "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
             f"{tuple(logits.shape)} and {tuple(labels.shape)}. Let the collator pad labels as it pads the inputs, with "
             f"{IGNORED_LABEL}."
         )
     if labels.is_floating_point():
-        raise ValueError(f"Labels of tokens are indices of classes, got {labels.dtype}. Convert them to torch.long.")
+        raise ValueError(f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.")
     if shift:  # The labels move and not the logits, which are too large to be copied.
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -2,8 +2,8 @@
 
 - mechanism: what a mechanism is; the Gaussian one
 - gaussian: normals from secret words
-- ahead: those of the next step, prepared in the background
-- subspace_noise: fewer of them, where the optimizer reads a subspace
+- ahead: the noise of the next step, prepared in the background
+- subspace_noise: less noise, if the optimizer reads a subspace only
 - private_loss: the training loss as a private number
 """
 

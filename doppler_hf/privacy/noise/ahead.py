@@ -1,12 +1,12 @@
 """The noise of the next step, prepared by a background thread while the gradients are computed.
 
-The thread keeps a store of normals for about one step, four bytes each. Which of them goes to which coordinate is decided
-when they are taken, so that the next step may need another number of them: what is missing is drawn on the spot by
-whoever takes, and what is left over stays for the step after.
+The thread keeps a store of normals for about one step, four bytes each. They are assigned to coordinates when they are
+taken, so that the next step may need another number of them. The step draws missing normals itself, and leaves surplus ones
+for the step after.
 
     thread:  own stream → blocks of float32 𝒩(0, std²) → store        step:  store → coordinates
 
-A block is in one place at a time: in the store, or taken out of it for good. A step that fails loses what it took.
+A block is in the store, or has been taken out of it for good: never both. If a step fails, the normals it took are lost.
 """
 
 import os
@@ -23,22 +23,22 @@ from torch import Tensor
 from doppler_hf.privacy.bits import BitStream
 from doppler_hf.privacy.noise.gaussian import gaussian_pieces
 
-# The most normals in store, 512 MiB. A step of a model of up to 134 million parameters finds all of its noise there. Four
-# bytes a parameter are then an eighth to a quarter of what parameters, gradients, sums and optimizer take (16 to 32); for a
-# larger model memory is what there is least of, and the rest of its noise is drawn on the spot.
+# The most normals in store, 512 MiB: all of a step's noise for a model of up to 134 million parameters. That is four bytes
+# a parameter, where parameters, gradients, sums and optimizer take 16 to 32. For a larger model memory is scarce, and the
+# rest of its noise is drawn in the step.
 MAX_PREPARED: Final = 1 << 27
-# Normals made between two looks at what is asked for: 4 MiB, some milliseconds of work. The store overshoots by one block.
+# Normals made at a time: 4 MiB, some milliseconds of work. The store may exceed the number wanted by one such block.
 _BLOCK: Final = 1 << 20
 
 
 class NoiseAhead:
     """A store of normals that a background thread fills up to what a step needs.
 
-    The thread starts with the first step, and ends with `close`. In a forked process the store is empty and the thread is
-    another: its parent's normals belong to the parent.
+    The thread starts with the first step, and ends with `close`. A forked process begins with an empty store and a thread
+    of its own: its parent's normals must not be used twice.
 
     Args:
-        make_stream: Returns where the words come from. The thread calls it once, so that the stream is its own.
+        make_stream: A function that returns the stream of words. The thread calls it once, so that the stream is its own.
         std: Standard deviation of the prepared noise.
         floating_point_safe: Whether each normal is the sum of four.
     """
@@ -65,18 +65,18 @@ class NoiseAhead:
 
     @property
     def prepared(self) -> int:
-        """How many normals are in the store."""
+        """The number of normals in the store."""
         return self._prepared
 
     def expect(self, coordinates: int, *, pinned: bool) -> None:
-        """Begin a step, and have the noise of the next one prepared meanwhile.
+        """Begin a step, and let the thread prepare the noise of the next one.
 
         Args:
-            coordinates: How many normals this step needs.
+            coordinates: The number of normals that this step needs.
             pinned: Whether they go to a CUDA device, which copies faster from pinned memory.
 
         Raises:
-            RuntimeError: The thread has failed.
+            RuntimeError: If the thread has failed.
         """
         if self._closed:
             return
@@ -84,8 +84,8 @@ class NoiseAhead:
             self._begin()
         self._raise_failure()
         with self._changed:
-            # One step that needs more than its neighbours, as when GaLore looks for a new subspace, must not fill the
-            # memory with what the others take long to use.
+            # A step that needs more than its neighbours, as when GaLore updates its subspace, must not fill the memory
+            # with normals that the others take long to use.
             self._wanted = min(coordinates, coordinates if self._last_need is None else self._last_need, MAX_PREPARED)
             self._last_need = coordinates
             self._pinned = pinned
@@ -96,20 +96,20 @@ class NoiseAhead:
             self._thread.start()
 
     def add_to(self, values: Float[Tensor, "..."], *, scale: float) -> int:
-        """Add prepared noise to as many coordinates as there is some for, the first ones (modified in place).
+        """Add prepared noise to the first coordinates, as many as there are normals in store (modified in place).
 
         Args:
-            values: What to privatize, contiguous, on any device.
-            scale: What the noise is multiplied by: its standard deviation becomes scale·std.
+            values: The values to privatize, contiguous, on any device.
+            scale: The factor of the noise, whose standard deviation becomes scale·std.
 
         Returns:
-            How many coordinates have got noise. The others have not.
+            The number of coordinates that got noise. The others got none.
 
         Raises:
-            RuntimeError: The thread has failed.
+            RuntimeError: If the thread has failed.
         """
-        # A prepared normal has been rounded to float32. In a float64 sum, or times a factor in floating_point_safe mode, it
-        # could be told from a shifted one by the numbers that cannot occur: those draw theirs on the spot.
+        # A prepared normal has been rounded to float32. In a float64 sum, or times a factor in floating_point_safe mode,
+        # the numbers that cannot occur would tell it from a shifted one, so that noise for these is drawn in the step.
         exact = values.dtype != torch.float64 and (scale == 1.0 or not self._floating_point_safe)
         flat, done = values.view(-1), 0
         while exact and done < len(flat):
@@ -123,8 +123,8 @@ class NoiseAhead:
         return done
 
     def _take(self, most: int) -> Float[Tensor, " n"] | None:
-        """Take at most so many normals out of the store, None if there are none."""
-        # Exactly once: what is returned is out of the store before anybody sees it, and no way leads back.
+        """Take at most `most` normals out of the store, None if there are none."""
+        # Every normal is used once: it is out of the store before it is returned, and is never put back.
         with self._changed:
             if not self._store:
                 return None
@@ -138,15 +138,17 @@ class NoiseAhead:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise RuntimeError("The thread that prepares noise ahead has failed; nothing was released.") from self._failure
+            raise RuntimeError(
+                "The thread that prepares noise ahead has failed, and nothing was released. Resume from the last checkpoint."
+            ) from self._failure
 
     def _prepare(self) -> None:
-        """Keep the store full: what the thread does."""
-        # Nothing here may use torch's threads: a second OpenMP team would fight with the one that computes gradients.
+        """Keep the store full (the thread's main function)."""
+        # Nothing here may use torch's threads: a second OpenMP team would compete with the one that computes gradients.
         try:
             if sys.platform == "linux":
-                # On Linux a priority belongs to a thread. The gradients come first: this takes what they leave idle, and of
-                # a busy core about a tenth, which is enough to be ready in time.
+                # On Linux a priority belongs to a thread. The gradients come first: this thread gets idle time, and about
+                # a tenth of a busy core, which is enough to be ready in time.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             stream = self._make_stream()
             while True:
@@ -161,7 +163,7 @@ class NoiseAhead:
                     size,
                     std=self._std,
                     stream=stream,
-                    step=0,  # no stream that is drawn from ahead depends on it
+                    step=0,  # without effect: only streams that do not depend on the step are drawn ahead
                     device=block.device,
                     floating_point_safe=self._floating_point_safe,
                     one_thread=True,
@@ -175,7 +177,7 @@ class NoiseAhead:
             self._failure = failure
 
     def close(self) -> None:
-        """End the thread and forget the store. From then on nothing is prepared."""
+        """End the thread and clear the store. From then on nothing is prepared."""
         self._closed = True
         if os.getpid() != self._process:
             return  # the thread and its lock are the parent's
@@ -185,4 +187,4 @@ class NoiseAhead:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-            self._store.clear()  # what it had in hand
+            self._store.clear()  # of the block that the thread was making

@@ -1,4 +1,4 @@
-"""Gaussian noise that nobody can reproduce, from uniform words by the Box–Muller transform.
+"""Gaussian noise that cannot be reproduced, from uniform words by the Box–Muller transform.
 
     z₁ = ρ·cos θ,   z₂ = ρ·sin θ,   ρ = √(−2 ln u),   u = |t|,   θ = πt′,   t, t′ uniform on [−1, 1],
     cos θ = 2/(1 + τ²) − 1,   sin θ = 2τ/(1 + τ²),   τ = tan(θ/2)
@@ -47,10 +47,10 @@ _TERMS: Final = 4
 
 
 def noise_stream(generator: NoiseGenerator, *, seed: int | None = None) -> BitStream:
-    """Return the words that noise is made of: new ones at every call, or for tests with a `seed` reproducible ones.
+    """Return a stream of words for noise: new ones at every call, or for tests with a `seed` reproducible ones.
 
     Raises:
-        ValueError: An unknown `generator`.
+        ValueError: If `generator` is unknown.
     """
     _check_generator(generator)
     if seed is not None:
@@ -59,7 +59,7 @@ def noise_stream(generator: NoiseGenerator, *, seed: int | None = None) -> BitSt
 
 
 def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False, seed: int | None = None) -> str:
-    """Say in one line where noise comes from.
+    """Return the source of the noise in one line.
 
     Args:
         generator: As in `noise_stream`.
@@ -67,7 +67,7 @@ def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False
         seed: As in `noise_stream`.
 
     Raises:
-        ValueError: An unknown `generator`.
+        ValueError: If `generator` is unknown.
 
     Example:
         >>> noise_source("csprng")
@@ -80,7 +80,7 @@ def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False
 
 def _check_generator(generator: NoiseGenerator) -> None:
     if generator not in _IN_WORDS:
-        raise ValueError(f"The noise generator must be one of {', '.join(_IN_WORDS)}, got {generator!r}.")
+        raise ValueError(f"generator must be one of {', '.join(_IN_WORDS)}, got {generator!r}.")
 
 
 def box_muller(words: Int64[Tensor, " n"], *, std: float, out: Float64[Tensor, " n"], one_thread: bool = False) -> None:
@@ -100,7 +100,7 @@ def box_muller(words: Int64[Tensor, " n"], *, std: float, out: Float64[Tensor, "
 
 
 def transform(words: Any, out: Any, *, std: float, library: ModuleType) -> None:
-    """Do what `box_muller` says with the functions of NumPy on arrays, or those of torch on tensors."""
+    """Compute `box_muller` with the functions of NumPy on arrays, or those of torch on tensors."""
     half = len(words) // 2
     radius, tangent = out[:half], out[half:]
     radius[:] = words[:half]

@@ -2,8 +2,8 @@
 
     (1/B)·(Σ_{i∈draw} wᵢ·clip(lossᵢ, ±L) + 𝒩(0, σ_L²L²)),    wᵢ the example's share of its unit, 1 for examples of their own
 
-It is one more coordinate of what the step releases, over the same draw as the gradient; `joint_noise_multiplier` says what
-both cost together.
+It is one more coordinate of what the step releases, over the same draw as the gradient. `joint_noise_multiplier` accounts
+for both together.
 """
 
 import torch
@@ -39,7 +39,7 @@ class PrivateLoss:
         """Add the losses of some of the draw's examples.
 
         Args:
-            losses: One loss per example, shape (batch,). What is not a number counts as L.
+            losses: One loss per example, shape (batch,). NaN counts as L.
             weights: Each example's share of its unit, shape (batch,), which add up to at most 1 for a unit; 1 by default.
         """
         # Sensitivity: an example changes the sum by a number within ±L, whatever its loss, and a unit by at most L.

@@ -1,4 +1,4 @@
-"""Noise for a gradient that is read in a subspace only: the bases, how far they stretch, and the way there and back.
+"""Noise for a gradient that is read in a subspace only: checks of the bases, and projection there and back.
 
 An optimizer that reads a matrix's gradient in a subspace only (GaLore, P with orthonormal columns) needs no more noise
 than the subspace has coordinates. With S the clipped sum and Z the noise, on the side where P multiplies from the left,
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from doppler_hf.linalg import highest_matmul_precision, lift, project
 
-# A basis found in float32 has e = ‖PᵀP − I‖_F of about 1e-5. One found in TF32 or kept in bfloat16 can be beyond this
-# bound, and would pay for it with noise.
+# A basis computed in float32 has e = ‖PᵀP − I‖_F of about 1e-5. One computed in TF32 or stored in bfloat16 can exceed this
+# bound, and would need more noise.
 MAX_ORTHONORMALITY_ERROR: Final = 1e-3
 
 
 def coordinates_of(total: Float[Tensor, "..."], basis: Float[Tensor, "short rank"] | None) -> int:
-    """Return how many coordinates of a sum get noise: all, or those in the subspace."""
+    """Return the number of a sum's coordinates that get noise: all, or those in the subspace."""
     return total.numel() if basis is None else basis.shape[1] * max(total.shape)
 
 
@@ -39,35 +39,35 @@ def bases_of(
         sums: Clipped sums by parameter name.
 
     Raises:
-        ValueError: A name without a sum, or shapes that do not fit.
+        ValueError: If there is no sum of a name, or shapes do not fit.
     """
     for name, basis in subspaces.items():
         if name not in sums:
-            raise ValueError(f"subspaces has {name!r}, of which there is no clipped sum. Leave out what is not trained.")
+            raise ValueError(f"subspaces has {name!r}, of which there is no clipped sum. Leave out frozen parameters.")
         shape, short = tuple(sums[name].shape), min(sums[name].shape, default=0)
         if len(shape) != 2 or basis.ndim != 2 or basis.shape[0] != short or not 1 <= basis.shape[1] <= short:
             raise ValueError(
                 f"The subspace of {name!r}, of shape {shape}, has shape {tuple(basis.shape)}. Only matrices have one, and "
-                "its shape is (the shorter side, rank) with 1 ≤ rank ≤ the shorter side."
+                "its shape must be (the shorter side, rank) with 1 ≤ rank ≤ the shorter side."
             )
     return {name: basis.to(sums[name]) for name, basis in subspaces.items()}
 
 
 def stretches_of(bases: Mapping[str, Float[Tensor, "..."]], *, distributed: bool) -> dict[str, float]:
-    """Return how much longer each P can make a vector, at most: √(1 + e) ≥ ‖P‖₂ with e = ‖PᵀP − I‖_F.
+    """Return the most by which each P can lengthen a vector: √(1 + e) ≥ ‖P‖₂ with e = ‖PᵀP − I‖_F.
 
     Args:
-        bases: P by parameter name, each as it will be multiplied with: rounding it to another dtype changes e.
+        bases: P by parameter name, in the dtype in which it will be multiplied: rounding it to another dtype changes e.
         distributed: Whether other processes multiply with the same bases.
 
     Raises:
-        ValueError: An e above `MAX_ORTHONORMALITY_ERROR`, or not a number.
+        ValueError: If an e is above `MAX_ORTHONORMALITY_ERROR`, or not a number.
     """
     if not bases:
         return {}
     errors = torch.stack([orthonormality_error(basis) for basis in bases.values()])
     if distributed:
-        # Process 0's noise must do for every process, and none may stop while the others wait for its sums.
+        # Process 0's noise must suffice for every process, and no process may stop while the others wait for its sums.
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     by_name = dict(zip(bases, errors.tolist(), strict=True))  # one synchronization with the device for all of them
     for name, error in by_name.items():
@@ -88,7 +88,7 @@ def orthonormality_error(basis: Float[Tensor, "short rank"]) -> Float[Tensor, ""
 
 def projected(total: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) -> Float[Tensor, "..."]:
     """Return S in the subspace of P, as `linalg.project`, in full precision."""
-    # Outside of autocast and TF32, which would round P and S to fewer digits than the bound on ‖P‖₂ is about.
+    # Outside of autocast and TF32, which would round P and S to fewer digits than the bound on ‖P‖₂ assumes.
     with torch.autocast(total.device.type, enabled=False), highest_matmul_precision():
         return project(total, basis)
 

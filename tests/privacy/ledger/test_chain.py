@@ -51,7 +51,7 @@ def edited(entries):
 def test_an_edit_is_found_and_named(edit, entry, what):
     entries = three()
     edit(entries)
-    with pytest.raises(ValueError, match=f"Entry {entry} .*: its {what} is"):
+    with pytest.raises(ValueError, match=f"Entry {entry} .*: its {what} must be"):
         chain.check(entries)
 
 
@@ -59,5 +59,5 @@ def test_an_entry_that_was_hashed_anew_breaks_the_next():
     entries = three()
     entries[1]["event"] = "σ = 2"
     entries[1]["hash"] = chain.digest(entries[1])
-    with pytest.raises(ValueError, match=r"Entry 2 .*: its previous_hash is"):
+    with pytest.raises(ValueError, match=r"Entry 2 .*: its previous_hash must be"):
         chain.check(entries)
