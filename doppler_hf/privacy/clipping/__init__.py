@@ -2,12 +2,12 @@
 
 - clipped_gradients: `ClippedGradients`: norms, factors, sums
 - engine: stand-ins for the layers' forward passes, and one backward pass
-- book: what layers note for it
-- factored: the forms that a per-sample gradient has
-- torch_layers, host_layers, other_layers: rules of layers: torch's, transformers' and PEFT's, and any other's
-- unbatched: what the forward pass computes once for all examples
+- book: the notes of the layers for it
+- factored: the forms of a per-sample gradient
+- torch_layers, host_layers, other_layers: rules for the layers of torch, of transformers and PEFT, and for all others
+- unbatched: functions of parameters alone, whose output has no batch
 - refused_layers: layers that mix examples
-- self_check: the engine held against plain autograd
+- self_check: a comparison of the engine with plain autograd
 """
 
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Clipping, Engine, Granularity

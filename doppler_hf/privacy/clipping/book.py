@@ -1,4 +1,4 @@
-"""What the layers of a model note down during one forward and one backward pass."""
+"""The notes that the layers of a model make during one forward and one backward pass."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,20 +11,20 @@ from doppler_hf.privacy.clipping.factored import Dense, Grams, NormRule, PerSamp
 
 
 class Book:
-    """What the layers note during one forward and backward pass.
+    """The notes that layers make during one forward and backward pass.
 
     Args:
-        norm_rule: How the norm of a product is had; see `outer_products`.
+        norm_rule: How the norm of a product is computed; see `outer_products`.
         embedded: Parameters that are looked up somewhere, for which a direct gradient would be a whole table per example.
 
     Attributes:
-        batch_size: Of the forward pass under way, or None.
+        batch_size: The batch size of the current forward pass, or None.
         uses: Parameter → its per-sample gradient from each use, filled by the backward pass.
         copies: Parameters that were replaced by one copy per example in the forward pass, and these copies: their ordinary
             gradient is the per-sample gradient.
         repeated: Names of layers whose output has no batch and was repeated for each example.
-        only_example: In a check, the one example whose loss is differentiated; nothing is kept then.
-        coupled: Parameters at which that loss reached the place of another example.
+        only_example: In a check, the one example whose loss is differentiated; gradients are then compared, not kept.
+        coupled: Parameters at which that loss has a gradient in the place of another example.
         is_in_forward: Whether the model is in a forward pass whose gradient is wanted.
     """
 
@@ -43,7 +43,7 @@ class Book:
 
     @property
     def is_watching(self) -> bool:
-        """Whether layers note what they do: in a pass whose gradient is wanted.
+        """Whether layers make notes, as they do in a pass whose gradient is wanted.
 
         Re-entrant checkpointing runs parts of such a pass without gradients first, and expects the same shapes from them.
         """
@@ -51,7 +51,7 @@ class Book:
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Let layers compute as if nobody watched."""
+        """Let layers compute without making notes."""
         before, self._is_unwatched = self._is_unwatched, True
         try:
             yield
@@ -59,7 +59,7 @@ class Book:
             self._is_unwatched = before
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Discard all notes."""
         self._grams = Grams()
         self.batch_size = None
         self.uses.clear()
@@ -68,13 +68,13 @@ class Book:
         self.coupled.clear()
 
     def passing(self, weight: Tensor) -> Tensor:
-        """Return the weight that a layer's gradient is passed on through: in a check, noise instead of nothing but zeros."""
+        """Return the weight for the gradient of a layer's input: in a check, noise in place of a weight of zeros."""
         if self.only_example is None or weight.any():
             return weight
         return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
 
     def note(self, parameter: Tensor, gradient: PerSampleGradient) -> None:
-        """Note one use of a parameter, or hold it against the one example that has a loss."""
+        """Note one use of a parameter, or in a check compare it with the one example that has a loss."""
         if self.only_example is None:
             self.uses.setdefault(parameter, []).append(gradient)
         elif reaches_others(gradient, self.only_example):
@@ -103,7 +103,7 @@ class Book:
 
 
 def reaches_others(gradient: PerSampleGradient, index: int) -> bool:
-    """Whether any example but this one has a gradient; a NaN is for clipping to see to."""
+    """Return whether any example but this one has a gradient. NaN is left to clipping."""
     squares = gradient.squared_norms().clone()
     squares[index] = 0.0
     return bool((squares > 0.0).any())

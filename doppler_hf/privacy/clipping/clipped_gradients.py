@@ -1,4 +1,4 @@
-"""Per-sample clipping: a sum over examples to which each contributes a vector of norm at most C.
+"""Per-sample clipping: a sum over examples, to which each contributes a vector of norm at most C.
 
     vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
     automatic   clip(g) = C/(‖g‖ + γ)·g,  γ = 0.01         (Bu et al. 2023, https://arxiv.org/abs/2206.07136)
@@ -50,22 +50,22 @@ class ClippedGradients:
         max_grad_norm: C, the most that one example contributes.
         clipping: "vanilla" or "automatic".
         granularity: "flat" or "per_layer".
-        engine: Where per-sample gradients come from. "book_keeping" keeps them as factors and costs about as much as
+        engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
             ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
-        norm_rule: How "book_keeping" has the norm of a matrix's gradient: "ghost" from Gram matrices, "direct" from the
-            matrix itself, "auto" the cheaper one for each layer and sequence length; see `gradients.outer_products`.
+        norm_rule: How "book_keeping" computes the norm of a matrix's gradient: "ghost" from Gram matrices, "direct" from
+            the matrix itself, "auto" the cheaper way for each layer and sequence length; see `factored.outer_products`.
 
     Attributes:
         sums: Parameter name → Σ clip(gᵢ), of the parameter's shape, in float32 (float64 for float64 parameters),
             accumulated over calls of `backward` until `reset`. Not private: it has no noise yet.
-        fallbacks: Layers without a rule of their own, by name, and how their gradient is had at what cost; complete after
+        fallbacks: Layers without a rule of their own, by name: how their gradient is computed, and its cost. Complete after
             the first backward pass.
-        num_non_finite: How many examples since the last `reset` had a gradient with a NaN or an infinity. They
+        num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity. They
             contribute nothing.
 
     Raises:
-        ValueError: An unknown option, a clip norm that is not positive, nothing to train, or a model with a layer whose
-            per-sample gradient cannot be had, by name.
+        ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, or a layer has no
+            per-sample gradient, by name.
 
     Example:
         >>> with ClippedGradients(model, max_grad_norm=1.0, clipping="vanilla") as clipped:
@@ -94,13 +94,13 @@ class ClippedGradients:
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
         if engine == "opacus" and norm_rule != "auto":
-            raise ValueError(f"norm_rule={norm_rule!r} is without effect for engine='opacus'; leave it out.")
+            raise ValueError(f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave it out.")
         self._model = model
         self._max_grad_norm = max_grad_norm
         self._clipping = clipping
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise ValueError("The model has no trainable parameter; set requires_grad on what is to be trained.")
+            raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
         self._engine_name, self._norm_rule = engine, norm_rule
         self._trainable = trainable
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
@@ -117,7 +117,7 @@ class ClippedGradients:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Layer name → how its per-sample gradient is had without a rule."""
+        """Layer name → how its per-sample gradient is computed without a rule."""
         return {} if self._engine is None else self._engine.fallbacks
 
     def __enter__(self) -> "ClippedGradients":
@@ -142,31 +142,30 @@ class ClippedGradients:
         Args:
             losses: One loss per example, shape (batch,), from a call of the model with that batch. An example's loss must
                 depend on that example alone: no mean over the batch's tokens, no term over the batch.
-            weights: What each clipped gradient is multiplied by, shape (batch,), in [0, 1]; by default 1. Where several
-                examples belong to one unit of privacy and their weights add up to 1 or less, the unit contributes at most
-                C.
+            weights: Factors of the clipped gradients, shape (batch,), in [0, 1]; by default 1. If several examples belong
+                to one unit of privacy and their weights add up to 1 or less, the unit contributes at most C.
 
         Returns:
             Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,). Not private.
 
         Raises:
-            ValueError: `losses` or `weights` not of shape (batch,), a weight outside [0, 1], or a per-sample gradient whose
-                batch dimension is not the batch.
-            RuntimeError: Called outside the `with` block.
+            ValueError: If `losses` or `weights` are not of shape (batch,), a weight is outside [0, 1], or the first
+                dimension of a per-sample gradient is not the batch.
+            RuntimeError: If it is called outside the `with` block.
         """
         if self._engine is None:
-            raise RuntimeError("ClippedGradients.backward works inside its `with` block only.")
+            raise RuntimeError("ClippedGradients.backward was called outside its `with` block. Call it inside.")
         if losses.ndim != 1:
             raise ValueError(f"losses must have shape (batch,), one per example, got {tuple(losses.shape)}.")
         if weights is not None and (weights.shape != losses.shape or not bool(((weights >= 0) & (weights <= 1)).all())):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
             raise ValueError(
                 f"weights must be {len(losses)} numbers in [0, 1], one per example, got shape {tuple(weights.shape)} or a "
-                "number outside."
+                "number outside [0, 1]."
             )
         if len(losses) == 0:
             return losses.detach()
-        # Outside of autocast and of every mode that rounds the factors of a product: the bound is about float32 numbers.
+        # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             return self._add_clipped(self._engine.per_sample_gradients(losses), weights, batch_size=len(losses))
 
@@ -176,7 +175,7 @@ class ClippedGradients:
         self.num_non_finite = 0
 
     def _empty_sum(self, name: str) -> Tensor:
-        # Made when first written to, like the gradients of ordinary training: not there during the forward pass.
+        # Allocated when first written, like the gradients of ordinary training, so that it takes no memory in the forward.
         parameter = self._trainable[name]
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
@@ -211,7 +210,7 @@ class ClippedGradients:
         if weights is not None:  # at most 1 each: factor·norm stays within the bound
             factors = {group: factor * weights[finite].to(factor) for group, factor in factors.items()}
         for name in tuple(gradients):
-            gradient = gradients.pop(name)  # and its memory with it
+            gradient = gradients.pop(name)  # so that its memory is freed
             if num_non_finite:
                 gradient = gradient.of_examples(finite)
             beta = 1 if name in self._sums else 0

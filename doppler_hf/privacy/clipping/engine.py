@@ -1,11 +1,11 @@
-"""Per-sample gradients from one forward and one backward pass, for the price of ordinary ones.
+"""Per-sample gradients from one forward and one backward pass, at the cost of ordinary ones.
 
-Every layer that is trained gets a stand-in for its forward (`layer_rules`, `host_layers`, `other_layers`), which notes in a
-`Book` what multiplied what. Nothing else about the model changes: not its class, nor the names of its parameters, nor what
-it computes. After the backward pass the notes are norms and sums in waiting (`gradients`).
+Every trained layer gets a stand-in for its forward (`torch_layers`, `host_layers`, `other_layers`), which notes the factors
+of each product in a `Book`. Nothing else about the model changes: not its class, nor the names of its parameters, nor its
+output. After the backward pass norms and sums are computed from the notes (`factored`).
 
-A batch dimension is never guessed: an input that does not start with the batch is computed as usual, its parameters then
-receive an ordinary gradient, and that is an error with the parameter's name. The same net catches every use of a parameter
+A batch dimension is never guessed. A layer whose input does not start with the batch computes as usual; its parameters then
+receive an ordinary gradient, and that is an error with the parameter's name. The same check finds every use of a parameter
 outside its layer.
 """
 
@@ -31,11 +31,11 @@ class BookKeepingEngine:
 
     Args:
         model: The model, not wrapped in anything.
-        norm_rule: "auto" chooses by cost for each product; see `gradients.outer_products`.
-        by_rules: False leaves every layer that Opacus has a sampler for to it, as a reference.
+        norm_rule: "auto" chooses by cost for each product; see `factored.outer_products`.
+        by_rules: False uses Opacus's samplers for all layers that have one, as a reference.
 
     Raises:
-        ValueError: A layer that mixes examples, by name, or a compiled model.
+        ValueError: If a layer mixes examples, by name, or the model is compiled.
     """
 
     def __init__(self, model: nn.Module, *, norm_rule: NormRule = "auto", by_rules: bool = True) -> None:
@@ -66,11 +66,11 @@ class BookKeepingEngine:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Layers without a rule and how their gradient is had, by name; complete after the first backward pass."""
+        """Layer name → how its gradient is computed without a rule. Complete after the first backward pass."""
         return {name: layer.fallback for name, layer in self._without_rule.items() if layer.fallback}
 
     def detach(self) -> None:
-        """Give the model its own forwards back."""
+        """Restore the model's own forwards."""
         self._book.clear()
         self._cleanup.close()
 
@@ -84,13 +84,13 @@ class BookKeepingEngine:
             Parameter name → gradient of each example's loss. A parameter that the forward pass did not use is left out.
 
         Raises:
-            ValueError: A use of a parameter for which there is no per-sample gradient, by name.
+            ValueError: If a use of a parameter has no per-sample gradient, by name.
         """
         book, batch_size = self._book, self._book.batch_size
         if batch_size != len(losses):
             raise ValueError(
-                f"There are {len(losses)} losses, but the model was called with a batch of {batch_size}. Call the model "
-                "once with the whole micro-batch and return one loss per example."
+                f"losses must be {batch_size}, the batch size with which the model was called, got {len(losses)}. Call the "
+                "model once with the whole micro-batch, and return one loss per example."
             )
         trainable = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         try:
@@ -111,7 +111,7 @@ class BookKeepingEngine:
             self._not_batched.clear()
 
     def _back_propagate(self, loss: Tensor, trainable: Mapping[str, nn.Parameter], *, retain_graph: bool = False) -> None:
-        """Fill the book, and nothing else."""
+        """Fill the book, and leave no ordinary gradients."""
         book = self._book
         book.uses.clear()
         for tensor in (*trainable.values(), *(copy for _, copy in book.copies)):
@@ -125,12 +125,12 @@ class BookKeepingEngine:
                 raise ValueError(self._unexplained(name))
 
     def _check_that_examples_are_apart(self, losses: Tensor, trainable: Mapping[str, nn.Parameter]) -> None:
-        """Hold that the loss of the first and of the last example reach no other example's row in any layer.
+        """Check that the losses of the first and the last example have no gradient in other examples' rows of any layer.
 
-        A first dimension that equals the batch size need not be the batch; and a loss may depend on the whole batch. Both
-        would give gradients to the wrong example, and both show here, exactly: zeros stay zeros. Made once, because the
-        layout of a model's tensors does not change, whatever their sizes. Behind weights that begin at zero, as adapters
-        do, `Book.passing` lets the gradient through.
+        A first dimension that equals the batch size need not be the batch, and a loss may depend on the whole batch. Both
+        would assign gradients to the wrong example, and both are found exactly, because zeros stay zeros. One check
+        suffices, because the layout of a model's tensors does not change, whatever their sizes. `Book.passing` lets the
+        gradient pass weights that begin at zero, such as those of adapters.
         """
         book = self._book
         with kept_gradients(leaves_of(losses)):
@@ -142,18 +142,15 @@ class BookKeepingEngine:
                 raise ValueError(
                     f"The loss of one example has a gradient in the places of others at the parameter {name!r}: either the "
                     "layer's input does not start with the batch, or a loss depends on other examples (a mean or a norm "
-                    "over the batch). Nothing would bound what an example contributes. Let each loss depend on its "
-                    "example alone, or freeze the parameter with requires_grad_(False)."
+                    "over the batch). An example's contribution would not be bounded. Let each loss depend on its example "
+                    "alone, or freeze the parameter with requires_grad_(False)."
                 )
 
     def _unexplained(self, name: str) -> str:
         layer = name.rpartition(".")[0]
         reason = "it is used outside its layer's forward"
         if layer in self._not_batched:
-            reason = (
-                f"its layer gets an input of shape {self._not_batched[layer]}, which does not start with the batch, so that "
-                "a per-sample gradient would be a guess"
-            )
+            reason = f"its layer has an input of shape {self._not_batched[layer]}, which does not start with the batch"
         return (
             f"No per-sample gradient for the parameter {name!r}, although the loss depends on it: {reason}. Freeze it with "
             "requires_grad_(False)."
@@ -161,7 +158,7 @@ class BookKeepingEngine:
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return original(*args, **kwargs)  # an evaluation, which the layers do not watch either
+            return original(*args, **kwargs)  # an evaluation, in which layers make no notes either
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
         self._book.batch_size = tensors[0].shape[0] if tensors else None
         self._book.is_in_forward = True
@@ -173,7 +170,7 @@ class BookKeepingEngine:
             layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
             raise ValueError(
                 f"The forward pass fails ({error}), perhaps because the output of {layers} has no batch and was repeated "
-                "for each example, which does not suit what follows. Freeze these layers with requires_grad_(False)."
+                "for each example, which a later layer does not expect. Freeze these layers with requires_grad_(False)."
             ) from error
         finally:
             self._book.is_in_forward = False
@@ -196,14 +193,14 @@ class BookKeepingEngine:
             if not self._book.is_watching:
                 return original(*args, **kwargs)
             if self._book.batch_size is None:
-                raise ValueError(f"The layer {name!r} was called on its own; call the model as a whole.")
+                raise ValueError(f"The layer {name!r} was called on its own. Call the model as a whole.")
             return watched(*args, **kwargs)
 
         return forward
 
     def _replace(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
         before = module.__dict__.get(method)
-        # Around nn.Module.__setattr__, which would look for parameters and sub-modules.
+        # Bypasses nn.Module.__setattr__, which would look for parameters and sub-modules.
         module.__dict__[method] = function
         if before is None:
             self._cleanup.callback(module.__dict__.pop, method)
@@ -212,7 +209,7 @@ class BookKeepingEngine:
 
 
 def leaves_of(losses: Tensor) -> set[Tensor]:
-    """Return the tensors into whose `.grad` a backward pass would write."""
+    """Return the tensors whose `.grad` a backward pass would write."""
     leaves, seen, ahead = set(), set(), [losses.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -227,7 +224,7 @@ def leaves_of(losses: Tensor) -> set[Tensor]:
 
 @contextlib.contextmanager
 def kept_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Leave the `.grad` of tensors as it was."""
+    """Restore the `.grad` of tensors afterwards."""
     before = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in before:
         leaf.grad = None

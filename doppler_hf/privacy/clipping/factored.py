@@ -1,4 +1,4 @@
-"""One parameter's per-sample gradient, in the form that costs least, and what clipping asks of it.
+"""One parameter's per-sample gradient in its cheapest form, with its norms and weighted sum for clipping.
 
     Dense           g_i itself                         values (batch, *shape)
     OuterProducts   g_i = Σ_t l_it r_itᵀ               left (batch, time, p), right (batch, time, q)
@@ -9,9 +9,9 @@ Gram matrices of time × time, ‖Σ_t l_t r_tᵀ‖² = Σ_st ⟨l_s, l_t⟩⟨
 https://arxiv.org/abs/2110.05679), the sum from one matrix product over examples and time (*book-keeping*: Bu et al. 2023,
 https://arxiv.org/abs/2210.00038).
 
-Sensitivity: row i of every tensor depends on example i alone, and the norm and the weighted sum are computed from the very
-same tensors in float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. A
-ghost norm can lose digits when the outer products nearly cancel; it is raised by what rounding may have taken.
+Sensitivity: row i of every tensor depends on example i alone, and the norm and the weighted sum are computed from the same
+tensors in float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. A ghost
+norm can lose digits when the outer products nearly cancel, so it is raised by a bound on the rounding.
 """
 
 from abc import ABC, abstractmethod
@@ -26,10 +26,10 @@ from doppler_hf.linalg import in_float32
 
 NormRule = Literal["auto", "ghost", "direct"]
 
-# What writing one number to memory and reading it twice costs, in multiply-adds. Fitted on two x86-64 cores; anything
+# The cost of writing one number to memory and reading it twice, in multiply-adds. Fitted on two x86-64 cores; any value
 # between 25 and 400 makes the same choices for a RoBERTa of 384 with 64 tokens and for ViT-tiny with 197.
 MEMORY_COST = 50
-# How much more memory than its two factors a direct per-sample gradient may take.
+# The memory that a direct per-sample gradient may take, in units of its two factors.
 MEMORY_SLACK = 1.0
 
 
@@ -51,12 +51,12 @@ class PerSampleGradient(ABC):
         Args:
             total: The sum so far.
             weights: w, shape (batch,).
-            beta: 1 to add; 0 to overwrite, whatever `total` held.
+            beta: 1 to add; 0 to overwrite `total`.
         """
 
 
 class Dense(PerSampleGradient):
-    """Per-sample gradients as they are.
+    """Per-sample gradients in full.
 
     Args:
         values: Shape (batch, *shape of the parameter).
@@ -81,12 +81,12 @@ class Dense(PerSampleGradient):
 
 
 class OuterProducts(PerSampleGradient):
-    """The gradient of a weight that multiplies, kept as what it multiplied and what came back.
+    """The gradient of a matrix that multiplies, kept as its inputs and the gradients of its outputs.
 
     Args:
         left: Shape (batch, time, p).
         right: Shape (batch, time, q). The parameter has p·q elements, in this order.
-        grams: Where Gram matrices may be known already.
+        grams: The last Gram matrices, to be used again.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class OuterProducts(PerSampleGradient):
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + Σ_i w_i Σ_t l_it r_itᵀ (modified in place)."""
         left, right = in_float32(self.left), in_float32(self.right)
-        # Not in place: other layers of a residual stream share these tensors.
+        # Not in place, because other layers of a residual stream share these tensors.
         scale = weights.to(left.dtype)[:, None, None]
         left, right = (left * scale, right) if left.shape[2] <= right.shape[2] else (left, right * scale)
         total.view(left.shape[2], right.shape[2]).addmm_(left.flatten(0, 1).t(), right.flatten(0, 1), beta=beta)
@@ -129,7 +129,7 @@ class LookedUpRows(PerSampleGradient):
 
     Args:
         ids: Row of the table, shape (batch, time).
-        values: Gradient of what was looked up, shape (batch, time, dim).
+        values: Gradient of the rows looked up, shape (batch, time, dim).
     """
 
     def __init__(self, ids: Int[Tensor, "batch time"], values: Float[Tensor, "batch time dim"]) -> None:
@@ -172,7 +172,7 @@ class Tied(PerSampleGradient):
     def squared_norms(self) -> Float[Tensor, " batch"]:
         """Return ‖products‖² + ‖rows‖² + 2⟨products, rows⟩ of every example, shape (batch,).
 
-        The last is Σ_st l_s[id_t]⟨r_s, v_t⟩: only the looked-up rows of the product meet anything.
+        The last is Σ_st l_s[id_t]⟨r_s, v_t⟩: only the looked-up rows of the product contribute to it.
         """
         left, right, values = (in_float32(x) for x in (self.products.left, self.products.right, self.rows.values))
         ids = self.rows.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
@@ -196,15 +196,15 @@ def outer_products(
     """Return Σ_t l_t r_tᵀ in the cheaper form.
 
     Per example, with p·q elements and T positions: the ghost norm costs T²(p + q) multiply-adds on top of the one product
-    that the sum needs. The direct gradient *is* that product, and costs MEMORY_COST·pq for being written and read again;
-    it takes pq numbers of memory instead of T(p + q). It is chosen where both are in its favour.
+    that the sum needs. The direct gradient *is* that product; writing and reading it costs MEMORY_COST·pq, and it takes pq
+    numbers of memory instead of T(p + q). It is chosen if it takes less of both.
 
     Args:
         left: Shape (batch, time, p).
         right: Shape (batch, time, q).
         shape: Shape of the parameter.
-        rule: "ghost" or "direct" to decide oneself.
-        grams: Where Gram matrices may be known already.
+        rule: "ghost", "direct", or "auto" for the cheaper one.
+        grams: The last Gram matrices, to be used again.
     """
     time, p, q = left.shape[1], left.shape[2], right.shape[2]
     if rule == "auto":
@@ -218,8 +218,8 @@ def outer_products(
 def combined(uses: Iterable[PerSampleGradient], *, shape: torch.Size) -> PerSampleGradient:
     """Return one gradient for all uses of a parameter in one forward pass.
 
-    The norm is that of the sum, so uses are never treated apart: products and look-ups of several calls are joined along
-    time, where the cross terms between the calls are terms like any other.
+    The norm is that of the sum, so uses are never treated separately: products and look-ups of several calls are joined
+    along time, which includes the cross terms between the calls.
     """
     uses = list(uses)
     if len(uses) == 1:
@@ -257,13 +257,13 @@ class Grams:
             if same_memory(known, factor):
                 return gram
         gram = gram_matrix(factor)
-        # The factor is kept with it, so that no other tensor can come to lie where it lies.
+        # The factor is kept with it, so that no other tensor can be allocated at its address.
         self._last = [*self._last[-2:], (factor, gram)]
         return gram
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are the same numbers in the same place."""
+    """Return whether two tensors are the same view of the same memory."""
     return (first.data_ptr(), first.shape, first.stride(), first.dtype) == (
         second.data_ptr(), second.shape, second.stride(), second.dtype,
     )  # fmt: skip
@@ -278,18 +278,18 @@ def gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch
 def squared_norm_from_grams(
     left: Float[Tensor, "batch time time"], right: Float[Tensor, "batch time time"], *, length: int
 ) -> Float[Tensor, " batch"]:
-    """Return Σ_st left_st right_st of every example, raised by what rounding may have taken from it.
+    """Return Σ_st left_st right_st of every example, raised by a bound on its rounding.
 
     A sum of n products, one after the other, is off by at most n·eps/2 times the sum of their sizes (Higham 2002, §3.1).
-    Where the terms of a gradient cancel, that error stays while the norm gets small; an underestimated norm would let the
-    example contribute more than C. With S = Σ_t ‖l_t‖‖r_t‖, the size of the terms, the Gram matrices may be off by
+    If the terms of a gradient cancel, that error stays while the norm gets small, and with an underestimated norm the
+    example would contribute more than C. With S = Σ_t ‖l_t‖‖r_t‖, the size of the terms, the Gram matrices may be off by
     length·eps/2·S² in the square, and the weighted sum, which adds up along time, by time·eps/2·S in the norm. In float32
     this raises an ordinary norm by less than a hundredth.
 
     Args:
         left: One Gram matrix for each example.
         right: The other.
-        length: Of the vectors whose Gram matrices these are, added up.
+        length: The sum of the lengths of the vectors whose Gram matrices these are.
     """
     rounding = torch.finfo(left.dtype).eps / 2
     sizes = (left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt().sum(dim=1).double()
@@ -300,7 +300,7 @@ def squared_norm_from_grams(
 def sum_of_squares(values: Float[Tensor, "batch ..."]) -> Float[Tensor, " batch"]:
     """Return the sum of squares of every example, shape (batch,), in float64.
 
-    Added up in float32, four million equal numbers are off by 0.3 %: short runs are, and their norms in float64.
+    Four million equal numbers added in float32 are off by 0.3 %, so only short runs are, and their norms in float64.
     """
     values = in_float32(values).reshape(len(values), -1)
     if values.shape[1] % 64 or values.shape[1] < 4096:

@@ -1,4 +1,4 @@
-"""Rules for what transformers and PEFT define: GPT-2's `Conv1D`, T5's relative position bias, DoRA's magnitude."""
+"""Rules for layers of transformers and PEFT: GPT-2's `Conv1D`, T5's relative position bias, DoRA's magnitude."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -27,9 +27,9 @@ def dora(
     base_result: Tensor | None = None,
     adapter_name: str = "default",
 ) -> Tensor:
-    """Y = m/n · (W x + s·BA x) − W x, n the row norms of W + s·BA, through which no gradient goes (Liu et al. 2024, §4.3).
+    """Compute Y = m/n · (W x + s·BA x) − W x, n the row norms of W + s·BA, without their gradient (Liu et al. 2024, §4.3).
 
-    PEFT adds this to W x. Its own forward flattens m, which leaves no room for one copy per example.
+    PEFT adds this to W x. Its own forward flattens m, so that there could not be one copy per example.
     """
     from peft.utils.integrations import dequantize_module_weight
 
@@ -54,7 +54,7 @@ def host_rules() -> dict[Callable[..., Any], Rule]:
 
 
 def has_relative_bias(module: nn.Module) -> bool:
-    """Whether a module computes its position bias from a trained table, as T5's attention does."""
+    """Return whether a module computes its position bias from a trained table, as T5's attention does."""
     table = module._modules.get("relative_attention_bias")
     return isinstance(table, nn.Embedding) and table.weight.requires_grad and hasattr(module, "compute_bias")
 

@@ -1,12 +1,12 @@
-"""Per-sample gradients of layers without a rule of their own, in this order:
+"""Per-sample gradients of layers without a rule of their own, by the first of these ways that works:
 
 * **copies**: parameters that act elementwise (any family's RMSNorm, ViT's class token, ConvNeXt's layer scale) are replaced
   by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost.
-  Whether they act so is not guessed but tried: two examples with different copies must come out as each would alone;
-* **Opacus's samplers**, for the layers of torch that Opacus knows and we do not, or for all of them by the engine "opacus";
+  Whether they act elementwise is tested: two examples with different copies must give the outputs that each gives alone;
+* **Opacus's samplers**, for torch's layers without a rule here, or for all layers with the engine "opacus";
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
 
-Apart from these stand functions of parameters alone, whose output has no batch; see `repeated`.
+Functions of parameters alone, whose output has no batch, are treated in `unbatched.repeated`.
 """
 
 import warnings
@@ -25,33 +25,33 @@ from doppler_hf.privacy.clipping.factored import Dense
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
 from doppler_hf.privacy.clipping.unbatched import repeated
 
-# What a layer may raise when it is called in a way that it was not written for.
+# The errors that a layer may raise when it is called in a way for which it was not written.
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
 
 
 class LayerWithoutRule:
-    """Stands in for the forward of one layer, in the way that turns out to work at its first call.
+    """Replaces the forward of one layer, in the way that works at its first call.
 
     Args:
         name: The layer's name, for messages.
-        module: The layer; its own trainable parameters are what this is about.
-        book: Where to note their gradients.
+        module: The layer, for whose own trainable parameters gradients are noted.
+        book: The notes, to which the gradients are added.
         sampler: Opacus's function for this layer, if it is to be used.
 
     Attributes:
-        fallback: How the gradient is had and what that costs; "" before the first call.
+        fallback: How the gradient is computed, and its cost; "" before the first call.
     """
 
     def __init__(self, name: str, module: nn.Module, book: Book, *, sampler: Callable[..., Any] | None) -> None:
         self._name, self._module, self._book, self._sampler = name, module, book, sampler
         self._forward = module.forward
-        # By the dimensions of the inputs: one layer may see tokens here and their mean there.
+        # By the dimensions of the inputs: one layer may be called with tokens and with their mean.
         self._copy_shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]] | None] = {}
         self._is_held_against_autograd = False
         self.fallback = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the layer computes, and note its per-sample gradient in the backward pass."""
+        """Compute the layer's output, and note its per-sample gradient in the backward pass."""
         values, spec = pytree.tree_flatten((args, kwargs))
         sizes = {len(value) if value.ndim else 1 for value in values if isinstance(value, Tensor)}
         own = dict(trainable_of(self._module))
@@ -108,7 +108,7 @@ class LayerWithoutRule:
             name: 1.5 * parameter.flip(-1) + 0.5 if parameter.ndim else parameter + 1 for name, parameter in own.items()
         }
         shapes = {
-            # A first dimension of 1 is where the batch belongs; otherwise dimensions are aligned at the end.
+            # A first dimension of 1 is the place of the batch; otherwise dimensions are aligned at the end.
             name: tuple(p.shape[1:]) if p.ndim and p.shape[0] == 1 else (1,) * max(ndim - 1 - p.ndim, 0) + tuple(p.shape)
             for name, p in own.items()
         }
@@ -135,7 +135,7 @@ class LayerWithoutRule:
         return shapes if fits and together else None
 
     def _probe(self, value: Any) -> Any:
-        """Return one example; of noise where possible, so that what is chosen does not depend on the data."""
+        """Return one example, of noise if possible, so that the choice does not depend on the data."""
         if not self._has_batch(value):
             return value
         if not value.is_floating_point():
@@ -199,8 +199,8 @@ class LayerWithoutRule:
             return of_examples
         except LAYER_ERRORS as error:
             raise ValueError(
-                f"The layer {self._name!r} ({type(module).__name__}) has no rule, and functorch cannot form the per-sample "
-                f"gradient of {', '.join(names)}: {error} Freeze them with requires_grad_(False)."
+                f"The layer {self._name!r} ({type(module).__name__}) has no rule, and functorch cannot compute the "
+                f"per-sample gradient of {', '.join(names)}. {error} Freeze them with requires_grad_(False)."
             ) from error
 
     def _hold_against_autograd(
@@ -211,9 +211,9 @@ class LayerWithoutRule:
         kwargs: Any,
         gradients: Sequence[Tensor],
     ) -> None:
-        """Raise if the per-sample gradients do not add up to the ordinary one.
+        """Raise an error if the per-sample gradients do not add up to the ordinary one.
 
-        A tensor that the examples share may have as many rows as there are examples, and then was dealt out among them.
+        A tensor that the examples share may have as many rows as there are examples, and was then split among them.
         """
         leaves = {name: parameter.detach().requires_grad_() for name, parameter in own.items()}
         with torch.enable_grad(), substituted(self._module, leaves), self._book.unwatched():
@@ -222,8 +222,8 @@ class LayerWithoutRule:
         for total, gradient in zip(of_examples.values(), expected, strict=True):
             reference = torch.zeros_like(total[0]) if gradient is None else gradient
             if reference.isfinite().all() and not is_close(total.sum(dim=0), reference.to(total.dtype), slack=100):
-                raise ValueError("its gradients do not add up to the ordinary one, so that an input is not one row each.")
-        # Gradients of zero, as behind weights of zero, would agree whatever the layer does.
+                raise ValueError("Their sum must be the ordinary gradient, got another: an input has no row per example.")
+        # Gradients of zero, as before weights of zero, would agree whatever the layer does.
         self._is_held_against_autograd = any(bool(gradient.any()) for gradient in gradients)
 
     def note(self, name: str, values: Tensor) -> None:
@@ -232,7 +232,7 @@ class LayerWithoutRule:
 
 
 class _Tap(torch.autograd.Function):
-    """The identity, through which the gradients of a layer's outputs are seen."""
+    """The identity, whose backward pass reads the gradients of a layer's outputs."""
 
     @staticmethod
     def forward(
@@ -242,7 +242,7 @@ class _Tap(torch.autograd.Function):
         ctx.where = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         ctx.others = [None if isinstance(value, Tensor) else value for value in values]
         ctx.save_for_backward(*(values[index] for index in ctx.where))
-        # Copies, so that what follows may work in place.
+        # Copies, because later layers may work in place.
         return tuple(output.clone() for output in rest[len(names) :])
 
     @staticmethod
@@ -257,12 +257,12 @@ class _Tap(torch.autograd.Function):
 
 
 def is_floating(value: Any) -> bool:
-    """Whether a value is a tensor that gradients go through."""
+    """Return whether a value is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def is_close(first: Tensor, second: Tensor, *, slack: float = 1.0) -> bool:
-    """Whether two tensors are equal but for rounding."""
+    """Return whether two tensors are equal up to rounding."""
     if first.shape != second.shape:
         return False
     rounding = slack * 100 * torch.finfo(first.dtype).eps
@@ -270,11 +270,11 @@ def is_close(first: Tensor, second: Tensor, *, slack: float = 1.0) -> bool:
 
 
 def sampler_for(module: nn.Module, *, by_rules: bool) -> Callable[..., Any] | None:
-    """Return Opacus's sampler for a layer, where it computes what the layer does.
+    """Return Opacus's sampler for a layer, or None if there is none that fits the layer.
 
     Args:
         module: The layer.
-        by_rules: Only for layers that nothing else here is made for.
+        by_rules: Whether only layers without a rule get one.
     """
     if by_rules and not isinstance(module, nn.Conv1d | nn.Conv3d):
         return None

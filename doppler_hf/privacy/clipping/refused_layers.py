@@ -1,4 +1,4 @@
-"""What the engine asks of a model's layers: what they own, and whether they can be trained privately at all."""
+"""A layer's own parameters, and the layers that cannot be trained privately."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @contextlib.contextmanager
 def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let tensors stand in for some of the parameters that the module itself owns."""
+    """Substitute tensors for some of the parameters that the module itself owns."""
     before = {name: module._parameters[name] for name in tensors}
     # Straight into the dictionary, so that the parameters keep their places in the order that optimizers rely on.
     module._parameters.update(tensors)  # type: ignore[arg-type]
@@ -27,31 +27,31 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise for a compiled model, whose layers' forwards are not called any more.
+    """Refuse a compiled model, whose layers' forwards are no longer called.
 
     Raises:
-        ValueError: With what to do instead.
+        ValueError: If the model or a part of it is compiled.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
             raise ValueError(
-                f"The module {name or 'itself'!r} is compiled, and per-sample gradients are had from the layers' own "
+                f"The module {name or 'itself'!r} is compiled, but per-sample gradients are computed in the layers' own "
                 "forwards. Pass the model without torch.compile."
             )
 
 
 def refuse_layers_that_mix_examples(model: nn.Module) -> None:
-    """Raise for layers that mix examples or write what no noise covers, and for those that nobody has gradients for.
+    """Refuse layers that mix examples, write values that no noise covers, or have no per-sample gradients.
 
     Raises:
-        ValueError: With the layer's name and what to do instead.
+        ValueError: If there is such a layer. The message has its name and what to do instead.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
-        # Frozen or not: in training mode such a layer normalizes one example by the others, or remembers them.
+        # Frozen or not: in training mode such a layer normalizes one example by the others, or stores their statistics.
         if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):
             raise ValueError(
-                f"The layer {name!r} ({kind}) mixes the examples of a batch, which no clipping can bound. Replace it "
+                f"The layer {name!r} ({kind}) mixes the examples of a batch, so that clipping bounds nothing. Replace it "
                 "by GroupNorm or LayerNorm."
             )
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
@@ -61,5 +61,5 @@ def refuse_layers_that_mix_examples(model: nn.Module) -> None:
             )
         if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             raise ValueError(
-                f"The layer {name!r} ({kind}) has no per-sample gradients; replace it by its namesake in opacus.layers."
+                f"The layer {name!r} ({kind}) has no per-sample gradients. Replace it by its namesake in opacus.layers."
             )

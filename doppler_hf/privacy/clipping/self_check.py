@@ -1,7 +1,7 @@
-"""Two examples through the engine and through plain autograd one at a time: the same clipped sum, or no training.
+"""A comparison of the engine with plain autograd on two examples, before the first step.
 
-A per-sample gradient that is wrong is not noticed otherwise: the loss still falls, and the guarantee is void. The check is
-made on the user's own model, with its adapters, attention and checkpointing, before the first step.
+A wrong per-sample gradient would go unnoticed: the loss still falls, but the guarantee is void. The check runs on the user's
+own model, with its adapters, attention and checkpointing.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
 from doppler_hf.privacy.clipping.factored import NormRule
 
-# A share of the clip norm that is added to a parameter's own gradient when the two are compared: some gradients, such as
-# that of the bias of attention's keys, are nothing but rounding.
+# The share of the clip norm that is added to the size of a parameter's gradient when the two are compared: some gradients,
+# such as that of the bias of attention's keys, consist of rounding only.
 OF_THE_WHOLE = 1e-2
-# What adapters, gates and layer scales begin with; matrices are of about 0.02 at their smallest, and not copied.
+# Adapters, gates and layer scales begin below this. Matrices begin at about 0.02 or more, and need not be copied.
 NEARLY_ZERO = 0.01
 
 
@@ -34,27 +34,27 @@ def check_per_sample_gradients(
 ) -> None:
     """Compare an engine's clipped sum of two examples with that of ordinary gradients, one example at a time.
 
-    Both examples are clipped to half the smaller norm, so that an example's share in the sum is known and a gradient given
-    to the wrong example shows. Weights near zero are moved a little for the duration, because gradients that pass through
-    weights of zero, as adapters begin with, would agree whatever the engine does.
+    Both examples are clipped to half the smaller norm, so that each one's share in the sum is known and a gradient assigned
+    to the wrong example is noticed. Weights near zero are moved a little during the check, because gradients that pass
+    through weights of zero, such as those of new adapters, would agree whatever the engine does.
 
     Nothing about the two examples is released: whether the engine is right depends on the architecture.
 
     Args:
-        model: The model; left as it was.
-        losses_of: Calls the model with inputs and returns one loss per example.
+        model: The model; it is left unchanged.
+        losses_of: A function that calls the model with inputs and returns one loss per example.
         inputs: Two examples, collated; tensors of length 2 have the batch in front.
         engine: As in `ClippedGradients`.
         norm_rule: As in `ClippedGradients`.
-        tolerance: By how much the two may differ, relative to a parameter's own gradient; the default suits float32.
+        tolerance: The difference allowed, relative to a parameter's own gradient; the default suits float32.
 
     Raises:
-        ValueError: The two disagree; with the parameter's name and by how much.
+        ValueError: If the two disagree. The message has the parameter's name and the difference.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with without_dropout(model), moved(trainable):
-        # Every pass is made twice, the first time for the norm alone, so that no more than one example's gradient and the
-        # sum are held at a time: less than a step of training will hold.
+        # Every pass is made twice, the first time for the norm only, so that memory holds no more than one example's
+        # gradient and the sum: less than in a step of training.
         norms = [norm_of(gradients_of(losses_of(row(inputs, index)), trainable)) for index in range(2)]
         bound = min(norms) / 2 or 1.0  # a gradient of exactly zero cannot be clipped
         with ClippedGradients(model, max_grad_norm=bound, engine=engine, norm_rule=norm_rule) as clipped:
@@ -69,14 +69,14 @@ def check_per_sample_gradients(
         if not error <= tolerance * (size + OF_THE_WHOLE * bound):
             raise ValueError(
                 f"The per-sample gradients of {name!r} are wrong: for two examples the clipped sum of engine={engine!r} is "
-                f"off by {error / (size + OF_THE_WHOLE * bound):.2g} of its size, so that nothing bounds what an example "
-                "contributes. Either the loss of one example depends on the other (a mean or a norm over the batch), or the "
-                "engine does not fit one of the layers: freeze that parameter, or try the other engine."
+                f"off by {error / (size + OF_THE_WHOLE * bound):.2g} of its size, so that an example's contribution is not "
+                "bounded. Either the loss of one example depends on the other (a mean or a norm over the batch), or the "
+                "engine does not fit one of the layers. Freeze that parameter, or try the other engine."
             )
 
 
 def row(inputs: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return one of two collated examples, as a batch of one."""
+    """Return one of two collated examples as a batch of one."""
     return {
         name: value[index : index + 1] if isinstance(value, Tensor) and value.ndim and len(value) == 2 else value
         for name, value in inputs.items()
@@ -84,7 +84,7 @@ def row(inputs: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the ordinary gradients, by name; re-entrant checkpointing leaves them in `.grad` only."""
+    """Return the ordinary gradients by name, from `.grad`: re-entrant checkpointing leaves them nowhere else."""
     for parameter in parameters.values():
         parameter.grad = None
     losses.sum().backward()
@@ -101,12 +101,12 @@ def norm_of(gradients: Mapping[str, Tensor]) -> float:
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch off what is random in training, but leave gradient checkpointing on."""
+    """Switch off dropout and the like, but leave gradient checkpointing on."""
     training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         for module, was_training in training:
-            # Checkpointing looks at the flag of the block that it wraps, dropout at its own.
+            # Checkpointing reads the flag of the block that it wraps, dropout its own.
             module.training = was_training and bool(vars(module).get("gradient_checkpointing"))
         yield
     finally:
@@ -116,7 +116,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def moved(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Add a little fixed noise to the parameters that are nearly zero throughout, and take it back to the bit."""
+    """Add a little fixed noise to the parameters that are nearly zero throughout, and restore them exactly afterwards."""
     small = [p for p in parameters.values() if p.numel() and max(-p.detach().min(), p.detach().max()) < NEARLY_ZERO]
     before = [parameter.detach().clone() for parameter in small]
     generator = torch.Generator().manual_seed(0)

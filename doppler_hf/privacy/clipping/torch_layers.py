@@ -1,11 +1,11 @@
-"""How each kind of layer gives its per-sample gradient during the one backward pass.
+"""Rules for torch's layers: how each kind notes its per-sample gradient during the one backward pass.
 
-Every rule stands in for the layer's own forward. It computes the same output through an autograd function that saves the
-layer's input, as autograd would, and whose backward pass returns the gradient of the input, hands the pair (input, gradient
-of the output) to the `Book`, and computes no gradient of the weights: the ordinary one would be thrown away.
+Every rule replaces the layer's own forward. It computes the same output through an autograd function that saves the layer's
+input, as autograd would. Its backward pass returns the gradient of the input, notes the pair (input, gradient of the output)
+in the `Book`, and does not compute the ordinary gradient of the weights, which would be discarded.
 
-Parameters are kept as attributes of the context and not among the saved tensors: gradient checkpointing gives back other
-tensor objects for those, and what is noted for another object is lost.
+Parameters are kept as attributes of the context and not among the saved tensors: for those, gradient checkpointing returns
+other tensor objects, whose notes would be lost.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,12 +29,12 @@ def over_time(x: Tensor, dims: int = 1) -> Tensor:
 
 
 def linear(book: Book, module: nn.Linear, input: Tensor) -> Tensor:
-    """Y = x Wᵀ + b."""
+    """Compute Y = x Wᵀ + b."""
     return _Linear.apply(input, module.weight, module.bias, book, False)
 
 
 def transposed_linear(book: Book, module: Any, x: Tensor) -> Tensor:
-    """Y = x W + b: transformers' Conv1D, as GPT-2 writes its linear layers."""
+    """Compute Y = x W + b: transformers' Conv1D, the linear layer of GPT-2."""
     return _Linear.apply(x, module.weight, module.bias, book, True)
 
 
@@ -44,7 +44,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.book, ctx.transposed = weight, bias, book, transposed
         ctx.save_for_backward(x if weight.requires_grad else None)
         output = F.linear(x, weight.t() if transposed else weight, bias)
-        # As a view of the product it could not be changed in place by what follows.
+        # A view of the product could not be changed in place by a later layer.
         return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
@@ -62,7 +62,7 @@ class _Linear(torch.autograd.Function):
 
 
 def embedding(book: Book, module: nn.Embedding, input: Tensor) -> Tensor:
-    """Y = W[ids]; indices of shape (1, …), as positions have them, are looked up once for each example."""
+    """Compute Y = W[ids]; indices of shape (1, …), such as positions, are looked up once for each example."""
     if input.shape[0] == 1:
         assert book.batch_size is not None
         input = input.expand(book.batch_size, *input.shape[1:])
@@ -87,7 +87,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def layer_norm(book: Book, module: nn.LayerNorm, input: Tensor) -> Tensor:
-    """Y = x̂ w + b, x̂ = (x − mean)/std over the last dimensions."""
+    """Compute Y = x̂ w + b, x̂ = (x − mean)/std over the last dimensions."""
     if input.is_cuda and torch.is_autocast_enabled("cuda"):
         input = input.float()  # as autocast does for the public function
     return _LayerNorm.apply(input, module.weight, module.bias, tuple(module.normalized_shape), module.eps, book)
@@ -114,21 +114,21 @@ class _LayerNorm(torch.autograd.Function):
         ctx.book.note_sum(ctx.bias, over_time(grad, dims))
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
-        # The mask says that only the gradient of the input is wanted.
+        # The mask asks for the gradient of the input only.
         wanted = (True, False, False)
         arguments = (grad.contiguous(), x, ctx.shape, mean, rstd, ctx.book.passing(ctx.weight), ctx.bias, wanted)
         return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None, None
 
 
 def rms_norm(book: Book, module: nn.RMSNorm, input: Tensor) -> Tensor:
-    """Y = x̂ w, x̂ = x/√mean(x²) over the last dimensions."""
+    """Compute Y = x̂ w, x̂ = x/√mean(x²) over the last dimensions."""
     shape = tuple(module.normalized_shape)
     normalized = F.rms_norm(input, shape, None, module.eps)
     return normalized * book.one_per_example(module.weight, (1,) * (input.ndim - 1 - len(shape)) + shape)
 
 
 def group_norm(book: Book, module: nn.GroupNorm, input: Tensor) -> Tensor:
-    """Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
+    """Compute Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
     if input.is_cuda and torch.is_autocast_enabled("cuda"):
         input = input.float()
     return _GroupNorm.apply(input, module.weight, module.bias, module.num_groups, module.eps, book)
@@ -162,7 +162,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def conv2d(book: Book, module: nn.Conv2d, input: Tensor) -> Tensor:
-    """A convolution: a linear layer of the patches, with the positions of the output as its time."""
+    """Compute a convolution: a linear layer of the patches, with the positions of the output as its time."""
     geometry = (module.stride, module.padding, module.dilation, module.groups)
     return _Conv2d.apply(input, module.weight, module.bias, geometry, book)
 
@@ -184,7 +184,7 @@ class _Conv2d(torch.autograd.Function):
             if groups == 1:
                 ctx.book.note_product(ctx.weight, grad.flatten(2).mT, patches.mT)
             else:
-                # One small product for each group, and no form that keeps factors apart by group.
+                # One small product for each group: no factored form keeps groups apart.
                 left = in_float32(grad).reshape(len(x), groups, -1, patches.shape[2])
                 right = in_float32(patches).view(len(x), groups, -1, patches.shape[2])
                 ctx.book.note(ctx.weight, Dense((left @ right.mT).view(len(x), *ctx.weight.shape)))
@@ -196,7 +196,7 @@ class _Conv2d(torch.autograd.Function):
         return torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0], None, None, None, None
 
 
-# A rule stands in for one function, so it is chosen by that function and not by the name or the ancestry of a class.
+# A rule replaces one function, so it is chosen by that function and not by a class's name or ancestors.
 RULES: dict[Callable[..., Any], Rule] = {
     nn.Linear.forward: linear,
     nn.Embedding.forward: embedding,
@@ -208,9 +208,9 @@ RULES: dict[Callable[..., Any], Rule] = {
 
 
 def rule_for(module: nn.Module, rules: Mapping[Callable[..., Any], Rule]) -> Rule | None:
-    """Return the rule that stands in for the module's forward, or None."""
+    """Return the rule that replaces the module's forward, or None."""
     if "forward" in vars(module) or "weight" not in module._parameters:
-        return None  # somebody's own forward, or a weight that is computed from others (pruning, weight norm)
+        return None  # a forward of the instance, or a weight that is computed from others (pruning, weight norm)
     if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
         return None
     if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:

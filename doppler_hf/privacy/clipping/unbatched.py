@@ -1,7 +1,7 @@
 """Functions of parameters alone, whose output has no batch: learned positions, T5's position bias.
 
-The batch begins where such an output, of shape (1, …), is broadcast. There it is repeated for each example, and each
-example's gradient is pulled back through the function by itself.
+Such an output, of shape (1, …), is broadcast over the batch later. Here it is repeated for each example instead, and each
+example's gradient is back-propagated through the function separately.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ def repeated(
     """Return a function of parameters alone, shape (1, …), once for each example, shape (batch, …).
 
     Args:
-        book: Where to note the gradients.
-        parameters: What the function depends on.
+        book: The notes, to which the gradients are added.
+        parameters: The function's parameters by name.
         output_of: The function.
     """
     return _Repeated.apply(book, output_of, tuple(parameters), *parameters.values())
@@ -48,7 +48,7 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        # Linear in the gradient of the output, so every example's is pulled back by itself.
+        # Linear in the gradient of the output, so every example's is back-propagated separately.
         gradients = torch.autograd.grad(ctx.output, ctx.leaves, grad.unsqueeze(1), is_grads_batched=True, retain_graph=True)
         for parameter, gradient in zip(ctx.parameters, gradients, strict=True):
             ctx.book.note(parameter, Dense(in_float32(gradient)))
