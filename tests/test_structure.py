@@ -105,7 +105,7 @@ def test_public_names():
         "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output",
         "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
         "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain",
-        "optimal_fir", "parse_name", "partial_fraction_response", "power_spectral_density", "signal_to_noise_ratio",
+        "optimal_fir", "parse_name", "power_spectral_density", "signal_to_noise_ratio",
         "step_response", "write_coefficients",
     ]  # fmt: skip
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "LowPassOptimizer", "OptimalFIR", "WeightFilter"]

@@ -37,7 +37,6 @@ from doppler_hf.filters.response import (
     group_delay,
     impulse_response,
     noise_gain,
-    partial_fraction_response,
     step_response,
 )
 from doppler_hf.filters.snr import convergence_noise_factor, signal_to_noise_ratio
@@ -80,7 +79,6 @@ __all__ = [
     "noise_gain",
     "optimal_fir",
     "parse_name",
-    "partial_fraction_response",
     "power_spectral_density",
     "signal_to_noise_ratio",
     "step_response",

@@ -7,7 +7,6 @@ the denominator of the normalized SNR (equation "snr"). What the noise gain buys
 change of the gradient after the group delay, Σ τ κ_τ steps.
 """
 
-import math
 import warnings
 from typing import Final
 
@@ -16,9 +15,6 @@ import scipy.signal
 from jaxtyping import Complex128, Float64
 
 from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
-
-# By how much the two forms of the impulse response may differ before the partial fractions are refused.
-PARTIAL_FRACTIONS_ATOL: Final = 1e-10
 
 # Below this gain (-180 dB) a delay would be the ratio of two rounding errors.
 _REMOVED: Final = 1e-9
@@ -48,56 +44,6 @@ def impulse_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, "
     impulse = np.zeros(steps)
     impulse[0] = 1.0
     return np.asarray(scipy.signal.lfilter(filter.b, filter.a, impulse))
-
-
-def partial_fraction_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    r"""The impulse response by the paper's closed form, a sum of geometric series, one for each pole.
-
-    κ_τ = Σ_{s=0..min(n_b, τ)} b_s Σ_i z_i p_i^{τ-s},    Σ_i z_i / (1 - p_i x) = 1 / (1 + Σ_τ a_τ x^τ)
-
-    For n distinct poles p_i the residues are z_i = p_i^{n-1} / Π_{j≠i} (p_i - p_j). At a repeated pole the form does not
-    exist (the response then holds terms τ^k p^τ), and near one the residues are large and cancel. What rounding can leave
-    of that is at most about eps · Σ|a| · Σ_i |z_i| / (1 - |p_i|) · max|κ|, and the filter is refused when that exceeds
-    1e-10. Use `impulse_response` then: the recursion knows no such case.
-
-    Args:
-        filter: The filter.
-        steps: How many weights, at least 1.
-
-    Returns:
-        κ_0 ... κ_{steps-1}, shape (steps,), within 1e-10 of `impulse_response`.
-
-    Raises:
-        ValueError: If steps is less than 1, or two poles are equal or too close to each other.
-
-    Example:
-        >>> partial_fraction_response(LowPassFilter(b=(0.5,), a=(1.0, -0.5)), 3)
-        array([0.5  , 0.25 , 0.125])
-
-    Source:
-        DOPPLER, equation "kappa".
-    """
-    _check_steps(steps)
-    poles = np.roots(np.trim_zeros(filter.a, "b"))
-    if not len(poles):
-        # Without feedback the paper's sum over poles is empty, but 1 / 1 is the impulse itself.
-        feedback_response = np.eye(1, steps)[0]
-    else:
-        distances = poles[:, None] - poles
-        np.fill_diagonal(distances, 1)
-        nearest = np.abs(distances + 3 * np.eye(len(poles))).min()
-        error = math.inf
-        if distances.all():
-            residues = poles ** (len(poles) - 1) / distances.prod(axis=1)
-            error = float(np.finfo(float).eps * np.abs(filter.a).sum() * (np.abs(residues) / (1 - np.abs(poles))).sum())
-            error *= float(np.abs(impulse_response(filter, steps)).max())
-        if error > PARTIAL_FRACTIONS_ATOL:
-            raise ValueError(
-                f"two poles of a={filter.a} are {nearest:.3g} apart: the partial fractions divide by their distance, and "
-                f"the sum would be off by up to {error:.1g}. Use impulse_response"
-            )
-        feedback_response = (residues[:, None] * poles[:, None] ** np.arange(steps)).sum(axis=0).real
-    return np.convolve(filter.b, feedback_response)[:steps]
 
 
 def step_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
