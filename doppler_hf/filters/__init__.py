@@ -30,8 +30,8 @@ from doppler_hf.filters.fir import (
     estimate_autocorrelation,
     optimal_fir,
 )
-from doppler_hf.filters.grammar import parse_name, write_coefficients
-from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.grammar import parse_name
+from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
 from doppler_hf.filters.response import (
     frequency_response,
     group_delay,

@@ -237,17 +237,20 @@ def _designed(name: str, zpk: tuple[NDArray[np.complex128], NDArray[np.complex12
 
 PAPER_FILTERS: Final[Mapping[str, LowPassFilter]] = MappingProxyType(
     {
-        "none": LowPassFilter(b=(1.0,)),
-        "momentum": LowPassFilter(b=(0.1,), a=(1.0, -0.9)),
-        "first-order-v1": LowPassFilter(b=(1 / 11, 1 / 11), a=(1.0, -9 / 11)),
-        "first-order-v2": LowPassFilter(b=(3 / 11, -1 / 11), a=(1.0, -9 / 11)),
-        "second-order": LowPassFilter(b=(1 / 58, 2 / 58, 1 / 58), a=(1.0, -92 / 58, 38 / 58)),
-        "f1": LowPassFilter(b=(0.075, 0.025), a=(1.0, -0.9)),
-        "f2": LowPassFilter(b=(0.025, 0.075), a=(1.0, -0.9)),
-        "f3": LowPassFilter(b=(0.1, 0.1), a=(1.0, -0.8)),
-        "f4": LowPassFilter(b=(0.2, 0.2), a=(1.0, -0.6)),
-        "f5": LowPassFilter(b=(0.025, 0.05, 0.025), a=(1.0, -0.9)),
-        "f6": LowPassFilter(b=(0.025, 0.025), a=(1.0, -1.8, 0.85)),
+        name: _named(name, low_pass_filter)
+        for name, low_pass_filter in {
+            "none": LowPassFilter(b=(1.0,)),
+            "momentum": LowPassFilter(b=(0.1,), a=(1.0, -0.9)),
+            "first-order-v1": LowPassFilter(b=(1 / 11, 1 / 11), a=(1.0, -9 / 11)),
+            "first-order-v2": LowPassFilter(b=(3 / 11, -1 / 11), a=(1.0, -9 / 11)),
+            "second-order": LowPassFilter(b=(1 / 58, 2 / 58, 1 / 58), a=(1.0, -92 / 58, 38 / 58)),
+            "f1": LowPassFilter(b=(0.075, 0.025), a=(1.0, -0.9)),
+            "f2": LowPassFilter(b=(0.025, 0.075), a=(1.0, -0.9)),
+            "f3": LowPassFilter(b=(0.1, 0.1), a=(1.0, -0.8)),
+            "f4": LowPassFilter(b=(0.2, 0.2), a=(1.0, -0.6)),
+            "f5": LowPassFilter(b=(0.025, 0.05, 0.025), a=(1.0, -0.9)),
+            "f6": LowPassFilter(b=(0.025, 0.025), a=(1.0, -1.8, 0.85)),
+        }.items()
     }
 )
 """The eleven filters of the paper's two coefficient tables, by name (read-only)."""

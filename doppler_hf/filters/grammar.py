@@ -77,35 +77,45 @@ def parse_name(text: str) -> tuple[str, dict[str, float]]:
     return word, {key: _number(text, key, value, {**keys, **optional}[key]) for key, _, value in pairs}
 
 
-def read_filter(text: str) -> LowPassFilter:
-    """The fixed filter of a name: `LowPassFilter.parse`."""
+def parse_filter(text: str) -> LowPassFilter:
+    """Return the filter of a name; `LowPassFilter.parse` is this function.
+
+    Args:
+        text: A key of `PAPER_FILTERS`; a design as ``butterworth:order=2,cutoff=0.1``; or ``b=0.1,0.1;a=1,-0.8``
+            (without ``;a=...`` for a filter without feedback).
+
+    Returns:
+        The filter, so that ``LowPassFilter.parse(str(filter)) == filter`` exactly; one of `PAPER_FILTERS` where it has the
+        coefficients of that.
+
+    Raises:
+        ValueError: If the text is none of these, if the filter it describes is not valid, or if it is ``auto`` or
+            ``optimal-fir:...``, whose coefficients a run chooses.
+
+    Example:
+        >>> LowPassFilter.parse("momentum")
+        LowPassFilter(b=(0.1,), a=(1.0, -0.9))
+        >>> print(LowPassFilter.parse("moving-average: taps=4"))
+        moving-average:taps=4
+        >>> print(LowPassFilter.parse("b=1"))
+        none
+    """
     word, values = parse_name(text)
     if word == "b":
-        return _read_coefficients(text)
-    if word in DESIGNS and values:
-        return DESIGNS[word](**values)
-    if word in PAPER_FILTERS:
+        low_pass_filter = _read_coefficients(text)
+    elif word in DESIGNS and values:
+        low_pass_filter = DESIGNS[word](**values)
+    elif word in PAPER_FILTERS:
         return PAPER_FILTERS[word]
-    raise ValueError(
-        f"{text!r} is no fixed filter: its coefficients come from a run, so only the low_pass_filter of a training run "
-        "takes it. Give a preset, a design or coefficients here"
-    )
+    else:
+        raise ValueError(
+            f"{text!r} is no fixed filter: its coefficients come from a run, so only the low_pass_filter of a training run "
+            "takes it. Give a preset, a design or coefficients here"
+        )
+    return next((preset for preset in PAPER_FILTERS.values() if preset == low_pass_filter), low_pass_filter)
 
 
-def write_filter(low_pass_filter: LowPassFilter) -> str:
-    """The shortest name of a filter: a preset's, its design, or its coefficients, each float in full."""
-    for name, preset in PAPER_FILTERS.items():
-        if low_pass_filter == preset:
-            return name
-    if low_pass_filter.design:
-        return low_pass_filter.design
-    return write_coefficients(low_pass_filter)
-
-
-def write_coefficients(low_pass_filter: LowPassFilter) -> str:
-    """A filter as its coefficients, each float in full: ``b=0.5,0.5;a=1.0``."""
-    b, a = (",".join(map(repr, coefficients)) for coefficients in (low_pass_filter.b, low_pass_filter.a))
-    return f"b={b};a={a}"
+LowPassFilter.parse = staticmethod(parse_filter)
 
 
 def _read_coefficients(text: str) -> LowPassFilter:

@@ -11,9 +11,9 @@ roots of 1 + Σ a_τ x^τ, which are their reciprocals and must lie outside.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import ClassVar, Final, final
 
 import numpy as np
 import scipy.signal
@@ -49,7 +49,7 @@ class LowPassFilter:
         >>> low_pass.order
         1
         >>> print(low_pass)
-        f3
+        b=0.1,0.1;a=1.0,-0.8
         >>> LowPassFilter.parse("b=0.5,0.5")
         LowPassFilter(b=(0.5, 0.5), a=(1.0,))
 
@@ -59,8 +59,10 @@ class LowPassFilter:
 
     b: tuple[float, ...]
     a: tuple[float, ...] = (1.0,)
-    # What the filter was designed as, in the grammar; a design sets it, so that it cannot contradict the coefficients.
+    # What the filter was made as, in the grammar; a design sets it, so that it cannot contradict the coefficients.
     design: str = field(default="", init=False, repr=False, compare=False)
+    # `parse_filter` of the grammar, which sets it: the grammar is built on the designs, and they on this class.
+    parse: ClassVar[Callable[[str], "LowPassFilter"]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "b", _real_coefficients("b", self.b))
@@ -77,36 +79,15 @@ class LowPassFilter:
         """Number of states of the transposed direct form II: the buffers that an optimizer keeps per parameter."""
         return max(len(self.b), len(self.a)) - 1
 
-    @classmethod
-    def parse(cls, text: str) -> "LowPassFilter":
-        """Reads a filter from its name: a preset, a design or its coefficients.
-
-        Args:
-            text: A key of `PAPER_FILTERS`; a design as ``butterworth:order=2,cutoff=0.1``; or ``b=0.1,0.1;a=1,-0.8``
-                (without ``;a=...`` for a filter without feedback).
-
-        Returns:
-            The filter, so that ``LowPassFilter.parse(str(filter)) == filter`` exactly.
-
-        Raises:
-            ValueError: If the text is none of these, if the filter it describes is not valid, or if it is ``auto`` or
-                ``optimal-fir:...``, whose coefficients a run chooses.
-
-        Example:
-            >>> LowPassFilter.parse("momentum")
-            LowPassFilter(b=(0.1,), a=(1.0, -0.9))
-            >>> print(LowPassFilter.parse("moving-average: taps=4"))
-            moving-average:taps=4
-        """
-        # The grammar is built on the designs, and they on this class.
-        from doppler_hf.filters.grammar import read_filter
-
-        return read_filter(text)
-
     def __str__(self) -> str:
-        from doppler_hf.filters.grammar import write_filter
+        """Return the name in the grammar: what the filter was made as, or its coefficients."""
+        return self.design or write_coefficients(self)
 
-        return write_filter(self)
+
+def write_coefficients(low_pass_filter: LowPassFilter) -> str:
+    """Return a filter as its coefficients, each float in full: ``b=0.5,0.5;a=1.0``."""
+    b, a = (",".join(map(repr, coefficients)) for coefficients in (low_pass_filter.b, low_pass_filter.a))
+    return f"b={b};a={a}"
 
 
 def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[np.float64]]:
