@@ -48,7 +48,7 @@ def auto_filter(
     dimension: int,
     learning_rates: Sequence[float] | None = None,
 ) -> LowPassFilter:
-    r"""Picks a filter from what is known before a run: the delay D that minimizes (D/τ_s)² + R/(2D+1), at most steps/50.
+    r"""Pick a filter from what is known before a run: the delay D that minimizes (D/τ_s)² + R/(2D+1), at most steps/50.
 
     Args:
         steps: Length of the run T.
@@ -74,11 +74,11 @@ def auto_filter(
     """
     for name, count in (("steps", steps), ("dimension", dimension)):
         if not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"{name} is {count}: give an integer of at least 1")
+            raise ValueError(f"{name} must be an integer of at least 1, got {count}.")
     if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std is {noise_std}: give a standard deviation, 0 for none")
+        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
     if not 0 < max_grad_norm < math.inf:
-        raise ValueError(f"max_grad_norm is {max_grad_norm}: give a positive norm")
+        raise ValueError(f"max_grad_norm must be positive and finite, got {max_grad_norm}.")
     noise_to_signal = dimension * (noise_std / max_grad_norm) ** 2
     turn_steps = TURN_SHARE * _steps_at_full_speed(steps, learning_rates)
     delay = min(_best_delay(noise_to_signal * turn_steps**2), MAX_DELAY_SHARE * steps)
@@ -88,21 +88,23 @@ def auto_filter(
 
 
 def _steps_at_full_speed(steps: int, learning_rates: Sequence[float] | None) -> float:
-    """How many steps at the greatest learning rate go as far as the run does."""
+    """Return how many steps at the greatest learning rate go as far as the run does."""
     if learning_rates is None:
         return float(steps)
     if len(learning_rates) != steps:
-        raise ValueError(f"there are {len(learning_rates)} learning rates for {steps} steps: give one for each")
+        raise ValueError(f"learning_rates must have one rate for each of the {steps} steps, got {len(learning_rates)}.")
     for step, rate in enumerate(learning_rates):
         if not 0 <= rate < math.inf:
-            raise ValueError(f"the learning rate of step {step} is {rate}: give finite rates of at least 0")
+            raise ValueError(f"learning_rates must be finite and at least 0, got {rate} at step {step}.")
     if not max(learning_rates):
-        raise ValueError("all learning rates are 0: the weights would not move")
+        raise ValueError(
+            "learning_rates must not all be 0, for the weights would not move. Give at least one that is positive."
+        )
     return math.fsum(learning_rates) / max(learning_rates)
 
 
 def _best_delay(target: float) -> float:
-    """The root D ≥ 0 of D (2D + 1)² = target, by bisection between 0 and where 4 D³ alone exceeds it."""
+    """Return the root D ≥ 0 of D (2D + 1)² = target, by bisection between 0 and where 4 D³ alone exceeds it."""
     low, high = 0.0, (target / 4) ** (1 / 3)
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
@@ -111,6 +113,6 @@ def _best_delay(target: float) -> float:
 
 
 def _three_digits_up(value: float) -> float:
-    """Rounds up, so that the delay stays below its limit."""
+    """Round up, so that the delay stays below its limit."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.3g}")

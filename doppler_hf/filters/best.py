@@ -40,7 +40,7 @@ RANDOM_STARTS: Final = 24
 
 
 def best_filter(autocorrelation: Float64[np.ndarray, " lags"], order: int, *, objective: Objective = "snr") -> LowPassFilter:
-    r"""The filter of an order with the greatest SNR as T → ∞: of unit gain, stable, and with a positive step response.
+    r"""Find the filter of an order with the greatest SNR as T → ∞: of unit gain, stable, and with a positive step response.
 
     Unit gain alone does not bound the SNR: a filter that spreads its weight over ever more lags, by a pole close to 1, has
     any SNR, while nothing is left of the signal. So the autocorrelation bounds the filter: its poles have a modulus of at
@@ -67,9 +67,9 @@ def best_filter(autocorrelation: Float64[np.ndarray, " lags"], order: int, *, ob
     check_autocorrelation(autocorrelation)
     lags = len(autocorrelation)
     if autocorrelation[0] <= 0:
-        raise ValueError(f"the autocorrelation is {autocorrelation[0]} at lag 0: the power of a signal is positive")
+        raise ValueError(f"autocorrelation must be positive at lag 0, the power of the signal, got {autocorrelation[0]}.")
     if not isinstance(order, Integral) or not 0 <= order < lags:
-        raise ValueError(f"order is {order}: give an integer from 0 to {lags - 1}, one less than the lags known")
+        raise ValueError(f"order must be an integer from 0 to {lags - 1}, one less than the lags known, got {order}.")
     starts = [np.zeros(order), *np.random.default_rng(0).normal(size=(RANDOM_STARTS, order))] if order else [np.zeros(0)]
     # Among poles alone, then, where the b that goes with them has a step response that is not positive, among both.
     searches = [_search_poles(start, autocorrelation, objective) for start in starts]
@@ -78,7 +78,9 @@ def best_filter(autocorrelation: Float64[np.ndarray, " lags"], order: int, *, ob
         both = [_search_both(start, autocorrelation, objective) for start in starts]
         allowed = [found for found in both if _lowest_step(*found, lags) > 0]
         if not allowed:
-            raise ValueError(f"no filter of order {order} with a positive step response suits this autocorrelation")
+            raise ValueError(
+                f"No filter of order {order} with a positive step response suits this autocorrelation. Try another order."
+            )
         b, a = max(allowed, key=lambda found: _value(*found, autocorrelation, objective))
     return from_coefficients(tuple(b), tuple(a))
 
@@ -120,7 +122,7 @@ def _search_both(start: Array, autocorrelation: Array, objective: Objective) -> 
 
 
 def _feedback(search: Array, lags: int) -> Array:
-    """The polynomial a whose reflection coefficients are tanh(search), shrunk to the largest modulus allowed."""
+    """Return the polynomial a whose reflection coefficients are tanh(search), shrunk to the largest modulus allowed."""
     a = np.ones(1)
     for reflection in np.tanh(search):
         a = np.append(a, 0.0)
@@ -143,7 +145,7 @@ def _best_feed_forward(a: Array, autocorrelation: Array, objective: Objective) -
 
 
 def _kappa(b: Array, a: Array, lags: int) -> Array:
-    """κ until the slowest pole allowed has fallen to 1e-8."""
+    """Return κ until the slowest pole allowed has fallen to 1e-8."""
     return np.asarray(scipy.signal.lfilter(b, a, np.eye(1, 4 * lags + len(b))[0]))
 
 

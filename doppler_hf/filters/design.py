@@ -27,7 +27,7 @@ CUTOFF_GAIN_ATOL: Final = 1e-3
 
 
 def butterworth(order: int, cutoff: float) -> LowPassFilter:
-    r"""Designs a Butterworth filter, which has the flattest passband.
+    r"""Design a Butterworth filter, which has the flattest passband.
 
     |H(f)|² = 1 / (1 + (tan(πf/2) / tan(π cutoff/2))^(2 order)), with f as a fraction of Nyquist.
 
@@ -56,7 +56,7 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
 
 
 def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
-    r"""Designs a Chebyshev filter of type I: steeper than Butterworth, at the price of a rippled passband.
+    r"""Design a Chebyshev filter of type I: steeper than Butterworth, at the price of a rippled passband.
 
     Args:
         order: Number of poles, at least 1.
@@ -79,7 +79,7 @@ def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
         `scipy.signal.cheby1`. The paper's own filters are listed in `PAPER_FILTERS`.
     """
     order, cutoff = _positive_integer("order", order), _cutoff(cutoff)
-    ripple_db = _decibels("ripple_db", ripple_db, "use butterworth for no ripple")
+    ripple_db = _decibels("ripple_db", ripple_db, "Use butterworth for no ripple.")
     return _designed(
         f"chebyshev1:order={order},cutoff={cutoff!r},ripple_db={ripple_db!r}",
         scipy.signal.cheby1(order, ripple_db, cutoff, output="zpk"),
@@ -88,7 +88,7 @@ def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
 
 
 def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilter:
-    r"""Designs a Chebyshev filter of type II: a flat passband, and a stopband that ripples below a given level.
+    r"""Design a Chebyshev filter of type II: a flat passband, and a stopband that ripples below a given level.
 
     Args:
         order: Number of poles, at least 1.
@@ -111,7 +111,7 @@ def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilte
         `scipy.signal.cheby2`.
     """
     order, cutoff = _positive_integer("order", order), _cutoff(cutoff)
-    attenuation_db = _decibels("attenuation_db", attenuation_db, "20 is a tenth of the amplitude")
+    attenuation_db = _decibels("attenuation_db", attenuation_db, "Give 20 for a tenth of the amplitude.")
     return _designed(
         f"chebyshev2:order={order},cutoff={cutoff!r},attenuation_db={attenuation_db!r}",
         scipy.signal.cheby2(order, attenuation_db, cutoff, output="zpk"),
@@ -120,7 +120,7 @@ def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilte
 
 
 def momentum(beta: float) -> LowPassFilter:
-    r"""The exponential moving average, m_t = β m_{t-1} + (1 - β) g_t: momentum as a filter of first order.
+    r"""Return the exponential moving average, m_t = β m_{t-1} + (1 - β) g_t: momentum as a filter of first order.
 
     Args:
         beta: Decay, in [0, 1): Adam's β₁.
@@ -139,13 +139,13 @@ def momentum(beta: float) -> LowPassFilter:
         DOPPLER, Section "The proposed approach", *Connection to momentum method*.
     """
     if not (isinstance(beta, Real) and 0 <= beta < 1):
-        raise ValueError(f"beta is {beta}: give a decay in [0, 1)")
+        raise ValueError(f"beta must be a decay in [0, 1), got {beta}.")
     beta = float(beta)
     return _named(f"momentum:beta={beta!r}", LowPassFilter(b=(1 - beta,), a=(1.0, -beta)))
 
 
 def moving_average(taps: int) -> LowPassFilter:
-    r"""The mean of the last gradients, m_t = (g_t + ... + g_{t-n+1}) / n: the filter that forgets all at once.
+    r"""Return the mean of the last gradients, m_t = (g_t + ... + g_{t-n+1}) / n: the filter that forgets all at once.
 
     It keeps n - 1 states per parameter for the noise gain, 1/n, that momentum has with one at β = (n - 1)/(n + 1).
 
@@ -167,7 +167,7 @@ def moving_average(taps: int) -> LowPassFilter:
 
 
 def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPassFilter:
-    r"""A filter from coefficients of any scale, as other tools print them: H becomes H / H(0), with ``a[0] = 1``.
+    r"""Make a filter from coefficients of any scale, as other tools print them: H becomes H / H(0), with ``a[0] = 1``.
 
     `LowPassFilter` takes coefficients as they are and refuses another gain than one; this rescales them.
 
@@ -187,7 +187,9 @@ def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPas
         LowPassFilter(b=(0.5, 0.5), a=(1.0,))
     """
     if len(a) and a[0] == 0:
-        raise ValueError(f"a[0] is {a[0]}: the output itself needs a coefficient; leave out leading zeros of a")
+        raise ValueError(
+            f"a[0], the coefficient of the output itself, must not be 0, got a={tuple(a)}. Leave out leading zeros of a."
+        )
     # What is not a finite real number, or sums to zero, is refused by the filter itself, with its place.
     if any(np.iscomplexobj(value) or not math.isfinite(value) for value in (*b, *a)) or not math.fsum(b) or not math.fsum(a):
         return LowPassFilter(b=tuple(b), a=tuple(a))
@@ -198,19 +200,19 @@ def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPas
 
 def _positive_integer(name: str, value: int) -> int:
     if not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} is {value}: give an integer of at least 1")
+        raise ValueError(f"{name} must be an integer of at least 1, got {value}.")
     return int(value)
 
 
 def _cutoff(cutoff: float) -> float:
     if not (isinstance(cutoff, Real) and 0 < cutoff < 1):
-        raise ValueError(f"cutoff is {cutoff}: give a fraction of Nyquist inside (0, 1)")
+        raise ValueError(f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
     return float(cutoff)
 
 
 def _decibels(name: str, value: float, hint: str) -> float:
     if not (isinstance(value, Real) and 0 < value < math.inf):
-        raise ValueError(f"{name} is {value}: give a positive number of decibels; {hint}")
+        raise ValueError(f"{name} must be a positive number of decibels, got {value}. {hint}")
     return float(value)
 
 
@@ -220,7 +222,7 @@ def _named(name: str, low_pass_filter: LowPassFilter) -> LowPassFilter:
 
 
 def _designed(name: str, zpk: tuple[NDArray[np.complex128], NDArray[np.complex128], float], cutoff: float) -> LowPassFilter:
-    """Rescales to unit gain at frequency zero, and refuses coefficients that no longer have the design's shape."""
+    """Rescale to unit gain at frequency zero, and refuse coefficients that no longer have the design's shape."""
     b, a = scipy.signal.zpk2tf(*zpk)
     b = b * (math.fsum(a) / math.fsum(b))
     low_pass_filter = _named(name, LowPassFilter(b=tuple(b), a=tuple(a)))
@@ -229,8 +231,8 @@ def _designed(name: str, zpk: tuple[NDArray[np.complex128], NDArray[np.complex12
     gain, wanted = abs(scipy.signal.freqz(b, a, worN=[cutoff], fs=2)[1][0]), at_cutoff / at_zero
     if abs(gain - wanted) > CUTOFF_GAIN_ATOL:
         raise ValueError(
-            f"the coefficients of {name} have a gain of {gain:.6g} at the cutoff where the design has {wanted:.6g}: "
-            "float64 cannot hold its poles; lower the order or raise the cutoff"
+            f"The coefficients of {name} must have the design's gain of {wanted:.6g} at the cutoff, got {gain:.6g}: float64 "
+            "cannot hold its poles. Lower the order or raise the cutoff."
         )
     return low_pass_filter
 

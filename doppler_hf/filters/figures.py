@@ -45,7 +45,7 @@ class FilterFigures:
 
 
 def filter_figures(filter: LowPassFilter) -> FilterFigures:
-    """Computes the figures of a filter.
+    """Compute the figures of a filter.
 
     Args:
         filter: The filter.
@@ -85,6 +85,6 @@ def _half_power_frequency(filter: LowPassFilter) -> float:
 
 
 def _steps_until_it_stays(inside: NDArray[np.bool_]) -> int:
-    """How many steps it takes, the first counting as one, until the condition holds for good."""
+    """Return how many steps it takes, the first counting as one, until the condition holds for good."""
     outside = np.flatnonzero(~inside)
     return int(outside[-1]) + 2 if len(outside) else 1

@@ -35,7 +35,7 @@ PAPER_FLOOR: Final = 1e-3
 
 
 def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Objective = "bound") -> LowPassFilter:
-    r"""The best filter without feedback for a signal of the given autocorrelation, in closed form.
+    r"""Return the best filter without feedback for a signal of the given autocorrelation, in closed form.
 
     Args:
         autocorrelation: c_0 ... c_{taps-1} of the signal in any scale, shape (taps,).
@@ -60,7 +60,9 @@ def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Obj
     if objective == "snr":
         autocorrelation = autocorrelation + math.sqrt(float(np.mean(autocorrelation**2)))
     if autocorrelation.sum() <= 0:
-        raise ValueError(f"the autocorrelation sums to {autocorrelation.sum():.6g}: b = c/sum(c) needs a positive sum")
+        raise ValueError(
+            f"autocorrelation must have a positive sum, by which b is divided, got {autocorrelation.sum():.6g}."
+        )
     return from_coefficients(tuple(autocorrelation))
 
 
@@ -71,7 +73,7 @@ def estimate_autocorrelation(
     taps: int | None = None,
     estimator: Estimator = "unbiased",
 ) -> Float64[np.ndarray, " taps"]:
-    r"""The autocorrelation of the signal in noisy gradients, from the gradients and the noise's known size.
+    r"""Estimate the autocorrelation of the signal in noisy gradients, from the gradients and the noise's known size.
 
     Args:
         gradients: Successive private gradients, flattened, shape (steps, dimension).
@@ -95,13 +97,15 @@ def estimate_autocorrelation(
     """
     gradients = np.asarray(gradients, dtype=np.float64)
     if gradients.ndim != 2 or not gradients.size:
-        raise ValueError(f"the gradients have shape {gradients.shape}: give (steps, dimension), neither of them 0")
+        raise ValueError(f"gradients must have shape (steps, dimension), neither of them 0, got {gradients.shape}.")
     if not np.isfinite(gradients).all():
-        raise ValueError(f"the gradient of step {np.argmin(np.isfinite(gradients).all(axis=1))} is not finite")
+        raise ValueError(
+            f"gradients must be finite, got NaN or infinity at step {np.argmin(np.isfinite(gradients).all(axis=1))}."
+        )
     steps, dimension = gradients.shape
     taps = steps if taps is None else taps
     if not isinstance(taps, int | np.integer) or not 1 <= taps <= steps:
-        raise ValueError(f"taps is {taps}: give an integer from 1 to the {steps} gradients")
+        raise ValueError(f"taps must be an integer from 1 to the {steps} gradients, got {taps}.")
     _check_noise(noise_std)
     products = [np.einsum("td,td->t", gradients[lag:], gradients[: steps - lag]) for lag in range(taps)]
     if estimator == "unbiased":
@@ -117,7 +121,7 @@ def estimate_autocorrelation(
 def autocorrelation_from_products(
     products: Float64[np.ndarray, " taps"], noise_std: float, *, dimension: int, steps: int
 ) -> Float64[np.ndarray, " taps"]:
-    r"""The same estimate from mean products that were gathered along the way, for who cannot keep all the gradients.
+    r"""Make the same estimate from mean products gathered along the way, for who cannot keep all the gradients.
 
     Where the power C_0 is less than its own standard error under noise alone, σ² √(2d/steps), that is put in its place, so
     that an unlucky draw does not divide by nothing.
@@ -141,7 +145,7 @@ def autocorrelation_from_products(
     check_autocorrelation(products)
     _check_noise(noise_std)
     if dimension < 1 or steps < 1:
-        raise ValueError(f"dimension is {dimension} and steps is {steps}: both are at least 1")
+        raise ValueError(f"dimension and steps must be at least 1, got {dimension} and {steps}.")
     power = max(float(products[0]) - dimension * noise_std**2, noise_std**2 * math.sqrt(2 * dimension / steps))
     correlation = np.zeros(len(products))
     if power > 0:
@@ -153,7 +157,7 @@ def autocorrelation_from_products(
 def autocorrelation_standard_error(
     autocorrelation: Float64[np.ndarray, " taps"], *, signal_power: float, noise_std: float, dimension: int, steps: int
 ) -> Float64[np.ndarray, " taps"]:
-    r"""Standard error of the unbiased estimate, for the given signal and random white noise.
+    r"""Return the standard error of the unbiased estimate, for the given signal and random white noise.
 
     Of C_τ, τ ≥ 1, the products of noise with noise have variance d σ⁴ / (T-τ), and those of noise with signal at most
     σ² mean‖s_{t+τ} + s_{t-τ}‖² / (T-τ) ≤ 4 σ² S / (T-τ), S = ‖s‖²; C_0 has (2 d σ⁴ + 4 σ² S) / T; and Cov(C_τ, C_0) is
@@ -186,9 +190,9 @@ def autocorrelation_standard_error(
     check_autocorrelation(autocorrelation)
     _check_noise(noise_std)
     if not 0 < signal_power < math.inf:
-        raise ValueError(f"signal_power is {signal_power}: a signal has a positive power")
+        raise ValueError(f"signal_power must be positive and finite, got {signal_power}.")
     if len(autocorrelation) > steps:
-        raise ValueError(f"steps is {steps}: fewer than the {len(autocorrelation)} taps")
+        raise ValueError(f"steps must be at least the {len(autocorrelation)} taps, got {steps}.")
     squares = (2 * autocorrelation) ** 2
     pairs = steps - np.arange(len(autocorrelation))
     of_noise = dimension * noise_std**4 * (1 / pairs + 2 * squares / steps)
@@ -200,4 +204,4 @@ def autocorrelation_standard_error(
 
 def _check_noise(noise_std: float) -> None:
     if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std is {noise_std}: give a standard deviation, 0 for none")
+        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")

@@ -44,7 +44,7 @@ OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"op
 
 
 def parse_name(text: str) -> tuple[str, dict[str, float]]:
-    """Splits a name of the grammar into its word and what stands behind the colon. No filter is made.
+    """Split a name of the grammar into its word and what stands behind the colon. No filter is made.
 
     Args:
         text: The name.
@@ -73,7 +73,7 @@ def parse_name(text: str) -> tuple[str, dict[str, float]]:
     given = [key for key, _, _ in pairs]
     if len(set(given)) < len(given) or not set(keys) <= set(given) <= {*keys, *optional}:
         form = f"has the form {_form(word)!r}" if keys else "takes nothing"
-        raise ValueError(f"{text!r} gives {', '.join(map(repr, given)) or 'nothing'}, but {word!r} {form}")
+        raise ValueError(f"{text!r} gives {', '.join(map(repr, given)) or 'nothing'}, but {word!r} {form}.")
     return word, {key: _number(text, key, value, {**keys, **optional}[key]) for key, _, value in pairs}
 
 
@@ -110,7 +110,7 @@ def parse_filter(text: str) -> LowPassFilter:
     else:
         raise ValueError(
             f"{text!r} is no fixed filter: its coefficients come from a run, so only the low_pass_filter of a training run "
-            "takes it. Give a preset, a design or coefficients here"
+            "takes it. Give a preset, a design or coefficients here."
         )
     return next((preset for preset in PAPER_FILTERS.values() if preset == low_pass_filter), low_pass_filter)
 
@@ -134,7 +134,7 @@ def _number(text: str, key: str, value: str, kind: type[int] | type[float]) -> f
         return kind(value)
     except ValueError:
         wanted = "an integer" if kind is int else "a number"
-        raise ValueError(f"{text!r} gives {key}={value}: {key} is {wanted}") from None
+        raise ValueError(f"{key} must be {wanted}, got {value!r} in {text!r}.") from None
 
 
 def _form(word: str) -> str:
@@ -144,6 +144,6 @@ def _form(word: str) -> str:
 
 def _unreadable(text: str) -> ValueError:
     return ValueError(
-        f"no filter reads {text!r}: give one of {', '.join(PAPER_FILTERS)}, a design as {', '.join(map(_form, KEYS))}, "
-        f"or coefficients as {COEFFICIENTS}"
+        f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design as {', '.join(map(_form, KEYS))}, or coefficients as "
+        f"{COEFFICIENTS}, got {text!r}."
     )

@@ -91,7 +91,7 @@ def write_coefficients(low_pass_filter: LowPassFilter) -> str:
 
 
 def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[np.float64]]:
-    """Yields the impulse response of a stable filter block by block, until a block carries negligible energy."""
+    """Yield the impulse response of a stable filter block by block, until a block carries negligible energy."""
     # A block longer than the recursion's memory is never silent by accident: all that follows would be zero too.
     block = max(4096, len(b), len(a))
     impulse, states = np.zeros(block), np.zeros(max(len(b), len(a)) - 1)
@@ -111,24 +111,24 @@ def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[n
 def _real_coefficients(name: str, coefficients: Sequence[float]) -> tuple[float, ...]:
     values = tuple(coefficients)
     if not values:
-        raise ValueError(f"{name} is empty: give at least one coefficient")
+        raise ValueError(f"{name} must have at least one coefficient, got none.")
     for index, value in enumerate(values):
         if np.iscomplexobj(value) or not math.isfinite(value):
-            raise ValueError(f"{name}[{index}] is {value}: give finite real coefficients")
+            raise ValueError(f"{name}[{index}] must be a finite real number, got {value}.")
     return tuple(map(float, values))
 
 
 def _check_leading_coefficient(a: Sequence[float]) -> None:
     if a[0] != 1.0:
-        raise ValueError(f"a[0] is {a[0]!r}, not 1: divide b and a by a[0]")
+        raise ValueError(f"a[0] must be 1, got {a[0]!r}. Divide b and a by it.")
 
 
 def _check_poles(a: Sequence[float]) -> None:
     modulus = max(np.abs(np.roots(a)), default=0.0)
     if modulus > MAX_POLE_MODULUS:
         raise ValueError(
-            f"the largest pole of a={tuple(a)} has modulus {modulus:.9g}, not strictly inside the unit circle "
-            f"(at most {MAX_POLE_MODULUS}): shrink a[1:], lower the order or raise the cutoff"
+            f"The poles of a={tuple(a)} must lie strictly inside the unit circle (at most {MAX_POLE_MODULUS} from 0), got "
+            f"{modulus:.9g}. Shrink a[1:], lower the order or raise the cutoff."
         )
 
 
@@ -136,10 +136,11 @@ def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
     gain = math.fsum(b) / math.fsum(a)
     if gain == 0:
         raise ValueError(
-            f"the DC gain sum(b)/sum(a) is 0: b={tuple(b)} removes the mean gradient; choose b with a positive sum"
+            f"The DC gain sum(b)/sum(a) must be 1, got 0: b={tuple(b)} removes the mean gradient. Choose b with a positive "
+            "sum."
         )
     if abs(gain - 1) > DC_GAIN_RTOL:
-        raise ValueError(f"the DC gain sum(b)/sum(a) is {gain:.9g}, not 1: multiply b by {1 / gain:.17g}")
+        raise ValueError(f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. Multiply b by {1 / gain:.17g}.")
 
 
 def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
@@ -149,7 +150,7 @@ def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
         if np.any(responses <= 0):
             index = int(np.argmax(responses <= 0))
             raise ValueError(
-                f"the step response is {responses[index]:.9g} at step {first_step + index} (from 0), but the bias "
-                "correction divides by it: choose b and a whose step response stays positive"
+                f"The step response must be positive, for the bias correction divides by it, got {responses[index]:.9g} at "
+                f"step {first_step + index} (from 0). Choose b and a whose step response stays positive."
             )
         response, first_step = float(responses[-1]), first_step + len(kappa)

@@ -21,7 +21,7 @@ _REMOVED: Final = 1e-9
 
 
 def impulse_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    r"""The weights κ_τ with which past gradients enter the filtered one: m_t = Σ_τ κ_τ g_{t-τ}.
+    r"""Return the weights κ_τ with which past gradients enter the filtered one: m_t = Σ_τ κ_τ g_{t-τ}.
 
     Args:
         filter: The filter.
@@ -47,7 +47,7 @@ def impulse_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, "
 
 
 def step_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    r"""The output for a constant input of one: c_t = Σ_{τ≤t} κ_τ, the share of m_t that is not its zero start.
+    r"""Return the output for a constant input of one: c_t = Σ_{τ≤t} κ_τ, the share of m_t that is not its zero start.
 
     Args:
         filter: The filter.
@@ -71,7 +71,7 @@ def step_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " st
 
 
 def noise_gain(filter: LowPassFilter) -> float:
-    r"""The share of white noise power that passes, Σ_{τ≥0} κ_τ² over the infinite response.
+    r"""Return the share of white noise power that passes, Σ_{τ≥0} κ_τ² over the infinite response.
 
     It is summed in blocks of at least 4096 steps until one adds less than 1e-18 of the sum. The slowest pole that is
     accepted, 1 - 1e-6, loses 0.8 % of its energy in a block, so that what is left out is below 1.3e-16 of the sum, the
@@ -97,7 +97,7 @@ def noise_gain(filter: LowPassFilter) -> float:
 def frequency_response(
     filter: LowPassFilter, frequencies: Float64[np.ndarray, " frequencies"]
 ) -> Complex128[np.ndarray, " frequencies"]:
-    r"""What becomes of an oscillation e^{iωt}: H = Σ_τ κ_τ e^{-iωτ}, its gain |H| and phase.
+    r"""Return what becomes of an oscillation e^{iωt}: H = Σ_τ κ_τ e^{-iωτ}, its gain |H| and phase.
 
     Args:
         filter: The filter.
@@ -123,7 +123,7 @@ def frequency_response(
 def group_delay(
     filter: LowPassFilter, frequencies: Float64[np.ndarray, " frequencies"]
 ) -> Float64[np.ndarray, " frequencies"]:
-    r"""By how many steps the filter delays the components of a signal around each frequency: -dφ/dω, H = |H|e^{iφ}.
+    r"""Return by how many steps the filter delays the components of a signal around each frequency: -dφ/dω, H = |H|e^{iφ}.
 
     At frequency 0 and for unit gain it is the mean age of the gradients in the output, Σ_τ τ κ_τ.
 
@@ -157,9 +157,9 @@ def group_delay(
 def _check_frequencies(frequencies: Float64[np.ndarray, " frequencies"]) -> None:
     outside = frequencies[~((frequencies >= 0) & (frequencies <= 1))]
     if len(outside):
-        raise ValueError(f"frequency {outside[0]} is outside [0, 1]: give fractions of Nyquist (half a cycle per step)")
+        raise ValueError(f"frequencies must be fractions of Nyquist (half a cycle per step) in [0, 1], got {outside[0]}.")
 
 
 def _check_steps(steps: int) -> None:
     if steps < 1:
-        raise ValueError(f"steps is {steps}: ask for at least one step of the response")
+        raise ValueError(f"steps must be at least 1, got {steps}.")

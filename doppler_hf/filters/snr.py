@@ -31,7 +31,7 @@ from doppler_hf.filters.response import impulse_response, noise_gain
 def signal_to_noise_ratio(
     filter: LowPassFilter, autocorrelation: Float64[np.ndarray, " lags"], steps: int | None = None
 ) -> float:
-    r"""The paper's normalized SNR of a filter, for a gradient of the given autocorrelation.
+    r"""Return the paper's normalized SNR of a filter, for a gradient of the given autocorrelation.
 
     Args:
         filter: The filter.
@@ -65,7 +65,7 @@ def signal_to_noise_ratio(
 def convergence_noise_factor(
     filter: LowPassFilter, autocorrelation: Float64[np.ndarray, " lags"], steps: int | None = None
 ) -> float:
-    r"""By how much the filter scales the noise term of the convergence bound: 1 / (2 SNR), 1 for no filter.
+    r"""Return by how much the filter scales the noise term of the convergence bound: 1 / (2 SNR), 1 for no filter.
 
     Args:
         filter: The filter.
@@ -87,14 +87,14 @@ def convergence_noise_factor(
     """
     ratio = signal_to_noise_ratio(filter, autocorrelation, steps)
     if ratio <= 0:
-        raise ValueError(f"the SNR of {filter} is {ratio:.6g}: it cancels the signal, and the bound needs a positive one")
+        raise ValueError(f"The SNR must be positive for the bound, got {ratio:.6g}: {filter} cancels the signal.")
     return 1 / (2 * ratio)
 
 
 def check_autocorrelation(autocorrelation: Float64[np.ndarray, " lags"]) -> None:
-    """Refuses what is no row of finite numbers."""
+    """Refuse what is no row of finite numbers."""
     if autocorrelation.ndim != 1 or not len(autocorrelation):
-        raise ValueError(f"the autocorrelation has shape {autocorrelation.shape}: give c_0, c_1, ... in one row")
+        raise ValueError(f"autocorrelation must be c_0, c_1, ... in one row, got shape {autocorrelation.shape}.")
     if not np.isrealobj(autocorrelation) or not np.isfinite(autocorrelation).all():
         index = int(np.argmax(~np.isfinite(autocorrelation) | np.iscomplex(autocorrelation)))
-        raise ValueError(f"the autocorrelation at lag {index} is {autocorrelation[index]}: give finite real numbers")
+        raise ValueError(f"autocorrelation must be finite and real, got {autocorrelation[index]} at lag {index}.")

@@ -45,14 +45,14 @@ class PowerEstimate(NamedTuple):
 
     @property
     def snr(self) -> float:
-        """Signal power per noise power; infinite without noise."""
+        """Return the signal power per noise power; infinite without noise."""
         return self.signal / self.noise if self.noise else math.inf
 
 
 def autocorrelation(
     series: Float[np.ndarray, "steps dimension"], max_lag: int | None = None
 ) -> Float64[np.ndarray, " lags"]:
-    r"""The autocorrelation of a series, as a mean over its coordinates: φ_τ = Σ_{t≥τ} ⟨g_t, g_{t-τ}⟩ / (d T).
+    r"""Return the autocorrelation of a series, as a mean over its coordinates: φ_τ = Σ_{t≥τ} ⟨g_t, g_{t-τ}⟩ / (d T).
 
     Divided by T at every lag, not by the T - τ products that there are: the biased estimate, smaller than the unbiased one
     by 1 - τ/T, whose spectrum is never negative.
@@ -75,7 +75,7 @@ def autocorrelation(
     steps = len(series)
     max_lag = steps - 1 if max_lag is None else max_lag
     if not isinstance(max_lag, int | np.integer) or not 0 <= max_lag < steps:
-        raise ValueError(f"max_lag is {max_lag}: give an integer from 0 to {steps - 1}, one less than the steps")
+        raise ValueError(f"max_lag must be an integer from 0 to {steps - 1}, one less than the steps, got {max_lag}.")
     # Padded, so that no product wraps around the end.
     power = np.abs(np.fft.rfft(series, n=2 * steps, axis=0)) ** 2
     return np.fft.irfft(power.mean(axis=1), n=2 * steps)[: max_lag + 1] / steps
@@ -84,7 +84,7 @@ def autocorrelation(
 def power_spectral_density(
     series: Float[np.ndarray, "steps dimension"], method: Method = "welch", *, segment: int | None = None
 ) -> tuple[Float64[np.ndarray, " frequencies"], Float64[np.ndarray, " frequencies"]]:
-    r"""The distribution of a series' power over frequency, as a mean over its coordinates.
+    r"""Return the distribution of a series' power over frequency, as a mean over its coordinates.
 
     Args:
         series: One row for each step, shape (steps, dimension).
@@ -112,16 +112,18 @@ def power_spectral_density(
     steps = len(series)
     if method == "autocorrelation":
         if segment is not None:
-            raise ValueError(f"segment is {segment}, but the autocorrelation is taken over all lags: leave it out")
+            raise ValueError(
+                f"segment must be left out for the autocorrelation, which is taken over all lags, got {segment}."
+            )
         lags = autocorrelation(series)
         # Both signs of τ: twice the real part, less the lag 0 that both contain.
         density = 2 * np.fft.rfft(lags, n=2 * steps).real - lags[0]
         return np.arange(steps + 1) / steps, density
     if method != "welch":
-        raise ValueError(f"method is {method!r}: choose one of {', '.join(METHODS)}")
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     segment = max(2, 2 * steps // 9) if segment is None else segment
     if not isinstance(segment, int | np.integer) or not 2 <= segment <= steps:
-        raise ValueError(f"segment is {segment}: give an integer from 2 to the {steps} steps")
+        raise ValueError(f"segment must be an integer from 2 to the {steps} steps, got {segment}.")
     # Two-sided: SciPy's one-sided density doubles all frequencies but 0 and Nyquist, where noise would then not be flat.
     _, density = scipy.signal.welch(series, nperseg=segment, detrend=False, return_onesided=False, axis=0)
     frequencies = np.arange(segment // 2 + 1) * 2 / segment
@@ -131,7 +133,7 @@ def power_spectral_density(
 def corrected_output(
     filter: LowPassFilter, series: Float[np.ndarray, "steps dimension"]
 ) -> Float64[np.ndarray, "steps dimension"]:
-    r"""What the optimizer makes of a series from its first step on: m̂_t = m_t / c_t.
+    r"""Return what the optimizer makes of a series from its first step on: m̂_t = m_t / c_t.
 
     Args:
         filter: The filter, with states of zero before the first step.
@@ -156,7 +158,7 @@ def corrected_output(
 
 
 def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    r"""The share of white noise power that is in m̂_t: Σ_{τ≤t} κ_τ² / c_t², from 1 down to Σκ² once the filter is settled.
+    r"""Return the share of white noise power that is in m̂_t: Σ_{τ≤t} κ_τ² / c_t², from 1 down to Σκ² in a settled filter.
 
     Args:
         filter: The filter.
@@ -183,7 +185,7 @@ def estimate_power(
     filter: LowPassFilter = NO_FILTER,
     first_step: int = 0,
 ) -> PowerEstimate:
-    r"""The power of the signal in successive noisy gradients, before a filter or after it.
+    r"""Estimate the power of the signal in successive noisy gradients, before a filter or after it.
 
     The standard error is that of the noise, for the signal that was there: with R_τ = Σ_j κ_j κ_{j+τ} the noise's
     autocorrelation after the filter,
@@ -213,14 +215,14 @@ def estimate_power(
         PowerEstimate(signal=2.0, error=2.449489742783178, noise=2.0)
     """
     if square_norms.ndim != 1 or not len(square_norms):
-        raise ValueError(f"the squared norms have shape {square_norms.shape}: give one for each step in one row")
+        raise ValueError(f"square_norms must have one for each step in one row, got shape {square_norms.shape}.")
     for square in square_norms:
         if not 0 <= square < math.inf:
-            raise ValueError(f"a squared norm is {square}: give finite numbers of at least 0")
+            raise ValueError(f"square_norms must be finite and at least 0, got {square}.")
     if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std is {noise_std}: give a standard deviation, 0 for none")
+        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
     if dimension < 1 or first_step < 0:
-        raise ValueError(f"dimension is {dimension} and first_step is {first_step}: at least 1 and 0")
+        raise ValueError(f"dimension must be at least 1 and first_step at least 0, got {dimension} and {first_step}.")
     steps = len(square_norms)
     gains = corrected_noise_gain(filter, first_step + steps)[first_step:]
     noise = dimension * noise_std**2 * float(gains.mean())
@@ -237,7 +239,7 @@ def estimate_power(
 def measure_noise_gain(
     noise: Float[np.ndarray, "steps dimension"], filtered: Float[np.ndarray, "steps dimension"]
 ) -> tuple[float, float]:
-    r"""The noise gain of whatever filtered some noise: Σ‖w̃_t‖² / Σ‖w_t‖².
+    r"""Return the noise gain of whatever filtered some noise: Σ‖w̃_t‖² / Σ‖w_t‖².
 
     The standard error is that of a ratio of sums over the coordinates, which must be independent and at least two:
     with A_i, B_i the sums of coordinate i and r the ratio, √(Σ(A_i - r B_i)² d/(d-1)) / ΣB_i.
@@ -258,7 +260,9 @@ def measure_noise_gain(
     """
     after, before = (np.sum(_checked(series) ** 2, axis=0) for series in (filtered, noise))
     if len(before) < 2 or not before.any():
-        raise ValueError(f"the noise has shape {noise.shape} and power {before.sum()}: give two coordinates or more of some")
+        raise ValueError(
+            f"noise must have power in two coordinates or more, got shape {noise.shape} and power {before.sum()}."
+        )
     gain = float(after.sum() / before.sum())
     dimension = len(before)
     error = math.sqrt(float(np.sum((after - gain * before) ** 2)) * dimension / (dimension - 1)) / float(before.sum())
@@ -266,7 +270,7 @@ def measure_noise_gain(
 
 
 def _output_correlation(filter: LowPassFilter, lags: int) -> Float64[np.ndarray, " lags"]:
-    """R_τ / R_0 of white noise after a settled filter, τ = 0 ... lags - 1."""
+    """Return R_τ / R_0 of white noise after a settled filter, τ = 0 ... lags - 1."""
     kappa = np.concatenate(list(impulse_blocks(filter.b, filter.a)))
     power = np.abs(np.fft.rfft(kappa, n=2 * max(len(kappa), lags))) ** 2
     correlation = np.fft.irfft(power)[:lags]
@@ -276,7 +280,7 @@ def _output_correlation(filter: LowPassFilter, lags: int) -> Float64[np.ndarray,
 def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, "steps dimension"]:
     series = np.asarray(series, dtype=np.float64)
     if series.ndim != 2 or not series.size:
-        raise ValueError(f"the series has shape {series.shape}: give (steps, dimension), neither of them 0")
+        raise ValueError(f"series must have shape (steps, dimension), neither of them 0, got {series.shape}.")
     if not np.isfinite(series).all():
-        raise ValueError(f"the series is not finite at step {np.argmin(np.isfinite(series).all(axis=1))}")
+        raise ValueError(f"series must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.")
     return series

@@ -96,15 +96,18 @@ def test_design_is_drawn(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show", "f7"], "no filter reads 'f7'"),
+        (["show", "f7"], "A filter must be one of none, momentum, "),
         (["show", "auto"], "'auto' is no fixed filter"),
         (["show", "--plot=a.txt"], "--plot must end in one of .png, .svg, .pdf, got a.txt."),
         (["show", "--plot=/proc/x/a.png"], "--plot /proc/x/a.png cannot be written"),
         (["design", "--type=butterworth", "--order=2"], "gives 'order', but 'butterworth' has the form"),
         (["design", "--type=momentum", "--beta=0.9", "--taps=2"], "gives 'beta', 'taps', but 'momentum' has the form"),
         (["design", "--type=momentum"], "gives '', but 'momentum' has the form 'momentum:beta=...'"),
-        (["design", "--type=butterworth", "--order=0", "--cutoff=0.1"], "order is 0"),
-        (["design", "--type=butterworth", "--order=2", "--cutoff=1"], "cutoff is 1.0"),
+        (["design", "--type=butterworth", "--order=0", "--cutoff=0.1"], "order must be an integer of at least 1, got 0."),
+        (
+            ["design", "--type=butterworth", "--order=2", "--cutoff=1"],
+            "cutoff must be a fraction of Nyquist inside (0, 1), got 1.0.",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):

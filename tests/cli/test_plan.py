@@ -215,7 +215,7 @@ def test_picture_is_written(ending, tmp_path, capsys):
     ("words", "message"),
     [
         (["--plot", "plan.txt"], "--plot must end in one of .png, .svg, .pdf, got plan.txt."),
-        (["--low-pass-filter", "b=0.5"], "the DC gain sum(b)/sum(a) is 0.5, not 1: multiply b by 2"),
+        (["--low-pass-filter", "b=0.5"], "The DC gain sum(b)/sum(a) must be 1, got 0.5. Multiply b by 2"),
         (
             ["--noise-multiplier", "1"],
             "Three of epsilon, noise_multiplier, epochs (or max_steps) and batch_size must be set, got all",

@@ -112,16 +112,16 @@ def test_the_name_is_short_and_reads_back():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (dict(steps=0), "steps is 0"),
-        (dict(steps=10.0), "steps is 10.0"),
-        (dict(dimension=0), "dimension is 0"),
-        (dict(noise_std=-1.0), "noise_std is -1.0"),
-        (dict(noise_std=math.nan), "noise_std is nan"),
-        (dict(max_grad_norm=0.0), "max_grad_norm is 0.0"),
-        (dict(learning_rates=[1.0] * 999), "999 learning rates for 1000 steps"),
-        (dict(learning_rates=[1.0, -1.0] * 500), "step 1 is -1.0"),
-        (dict(learning_rates=[1.0, math.nan] * 500), "step 1 is nan"),
-        (dict(learning_rates=[0.0] * 1000), "all learning rates are 0"),
+        (dict(steps=0), "steps must be an integer of at least 1, got 0"),
+        (dict(steps=10.0), "steps must be an integer of at least 1, got 10.0"),
+        (dict(dimension=0), "dimension must be an integer of at least 1, got 0"),
+        (dict(noise_std=-1.0), "noise_std must be finite and at least 0, got -1.0"),
+        (dict(noise_std=math.nan), "noise_std must be finite and at least 0, got nan"),
+        (dict(max_grad_norm=0.0), "max_grad_norm must be positive and finite, got 0.0"),
+        (dict(learning_rates=[1.0] * 999), "one rate for each of the 1000 steps, got 999"),
+        (dict(learning_rates=[1.0, -1.0] * 500), "got -1.0 at step 1"),
+        (dict(learning_rates=[1.0, math.nan] * 500), "got nan at step 1"),
+        (dict(learning_rates=[0.0] * 1000), "learning_rates must not all be 0"),
     ],
 )
 def test_bad_input_is_refused(overrides, message):

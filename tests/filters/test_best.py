@@ -119,7 +119,7 @@ def test_as_many_taps_as_lags_do_at_least_as_well_as_the_closed_form(objective):
 def test_the_step_response_stays_positive_where_the_best_would_not(objective):
     c = np.array([0.5, -0.6, 0.3, 0.3])
     # κ ∝ c would step down to 0.5 - 0.6 < 0.
-    with pytest.raises(ValueError, match="the step response is"):
+    with pytest.raises(ValueError, match="The step response must be positive"):
         from_coefficients(c)
     low_pass_filter = best_filter(c, 3, objective=objective)
     assert step_response(low_pass_filter, 200).min() > 0
@@ -139,11 +139,11 @@ def test_the_result_is_the_same_each_time():
 @pytest.mark.parametrize(
     ("c", "order", "message"),
     [
-        (np.array([0.5, 0.4]), 2, "order is 2: give an integer from 0 to 1"),
-        (np.array([0.5, 0.4]), -1, "order is -1"),
-        (np.array([0.5, 0.4]), 1.0, "order is 1.0"),
-        (np.array([0.0, 0.4]), 1, "is 0.0 at lag 0"),
-        (np.array([np.inf, 0.4]), 1, "at lag 0 is inf"),
+        (np.array([0.5, 0.4]), 2, "order must be an integer from 0 to 1, one less than the lags known, got 2"),
+        (np.array([0.5, 0.4]), -1, "order must be .* got -1"),
+        (np.array([0.5, 0.4]), 1.0, "order must be .* got 1.0"),
+        (np.array([0.0, 0.4]), 1, "must be positive at lag 0, the power of the signal, got 0.0"),
+        (np.array([np.inf, 0.4]), 1, "got inf at lag 0"),
         (np.array([]), 0, "shape"),
     ],
 )

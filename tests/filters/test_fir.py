@@ -138,24 +138,30 @@ def test_optimal_fir_is_proportional():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: optimal_fir(np.array([0.5, -0.5])), "sums to 0"),
-        (lambda: optimal_fir(np.array([-1.0, 3.0])), "the step response is -0.5 at step 0"),
-        (lambda: optimal_fir(np.array([0.5, np.nan])), "at lag 1 is nan"),
-        (lambda: estimate_autocorrelation(np.zeros((0, 3)), 0.0), r"shape \(0, 3\)"),
-        (lambda: estimate_autocorrelation(np.zeros(3), 0.0), r"shape \(3,\)"),
-        (lambda: estimate_autocorrelation(np.ones((3, 2)), -1.0), "noise_std is -1.0"),
-        (lambda: estimate_autocorrelation(np.ones((3, 2)), np.nan), "noise_std is nan"),
-        (lambda: estimate_autocorrelation(np.ones((3, 2)), 1.0, taps=4), "taps is 4: give an integer from 1 to the 3"),
-        (lambda: estimate_autocorrelation(np.ones((3, 2)), 1.0, taps=0), "taps is 0"),
-        (lambda: estimate_autocorrelation(np.array([[1.0], [np.inf]]), 1.0), "step 1 is not finite"),
-        (lambda: autocorrelation_from_products(np.ones(2), 1.0, dimension=0, steps=3), "dimension is 0"),
+        (lambda: optimal_fir(np.array([0.5, -0.5])), "must have a positive sum, by which b is divided, got 0"),
+        (lambda: optimal_fir(np.array([-1.0, 3.0])), "The step response must be positive, .* got -0.5 at step 0"),
+        (lambda: optimal_fir(np.array([0.5, np.nan])), "got nan at lag 1"),
+        (lambda: estimate_autocorrelation(np.zeros((0, 3)), 0.0), r"gradients must have shape .* got \(0, 3\)"),
+        (lambda: estimate_autocorrelation(np.zeros(3), 0.0), r"gradients must have shape .* got \(3,\)"),
+        (lambda: estimate_autocorrelation(np.ones((3, 2)), -1.0), "noise_std must be finite and at least 0, got -1.0"),
+        (lambda: estimate_autocorrelation(np.ones((3, 2)), np.nan), "noise_std must be finite and at least 0, got nan"),
+        (
+            lambda: estimate_autocorrelation(np.ones((3, 2)), 1.0, taps=4),
+            "taps must be an integer from 1 to the 3 gradients, got 4",
+        ),
+        (lambda: estimate_autocorrelation(np.ones((3, 2)), 1.0, taps=0), "taps must be .* got 0"),
+        (lambda: estimate_autocorrelation(np.array([[1.0], [np.inf]]), 1.0), "got NaN or infinity at step 1"),
+        (
+            lambda: autocorrelation_from_products(np.ones(2), 1.0, dimension=0, steps=3),
+            "dimension and steps must be at least 1, got 0 and 3",
+        ),
         (
             lambda: autocorrelation_standard_error(np.ones(2), signal_power=0.0, noise_std=1.0, dimension=1, steps=3),
-            "signal_power is 0.0",
+            "signal_power must be positive and finite, got 0.0",
         ),
         (
             lambda: autocorrelation_standard_error(np.ones(4), signal_power=1.0, noise_std=1.0, dimension=1, steps=3),
-            "steps is 3: fewer than the 4 taps",
+            "steps must be at least the 4 taps, got 3",
         ),
     ],
 )

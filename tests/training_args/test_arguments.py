@@ -28,7 +28,7 @@ REFUSED = [
     (dict(clipping_granularity="block"), "clipping_granularity must be one of"),
     (dict(grad_sample_engine="ghost"), "grad_sample_engine must be one of"),
     (dict(low_pass_filter="butter"), "butter"),
-    (dict(low_pass_filter="b=0.1;a=1,-0.8"), "multiply b by"),
+    (dict(low_pass_filter="b=0.1;a=1,-0.8"), "Multiply b by"),
     (dict(base_optimizer="lion"), "base_optimizer must be one of"),
     (dict(report_train_loss="public"), "report_train_loss must be one of raw, private, none"),
     (dict(noise_generator="mt19937"), "noise_generator must be one of csprng, philox"),
