@@ -1,9 +1,9 @@
 """`DopplerTrainer`: HF's `Trainer`, whose optimizer sees private gradients only.
 
-One training step, from top to bottom: the sampler draws and cuts into `gradient_accumulation_steps` pieces, which arrive
-as lists of micro-batches (`get_train_dataloader`); each micro-batch's per-example gradients are clipped and summed, and
-after the last piece noise turns the sum into `p.grad` (`training_step`). There the privacy boundary lies: the stock loop
-then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves.
+One training step, from top to bottom: the sampler's draw is cut into `gradient_accumulation_steps` pieces, which are lists
+of micro-batches (`get_train_dataloader`). Each micro-batch's per-sample gradients are clipped and summed, and after the last
+piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary: the stock loop then logs the norm of
+`p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves.
 """
 
 import itertools
@@ -32,11 +32,11 @@ from doppler_hf.training_args import DopplerTrainingArguments, checks
 class DopplerTrainer(Trainer):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
-    Sequence, image and token classification, causal, masked and seq2seq language models have a loss per example; another
-    task overrides `compute_per_sample_loss`. With `args.disable_dp` every method is the stock one.
+    Sequence, image and token classification, causal, masked and seq2seq language models have a loss per example. For
+    another task override `compute_per_sample_loss`. With `args.disable_dp` every method is the stock one.
 
     Args:
-        model: As in `Trainer`, and so the others, in its order.
+        model: As in `Trainer`; so are the others, in its order.
         args: `DopplerTrainingArguments`.
         train_dataset: As in `Trainer`; it must have a length.
         optimizers: (None, scheduler); the optimizer is made from `args`.
@@ -45,8 +45,8 @@ class DopplerTrainer(Trainer):
         privacy: The ledger of the training, and ε so far.
 
     Raises:
-        ValueError: What cannot be private, by name: an iterable training set, `compute_loss_func`, an optimizer of one's
-            own, a model with layers that mix examples.
+        ValueError: If something would break the guarantee: an iterable training set, `compute_loss_func`, an optimizer of
+            your own, or a model with layers that mix examples.
 
     Example:
         >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
@@ -81,7 +81,7 @@ class DopplerTrainer(Trainer):
         self._run: PrivateRun | None = None
         self._doppler_optimizer: DopplerOptimizer | None = None
         self._weight_filter = WeightFilterCallback(args.weight_filter)
-        # Ahead of the privacy callback: a run that it refuses to resume must not stand in the ledger.
+        # Before the privacy callback: a run that it refuses to resume must not enter the ledger.
         self.add_callback(self._weight_filter)
         if not args.disable_dp:
             checks.refuse_of_trainer(compute_loss_func, self.optimizer or optimizer_cls_and_kwargs, train_dataset)
@@ -92,7 +92,7 @@ class DopplerTrainer(Trainer):
 
     @property
     def private_run(self) -> PrivateRun:
-        """The run that trains, or trained last; before the first training what it would be."""
+        """The current run, or the last one; before the first training the one that would begin."""
         if self._run is None:
             self._run = self._new_run()
         return self._run
@@ -108,22 +108,22 @@ class DopplerTrainer(Trainer):
         )
 
     def _inner_training_loop(self, **kwargs: Any) -> Any:
-        # The host's only frame around the loop in which the model is the final one (`train` may still make it, and
-        # load a checkpoint into it).
+        # The host's only method around the loop in which the model is final (`train` may still build it, and load a
+        # checkpoint into it).
         checkpoint = kwargs.get("resume_from_checkpoint")
         self._weight_filter.checkpoint = checkpoint
         if self.args.disable_dp:
             return super()._inner_training_loop(**kwargs)
-        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients only
-        # for them to be thrown away, and `prepare` leaves alone what has been prepared.
+        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
+        # discarded. `prepare` does not change a model that has been prepared.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        # Planned anew: the arguments may have changed since the last run, and what that one spent counts.
+        # A new plan: the arguments may have changed since the last run, and what that run spent counts.
         self._run = self._new_run(checkpoint=checkpoint, earlier=self.privacy.earlier_ledger(checkpoint))
         with self._run:
             return super()._inner_training_loop(**kwargs)
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
-        """Let the host count its steps, hold them against the plan, and attach the engine to the model."""
+        """Let the host count its steps, compare them with the plan, and attach the engine to the model."""
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
             run = self.private_run
@@ -140,7 +140,7 @@ class DopplerTrainer(Trainer):
         dataset, collator = self.train_dataset, self.data_collator
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
-        # The two helpers with which the host's `_get_dataloader` starts.
+        # The first two helpers that the host's `_get_dataloader` calls.
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -150,27 +150,27 @@ class DopplerTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return one draw's pieces. Their tokens are not counted: no loss may be scaled by them."""
+        """Return the pieces of one draw. Their tokens are not counted, since no loss may be scaled by their number."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         return list(itertools.islice(epoch_iterator, num_batches)), None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return one loss per example. Override it for a task that `privacy.losses.host_losses` has no rule for.
+        """Return one loss per example. Override it for a task without a rule in `privacy.losses.host_losses`.
 
         Each entry must depend on its own example alone: no mean over the batch or over the batch's tokens. `model` must
-        be called once, with the whole micro-batch. Text is padded on the right: a model with absolute positions counts
-        padding on the left, and that follows the other examples.
+        be called once, with the whole micro-batch. Text must be padded on the right: padding on the left shifts absolute
+        positions by an amount that depends on the other examples.
 
         Args:
             model: The model, in training mode.
-            inputs: One micro-batch, as the collator makes it, on the model's device.
+            inputs: One collated micro-batch, on the model's device.
 
         Returns:
             Losses, shape (batch,), attached to the graph.
 
         Raises:
-            ValueError: A task without a rule, by the model's class.
+            ValueError: If there is no rule for the model's class.
         """
         return per_sample_losses(model, inputs, base_model=without_adapters(self.model))
 
@@ -179,16 +179,16 @@ class DopplerTrainer(Trainer):
             return self.compute_per_sample_loss(self.model, inputs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
-        """Add one piece of a draw to the clipped sum; after the draw's last one, put the private gradient into `p.grad`.
+        """Add one piece of a draw to the clipped sum, and after the last piece put the private gradient into `p.grad`.
 
         Args:
             model: The model.
-            inputs: The piece, a list of micro-batches, none in an empty piece.
+            inputs: The piece, a list of micro-batches, which is empty for an empty piece.
             num_items_in_batch: Without effect.
 
         Returns:
-            The mean loss of the piece over the number of pieces, so that a step's sum is a mean, as in the host. With
-            `report_train_loss="private"` the private mean of the whole step, with its last piece.
+            The mean loss of the piece divided by the number of pieces, so that a step's sum is a mean, as in the host. With
+            `report_train_loss="private"` it is 0, and for the last piece the private mean loss of the step.
         """
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -218,7 +218,7 @@ class DopplerTrainer(Trainer):
             trained = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = self._doppler_optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
-        # A second run goes on with the optimizer's states, under a noise of its own.
+        # A second run keeps the optimizer's states, with its own noise.
         self._doppler_optimizer.noise_std = run.mechanism.noise_std(0)
         return self.optimizer
 
@@ -228,15 +228,15 @@ class DopplerTrainer(Trainer):
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, GradientRecorder)]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate and predict as the host does, with the filtered weights where there is a filter on them."""
+        """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
         with self._weight_filter.applied():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the host does, the filtered weights where there is a filter on them, and the ledger beside the model."""
+        """Save as the host does, with the filtered weights if there is a weight filter, and the ledger beside the model."""
         with self._weight_filter.applied():
             super().save_model(output_dir, _internal_call=_internal_call)
-        # So the host saves checkpoints. Its `on_save` comes only after it has pushed them.
+        # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
         is_checkpoint = _internal_call and output_dir is not None
         folder = self.args.output_dir if output_dir is None else output_dir
         if is_checkpoint:
@@ -245,23 +245,23 @@ class DopplerTrainer(Trainer):
             self.privacy.save_beside_model(folder, self.args, self.state, is_checkpoint=is_checkpoint)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as the host does, without privacy; with privacy it is refused."""
+        """Search as the host does, without privacy only."""
         checks.refuse_search(self.args)
         return super().hyperparameter_search(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count nothing in a private run: the host's count follows the lengths of the examples drawn, and is saved."""
+        """Count nothing in a private run: the host's count depends on the lengths of the examples drawn, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the host's model card, with the optimizer that there was, and what the privacy ledger says."""
+        """Write the host's model card, with the optimizer in use and a section on privacy."""
         super().create_model_card(*args, **kwargs)
         if not self.args.disable_dp and self.is_world_process_zero():
             card, privacy = Path(self.args.output_dir) / "README.md", self.privacy
             complete_card(card, self.args, ledger=privacy.ledger, filter_words=privacy.filter_words)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the host does; add ε so far to evaluations, and leave the training loss out if asked to."""
+        """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""
         if not self.args.disable_dp:
             self.privacy.complete_log(logs, self.args)
             for recorder in self._recorders():

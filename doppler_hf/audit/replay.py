@@ -32,7 +32,7 @@ class NoiseReplay:
 
     Args:
         seed: The guess.
-        mechanism: The run's, of which it is public how much noise it adds.
+        mechanism: The run's mechanism, of which the size of the noise is public.
 
     Attributes:
         source: The generator that fits, in words, or None.

@@ -1,6 +1,6 @@
-"""Before the first step: hold the engine of per-sample gradients against plain autograd, attach it, and run it once.
+"""The engine before the first step: compare it with plain autograd, attach it, and run it once.
 
-Nothing about the examples that this takes is released: the outcome depends on the architecture alone.
+Nothing about the examples that this uses is released: the outcome depends on the architecture alone.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ def attached_engine(
     losses_of: Callable[[Mapping[str, Any]], Float[Tensor, " batch"]],
     first_examples: Callable[[int], dict[str, Any]],
 ) -> Iterator[ClippedGradients]:
-    """Attach the engine of `args` to a model for as long as the block lasts.
+    """Attach the engine of `args` to a model for the duration of the block.
 
     Args:
         model: The model to be trained, a `PreTrainedModel` or a `PeftModel`.
-        args: Which engine, clipping and clip norm, and whether to hold it against autograd.
-        losses_of: Returns one loss per example of a micro-batch, from a call of the model.
-        first_examples: Returns a micro-batch of that many examples of the training set.
+        args: The arguments: engine, clipping and clip norm, and whether to compare the engine with autograd.
+        losses_of: A function that calls the model and returns one loss per example of a micro-batch.
+        first_examples: A function that returns a micro-batch of that many examples of the training set.
 
     Raises:
-        ValueError: The model cannot be trained privately, by the name of the layer or buffer that is the reason.
+        ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault.
     """
-    with torch.random.fork_rng():  # Dropout of these runs must not shift the user's random numbers.
+    with torch.random.fork_rng():  # Dropout in these passes must not shift the user's random numbers.
         if args.grad_sample_self_check:
             check_per_sample_gradients(
                 model,
@@ -63,10 +63,10 @@ def run_once(
     losses_of: Callable[[Mapping[str, Any]], Float[Tensor, " batch"]],
     inputs: dict[str, Any],
 ) -> None:
-    """Run the engine as in training, dropout included, so that what it cannot do is refused now.
+    """Run the engine once as in training, dropout included, so that a model that it cannot train is refused now.
 
     Raises:
-        ValueError: A layer without per-sample gradients, or a saved buffer that the forward pass writes.
+        ValueError: If a layer has no per-sample gradients, or the forward pass writes a buffer that is saved.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()

@@ -1,4 +1,4 @@
-"""Which filter a run has: one of the grammar, one that follows the run's gradients, or one chosen from the run's plan."""
+"""The choice of a run's filter: one of the grammar, one adapted to the gradients, or one computed from the run's plan."""
 
 import torch
 from transformers import get_scheduler
@@ -12,11 +12,11 @@ from doppler_hf.training_args import DopplerTrainingArguments
 def chosen_filter(
     args: DopplerTrainingArguments, *, steps: int, noise_std: float, dimension: int
 ) -> LowPassFilter | OptimalFIR:
-    """Return the filter of a run, which costs no privacy: it follows from arguments and public numbers.
+    """Return the filter of a run. It costs no privacy, since it depends on arguments and public numbers only.
 
     Args:
         args: The arguments.
-        steps: T, of the run.
+        steps: T, the number of steps of the run.
         noise_std: Standard deviation of the noise per coordinate of the mean gradient.
         dimension: Number of trained parameters d.
     """
@@ -37,7 +37,7 @@ def chosen_filter(
 def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[float] | None:
     """Return the learning rate of each step by the arguments' schedule, shape (steps,), in units of `learning_rate`.
 
-    None for a schedule that waits for the evaluation: nobody knows it before the run.
+    None for a schedule that depends on the evaluation, which is unknown before the run.
     """
     if args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
         return None
@@ -58,7 +58,7 @@ def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[flo
 
 
 def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter | OptimalFIR) -> str:
-    """Return one line for the start-up summary: the filter, who chose it, and what it does to the noise."""
+    """Return one line for the start-up summary: the filter, whether it was chosen, and its noise gain."""
     if isinstance(low_pass_filter, OptimalFIR):
         return f"{low_pass_filter}, taps from the private gradients every {low_pass_filter.update_gap} steps"
     chosen = "auto: " if args.low_pass_filter == "auto" else ""

@@ -1,10 +1,10 @@
 r"""`GradientRecorder`: keeps a small image of each step's gradient, from which its spectrum can be measured.
 
-What is kept of a gradient is its image under `projection.Projection`.
+The image of a gradient is computed by `projection.Projection`.
 
-Privacy. What is recorded of `p.grad` is computed from the private gradient and public numbers: post-processing, as private
-as the gradient. It is of *every* step, whose gradients the accountant takes to be released anyway. What `record_raw` adds
-has no noise at all, and voids the guarantee of the run.
+Privacy. The images of `p.grad` are computed from the private gradient and public numbers: they are post-processing, and as
+private as the gradient. The accountant takes the gradients of *every* step to be released. The recordings of `record_raw`
+have no noise, and void the guarantee of the run.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from doppler_hf.run.projection import KINDS, TABLE_WIDTH, Kind, Projection
 from doppler_hf.training_args import DopplerTrainingArguments
 
 RAW_ON_SEVERAL_PROCESSES: Final = (
-    "record_raw with {} processes: each would have a part of the sum. Record the raw gradient on one process."
+    "record_raw must run on one process, got {}, each of which would have a part of the sum. Record on one process."
 )
 
 
@@ -30,15 +30,15 @@ RAW_ON_SEVERAL_PROCESSES: Final = (
 class GradientRecorder(TrainerCallback):
     """Records the private gradients of a training run, and estimates how much of them is signal.
 
-    With several processes, process 0 records: the private gradient is the same everywhere. A second training, or a
-    resumed one, begins a new recording, and `filtered` then begins as the filter of a new run would.
+    With several processes, process 0 records, since the private gradient is the same everywhere. A second training, or a
+    resumed one, begins a new recording, in which `filtered` begins like the filter of a new run.
 
     Args:
-        dimensions: k, how many numbers are kept of a gradient. The signal's power is found with a relative standard
-            deviation of at most about √(2/k) over the seed, if no few coordinates hold most of it ("projection").
-        kind: How a gradient becomes so few numbers: ``"projection"`` or ``"coordinates"``.
-        record_raw: Whether to keep the clipped gradient before noise too. It is NOT private: the ledger says so then.
-        seed: Says which projection, or which coordinates. It is public, and has nothing to do with the noise.
+        dimensions: k, the number of values kept of a gradient. The estimate of the signal's power has a relative standard
+            deviation of at most about √(2/k) over the seed, unless few coordinates hold most of it ("projection").
+        kind: The kind of map to these values: ``"projection"`` or ``"coordinates"``.
+        record_raw: Whether to keep the clipped gradient before noise too. It is NOT private, as the ledger then states.
+        seed: The seed of the projection, or of the choice of coordinates. It is public, and independent of the noise.
 
     Attributes:
         record_raw: As given.
@@ -46,9 +46,9 @@ class GradientRecorder(TrainerCallback):
         low_pass_filter: The run's filter.
 
     Raises:
-        ValueError: Dimensions out of range, or an unknown kind. When training begins: a run whose gradients are not
-            private, or noise is not white (GaLore), or whose filter changes; fewer parameters than dimensions; or
-            `record_raw` with several processes.
+        ValueError: If `dimensions` is out of range, or `kind` unknown. When training begins, if the run's gradients are not
+            private, its noise is not white (GaLore), its filter changes, it has fewer parameters than dimensions, or
+            several processes with `record_raw`.
 
     Example:
         >>> recorder = GradientRecorder(dimensions=64)
@@ -59,9 +59,9 @@ class GradientRecorder(TrainerCallback):
 
     def __init__(self, *, dimensions: int = 256, kind: Kind = "projection", record_raw: bool = False, seed: int = 0) -> None:
         if not 1 <= dimensions <= TABLE_WIDTH:
-            raise ValueError(f"dimensions is {dimensions}: record from 1 to {TABLE_WIDTH} numbers of a gradient.")
+            raise ValueError(f"dimensions must lie in [1, {TABLE_WIDTH}], got {dimensions}.")
         if kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}: choose one of {', '.join(KINDS)}.")
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
         self.dimensions = dimensions
         self.kind: Kind = kind
         self.record_raw = record_raw
@@ -79,7 +79,7 @@ class GradientRecorder(TrainerCallback):
 
     @property
     def filtered(self) -> Float64[np.ndarray, "steps dimensions"]:
-        """What the optimizer makes of them, m̂, one row for each step; up to the rounding of its states."""
+        """The filtered gradients m̂ of the optimizer, one row for each step, up to the rounding of its states."""
         return corrected_output(self.low_pass_filter, self.private) if self._private else self.private
 
     @property
@@ -92,7 +92,7 @@ class GradientRecorder(TrainerCallback):
         return np.array(rows, dtype=np.float64).reshape(len(rows), self.dimensions)
 
     def save(self, path: str | Path) -> None:
-        """Write all that was recorded to an .npz file; its folder is made. With `record_raw` the file is NOT private."""
+        """Write the recording to an .npz file, and make its folder. With `record_raw` the file is NOT private."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(
             path,
@@ -125,13 +125,13 @@ class GradientRecorder(TrainerCallback):
     def on_train_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin a recording of this run's gradients, or refuse to."""
+        """Begin a recording of this run's gradients, or refuse the run."""
         if args.disable_dp:
-            raise ValueError("GradientRecorder records private gradients, and with disable_dp there are none.")
+            raise ValueError("GradientRecorder records private gradients, and disable_dp=True has none. Leave one out.")
         if args.optim_target_modules is not None:
             raise ValueError(
-                "GradientRecorder takes the noise to be white, and with GaLore (optim_target_modules) it is not. "
-                "Record a run without it."
+                "GradientRecorder assumes white noise, which GaLore (optim_target_modules) does not have. Record a run "
+                "without it."
             )
         if self.record_raw and args.world_size > 1:
             raise ValueError(RAW_ON_SEVERAL_PROCESSES.format(args.world_size))
@@ -145,7 +145,7 @@ class GradientRecorder(TrainerCallback):
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         number = sum(p.numel() for p in self._parameters.values())
         if self.dimensions > number:
-            raise ValueError(f"dimensions is {self.dimensions}, but {number} parameters are trained: lower it.")
+            raise ValueError(f"dimensions must be at most the {number} trained parameters, got {self.dimensions}.")
         self._projection = Projection(number, dimensions=self.dimensions, kind=self.kind, seed=self.seed)
         self.noise_std = optimizer.noise_std * (number / self.dimensions) ** 0.5
         self.low_pass_filter = optimizer.low_pass_filter
@@ -153,18 +153,18 @@ class GradientRecorder(TrainerCallback):
         self._filter_states = np.zeros((self.low_pass_filter.order, self.dimensions))
 
     def record_raw_gradient(self, sums: Mapping[str, Float[Tensor, "..."]], expected_batch_size: int) -> None:
-        """Record the clipped mean of a step, before noise is added. The trainer calls it, where `record_raw` asks for it.
+        """Record the clipped mean of a step, before noise is added. The run calls it if `record_raw` is set.
 
         Args:
             sums: The clipped sums by parameter name.
             expected_batch_size: B.
 
         Raises:
-            ValueError: Without `record_raw`.
+            ValueError: If `record_raw` is False.
         """
         if not self.record_raw:
-            raise ValueError("record_raw is False: this recorder keeps private gradients only.")
-        # No sensitivity bound and no noise: this is why the ledger of such a run says that it is not private.
+            raise ValueError("record_raw must be True to record raw gradients, got False. Set it, or record none.")
+        # No noise: this is why the ledger of such a run states that it is not private.
         self._raw.append(self._projection([sums[name] for name in self._parameters]) / expected_batch_size)
 
     def on_pre_optimizer_step(
@@ -177,18 +177,18 @@ class GradientRecorder(TrainerCallback):
             self._private.append(self._projection([gradient for gradient in gradients if gradient is not None]))
 
     def add_estimates(self, logs: dict[str, float]) -> None:
-        """Add to a training log how much was signal and how much noise since the last one (modified in place).
+        """Add the power of signal and noise since the last training log to a new one (modified in place).
 
-        `signal_power` and `noise_power` are ‖s‖² and dσ² of the gradient, `signal_power_error` the standard error of the
-        first; `snr_before` and `snr_after` are signal per noise before the filter and after it. They come from private
-        gradients. Where there is much noise, the signal, and with it both ratios, is now and then below 0: it is
-        left so, because a mean over many logs is then still right. A log of an evaluation is left alone, and so is one of a
-        process that does not record.
+        `signal_power` and `noise_power` are ‖s‖² and dσ² of the gradient, `signal_power_error` is the standard error of the
+        first, and `snr_before` and `snr_after` are signal per noise before the filter and after it. All are computed from
+        private gradients. With much noise the estimate of the signal, and with it both ratios, may be negative. It is not
+        cut at 0, so that a mean over many logs is unbiased. Logs of evaluations, and of processes that do not record, are
+        not changed.
 
         Args:
-            logs: What is about to be logged.
+            logs: The log.
         """
-        # The host logs the learning rate with every report on training steps, and with nothing else.
+        # The host logs the learning rate with every report on training steps, and with no other.
         rows = self._series(self._private[self._steps_logged :])
         if "learning_rate" not in logs or not len(rows):
             return

@@ -1,7 +1,7 @@
-"""What a private run tells its user: a summary before, ε along the way, the ledger with every checkpoint and at the end.
+"""The callback for a run's ledger: a summary before training, ε during it, and the ledger with every checkpoint and model.
 
-And the budget guard: steps are counted in the ledger before they are computed, and the run stops before a step that would
-overrun the target. Process 0 alone reads and writes ledgers.
+It also guards the budget: steps are counted in the ledger before they are computed, and the run stops before a step that
+would exceed the target. Only process 0 reads and writes ledgers.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ class PrivacyCallback(TrainerCallback):
     """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget.
 
     Args:
-        current_run: Returns the run; called when training begins.
+        current_run: A function that returns the run; it is called when training begins.
 
     Attributes:
         filter_words: The filter, in one line; empty before training.
-        ledger: What has been spent; None before training.
+        ledger: The record of what was spent; None before training.
     """
 
     def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
@@ -42,18 +42,18 @@ class PrivacyCallback(TrainerCallback):
         return 0.0 if self.ledger is None else self.ledger.epsilon()
 
     def earlier_ledger(self, checkpoint: str | None) -> PrivacyLedger | None:
-        """Return what the next run goes on from, the same on every process: what an earlier one has spent, or None.
+        """Return the ledger that the next run continues, the same on every process, or None.
 
         Args:
             checkpoint: The folder from which it is resumed, or None.
 
         Raises:
-            ValueError: The checkpoint has no ledger, or one of another run than the folder above it.
+            ValueError: If the checkpoint has no ledger, or one of another run than the folder above it.
         """
         found: list[Any] = [None]
         if PartialState().is_main_process:
             try:
-                # A second run of the same trainer goes on from what the first one released, whether resumed or not.
+                # A second run of the same trainer continues the ledger of the first one, whether resumed or not.
                 earlier = [self.ledger.as_written()] if self.ledger is not None else []
                 if checkpoint is not None:
                     earlier += ledgers_of(Path(checkpoint))
@@ -68,9 +68,9 @@ class PrivacyCallback(TrainerCallback):
     def on_train_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open the ledger, or take over the one of the run that is resumed; print the summary."""
+        """Open the ledger, or continue that of an earlier run, and print the summary."""
         run, step = self._current_run(), state.global_step
-        # Only once it has begun: a refusal must not lose what was spent before.
+        # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger = run.begin(step=step)
         self._run = run
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
@@ -88,13 +88,13 @@ class PrivacyCallback(TrainerCallback):
             if run.affordable_steps < remaining:
                 print(
                     f"The budget allows {run.affordable_steps} of the {remaining} steps left, because steps of the earlier "
-                    "run count: training will stop there."
+                    "run count. Training will stop there."
                 )
 
     def on_epoch_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Say to the sampler which epoch begins."""
+        """Set the sampler's epoch."""
         assert self._run is not None
         sampler = self._run.sampler
         sampler.set_epoch(state.global_step // sampler.steps_per_epoch)
@@ -102,9 +102,9 @@ class PrivacyCallback(TrainerCallback):
     def on_step_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count steps ahead, and on disk before the first of them is computed.
+        """Reserve steps, on disk before the first of them is computed.
 
-        Another process may be ahead of the file by what it computes alone; nothing is released until process 0 has
+        Another process may be ahead of the file in its own computation, but nothing is released until process 0 has
         reduced its own sum with it.
         """
         assert self._run is not None
@@ -115,19 +115,19 @@ class PrivacyCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the release: from here on the private gradient is out."""
+        """Count the release of the private gradient, which callbacks can read from here on."""
         assert self._run is not None
         self._run.count_release()
 
     def save_beside_model(
         self, folder: str, args: DopplerTrainingArguments, state: TrainerState, *, is_checkpoint: bool
     ) -> None:
-        """Put the ledger into the folder of a model that was saved; one of an earlier training there is set aside.
+        """Put the ledger into the folder of a saved model, and set aside one of an earlier training there.
 
         Args:
-            folder: Where the model is.
+            folder: The model's folder.
             args: The arguments.
-            state: The host's.
+            state: The host's state.
             is_checkpoint: Whether it is a checkpoint, which the ledger then notes, before the host pushes it to the hub.
         """
         if self.ledger is None or not state.is_world_process_zero:
@@ -139,7 +139,7 @@ class PrivacyCallback(TrainerCallback):
         self.ledger.save(folder)
 
     def complete_log(self, logs: dict[str, float], args: DopplerTrainingArguments) -> None:
-        """Add ε so far to the log of an evaluation; leave out a training loss that is not reported (modified in place)."""
+        """Add ε so far to the log of an evaluation, and drop a training loss that is not reported (modified in place)."""
         if any(name.startswith("eval_") for name in logs):
             logs["epsilon"] = self.epsilon()
         if args.report_train_loss == "none":  # zeros
@@ -149,7 +149,7 @@ class PrivacyCallback(TrainerCallback):
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop when the next step would overrun the budget."""
+        """Stop if the next step would exceed the budget."""
         assert self._run is not None
         if self._run.affordable_steps <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
@@ -157,7 +157,7 @@ class PrivacyCallback(TrainerCallback):
     def on_train_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the ledger beside the model, and say what was spent."""
+        """Close the ledger beside the model, and print what was spent."""
         if self.ledger is not None and state.is_world_process_zero:
             self.ledger.close()
             self.ledger.save(args.output_dir)
@@ -169,10 +169,10 @@ class PrivacyCallback(TrainerCallback):
 
 
 def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
-    """Return the ledgers of a checkpoint: its own, and that of its run, which may have gone on after it.
+    """Return the ledgers of a checkpoint: its own, and that of its run, which may have continued after it.
 
     Raises:
-        ValueError: Neither exists, so nobody knows what has been spent.
+        ValueError: If neither exists, so that it is unknown what was spent.
     """
     folders = (checkpoint, checkpoint.parent)
     ledgers = [PrivacyLedger.load(folder) for folder in folders if (folder / LEDGER_NAME).exists()]

@@ -1,7 +1,7 @@
 """The *Differential privacy* section of a model card, written from the privacy ledger of the training.
 
-It says what the ledger says and nothing else, and how to check that it does. The optimizer stands elsewhere in the card,
-among the hyper-parameters.
+It states only what the ledger states, and how to check that. The optimizer is in another place of the card, among the
+hyper-parameters.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Final
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# Comments in Markdown: what is between them is replaced when the section is written again.
+# Comments in Markdown: the text between them is replaced when the section is written again.
 _BEGIN: Final = "<!-- differential privacy: begin, written from the privacy ledger -->"
 _END: Final = "<!-- differential privacy: end -->"
 
@@ -19,7 +19,7 @@ def privacy_section(ledger: PrivacyLedger) -> str:
     """Return the section in Markdown, from its heading to its last line.
 
     Args:
-        ledger: Of the training that made the model.
+        ledger: The ledger of the training that made the model.
 
     Example:
         >>> print(privacy_section(PrivacyLedger.load("out")))
@@ -83,12 +83,12 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 def complete_card(
     path: str | Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger | None, filter_words: str
 ) -> None:
-    """Complete a card of the host: the optimizer that there was, and what the ledger says; before training nothing.
+    """Add the optimizer and the section on privacy to a card of the host; before training do nothing.
 
     Args:
         path: The card.
         args: The arguments.
-        ledger: Of the training, or None before it.
+        ledger: The ledger of the training, or None before it.
         filter_words: The filter on the gradient, in one line.
     """
     if ledger is None:
@@ -99,7 +99,7 @@ def complete_card(
 
 
 def name_optimizer(path: str | Path, words: str) -> None:
-    """Say in a card of the host which optimizer the model was trained with: the host names the one of its own arguments.
+    """Write the optimizer into a card of the host, which names the one of its own arguments.
 
     Args:
         path: The card.
@@ -119,21 +119,21 @@ def add_privacy_section(path: str | Path, ledger: PrivacyLedger) -> None:
 
     Args:
         path: The file, such as a model's README.md.
-        ledger: Of the training that made the model.
+        ledger: The ledger of the training that made the model.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: An earlier section in it has lost its beginning or its end.
+        FileNotFoundError: If there is no such file.
+        ValueError: If an earlier section in it has lost its beginning or its end.
     """
     path = Path(path)
-    text = path.read_bytes().decode("utf-8")  # as it is, line ends included
+    text = path.read_bytes().decode("utf-8")  # which keeps the line ends
     newline = "\r\n" if "\r\n" in text else "\n"
     section = f"{_BEGIN}\n{privacy_section(ledger)}{_END}".replace("\n", newline)
     begin, end = text.find(_BEGIN), text.find(_END)
     if text.count(_BEGIN) != text.count(_END) or text.count(_BEGIN) > 1 or end < begin:
         raise ValueError(
-            f"{path} has {text.count(_BEGIN)} times the line {_BEGIN!r} and {text.count(_END)} times {_END!r}, where one of "
-            "each, in this order, frames the section. Delete the section with these lines; it is written anew."
+            f"{path} must have the lines {_BEGIN!r} and {_END!r} once each, in this order, or not at all, got "
+            f"{text.count(_BEGIN)} and {text.count(_END)} of them. Delete the section with these lines to have it rewritten."
         )
     if begin < 0:
         gap = newline * (0 if not text else 1 if text.endswith(newline) else 2)

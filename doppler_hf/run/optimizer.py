@@ -18,16 +18,16 @@ def optimizer_of(
     run: PrivateRun,
     decayed: Collection[str],
 ) -> DopplerOptimizer:
-    """Return the `DopplerOptimizer` that the arguments ask for.
+    """Return the `DopplerOptimizer` of the arguments.
 
     Args:
         args: The arguments.
         model: The model to be trained.
-        run: The run, of whose steps and noise the filter may be chosen.
+        run: The run, from whose steps and noise the filter may be chosen.
         decayed: Names of the parameters with weight decay.
 
     Raises:
-        ValueError: `optim_target_modules` matches nothing.
+        ValueError: If `optim_target_modules` matches nothing.
     """
     galore = GaloreArguments.parse(args.optim_args)
     targets = args.optim_target_modules

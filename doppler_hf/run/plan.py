@@ -1,8 +1,8 @@
-"""The numbers of a private run, computed once, before its first step: how much noise, and what the ledger will say.
+"""The numbers of a private run, computed once, before its first step: the noise, and the statement of the ledger.
 
 With a private training loss each step releases two sums over the same draw, of clipped gradients with noise σC and of
-clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L², and σ₀ is what the
-accountant is told. A share s of the budget for the loss means 1/σ_L² = s/σ₀².
+clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L², and the accountant gets
+σ₀. A share s of the budget for the loss means 1/σ_L² = s/σ₀².
 """
 
 import math
@@ -24,19 +24,19 @@ def planned_statement(
     spent: Sequence[Releases] = (),
     first_step: int = 0,
 ) -> PrivacyStatement:
-    """Return what `args` do to the data; what is said of the sampling is read off the sampler itself.
+    """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
     Args:
         args: The arguments.
         sampler: The sampler.
-        noise_source: Where the noise comes from, in one line.
+        noise_source: The source of the noise, in one line.
         records_raw: Whether gradients are recorded before they are private.
-        spent: What earlier runs have released of the same data. A run resumed with the mechanism that it had goes on
-            with it. With another target or length, σ is what brings the whole to the target by the end.
-        first_step: The step at which the run goes on.
+        spent: What earlier runs have released of the same data. A run that is resumed unchanged keeps its mechanism.
+            With another target or length, σ is computed such that the whole training meets the target.
+        first_step: The step from which the run continues.
 
     Raises:
-        ValueError: A target that no noise reaches.
+        ValueError: If no noise reaches the target.
     """
     # The host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against.
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
@@ -79,14 +79,14 @@ def calibrated(
     """Return the noise multiplier with which `steps` more steps reach `args.target_epsilon`.
 
     Raises:
-        ValueError: `spent` leaves nothing worth training with.
+        ValueError: If `spent` leaves too little to train with.
     """
     assert args.target_epsilon is not None
-    # The last hundredth of a budget would be stretched over the steps by noise in which nothing can be learned.
+    # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
     if spent and (before := get_total_epsilon(spent, delta=delta, accountant=args.accountant)) > 0.99 * args.target_epsilon:
         raise ValueError(
             f"The privacy budget is spent: ε = {before:.4g} of target_epsilon = {args.target_epsilon}. Raise target_epsilon "
-            "to go on."
+            "to continue."
         )
     return get_noise_multiplier(
         target_epsilon=args.target_epsilon,

@@ -1,7 +1,7 @@
-"""One private training, its parts opened and closed together.
+"""One private training, whose parts are opened and closed together.
 
-The sampler that draws is the one that the accountant is told about; the mechanism that adds the noise is the one that says
-how much noise there is. A `DopplerTrainer` makes a new run each time it trains.
+The accountant reads the sample rate off the sampler that draws, and the optimizer the size of the noise off the mechanism
+that adds it. A `DopplerTrainer` makes a new run each time it trains.
 """
 
 import contextlib
@@ -39,19 +39,19 @@ class PrivateRun:
         args: The arguments.
         train_dataset: The private examples.
         expected_batch_size: B, over all processes.
-        recorders: What records gradients along the way.
+        recorders: The callbacks that record gradients.
         checkpoint: The folder from which the run is resumed, or None.
-        earlier: The ledger that it goes on from, or None.
+        earlier: The ledger that it continues, or None.
 
     Attributes:
-        statement: Every public number of the run: what the ledger says of it.
-        sampler: Draws the examples.
-        mechanism: Turns clipped sums into private gradients.
-        ledger: What has been spent; None before `begin`.
-        affordable_steps: How many more steps the budget allows.
+        statement: Every public number of the run, as in its ledger.
+        sampler: The sampler of the examples.
+        mechanism: The mechanism that turns clipped sums into private gradients.
+        ledger: The record of what was spent; None before `begin`.
+        affordable_steps: The number of further steps that the budget allows.
 
     Raises:
-        ValueError: A target that no noise reaches, or a budget that is spent.
+        ValueError: If no noise reaches the target, or the budget is spent.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PrivateRun:
             spent=() if earlier is None else earlier.history,
             first_step=TrainerState.load_from_json(str(state)).global_step if state is not None and state.exists() else 0,
         )
-        # On a CPU a background thread takes from the gradients what it gives to the noise.
+        # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
         ahead = args.device.type != "cpu"
         self.mechanism: Mechanism = self._gaussian(
             self.statement.noise_multiplier, args.per_sample_max_grad_norm, draw_ahead=ahead
@@ -129,11 +129,11 @@ class PrivateRun:
         """Return a loader of this run's draws, each item a list of micro-batches.
 
         Args:
-            dataset: The training set, in its order, with the columns that the collator wants.
-            collator: Makes a batch of a list of examples.
+            dataset: The training set, in its order, with the columns for the collator.
+            collator: A function that makes a batch of a list of examples.
 
         Raises:
-            ValueError: A budget of tokens that cannot be kept.
+            ValueError: If the budget of tokens cannot be met.
         """
         return private_loader(
             dataset,
@@ -158,17 +158,17 @@ class PrivateRun:
 
         Args:
             model: The model to be trained.
-            losses_of: Returns one loss per example of a micro-batch, from a call of the model.
-            loader: The private loader, of whose first examples the check is made.
-            prepare: Puts what the collator made on the model's device.
+            losses_of: A function that calls the model and returns one loss per example of a micro-batch.
+            loader: The private loader, whose first examples are used for the check.
+            prepare: A function that puts a collated batch on the model's device.
 
         Raises:
-            ValueError: The model cannot be trained privately, by the name of the layer or buffer that is the reason.
+            ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault.
         """
 
         def first_examples(number: int) -> dict[str, Any]:
             examples = [loader.dataset[index % len(loader.dataset)] for index in range(number)]
-            # Whatever the budget of tokens, in one micro-batch: cut into single examples it would prove nothing.
+            # In one micro-batch, whatever the budget of tokens: cut into single examples it would prove nothing.
             (micro_batch,) = loader.collate_fn(examples, max_tokens=None)
             return prepare(micro_batch.inputs)
 
@@ -184,7 +184,7 @@ class PrivateRun:
         return {} if self._clipped is None else self._clipped.fallbacks
 
     def releases(self, steps: int) -> Releases:
-        """Return what `steps` steps release, by what the sampler and the mechanism say of themselves."""
+        """Return what `steps` steps release, from the sampler and the mechanism themselves."""
         rate = self.sampler.sample_rate
         release = self.mechanism.releases(steps, sample_rate=rate)
         if self._private_loss is None:
@@ -193,16 +193,16 @@ class PrivateRun:
         return release._replace(noise_multiplier=joint_noise_multiplier(release.noise_multiplier, of_loss.noise_multiplier))
 
     def begin(self, *, step: int) -> PrivacyLedger:
-        """Open the ledger, or go on with the earlier one, and count what the budget allows.
+        """Open the ledger, or continue the earlier one, and count the steps that the budget allows.
 
         Args:
             step: The optimizer step at which the run begins.
 
         Raises:
-            ValueError: The budget does not allow a single step; the run has no ledger then.
+            ValueError: If the budget does not allow a single step. The run has no ledger then.
         """
         statement, earlier = self.statement, self._earlier
-        # What is said and accounted is what the sampler and the mechanism do.
+        # The statement and the account must describe what the sampler and the mechanism do.
         assert statement.noise_source == self.mechanism.describe()
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
         ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
@@ -211,13 +211,13 @@ class PrivateRun:
         if remaining > 0 and affordable == 0:
             raise ValueError(
                 f"The privacy budget is spent: ε = {ledger.epsilon():.4g} of target_epsilon = {statement.target_epsilon}. "
-                "Raise target_epsilon to go on."
+                "Raise target_epsilon to continue."
             )
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger
 
     def count_ahead(self) -> PrivacyLedger | None:
-        """Count the next portion of steps, if the last one is used up; return the ledger if it must be saved now."""
+        """Reserve the next portion of steps, if the last one is used up, and return the ledger if it must be saved now."""
         assert self.ledger is not None
         return self.ledger if self.ledger.reserve(at_most=self.affordable_steps) else None
 
@@ -234,7 +234,7 @@ class PrivateRun:
 
         Args:
             losses: One loss per example, shape (batch,), attached to the graph.
-            weights: Each example's share of its unit's contribution, shape (batch,); None where every example is a unit.
+            weights: Each example's share of its unit's contribution, shape (batch,); None if every example is a unit.
         """
         assert self._clipped is not None
         weights = None if weights is None else weights.to(losses.device)
@@ -250,16 +250,16 @@ class PrivateRun:
         Args:
             parameters: The model's parameters by name.
             step: Optimizer step, counted from 0.
-            subspaces: Parameter → P, where the optimizer reads no more of a gradient than its projection.
+            subspaces: Parameter → P, if the optimizer reads only the projection of its gradient.
 
         Returns:
-            The private training loss of the step; None unless there is one.
+            The private training loss of the step, or None if there is none.
         """
         assert self._clipped is not None
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.
             recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
-        # What the optimizer will only read in a subspace needs no more noise than that has coordinates. The subspaces come
-        # from the gradients of earlier steps, which are private.
+        # A gradient that the optimizer reads in a subspace only needs no more noise than that has coordinates. The
+        # subspaces are computed from the gradients of earlier steps, which are private.
         bases = {name: subspaces[parameter] for name, parameter in parameters.items() if parameter in subspaces}
         for name, gradient in self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases).items():
             parameters[name].grad = gradient.to(parameters[name].dtype)

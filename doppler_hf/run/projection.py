@@ -3,9 +3,9 @@ r"""A small linear image of a gradient: a count sketch, or some of its coordinat
 A gradient of d coordinates becomes k = `dimensions` numbers, y = P g, with P of one of two kinds:
 
 - "projection": every coordinate is added to one of k sums under a sign of its own, y_j = Σ_{i: h(i)=j} ε_i g_i (Charikar,
-  Chen and Farach-Colton's count sketch). Coordinate i stands in column i mod W of a table W = min(d, 2^17 - 1) wide; its
-  sign is the product of a random one for the row and one for the column, and the column says into which sum. So one
-  pass over the gradient and d/W + 2W random numbers do for P.
+  Chen and Farach-Colton's count sketch). Coordinate i is in column i mod W of a table of width W = min(d, 2^17 - 1). Its
+  sign is the product of a random one for the row and one for the column, and the column determines the sum. So P needs
+  one pass over the gradient and d/W + 2W random numbers.
 - "coordinates": k of the coordinates, drawn without replacement, times √(d/k).
 
 Both have E‖P g‖² = ‖g‖² over the public seed. Each coordinate goes into one sum at most, so P turns white noise of standard
@@ -35,11 +35,11 @@ class Projection:
         number: d.
         dimensions: k, at most d.
         kind: "projection" or "coordinates".
-        seed: Says which one.
+        seed: The seed of the projection, or of the choice of coordinates.
     """
 
     def __init__(self, number: int, *, dimensions: int, kind: Kind, seed: int) -> None:
-        # torch's own generator would be the one that the model's dropout is drawn from.
+        # Not torch's generator, from which the model's dropout is drawn.
         generator = np.random.default_rng(seed)
         self._dimensions = dimensions
         self._scale = 1.0
@@ -49,7 +49,7 @@ class Projection:
             rows = -(-number // self._width)
             self._row_signs = torch.from_numpy(generator.choice([-1.0, 1.0], rows).astype(np.float32))
             self._column_signs = torch.from_numpy(generator.choice([-1.0, 1.0], self._width).astype(np.float32))
-            # As many columns for each sum, up to one.
+            # Each sum has as many columns as the others, up to one.
             self._sums = torch.from_numpy(generator.permutation(self._width) % dimensions)
         else:
             self._chosen = torch.from_numpy(np.sort(generator.choice(number, dimensions, replace=False)))
@@ -57,7 +57,7 @@ class Projection:
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Float[Tensor, "..."]]) -> Float[np.ndarray, " dimensions"]:
-        """Return P g for the gradient g that these tensors make, one after the other, in float32."""
+        """Return P g in float32, where g is the concatenation of these tensors."""
         image = self._sketch(tensors) if self._is_sketch else self._coordinates(tensors)
         return image.cpu().numpy()
 
@@ -74,7 +74,7 @@ class Projection:
         first = 0
         for tensor in tensors:
             flat = tensor.reshape(-1).float()
-            # The rest of a row that the tensor before has begun, whole rows, and the beginning of one.
+            # The rest of a row that the previous tensor began, whole rows, and the beginning of one.
             begun = min(-first % self._width, len(flat))
             whole = (len(flat) - begun) // self._width
             self._add(table, flat[:begun], at=first)

@@ -1,4 +1,4 @@
-"""What a private run is about to do to the data, as a table for its user."""
+"""The table that a private run prints before its first step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from doppler_hf.run.private_run import PrivateRun
 
 
 def print_summary(run: PrivateRun, *, model: Any, first_step: int, filter_words: str) -> None:
-    """Print what is about to be done to the data from `first_step` on, as a table."""
+    """Print the mechanism, its ε and the filter of a run from `first_step` on, as a table."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     target = "" if statement.target_epsilon is None else f" (target {statement.target_epsilon:g})"
-    mend = "; report_train_loss='private' adds noise, 'none' leaves it out" if statement.train_loss == "raw" else ""
+    mend = " (report_train_loss='private' adds noise, 'none' leaves it out)" if statement.train_loss == "raw" else ""
     rows = (
         ("unit of privacy", statement.unit_in_words),
         ("units N", f"{statement.num_units:,}"),
@@ -51,7 +51,7 @@ def epsilons_in_words(ledger: PrivacyLedger, *, further_steps: int = 0) -> str:
 
 
 def counted(fallbacks: Mapping[str, str]) -> dict[str, tuple[int, str]]:
-    """Return, for each way in which layers are treated, how many there are and the first one's name."""
+    """Return, for each way in which layers are treated, their number and the first one's name."""
     groups: dict[str, list[str]] = {}
     for name, how in fallbacks.items():
         groups.setdefault(how, []).append(name)

@@ -1,10 +1,10 @@
-"""A low-pass filter on the weights of a run: who looks at the model sees the filtered ones, training has the raw ones.
+"""A low-pass filter on the weights of a run: the filtered ones are evaluated and saved, the raw ones trained.
 
 A checkpoint's model files hold the filtered weights, so that `from_pretrained` and the choice of the best model get them.
 `weight_filter.pt` beside them holds the raw weights and the filter's states, from which a run is resumed.
 
-The hooks of the host are enough to follow a run. What the host evaluates and saves it calls by itself, so `DopplerTrainer`
-puts `applied` around `evaluation_loop` and `save_model`, and calls `add_to_checkpoint`.
+The host's callback hooks suffice to follow the training. There is none around evaluating and saving, so `DopplerTrainer`
+wraps `evaluation_loop` and `save_model` in `applied`, and calls `add_to_checkpoint`.
 """
 
 import contextlib
@@ -37,16 +37,16 @@ class WeightFilterCallback(TrainerCallback):
         self.checkpoint: str | None = None
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
-        """Have the filtered weights in the model for a while; before and after training it is as it is."""
+        """Put the filtered weights into the model for the duration of the block. Outside of training nothing changes."""
         return contextlib.nullcontext() if self._weights is None else self._weights.applied()
 
     def on_train_begin(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin with the weights of the model, or go on with those of the checkpoint.
+        """Begin with the weights of the model, or continue with those of the checkpoint.
 
         Raises:
-            ValueError: The checkpoint has no raw weights, or those of another filter or model.
+            ValueError: If the checkpoint has no raw weights, or those of another filter or model.
         """
         if self._low_pass_filter is None:
             return
@@ -55,8 +55,9 @@ class WeightFilterCallback(TrainerCallback):
             path = Path(self.checkpoint) / WEIGHT_FILTER_NAME
             if not path.exists():
                 raise ValueError(
-                    f"There is no {WEIGHT_FILTER_NAME} in {self.checkpoint}, so the weights that training would go on with "
-                    "are unknown. Resume without a weight filter if that run had none, or from another checkpoint."
+                    f"There is no {WEIGHT_FILTER_NAME} in {self.checkpoint}, so the raw weights are unknown with which "
+                    "training would continue. Resume without a weight filter if that run had none, or from another "
+                    "checkpoint."
                 )
             weights.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         self._weights = weights
@@ -64,19 +65,19 @@ class WeightFilterCallback(TrainerCallback):
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the new weights in."""
+        """Update the filter with the new weights."""
         if self._weights is not None:
             self._weights.update()
 
     def add_to_checkpoint(self, folder: str, args: DopplerTrainingArguments) -> None:
-        """Put the raw weights and the filter's states into a checkpoint, if a run shall be resumed from it."""
+        """Put the raw weights and the filter's states into a checkpoint from which a run may be resumed."""
         if self._weights is not None and args.should_save and not args.save_only_model:
             torch.save(self._weights.state_dict(), Path(folder) / WEIGHT_FILTER_NAME)
 
     def on_train_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the filtered weights in the model: the last ones, or the best checkpoint's, which the host has loaded."""
+        """Leave the filtered weights in the model: the last ones, or the best checkpoint's, loaded by the host."""
         if self._weights is None:
             return
         if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):

@@ -209,9 +209,9 @@ def test_a_second_training_begins_a_new_recording(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dimensions": 0}, "dimensions is 0: record from 1 to"),
-        ({"dimensions": 2**17}, "dimensions is 131072"),
-        ({"kind": "pca"}, "kind is 'pca': choose one of projection, coordinates"),
+        ({"dimensions": 0}, r"dimensions must lie in \[1, 131071\], got 0"),
+        ({"dimensions": 2**17}, r"dimensions must lie in \[1, 131071\], got 131072"),
+        ({"kind": "pca"}, "kind must be one of projection, coordinates, got 'pca'"),
     ],
 )
 def test_a_recorder_of_nothing_is_refused(options, message):
@@ -222,9 +222,9 @@ def test_a_recorder_of_nothing_is_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "run", "message"),
     [
-        ({}, {"disable_dp": True, "noise_multiplier": None}, "with disable_dp there are none"),
-        ({}, {"optim_target_modules": ["query"], "optim_args": "rank=4"}, "with GaLore"),
-        ({"dimensions": 100_000}, {}, r"dimensions is 100000, but \d+ parameters are trained"),
+        ({}, {"disable_dp": True, "noise_multiplier": None}, "disable_dp=True has none"),
+        ({}, {"optim_target_modules": ["query"], "optim_args": "rank=4"}, "which GaLore"),
+        ({"dimensions": 100_000}, {}, r"dimensions must be at most the \d+ trained parameters, got 100000"),
     ],
 )
 def test_runs_that_cannot_be_recorded_are_refused(tmp_path, options, run, message):
@@ -234,5 +234,5 @@ def test_runs_that_cannot_be_recorded_are_refused(tmp_path, options, run, messag
 
 
 def test_the_raw_gradient_is_recorded_where_asked_for_only():
-    with pytest.raises(ValueError, match="record_raw is False"):
+    with pytest.raises(ValueError, match="record_raw must be True to record raw gradients, got False"):
         GradientRecorder().record_raw_gradient({}, 8)

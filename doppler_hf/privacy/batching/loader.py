@@ -20,18 +20,18 @@ def private_loader(
 ) -> DataLoader[Any]:
     """Return a loader of the sampler's draws: `sampler.micro_batches` items a draw, each a list of `MicroBatch`.
 
-    It must not pass through `accelerator.prepare`, which shards any batch sampler and repeats examples to even the shards
-    out: an example could then count twice.
+    It must not pass through `accelerator.prepare`, which shards any batch sampler and repeats examples to make the shards
+    equal: an example could then count twice.
 
     Args:
-        dataset: The training set, in the order that the sampler knows.
+        dataset: The training set, in the sampler's order.
         sampler: The sampler.
-        collator: Makes a batch of a list of examples.
+        collator: A function that makes a batch of a list of examples.
         max_tokens: The most padded tokens of a micro-batch, or None for no limit.
         **options: Further arguments of `DataLoader`, such as `num_workers`.
 
     Raises:
-        ValueError: A budget of tokens that cannot be kept.
+        ValueError: If the budget of tokens cannot be met.
     """
     if max_tokens is not None:
         check_token_budget(sampler.lengths, max_tokens=max_tokens)

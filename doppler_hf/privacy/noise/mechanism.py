@@ -2,10 +2,9 @@
 
     g_t = (1/B)·(Σ_{i∈draw} clip(∇fᵢ, C) + 𝒩(0, σ²C²·I))                                    (Algorithm 1, line 5)
 
-B is the *expected* batch size, never the drawn one: the drawn size depends on who is in the data. The noise is the
-mechanism's own affair; what the other side of the privacy boundary needs to know of it is one float a step, `noise_std`.
-Another mechanism may draw noise that is not white, or not independent from step to step; see `Mechanism`.
-For gradients that are read in a subspace only, see `subspace_noise`.
+B is the *expected* batch size, never the drawn one, which depends on the data. The other side of the privacy boundary reads
+one float a step from the mechanism, `noise_std`. Another mechanism may draw noise that is not white, or not independent from
+step to step; see `Mechanism`. For gradients that are read in a subspace only, see `subspace_noise`.
 """
 
 import functools
@@ -25,7 +24,7 @@ from doppler_hf.privacy.noise.subspace_noise import bases_of, coordinates_of, li
 
 
 class Mechanism(Protocol):
-    """What turns clipped sums into private gradients, and what of it is public.
+    """An algorithm that turns clipped sums into private gradients, with its public numbers.
 
     Attributes:
         expected_batch_size: B, over all processes.
@@ -49,13 +48,13 @@ class Mechanism(Protocol):
         """Return what `steps` steps release, in the accountant's terms, for draws of this rate."""
 
     def describe(self) -> str:
-        """Say in one line where the noise comes from."""
+        """Return the source of the noise in one line."""
 
     def reproducible(self, seed: int) -> "Mechanism":
         """Return the same mechanism with noise that depends on a seed, for tests and audits."""
 
     def close(self) -> None:
-        """End what runs in the background. The mechanism stays usable."""
+        """End background threads. The mechanism stays usable."""
 
 
 @final
@@ -66,17 +65,17 @@ class GaussianMechanism:
         noise_multiplier: σ, the noise's standard deviation in units of the clip norm. 0 adds no noise.
         max_grad_norm: C, the bound on one example's contribution.
         expected_batch_size: B, over all processes.
-        generator: Where the random words come from: "csprng", also against who sees every step's gradient, or "philox",
-            against who sees the last model only.
+        generator: The source of random words: "csprng" protects against attackers who see every step's gradient,
+            "philox" against those who see the last model only.
         floating_point_safe: Whether each normal is the sum of four, against attacks on floating-point noise.
         draw_ahead: Whether a background thread prepares the next step's noise, at most 4 bytes a coordinate. End it with
-            `close`, or use the mechanism in a `with` statement; it ends with the mechanism at the latest. Only noise that
-            nobody can reproduce is drawn ahead: with a `seed` it depends on the step, and is drawn in it.
+            `close`, or use the mechanism in a `with` statement; it ends with the mechanism at the latest. With a `seed`
+            the noise depends on the step, and is not drawn ahead.
         seed: None for noise from the operating system's entropy. An integer makes it reproducible, for tests only.
 
     Raises:
-        ValueError: A negative `noise_multiplier`, a clip norm or batch size that is not positive, or an unknown
-            `generator`.
+        ValueError: If `noise_multiplier` is negative, the clip norm or the batch size is not positive, or `generator` is
+            unknown.
 
     Example:
         >>> mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=100)
@@ -117,16 +116,16 @@ class GaussianMechanism:
                 std=noise_multiplier * max_grad_norm,
                 floating_point_safe=floating_point_safe,
             )
-            # The thread knows the store, not the mechanism: so that a mechanism nobody has any more ends its thread.
+            # The thread has a reference to the store only, so that a mechanism without references ends its thread.
             weakref.finalize(self, self._ahead.close)
 
     @property
     def prepared(self) -> int:
-        """How many normals are ready for the next step; 0 unless they are drawn ahead."""
+        """The number of normals that are ready for the next step; 0 unless they are drawn ahead."""
         return 0 if self._ahead is None else self._ahead.prepared
 
     def close(self) -> None:
-        """End the background thread, if there is one. The mechanism stays usable, and draws on the spot."""
+        """End the background thread, if there is one. The mechanism stays usable, and draws each step's noise in it."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -138,7 +137,7 @@ class GaussianMechanism:
 
     def __reduce__(self) -> str:
         """Refuse to be pickled: prepared noise and keys would travel with the copy."""
-        raise TypeError("A GaussianMechanism holds secret noise and cannot be pickled or copied; make a new one instead.")
+        raise TypeError("A GaussianMechanism holds secret noise and cannot be pickled or copied. Make a new one instead.")
 
     def noise_std(self, step: int) -> float:
         """Return the standard deviation of the noise per coordinate of the mean gradient, σC/B (the paper's σ_DP).
@@ -155,7 +154,7 @@ class GaussianMechanism:
         return Releases(self.noise_multiplier, sample_rate, steps)
 
     def describe(self) -> str:
-        """Say in one line where the noise comes from."""
+        """Return the source of the noise in one line."""
         return noise_source(self._generator, floating_point_safe=self._floating_point_safe, seed=self._seed)
 
     def reproducible(self, seed: int) -> "GaussianMechanism":
@@ -184,26 +183,26 @@ class GaussianMechanism:
             step: Optimizer step, counted from 0.
             subspaces: By name, P of each matrix whose gradient is needed in a subspace only, shape (min(m, n), rank) for a
                 sum of shape (m, n), with orthonormal columns; any device and floating dtype. It must be the same on every
-                process, and follow from what earlier steps released (or from public data) alone.
+                process, and depend on earlier releases (or public data) only.
 
         Returns:
-            The private mean gradient by parameter name, the same on every process: the tensors that were passed. In a
+            The private mean gradient by parameter name, the same on every process, in the tensors that were passed. In a
             subspace it is P·(PᵀS + noise)/B for m ≤ n and (S·P + noise)·Pᵀ/B for m > n, so that PᵀG (or G·P) is the noisy
-            projected mean again.
+            projected mean.
 
         Raises:
-            ValueError: A subspace of no parameter or of another shape, or a P whose columns are not orthonormal, by name.
-                No sum has been modified then, and no noise drawn.
-            RuntimeError: The thread that draws ahead has failed. Nothing must be released then.
+            ValueError: If a subspace is of no parameter or of another shape, or the columns of a P are not orthonormal, by
+                name. No sum has been modified then, and no noise drawn.
+            RuntimeError: If the thread that draws ahead has failed. Nothing must be released then.
         """
         # Sensitivity: adding or removing one example changes the sum over all processes by a Δ of at most C in the joint
         # ℓ₂ norm, because each example is on one process only and contributes one clipped gradient. In a subspace
         # ‖PᵀΔ‖ ≤ ‖P‖₂·‖Δ‖ ≤ stretch·‖Δ‖, and the noise there is `stretch` times as large: in units of the noise the joint
         # change is at most C/(σC) whatever the subspaces. They depend on earlier releases alone, so that the steps
-        # compose adaptively, which is what the accountant bounds; going back from the subspace is post-processing.
+        # compose adaptively, which is what the accountant bounds; lifting from the subspace is post-processing.
         #
-        # Process 0 adds the noise before the sums are reduced, so no unnoised total exists anywhere, the noise is there
-        # exactly once whatever the number of processes, and every replica receives the same bits.
+        # Process 0 adds the noise before the sums are reduced, so that no unnoised total exists anywhere, the noise is
+        # added exactly once whatever the number of processes, and every replica receives the same bits.
         distributed = dist.is_available() and dist.is_initialized()
         is_noisy = self.noise_multiplier > 0.0 and (not distributed or dist.get_rank() == 0)
         bases = bases_of(subspaces, sums)
@@ -225,8 +224,7 @@ class GaussianMechanism:
 
     def _add_noise(self, values: Float[Tensor, "..."], *, stretch: float, step: int) -> None:
         """Add 𝒩(0, (stretch·σC)²) to every coordinate (modified in place)."""
-        # What is not prepared is drawn here, from another stream than the thread's: no coordinate goes without, and none
-        # shares its noise.
+        # Noise that is not prepared is drawn here, from another stream than the thread's: every coordinate gets its own.
         prepared = 0 if self._ahead is None else self._ahead.add_to(values, scale=stretch)
         add_gaussian_noise(
             values.view(-1)[prepared:],
