@@ -1,4 +1,4 @@
-"""What the filter does in three minutes: a small ViT, trained privately on digits with and without it at the same ε.
+"""The effect of the filter in three minutes: a small ViT, trained privately on digits with and without it at the same ε.
 
     make quickstart        or        python scripts/quickstart.py
 
@@ -35,7 +35,7 @@ PICTURE = OUT / "learning_curves.png"
 
 
 def examples(split: "Dataset") -> list[dict[str, Any]]:
-    """Turn 8×8 grey values into tensors once: all of them together are smaller than one photograph."""
+    """Turn 8×8 grey values into tensors. All of them together are smaller than one photograph."""
     pixels = (torch.tensor(np.asarray(image), dtype=torch.float32) for image in split["image"])
     return [{"pixel_values": p[None] / 127.5 - 1, "labels": y} for p, y in zip(pixels, split["label"], strict=True)]
 

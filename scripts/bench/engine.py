@@ -1,4 +1,4 @@
-"""What privacy costs in time and memory: a private step against an ordinary one, in turn, in one process.
+"""Overhead of privacy in time and memory: private steps against ordinary ones, in turn, in one process.
 
     python -m scripts.bench.engine --output out/bench.jsonl
     python -m scripts.bench.engine --works roberta-full,vit-full --engines book_keeping,opacus --pairs 10
@@ -9,9 +9,9 @@ clipped per-sample gradients for an engine. There is no noise and no optimizer; 
 private step make a pair; the result is the median of the pairs' ratios, with its quartiles. Memory is the most that a few
 steps add to model and batch, in a fresh process for each. Models have random weights, and nothing is downloaded.
 
-On Linux's CPU a step may spend more time on getting memory back from the system than on privacy: glibc gives freed blocks
-away and takes the page faults again in the next step. `--heap keep` tells it to keep them, as CUDA's allocator, jemalloc and
-tcmalloc do, for both kinds of steps; `--heap return` is glibc's default. Memory is always measured with the default.
+On a CPU under Linux a step may spend more time on allocating memory than on privacy: glibc returns freed blocks to the
+system, which costs page faults in the next step. With `--heap keep` it keeps them in both kinds of steps, as CUDA's
+allocator, jemalloc and tcmalloc do; `--heap return` is glibc's default. Memory is always measured with the default.
 """
 
 import contextlib
@@ -133,7 +133,7 @@ def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], *, norm_rule: str) -> Iterator[Callable[[], None]]:
-    """Yield a function that makes one step: an ordinary one for "plain", else a private one but for its noise."""
+    """Yield a function that makes one step: an ordinary one for "plain", else a private one without noise."""
 
     def plain() -> None:
         model.zero_grad(set_to_none=True)  # as the host does
@@ -169,7 +169,7 @@ def paired_seconds(work: Work, engine: str, args: BenchArguments) -> np.ndarray:
 
 
 def peak_memory(work: Work, engine: str, args: BenchArguments) -> float:
-    """Return what a few steps need beyond model and batch, in MiB; for a process that has done nothing else.
+    """Return the memory that a few steps need beyond model and batch, in MiB, in a process that has done nothing else.
 
     On the CPU this is the highest resident memory of the process less what was resident before the first step. It is too
     much where building the model took more than the steps do, as for tiny works.
@@ -185,7 +185,7 @@ def peak_memory(work: Work, engine: str, args: BenchArguments) -> float:
 
 
 def measure(name: str, work: Work, engine: str, args: BenchArguments, *, plain_mib: float) -> dict[str, Any]:
-    """Return time and memory of one engine on one work, and the settings they were measured with."""
+    """Return time and memory of one engine on one work, and the settings of the measurement."""
     seconds = paired_seconds(work, engine, args)
     q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
     plain_s, private_s = np.median(seconds, axis=0).tolist()
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args,) = parse_args(BenchArguments, argv=argv)
         for name in args.works.split(","):
             if name not in WORKS:
-                raise ValueError(f"no work {name!r}; choose of {', '.join(WORKS)}")
+                raise ValueError(f"--works must be of {', '.join(WORKS)}, got {name!r}.")
     torch.set_num_threads(args.threads)
     if args.device == "cpu" and args.heap == "keep":
         keep_freed_memory()

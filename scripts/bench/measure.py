@@ -1,7 +1,7 @@
-"""What the benchmarks share: ratios of paired times, and peak memory in a process of its own.
+"""Shared functions of the benchmarks: ratios of paired times, and peak memory in a separate process.
 
-A machine is never as fast twice. What is compared is therefore made in turn, and the result is the median of the pairs'
-ratios with its quartiles.
+A machine's speed changes over time. Two ways are therefore timed in turn, and the result is the median of the pairs' ratios
+with its quartiles.
 """
 
 import ctypes
@@ -59,21 +59,21 @@ def keep_freed_memory() -> None:
     """Tell glibc not to give memory back: no trimming (M_TRIM_THRESHOLD) and no blocks of their own (M_MMAP_MAX).
 
     Raises:
-        ValueError: On a system with another C library.
+        ValueError: If the system has another C library.
     """
     libc = ctypes.CDLL("libc.so.6")
     if not (libc.mallopt(-1, 2**31 - 1) and libc.mallopt(-4, 0)):
-        raise ValueError("--heap keep needs glibc; use --heap return")
+        raise ValueError("--heap keep needs glibc, which this system does not have. Use --heap return.")
 
 
 def in_fresh_process(function: Callable[..., float], *arguments: Any) -> float:
-    """Call a function in a process of its own, so that nothing else has used that process's memory."""
+    """Call a function in a new process, so that nothing else has used that process's memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 def append_json_line(result: dict[str, Any], path: str | None) -> None:
-    """Add a result to a file, which is made if need be; nothing for None."""
+    """Add a result to a file, which is made if there is none. Do nothing for None."""
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("a") as file:

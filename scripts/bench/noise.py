@@ -1,11 +1,11 @@
-"""What secret noise costs: each way to draw it against torch's own normals, in turn, in one process.
+"""Overhead of secret noise: each way to draw it against torch's own normals, in turn, in one process.
 
     python -m scripts.bench.noise --results out/noise.jsonl
     python -m scripts.bench.noise --count 10000000 --threads 1 --ways "csprng,csprng ahead"
 
 `torch.Tensor.normal_` and a `privatize` of ours make a pair; the result is the median of the pairs' ratios, with its
-quartiles. Ours also adds the noise to a sum and divides it by the batch size. Of `ahead` what is measured is how long
-`privatize` takes once the background thread has prepared what it may: the part that a step waits for.
+quartiles. Ours also adds the noise to a sum and divides it by the batch size. For `ahead` `privatize` is timed after the
+background thread has prepared all that it can: the part for which a step waits.
 """
 
 import functools
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args,) = parse_args(BenchArguments, argv=argv)
         for name in args.ways.split(","):
             if name not in WAYS:
-                raise ValueError(f"no way {name!r}; choose of {', '.join(WAYS)}")
+                raise ValueError(f"--ways must be of {', '.join(WAYS)}, got {name!r}.")
     torch.set_num_threads(args.threads)
     for name in args.ways.split(","):
         seconds = paired_seconds(WAYS[name], args)

@@ -1,4 +1,4 @@
-"""What an optimizer step costs: `DopplerOptimizer` against torch's fused AdamW, in turn, in one process.
+"""Time and memory of an optimizer step: `DopplerOptimizer` against torch's fused AdamW, in turn, in one process.
 
     python -m scripts.bench.optimizer --output out/bench.jsonl
     python -m scripts.bench.optimizer --works filters --pairs 100 --device cuda
@@ -7,9 +7,9 @@ The parameters have the shapes of RoBERTa-base's encoder, 85 million in 192 tens
 is not drawn. A step of AdamW and one of ours make a pair; the result is the median of the pairs' ratios, with its quartiles.
 Memory is the most that three steps add to parameters and gradients, in a fresh process for each. `galore` is the same in a
 subspace of rank 64, between refreshes; `adaptive` has taps that follow the gradients; `weights` is what a filter on the
-weights adds to a step. `projectors` compares what finds a basis of rank 64 for a 768 × 3072 matrix with
-torch's full SVD, in time and in the energy ‖PᵀG‖² that the basis captures, for singular values falling as 1/i and for a
-matrix whose signal is a tenth of its noise.
+weights adds to a step. `projectors` compares the algorithms for a basis of rank 64 of a 768 × 3072 matrix with torch's full
+SVD, in time and in the energy ‖PᵀG‖² that the basis captures, for singular values falling as 1/i and for a matrix whose
+signal is a tenth of its noise.
 """
 
 import functools
@@ -97,7 +97,7 @@ def paired_seconds(first: Callable[[], Any], second: Callable[[], Any], args: Be
 
 
 def peak_memory(kind: dict[str, Any] | None, args: BenchArguments) -> float:
-    """Return what three steps need beyond parameters and gradients, in MiB; for a process that has done nothing else."""
+    """Return the memory that three steps need beyond parameters and gradients, in MiB, in a fresh process."""
     torch.set_num_threads(args.threads)
     params = parameters(args)
     gc.collect()
@@ -131,7 +131,7 @@ def measure_projectors(args: BenchArguments) -> None:
     rank = width // 12
     for name, matrix in matrices(args).items():
         best = energy(matrix, find_basis(matrix, rank, projector="svd"))
-        # What a warm start begins from: the basis of an earlier gradient, here of one with other noise.
+        # A warm start begins from the basis of an earlier gradient, here of one with other noise.
         noise = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(1)).to(matrix)
         previous = find_basis(matrix + noise * (matrix.norm() / noise.norm()), rank, projector="randomized")
         for projector in PROJECTORS:
@@ -151,7 +151,7 @@ def measure_projectors(args: BenchArguments) -> None:
 
 
 def settings(args: BenchArguments) -> dict[str, Any]:
-    """Return what a result was measured with."""
+    """Return the settings of a measurement."""
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     return {"device": device, "torch": torch.__version__, "settings": asdict(args)}
 
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args,) = parse_args(BenchArguments, argv=argv)
         for work in args.works.split(","):
             if work not in [*WORKS, "projectors"]:
-                raise ValueError(f"no work {work!r}; choose of {', '.join(WORKS)}, projectors")
+                raise ValueError(f"--works must be of {', '.join(WORKS)}, projectors, got {work!r}.")
     torch.set_num_threads(args.threads)
     kinds = {name: kind for work in args.works.split(",") for name, kind in WORKS.get(work, {}).items()}
     adamw_mib = in_fresh_process(peak_memory, None, args) if kinds else 0.0

@@ -1,4 +1,4 @@
-"""What a private training run costs: `DopplerTrainer` against `Trainer` on SST-2, in turn, in one process.
+"""Overhead of a private training run: `DopplerTrainer` against `Trainer` on SST-2, in turn, in one process.
 
     python -m scripts.bench.training --dataset_dir glue/sst2 --tokenizer roberta-base [--lora_r 8] [--output out/bench.jsonl]
 
@@ -7,8 +7,8 @@ optimizers and schedules, and the private one with noise and a filter. `Trainer`
 `batch_size`; `DopplerTrainer` makes Poisson draws, sorts each by length and cuts it into pieces of that size on average.
 Draws differ in size, so that what is compared is seconds per example. Every run gets further examples, the same ones for
 both; its first step is not timed. The result is the median of the ratios, with its quartiles. Noise and optimizer cost the
-same for a step of any size, so that `accumulation` matters; what a step waits for its noise is also given by itself. Memory
-is the most that a run, from its start, adds to the model and the data, in a fresh process for each.
+same for a step of any size, so that `accumulation` matters; the time that a step waits for its noise is also given
+separately. Memory is the most that a run, from its start, adds to the model and the data, in a fresh process for each.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class Clock(TrainerCallback):
 
     @contextlib.contextmanager
     def counting_noise(self, device: str) -> Iterator[None]:
-        """Count how long the sums wait to become private gradients: what their noise takes, or is late."""
+        """Measure how long the sums wait for their noise."""
         privatize = GaussianMechanism.privatize
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class Clock(TrainerCallback):
             yield
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note where the run stands."""
+        """Note time and counts at the end of a step."""
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         self._marks.append(np.array([time.perf_counter(), *self._seen]))
@@ -126,7 +126,7 @@ class Clock(TrainerCallback):
 def train(
     model: nn.Module, examples: Dataset, tokenizer: PreTrainedTokenizerBase, args: BenchArguments, *, private: bool
 ) -> np.ndarray:
-    """Train for an epoch, and return what `Clock.per_example` does."""
+    """Train for an epoch, and return `Clock.per_example`."""
     clock = Clock(model)
     with tempfile.TemporaryDirectory() as folder:
         common = {
@@ -162,7 +162,7 @@ def train(
 
 
 def peak_memory(examples: Dataset, tokenizer: PreTrainedTokenizerBase, args: BenchArguments, private: bool) -> float:
-    """Return what a run needs beyond model and data, in MiB; for a process that has done nothing else."""
+    """Return the memory that a run needs beyond model and data, in MiB, in a process that has done nothing else."""
     torch.set_num_threads(args.threads)
     model = build(args, vocabulary=len(tokenizer)).to(args.device)
     gc.collect()
@@ -179,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
         size = args.batch_size * args.accumulation * (args.steps + 1)
         if size * args.pairs > len(data):
-            raise ValueError(f"{args.pairs} pairs of {size} examples need more than the {len(data)} there are; lower pairs")
+            raise ValueError(
+                f"--pairs must be at most {len(data) // size}, since a pair needs {size} of {len(data)} examples, got "
+                f"{args.pairs}."
+            )
     torch.set_num_threads(args.threads)
     data = data.shuffle(seed=0).select(range(size * args.pairs))
     tokenized = data.map(

@@ -32,7 +32,7 @@ from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.workloads.arguments import one_line_errors
 from doppler_hf.workloads.recipe import parse_recipe
 
-# The quick start's run, longer: a spectrum wants more steps than a model.
+# The quick start's run, but longer: a spectrum needs more steps than a model.
 DIGITS = (
     *("--workload=images", "--dataset_name=digits", "--image_size=8", "--patch_size=4", "--hidden_size=64"),
     *("--num_layers=1", "--num_heads=4", "--target_epsilon=2", "--low_pass_filter=first-order-v1", "--learning_rate=1e-2"),
@@ -60,7 +60,7 @@ def settled_from(low_pass_filter: LowPassFilter, steps: int) -> int:
     off = np.abs(corrected_noise_gain(low_pass_filter, steps) / noise_gain(low_pass_filter) - 1) > SETTLED
     first = int(np.flatnonzero(off)[-1]) + 1 if off.any() else 0
     if first >= steps:
-        raise ValueError(f"{low_pass_filter} is not settled after {steps} steps: train for more")
+        raise ValueError(f"{low_pass_filter} is not settled after {steps} steps. Train for more.")
     return first
 
 
@@ -101,13 +101,13 @@ def table(recorder: GradientRecorder) -> Table:
 
 
 def correlations(series: np.ndarray, *, lags: Sequence[int]) -> str:
-    """Return the autocorrelation at some lags, in units of that at 0, as text; of those that the series has."""
+    """Return the autocorrelation at those of the lags that the series has, in units of that at 0, as text."""
     values = autocorrelation(series)
     return ", ".join(f"{values[lag] / values[0]:.3f}" for lag in lags if lag < len(values))
 
 
 def draw(recorder: GradientRecorder, picture: str, *, title: str) -> None:
-    """Draw autocorrelation and spectrum of all that was recorded, and what the filter leaves of white noise."""
+    """Draw autocorrelation and spectrum of the recordings, and the spectrum of white noise after the filter."""
     raw = recorder.raw
     assert raw is not None
     series = {"clipped gradient, before noise": raw, "private gradient": recorder.private, "filtered": recorder.filtered}
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     has_recipe = bool(flags) and not flags[0].startswith("-")
     with one_line_errors():
         if not own.picture.endswith(PICTURE_ENDINGS):
-            raise ValueError(f"--picture is {own.picture!r}: end it in one of {', '.join(PICTURE_ENDINGS)}")
+            raise ValueError(f"--picture must end in one of {', '.join(PICTURE_ENDINGS)}, got {own.picture!r}.")
         recorder = GradientRecorder(dimensions=own.dimensions, record_raw=True)
         trainer = trainer_of(flags if has_recipe else [*DIGITS, *flags], recorder)
     trainer.train()

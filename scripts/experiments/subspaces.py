@@ -1,4 +1,4 @@
-"""What GaLore's basis captures of the gradient when it is found in noise: from the private gradient or the filtered one.
+"""The share of the gradient that GaLore's basis captures if it is computed from noise: private or filtered gradients.
 
     python -m scripts.experiments.subspaces --data_dir data --output out/subspaces.jsonl
 
@@ -75,7 +75,7 @@ def clean_gradient(weights: dict[str, Tensor], images: Tensor, labels: Tensor) -
 def train(
     data: dict[str, tuple[Tensor, Tensor]], args: SubspaceArguments, *, epsilon: float, seed: int, source: str
 ) -> dict:
-    """Train once; return what every basis but the first captured, and the test accuracy."""
+    """Train once, and return the share that every basis but the first captured, and the test accuracy."""
     images, labels = data["train"]
     torch.manual_seed(seed)
     network = perceptron()

@@ -1,4 +1,4 @@
-"""Which floor DP-AdamBC should have: paired private runs over floor, learning rate and seed, on two tasks.
+"""The best floor for DP-AdamBC: paired private runs over floor, learning rate and seed, on two tasks.
 
     python -m scripts.experiments.tune_floor --data_dir data --output out/floor.jsonl --tasks mnist
     python -m scripts.experiments.tune_floor --data_dir data --output out/floor.jsonl --tasks sst2 --steps 200
@@ -81,7 +81,7 @@ class Task(NamedTuple):
 
 
 def load_mnist(data_dir: str) -> Task:
-    """Load MNIST, and a small CNN for it, with tanh as private CNNs have it (Papernot et al. 2021)."""
+    """Load MNIST, and a small CNN for it, with tanh as is usual for private CNNs (Papernot et al. 2021)."""
     splits = load_images("mnist", f"{data_dir}/mnist")
     pixels = {name: torch.from_numpy(np.stack([np.asarray(image) for image in splits[name]["image"]])) for name in splits}
 
@@ -177,7 +177,7 @@ def read(path: str) -> dict[Run, float]:
 
 
 def accuracies(done: dict[Run, float], args: FloorArguments, seeds: Sequence[int], **setting: Any) -> np.ndarray:
-    """Return the accuracy of each seed at one setting, shape (seeds,); run what is not done (added to `done` and file)."""
+    """Return the accuracy of each seed at one setting, shape (seeds,). Missing runs are added to `done` and the file."""
     runs = [Run(**setting, seed=seed, steps=args.steps, expected_batch_size=args.expected_batch_size) for seed in seeds]
     for run in runs:
         if run not in done:
@@ -223,9 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args,) = parse_args(FloorArguments, argv=argv)
         for name in args.tasks:
             if name not in LOADERS:
-                raise ValueError(f"no task {name!r}; choose of {', '.join(LOADERS)}")
+                raise ValueError(f"--tasks must be of {', '.join(LOADERS)}, got {name!r}.")
         if len(args.report_seeds) < 2 or not args.tune_seeds or {*args.tune_seeds} & {*args.report_seeds}:
-            raise ValueError("give a tune_seed and two report_seeds or more, none of them in both")
+            raise ValueError(
+                f"--tune_seeds must have one seed or more and --report_seeds two or more, with none in both, got "
+                f"{args.tune_seeds} and {args.report_seeds}."
+            )
         for name in args.tasks:
             load(name, args.data_dir)
     torch.set_num_threads(args.threads)

@@ -105,7 +105,7 @@ def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
 
 def test_an_unknown_work_ends_in_one_line():
     with pytest.raises(
-        SystemExit, match=r"^error: no work 'adam'; choose of filters, bfloat16, galore, adaptive, weights, proj"
+        SystemExit, match=r"^error: --works must be of filters, bfloat16, galore, adaptive, weights, projectors, got 'adam'"
     ):
         bench_optimizer.main([*FLAGS, "--works=galore,adam"])
 

@@ -54,7 +54,7 @@ def test_both_trainers_are_timed_in_turn(flags, tmp_path, capsys, monkeypatch, m
 
 
 def test_too_few_examples_are_refused(flags):
-    with pytest.raises(SystemExit, match=r"^error: 5 pairs of 24 examples need more than the 100 there are; lower pairs"):
+    with pytest.raises(SystemExit, match=r"^error: --pairs must be at most 4, since a pair needs 24 of 100 examples, got 5"):
         bench_training.main([*flags, "--pairs=5"])
 
 

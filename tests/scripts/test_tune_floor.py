@@ -130,9 +130,12 @@ def test_the_fraction_reaches_the_optimizer(flags, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--tasks", "cola"], "no task 'cola'; choose of mnist, sst2"),
-        (["--tune_seeds", "2"], "give a tune_seed and two report_seeds or more, none of them in both"),
-        (["--report_seeds", "7"], "give a tune_seed and two report_seeds or more, none of them in both"),
+        (["--tasks", "cola"], "--tasks must be of mnist, sst2, got 'cola'"),
+        (["--tune_seeds", "2"], "--tune_seeds must have one seed or more and --report_seeds two or more, with none in both"),
+        (
+            ["--report_seeds", "7"],
+            "--tune_seeds must have one seed or more and --report_seeds two or more, with none in both",
+        ),
     ],
 )
 def test_mistakes_are_refused_in_one_line(flags, more, message):
