@@ -71,7 +71,7 @@ def report(path):
 
 
 def reported(path, **environment):
-    command = f"from tests.test_one_pass import report; report({str(path)!r})"
+    command = f"from tests.optim.test_one_pass import report; report({str(path)!r})"
     subprocess.run([sys.executable, "-c", command], env=os.environ | environment, check=True, timeout=300)
     return torch.load(path, weights_only=True)
 
@@ -134,7 +134,7 @@ def test_tensors_share_calls_and_small_ones_stay_outside(monkeypatch):
 def test_slices_equal_whole_tensors(name, dtypes, base, monkeypatch):
     dtype, state_dtype = dtypes
     options = {"base": base, "low_pass_filter": PAPER_FILTERS[name], "state_dtype": state_dtype, "compiled": False}
-    monkeypatch.setattr("tests.test_one_pass.SHAPES", [(0,), (), (64,), (65,), (150,), (5, 27), (9, 40)])
+    monkeypatch.setattr("tests.optim.test_one_pass.SHAPES", [(0,), (), (64,), (65,), (150,), (5, 27), (9, 40)])
     whole = trajectory([dtype], **options)
     # As CPU_SLICE, a multiple of what any processor's registers hold: a number meets the same instructions in a slice as in
     # the whole, whose last few are done one by one.
