@@ -82,12 +82,12 @@ def test_broken_run_ends_with_1(recipe, tmp_path, monkeypatch, capsys):
 
 def test_options_go_before_the_recipe_too_and_fields_after_it(recipe, capsys, tmp_path):
     assert (
-        main(["audit", "--canaries", "7", str(recipe), "--noise_multiplier", "50", "--per_device_train_batch_size", "5"])
+        main(["audit", "--canaries", "37", str(recipe), "--noise_multiplier", "50", "--per_device_train_batch_size", "5"])
         == 0
     )
     shown = flat(capsys.readouterr().out)
     assert "noise multiplier σ │ 50" in shown
-    assert "canaries │ 7 dirac" in shown
+    assert "canaries │ 37 dirac" in shown
 
 
 def test_repeated_runs_are_quiet(recipe, tmp_path, capsys):
