@@ -1,4 +1,4 @@
-"""What only some uses need: the package's extras, and how to install the one that is missing."""
+"""The package's extras, which only some uses need, and the message when one is missing."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -12,17 +12,17 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class MissingExtraError(ImportError):
-    """What was asked for needs an extra that is not installed."""
+    """An extra is needed that is not installed."""
 
 
 def require(extra: str) -> None:
-    """Refuse to begin what an extra is needed for without it.
+    """Check that an extra is installed, before work that needs it.
 
     Args:
         extra: A key of `EXTRAS`.
 
     Raises:
-        MissingExtraError: With what is missing, and the line that installs it.
+        MissingExtraError: If it is not installed. The message has the line that installs it.
     """
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     if missing:

@@ -79,7 +79,7 @@ class PlannedRun:
         return self.expected_batch_size * self.steps
 
     def filtered_noise_std(self, low_pass_filter: LowPassFilter) -> float:
-        """σC/B·√Σκ², per coordinate of the filtered gradient once the filter has settled."""
+        """Return σC/B·√Σκ², per coordinate of the filtered gradient once the filter has settled."""
         return self.noise_std * math.sqrt(noise_gain(low_pass_filter))
 
     @property

@@ -97,19 +97,20 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     import yaml
 
     if not path.is_file():
-        raise ValueError(f"recipe must be a YAML file, got {path}. Give a path that exists, or begin a flag with --.")
+        raise ValueError(f"The recipe must be a YAML file, got {path}. Give a path that exists, or begin a flag with --.")
     text = path.read_text(encoding="utf-8")
     try:
         # The base loader resolves nothing: 5e-4, no and 1_000 stay strings, as they would be on the command line.
         as_written, resolved = yaml.load(text, Loader=yaml.BaseLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(
-            f"recipe {path} is not YAML ({' '.join(str(error).split())}). Write one 'name: value' on each line."
+            f"The recipe {path} is not YAML ({' '.join(str(error).split())}). Write one 'name: value' on each line."
         ) from error
     if resolved is None:
         return {}, {}
     if not isinstance(resolved, dict):
-        raise ValueError(f"recipe {path} must be a mapping, got {type(resolved).__name__}. Write one 'name: value' a line.")
+        kind = type(resolved).__name__
+        raise ValueError(f"The recipe {path} must be a mapping, got {kind}. Write one 'name: value' on each line.")
     structured = {str(key): value for key, value in resolved.items() if value is None or isinstance(value, dict | list)}
     return {key: value for key, value in as_written.items() if key not in structured}, structured
 

@@ -1,4 +1,4 @@
-"""What the training scripts do once they have a trainer: train, save, evaluate."""
+"""The common end of the training scripts: train, save, evaluate."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,12 +12,12 @@ def train_and_evaluate(
     *,
     complete: Callable[[dict[str, float]], None] | None = None,
 ) -> None:
-    """Train, save model and state, and evaluate; what was measured is printed and lies beside the model.
+    """Train, save model and state, and evaluate. The metrics are printed, and saved beside the model.
 
     Args:
-        trainer: The trainer; with `args.resume_from_checkpoint` it goes on from there.
+        trainer: The trainer; with `args.resume_from_checkpoint` it continues from there.
         eval_datasets: The data sets to evaluate on, by the prefix of their metrics' names.
-        complete: Adds to the metrics of an evaluation what follows from them.
+        complete: A function that adds derived metrics to those of an evaluation.
     """
     train_result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()

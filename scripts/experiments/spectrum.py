@@ -55,7 +55,7 @@ def settled_from(low_pass_filter: LowPassFilter, steps: int) -> int:
     """Return the first step from which on the noise gain is within `SETTLED` of the filter's.
 
     Raises:
-        ValueError: There is none among the steps.
+        ValueError: If there is none among the steps.
     """
     off = np.abs(corrected_noise_gain(low_pass_filter, steps) / noise_gain(low_pass_filter) - 1) > SETTLED
     first = int(np.flatnonzero(off)[-1]) + 1 if off.any() else 0

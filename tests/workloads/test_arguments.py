@@ -114,7 +114,7 @@ def test_recipes_that_are_none(tmp_path, text, message):
 
 def test_empty_and_missing_recipes(tmp_path):
     assert parse_args(Model, argv=[recipe(tmp_path, "# nothing\n"), "--name", "a"]) == (Model("a"),)
-    with pytest.raises(ValueError, match=r"recipe must be a YAML file, got nowhere\.yaml\."):
+    with pytest.raises(ValueError, match=r"The recipe must be a YAML file, got nowhere\.yaml\."):
         parse_args(Model, argv=["nowhere.yaml"])
 
 

@@ -111,7 +111,7 @@ def test_what_no_kind_has_is_named(common, tmp_path):
         parse_recipe(["--workload=audio", *common])
     with pytest.raises(ValueError, match=r"several workloads: glue, causal_lm, images\. Choose one with --workload\."):
         parse_recipe([])
-    with pytest.raises(ValueError, match=r"recipe must be a YAML file, got .*nowhere\.yaml\."):
+    with pytest.raises(ValueError, match=r"The recipe must be a YAML file, got .*nowhere\.yaml\."):
         parse_recipe([str(tmp_path / "nowhere.yaml"), *common])
 
 

@@ -154,7 +154,7 @@ def get_epsilons(history: Iterable[Releases], *, delta: float) -> dict[Accountan
         ε by accountant. Where a sample rate is 1, prv cannot bound it and is left out.
 
     Raises:
-        ValueError: An argument outside its range.
+        ValueError: If an argument is out of range.
     """
     history = list(history)
     full_batch = any(entry.sample_rate == 1.0 for entry in history)
@@ -279,7 +279,7 @@ def get_steps(
         The largest T ≤ `at_most` whose ε is within the target; 0 if there is none.
 
     Raises:
-        ValueError: An argument outside its range.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> get_steps(target_epsilon=1.0, noise_multiplier=2.0, sample_rate=0.1, delta=1e-5, accountant="rdp", at_most=9)

@@ -1,4 +1,4 @@
-"""Per-sample gradients of layers without a rule of their own, by the first of these ways that works:
+"""Per-sample gradients of layers without a rule of their own, by the first of three ways that fits.
 
 * **copies**: parameters that act elementwise (any family's RMSNorm, ViT's class token, ConvNeXt's layer scale) are replaced
   by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost.

@@ -1,0 +1,144 @@
+"""One voice: errors say the value, the reason and the mend, docstrings are imperative, and `Raises` says when.
+
+What grammar cannot tell from the source, ruff's D401 and these rules leave to the reader.
+"""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+ROOT = Path(__file__).parents[1]
+# Rooms that are still being rewritten.
+LEFT_OUT = ("doppler_hf/filters", "doppler_hf/optim")
+FILES = [
+    path
+    for folder in ("doppler_hf", "scripts")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if not path.relative_to(ROOT).as_posix().startswith(LEFT_OUT)
+]
+ERRORS = ("ValueError", "TypeError", "RuntimeError", "MissingExtraError")
+# Words that begin a noun phrase or a question, where an imperative is wanted.
+NO_VERBS = {"A", "All", "An", "As", "By", "Every", "For", "How", "If", "In", "It", "Its", "No", "Of", "One", "So", "That",
+            "The", "This", "To", "What", "When", "Where", "Whether", "Which", "Who", "With"}  # fmt: skip
+
+
+def parts(node: ast.expr) -> Iterator[str | None]:
+    """Yield the pieces of a message, X for a placeholder and None for what is no text."""
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.JoinedStr(values=values):
+            for value in values:
+                yield from parts(value)
+        case ast.FormattedValue():
+            yield "X"
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            yield from parts(left)
+            yield from parts(right)
+        case ast.IfExp(body=body):
+            yield from parts(body)
+        case _:
+            yield None
+
+
+def messages(tree: ast.AST) -> Iterator[str]:
+    """Yield the messages of errors that are written where the error is made, but those that pass another one on."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[message, *_]) if name in ERRORS:
+                pieces = list(parts(message))
+                passes_on = isinstance(message, ast.JoinedStr) and ast.unparse(message).endswith("{error}'")
+                if None not in pieces and not passes_on:
+                    yield "".join(str(piece) for piece in pieces)
+
+
+def names_of_arguments() -> set[str]:
+    """Return the names of all arguments, fields and functions, and of the host's training arguments."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for folder in ("doppler_hf", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                        names.add(name)
+    return names
+
+
+ARGUMENTS = names_of_arguments()
+
+
+def mistakes_in(message: str) -> list[str]:
+    """Return what is wrong with a message."""
+    first = re.match(r"(--)?[\w.]*", message)
+    assert first is not None
+    sentences = len(re.findall(r"[.](?= |$)", message))
+    found = {
+        "ends without a full stop": not message.endswith("."),
+        "chains sentences by semicolons": "; " in message,
+        "begins neither with a capital nor with an argument": not (
+            first[1] or first[0][:1].isupper() or first[0].partition(".")[0] in ARGUMENTS
+        ),
+        "has no mend: neither 'must …, got …' nor a second sentence": not (
+            sentences >= 2 or re.search(r"\bmust\b.*, got ", message)
+        ),
+    }
+    return [words for words, is_found in found.items() if is_found]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_errors_say_value_reason_and_mend(path):
+    found = {message: mistakes_in(message) for message in messages(ast.parse(path.read_text()))}
+    assert {message: mistakes for message, mistakes in found.items() if mistakes} == {}
+
+
+def test_messages_are_found():
+    assert sum(len(list(messages(ast.parse(path.read_text())))) for path in FILES) > 150
+
+
+@pytest.mark.parametrize(
+    ("message", "mistakes"),
+    [
+        ("rank must be at least 1, got 0.", 0),
+        ("rank must be at least 1, got 0. Set 1 for no limit.", 0),
+        ("The model has no trainable parameter. Set requires_grad for some.", 0),
+        ("--x must be at least 1, got 0.", 0),
+        ("rank must be at least 1, got 0", 1),
+        ("rank must be at least 1, got 0; 1 is usual.", 1),
+        ("no x 'a', which must be one of b, got a.", 1),
+        ("rank is 0: give a number above 0.", 1),
+        ("rank is negative; 0 trains the whole model", 3),
+    ],
+)
+def test_the_rule_tells_good_messages_from_bad_ones(message, mistakes):
+    assert len(mistakes_in(message)) == mistakes
+
+
+def test_messages_are_read_from_every_form():
+    source = """
+raise ValueError("a " "b" + f"{c!r} d")
+raise ValueError(f"{path}: {error}")
+error = TypeError(("e" if f else "g") + "h")
+raise RuntimeError(text)
+"""
+    assert list(messages(ast.parse(source))) == ["a bX d", "eh"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_functions_say_what_to_do_and_raises_says_when(path):
+    wrong = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or not (text := ast.get_docstring(node)):
+            continue
+        is_property = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
+        if isinstance(node, ast.FunctionDef) and not is_property:
+            word = text.split()[0].rstrip(".,:")
+            if word in NO_VERBS or not re.fullmatch(r"[A-Z][a-z]+(-[a-z]+)?", word):
+                wrong.append(f"{node.name}: {text.splitlines()[0]}")
+        for section in re.findall(r"^Raises:\n((?: +.*\n?)+)", text, flags=re.MULTILINE):
+            wrong += [line for line in section.splitlines() if re.match(r" {4}\w+: (?!If )", line)]
+    assert wrong == []
