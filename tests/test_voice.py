@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 ROOT = Path(__file__).parents[1]
 # Rooms that are still being rewritten.
-LEFT_OUT = ("doppler_hf/filters", "doppler_hf/optim")
+LEFT_OUT = ("doppler_hf/optim",)
 FILES = [
     path
     for folder in ("doppler_hf", "scripts")

@@ -79,7 +79,7 @@ def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
         `scipy.signal.cheby1`. The paper's own filters are listed in `PAPER_FILTERS`.
     """
     order, cutoff = _positive_integer("order", order), _cutoff(cutoff)
-    ripple_db = _decibels("ripple_db", ripple_db, "Use butterworth for no ripple.")
+    ripple_db = _decibels("ripple_db", ripple_db, "Use butterworth for no ripple")
     return _designed(
         f"chebyshev1:order={order},cutoff={cutoff!r},ripple_db={ripple_db!r}",
         scipy.signal.cheby1(order, ripple_db, cutoff, output="zpk"),
@@ -111,7 +111,7 @@ def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilte
         `scipy.signal.cheby2`.
     """
     order, cutoff = _positive_integer("order", order), _cutoff(cutoff)
-    attenuation_db = _decibels("attenuation_db", attenuation_db, "Give 20 for a tenth of the amplitude.")
+    attenuation_db = _decibels("attenuation_db", attenuation_db, "Give 20 for a tenth of the amplitude")
     return _designed(
         f"chebyshev2:order={order},cutoff={cutoff!r},attenuation_db={attenuation_db!r}",
         scipy.signal.cheby2(order, attenuation_db, cutoff, output="zpk"),
@@ -212,7 +212,7 @@ def _cutoff(cutoff: float) -> float:
 
 def _decibels(name: str, value: float, hint: str) -> float:
     if not (isinstance(value, Real) and 0 < value < math.inf):
-        raise ValueError(f"{name} must be a positive number of decibels, got {value}. {hint}")
+        raise ValueError(f"{name} must be a positive number of decibels, got {value}. {hint}.")
     return float(value)
 
 
