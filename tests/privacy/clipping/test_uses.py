@@ -258,17 +258,12 @@ def test_batch_norm_is_refused_even_frozen():
         assert_refused(net, on(net.double(), draw(BATCH, 4, 4, 4)), BATCH, message=r"'1' \(BatchNorm2d\)")
 
 
-IMPORTING_INDUCTOR = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-
-
-@IMPORTING_INDUCTOR
 def test_a_compiled_model_is_refused():
     compiled = torch.compile(nn.Linear(3, 1))  # nothing is compiled before its first call
     with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(compiled):
         pass
 
 
-@IMPORTING_INDUCTOR
 def test_a_model_with_a_compiled_layer_is_refused():
     net = nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Linear(3, 1)))
     with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(net):
