@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainingArguments
 
 ROOT = Path(__file__).parents[1]
-# Rooms that are still being rewritten.
+# A room that is still being rewritten.
 LEFT_OUT = ("doppler_hf/optim",)
 FILES = [
     path
@@ -78,7 +78,7 @@ def mistakes_in(message: str) -> list[str]:
     assert first is not None
     sentences = len(re.findall(r"[.](?= |$)", message))
     found = {
-        "ends without a full stop": not message.endswith("."),
+        "ends without a full stop": not message.endswith((".", ". X")),
         "chains sentences by semicolons": "; " in message,
         "begins neither with a capital nor with an argument": not (
             first[1] or first[0][:1].isupper() or first[0].partition(".")[0] in ARGUMENTS

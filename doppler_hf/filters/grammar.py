@@ -72,8 +72,8 @@ def parse_name(text: str) -> tuple[str, dict[str, float]]:
     pairs = [pair.partition("=") for pair in listed.split(",")] if colon else []
     given = [key for key, _, _ in pairs]
     if len(set(given)) < len(given) or not set(keys) <= set(given) <= {*keys, *optional}:
-        form = f"have the form {_form(word)!r}" if keys else "stand alone"
-        raise ValueError(f"{word!r} must {form}, got {', '.join(map(repr, given)) or 'nothing'} in {text!r}.")
+        found = ", ".join(map(repr, given)) or "nothing"
+        raise ValueError(f"{text!r} must have the form {_form(word)!r}, got {found} after {word!r}.")
     return word, {key: _number(text, key, value, {**keys, **optional}[key]) for key, _, value in pairs}
 
 

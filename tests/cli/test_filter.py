@@ -100,12 +100,15 @@ def test_design_is_drawn(tmp_path, capsys):
         (["show", "auto"], "'auto' is no fixed filter"),
         (["show", "--plot=a.txt"], "--plot must end in one of .png, .svg, .pdf, got a.txt."),
         (["show", "--plot=/proc/x/a.png"], "--plot /proc/x/a.png cannot be written"),
-        (["design", "--type=butterworth", "--order=2"], "got 'order' in"),
+        (
+            ["design", "--type=butterworth", "--order=2"],
+            "must have the form 'butterworth:order=...,cutoff=...', got 'order' after",
+        ),
         (
             ["design", "--type=momentum", "--beta=0.9", "--taps=2"],
-            "'momentum' must have the form 'momentum:beta=...', got 'beta', 'taps' in",
+            "must have the form 'momentum:beta=...', got 'beta', 'taps' after",
         ),
-        (["design", "--type=momentum"], "'momentum' must have the form 'momentum:beta=...', got '' in"),
+        (["design", "--type=momentum"], "must have the form 'momentum:beta=...', got '' after"),
         (["design", "--type=butterworth", "--order=0", "--cutoff=0.1"], "order must be an integer of at least 1, got 0."),
         (
             ["design", "--type=butterworth", "--order=2", "--cutoff=1"],

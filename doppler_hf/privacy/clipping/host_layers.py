@@ -46,7 +46,7 @@ def dora(
 
 
 def host_rules() -> dict[Callable[..., Any], Rule]:
-    """Return the rules by the forward pass that each stands in for; those of PEFT only where somebody has imported it."""
+    """Return the rules by the forward that each replaces; those of PEFT only if PEFT is imported."""
     rules: dict[Callable[..., Any], Rule] = {Conv1D.forward: transposed_linear}
     if (defines_dora := sys.modules.get("peft.tuners.lora.dora")) is not None:
         rules[defines_dora.DoraLinearLayer.forward] = dora

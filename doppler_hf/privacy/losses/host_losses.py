@@ -32,7 +32,7 @@ _LOSS_OF_TABLE = (
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the model inside PEFT's wrapper, or `model` itself where there is none: where nobody has imported PEFT."""
+    """Return the model inside PEFT's wrapper, or `model` itself if it has none, as when PEFT is not imported."""
     peft = sys.modules.get("peft")
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 

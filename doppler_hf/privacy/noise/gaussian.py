@@ -3,20 +3,20 @@
     z₁ = ρ·cos θ,   z₂ = ρ·sin θ,   ρ = √(−2 ln u),   u = |t|,   θ = πt′,   t, t′ uniform on [−1, 1],
     cos θ = 2/(1 + τ²) − 1,   sin θ = 2τ/(1 + τ²),   τ = tan(θ/2)
 
-"csprng" (AES-256-CTR) protects against everybody, also against someone who reads every step's gradient and with it bare
-noise, such as an embedding row that no example touched. "philox" protects against those who see the last model only:
-a sum over all steps, from which no word of the generator can be read; whoever sees single steps would have to break
-Philox, which was not built to withstand that.
+"csprng" (AES-256-CTR) protects against every attacker, even one who reads every step's gradient and with it bare noise,
+such as an embedding row that no example touched. "philox" protects against attackers who see the last model only: a sum over
+all steps, from which no word of the generator can be read. An attacker who sees single steps would have to break Philox,
+which was not built to withstand that.
 
-All of it is in float64 with a 64-bit word for each t. The smallest u is 2⁻⁶⁴, so the tail reaches 9.4 standard deviations,
-beyond which a normal lies once in 10²⁰ draws. u is 1, and both are 0, with a probability of 2⁻⁵⁴; cos θ or sin θ is 0
-with one below 2⁻⁵². With 24-bit uniforms the tail would end at 5.8, and one pair in 2²⁵ would get no noise at all: several
+The transform is computed in float64 with a 64-bit word for each t. The smallest u is 2⁻⁶⁴, so the tail reaches 9.4 standard
+deviations, beyond which a normal lies once in 10²⁰ draws. u is 1, and both are 0, with a probability of 2⁻⁵⁴; cos θ or sin θ
+is 0 with one below 2⁻⁵². With 24-bit uniforms the tail would end at 5.8, and one pair in 2²⁵ would get no noise: several
 coordinates of a large model at every step, where its δ allows for none. Only the finished noise is rounded, to the values'
 dtype, which keeps every number of that dtype possible.
 
-`floating_point_safe` adds four independent normals and halves the sum. Which floating-point numbers a single transform
-can return, and which never, tells something of what the noise was added to (Mironov 2012); of a sum of four nobody can
-work that out (Holohan and Braghin, https://arxiv.org/abs/2107.10138, section 5.1).
+`floating_point_safe` adds four independent normals and halves the sum. The set of floating-point numbers that a single
+transform can return reveals something about the value to which noise was added (Mironov 2012). For a sum of four that set
+cannot feasibly be computed (Holohan and Braghin, https://arxiv.org/abs/2107.10138, section 5.1).
 """
 
 import math
@@ -39,10 +39,10 @@ _IN_WORDS: Final[Mapping[NoiseGenerator, str]] = {
 
 # Normals made at a time: enough to divide among torch's threads, and on a GPU among many more; working memory 4 and 16 MiB.
 _PIECE: Final = {"cpu": 1 << 18, "cuda": 1 << 20}
-# In one thread the working memory stays in its core's cache (0.5 MiB), and torch copies and adds at most 32,768 numbers
-# without the help of another.
+# In one thread the working memory stays in its core's cache (0.5 MiB). Up to 32,768 numbers torch copies and adds in one
+# thread.
 _PIECE_OF_ONE_THREAD: Final = 1 << 15
-# How many normals `floating_point_safe` adds; their variance is as many times that of one.
+# The number of normals that `floating_point_safe` adds.
 _TERMS: Final = 4
 
 
@@ -89,10 +89,10 @@ def box_muller(words: Int64[Tensor, " n"], *, std: float, out: Float64[Tensor, "
     Args:
         words: Uniform words, shape (n,), n even (modified in place: it is overwritten).
         std: Standard deviation.
-        out: Where the draws go, shape (n,), on the device of `words` (modified in place).
-        one_thread: Whether to leave torch's threads alone. On the CPU only.
+        out: The draws, shape (n,), on the device of `words` (modified in place).
+        one_thread: Whether to compute without torch's threads. On the CPU only.
     """
-    # torch's own logarithm and tangent run in all of its threads from 128 numbers on; NumPy's are as fast in one.
+    # torch's logarithm and tangent run in all of its threads from 128 numbers on; NumPy's are as fast in one.
     if one_thread:
         transform(words.numpy(), out.numpy(), std=std, library=np)
     else:
@@ -137,13 +137,13 @@ def gaussian_pieces(
     """Yield `count` independent draws of 𝒩(0, std²) in pieces, each in the memory of the one before.
 
     Args:
-        count: How many, over all pieces.
+        count: The number of draws, over all pieces.
         std: Standard deviation.
-        stream: Where the words come from.
+        stream: The source of the words.
         step: Optimizer step, counted from 0.
-        device: Where they are made, the CPU or a CUDA device.
+        device: The device that computes them, the CPU or a CUDA device.
         floating_point_safe: Whether each is the sum of four.
-        one_thread: Whether to leave torch's threads alone, as a background thread must. On the CPU only.
+        one_thread: Whether to compute without torch's threads, as a background thread must. On the CPU only.
     """
     piece = _PIECE_OF_ONE_THREAD if one_thread else _PIECE[device.type]
     words = torch.empty(min(piece, count + count % 2), dtype=torch.int64, device=device)
@@ -170,14 +170,14 @@ def add_gaussian_noise(
     """Add independent 𝒩(0, std²) to every coordinate of `values` (modified in place).
 
     Args:
-        values: What to privatize, contiguous, on any device. On a CUDA device the noise is made there.
+        values: The values to privatize, contiguous, on any device. On a CUDA device the noise is made there.
         std: Standard deviation of the noise, in the units of `values`.
-        stream: Where the words come from.
+        stream: The source of the words.
         step: Optimizer step, counted from 0.
         floating_point_safe: Whether each draw is the sum of four.
     """
-    # Every coordinate gets a draw of its own: the pieces are as many as the coordinates, in their order, and no word of
-    # the stream comes twice.
+    # Every coordinate gets its own draw: the pieces have as many numbers as there are coordinates, in their order, and no
+    # word of the stream is used twice.
     flat, position = values.view(-1), 0
     device = flat.device if flat.is_cuda else torch.device("cpu")
     rounded = torch.empty(min(_PIECE[device.type], len(flat)), dtype=flat.dtype, device=device)
@@ -185,7 +185,7 @@ def add_gaussian_noise(
         len(flat), std=std, stream=stream, step=step, device=device, floating_point_safe=floating_point_safe
     ):
         part = flat[position : position + len(noise)]
-        # Rounded as a whole: a sum of two dtypes would go number by number through torch's slow path.
+        # Rounded as a whole: torch adds two dtypes slowly, number by number.
         part.add_(rounded[: len(noise)].copy_(noise).to(flat.device))
         position += len(noise)
     assert position == len(flat)
