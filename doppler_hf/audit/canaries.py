@@ -18,7 +18,7 @@ def numbered_rows(
 
     Args:
         dataset: A `datasets.Dataset`, also one that is transformed when it is read.
-        rows: Which of its rows, in order. A row may occur several times.
+        rows: The indices of the rows, in order. A row may occur several times.
         canaries: The number of the canary that each row is, or `ORDINARY`.
         unit_column: The column that tells the units of privacy apart, or None. Each canary becomes a unit of its own.
 

@@ -1,4 +1,4 @@
-"""What an attack on canaries proves: lower bounds on ε that hold with a stated confidence.
+"""Lower bounds on ε from an attack on canaries, which hold with a stated confidence.
 
 Canaries are put into the training data or left out by secret fair coins, and an attack gives each a score that is higher
 the more the trained model looks as if it had seen it. (ε, δ)-DP limits how well any scores can predict the coins. Scores

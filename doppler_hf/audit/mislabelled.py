@@ -34,7 +34,7 @@ RELATIVE_STEP: Final = 1e-2
 
 
 class _MislabelledAuditTrainer(AuditTrainer, ABC):
-    """What the two attacks on mislabelled examples share: the canaries and their losses.
+    """The common part of the two attacks on mislabelled examples: the canaries and their losses.
 
     Args:
         model: A classifier, with the number of classes in `config.num_labels`.

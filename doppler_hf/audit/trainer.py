@@ -208,7 +208,7 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
     The runs are independent, so this needs no assumption about how canaries influence each other.
 
     Args:
-        make_trainer: Returns a fresh trainer with `num_canaries=1`, its model at its first weights.
+        make_trainer: A function that returns a new trainer with `num_canaries=1`, whose model has its initial weights.
         runs: R, the number of trainings; a useful bound needs several hundred.
         confidence: The probability with which the lower bound on ε holds.
 

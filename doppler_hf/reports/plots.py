@@ -40,8 +40,8 @@ def plot_learning_curves(
 
     Args:
         curves: Label → runs, each a sequence of (epoch, value); the runs of one entry have the same epochs.
-        path: Where to write the picture; its ending says which format. Folders are made.
-        ylabel: What is on the vertical axis, with its unit.
+        path: The file, whose ending determines the format. Folders are made.
+        ylabel: The quantity on the vertical axis, with its unit.
         title: Title of the picture.
 
     Raises:
@@ -70,7 +70,7 @@ def plot_planned_runs(
     Args:
         table: Epochs → runs of that length, ordered by batch size.
         planned: The run to mark.
-        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
         title: Title of the picture.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -116,7 +116,7 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
 
     Args:
         filters: Label → filter, at least one.
-        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
     """
     figures = [filter_figures(low_pass_filter) for low_pass_filter in filters.values()]
     steps = max(10, *(each.settling_steps for each in figures)) + 1
@@ -152,7 +152,7 @@ def plot_paper_filters(path: str | Path) -> None:
     """Draw the paper's figure of its filters: weights over time and gain over frequency, for each of its two tables.
 
     Args:
-        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
     """
     names = list(PAPER_FILTERS)
     first_ablation = names.index("f1")
@@ -190,7 +190,7 @@ def plot_spectra(
         autocorrelations: Label → autocorrelation from lag 0 on, each drawn in units of its value there.
         spectra: Label → frequencies as fractions of Nyquist, and the power spectral density in units of the noise's. A
             series with an autocorrelation has the same colour as that; one without is dashed.
-        path: Where to write the picture; its ending, one of `PICTURE_ENDINGS`, says which format. Folders are made.
+        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
         title: Title of the picture.
     """
     figure = _new_figure(11.0, 4.6)

@@ -14,7 +14,7 @@ from doppler_hf.workloads.workload import Workload
 
 @dataclass
 class CausalLMArguments:
-    """Which language model to train on which texts."""
+    """The language model and the texts to train it on."""
 
     model_name_or_path: str = field(metadata={"help": "Hub name or local folder of the pretrained model."})
     dataset_name: str = field(default="Yelp/yelp_review_full", metadata={"help": "Name of the data set on the hub."})

@@ -14,7 +14,7 @@ from doppler_hf.workloads.workload import Workload
 
 @dataclass
 class GlueArguments:
-    """Which model to train on which GLUE task."""
+    """The model and the GLUE task to train it on."""
 
     task_name: str = field(metadata={"help": "One of cola, mnli, mrpc, qnli, qqp, rte, sst2, stsb, wnli."})
     model_name_or_path: str = field(metadata={"help": "Hub name or local folder of the pretrained model."})

@@ -21,7 +21,7 @@ from doppler_hf.workloads.workload import Workload
 
 @dataclass
 class ImageArguments:
-    """Which model to train on which images."""
+    """The model and the images to train it on."""
 
     dataset_name: str = field(default="cifar10", metadata={"help": "One of cifar10, mnist, digits."})
     dataset_dir: str | None = field(

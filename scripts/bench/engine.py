@@ -80,7 +80,7 @@ MEMORY_STEPS = 3
 
 @dataclass
 class BenchArguments:
-    """What to measure, and how often."""
+    """The settings of the measurement."""
 
     works: str = field(default=",".join(WORKS), metadata={"help": f"Of {', '.join(WORKS)}; comma separated."})
     engines: str = field(default="book_keeping", metadata={"help": "Engines of ClippedGradients, comma separated."})

@@ -35,7 +35,7 @@ WARM_UP = 1
 
 @dataclass
 class BenchArguments:
-    """What to draw, and how often."""
+    """The settings of the measurement."""
 
     ways: str = field(default=",".join(WAYS), metadata={"help": f"Of {', '.join(WAYS)}; comma separated."})
     count: int = field(default=125_000_000, metadata={"help": "Coordinates that get noise."})

@@ -54,7 +54,7 @@ MEMORY_STEPS = 3
 
 @dataclass
 class BenchArguments:
-    """What to measure, and how often."""
+    """The settings of the measurement."""
 
     works: str = field(
         default=",".join([*WORKS, "projectors"]),

@@ -47,7 +47,7 @@ from scripts.bench.measure import MIB, append_json_line, in_fresh_process, memor
 
 @dataclass
 class BenchArguments:
-    """What to train, and how often."""
+    """The settings of the trainings."""
 
     dataset_dir: str = field(metadata={"help": "Folder with train.parquet and validation.parquet of SST-2."})
     tokenizer: str = field(metadata={"help": "Hub name or folder of the tokenizer."})

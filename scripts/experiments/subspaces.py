@@ -28,7 +28,7 @@ from scripts.bench.measure import append_json_line
 
 @dataclass
 class SubspaceArguments:
-    """What to train, and how often."""
+    """The settings of the trainings."""
 
     data_dir: str = field(metadata={"help": "Folder with mnist/."})
     output: str | None = field(default=None, metadata={"help": "File to which every run is added as a line of JSON."})

@@ -38,7 +38,7 @@ HASHED_WORDS = 4096
 
 @dataclass
 class FloorArguments:
-    """What to train, and how often."""
+    """The settings of the trainings."""
 
     data_dir: str = field(metadata={"help": "Folder with mnist/ and glue/sst2/."})
     output: str = field(metadata={"help": "File of results, a line of JSON for every run; what it holds is not run again."})

@@ -100,7 +100,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
         accountant: "prv", "rdp" or "pld".
 
     Returns:
-        ε, as `get_epsilon`. Where the arithmetic of PRV or PLD fails, another one's bound.
+        ε, as `get_epsilon`. If the arithmetic of PRV or PLD fails, the bound of another accountant.
 
     Raises:
         ValueError: If `get_epsilon` would raise it.
@@ -210,7 +210,7 @@ def get_noise_multiplier(
         difference = math.log(epsilon / aim) if epsilon > 0.0 else -math.inf  # ln ε against ln σ is nearly straight.
         return 0.0 if abs(difference) < tolerance else difference
 
-    # From fast and rough to the accountant itself, which is then asked once, as a rule.
+    # From fast and rough to the accountant itself, which usually has to be evaluated only once.
     stages: list[tuple[_Method, float]] = [("rdp", 0.1), ("estimate", 2e-4), (accountant, 0.49 * _CALIBRATION_TOLERANCE)]
     if accountant == "rdp" or sample_rate == 1.0 or any(entry.sample_rate == 1.0 for entry in spent):
         del stages[1]
@@ -229,8 +229,8 @@ def get_noise_multiplier(
 def _least_noise(excess: Callable[[float], float], *, start: float) -> float | None:
     """Return the least σ, of those tried, at which a falling function of ln σ is not above 0.
 
-    Zero ends the search; where the function jumps over it, what is returned lies within a part in 10⁷ above the jump.
-    Returns None if the function is above 0 up to σ = 10⁶.
+    Zero ends the search. If the function jumps over zero, the σ returned is above the jump by at most a part in 10⁷. It is
+    None if the function is above 0 up to σ = 10⁶.
     """
     tried: dict[float, float] = {}
 
@@ -241,7 +241,7 @@ def _least_noise(excess: Callable[[float], float], *, start: float) -> float | N
 
     low = high = math.log(start)
     largest = math.log(1e6)
-    # ln ε falls by one to two for each unit of ln σ, so one stride is enough, as a rule.
+    # ln ε falls by one to two for each unit of ln σ, so one stride is usually enough.
     stride = min(max(abs(at(low)), 1e-3), 0.7)
     while at(high) > 0.0:
         if high >= largest:
@@ -273,7 +273,7 @@ def get_steps(
         delta: δ, in (0, 1).
         accountant: "prv", "rdp" or "pld".
         spent: What was released earlier on the same data.
-        at_most: The largest answer that is of interest, ≥ 0.
+        at_most: The largest number of steps of interest, ≥ 0.
 
     Returns:
         The largest T ≤ `at_most` whose ε is within the target; 0 if there is none.

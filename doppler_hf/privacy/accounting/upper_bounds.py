@@ -84,9 +84,9 @@ def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
 
 
 def prv_estimate(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
-    """Return, in a fraction of the time, about what `prv_epsilon` does: a guess for those who search, and no bound.
+    """Return an estimate of `prv_epsilon` in a fraction of the time, as a start for a search. It is no bound.
 
-    The error bound added is that of the fine grid, and the coarse one errs by more.
+    The error bound that is added is that of the fine grid, but the coarse grid errs by more.
     """
     return _prv(mechanisms, delta=delta, coarsening=8)
 

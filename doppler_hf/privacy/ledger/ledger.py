@@ -33,7 +33,7 @@ _PORTIONS: Final = 100
 
 
 class PrivacyLedger:
-    """What a training has released so far, and under which statements. Made by `open`, `load` or `resume`."""
+    """The record of a training's releases and their statements. Made by `open`, `load` or `resume`."""
 
     def __init__(self, record: LedgerRecord) -> None:
         self._record = record
@@ -138,7 +138,7 @@ class PrivacyLedger:
 
     @property
     def not_covered(self) -> list[str]:
-        """What the guarantee of any run does not cover, in the entries' own words."""
+        """The things that the guarantee of any run does not cover, in the entries' own words."""
         return list(dict.fromkeys(line for entry in self._record.entries for line in entry.get("not_covered", ())))
 
     @property
@@ -154,7 +154,7 @@ class PrivacyLedger:
 
     @property
     def history(self) -> list[Releases]:
-        """What was released: `steps_run` by mechanism."""
+        """The releases so far: `steps_run` by mechanism."""
         return self._record.history(self.steps_run)
 
     def epsilon(self, *, further_steps: int = 0) -> float:

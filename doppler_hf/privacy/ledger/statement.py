@@ -92,7 +92,7 @@ class PrivacyStatement:
 
     @property
     def not_covered(self) -> tuple[str, ...]:
-        """What the guarantee does not cover."""
+        """The things that the guarantee does not cover."""
         return (*([_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []), *_NEVER_COVERED)
 
     def releases(self, steps: int) -> Releases:

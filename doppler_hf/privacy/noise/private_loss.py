@@ -18,7 +18,7 @@ class PrivateLoss:
 
     Args:
         mechanism: With σ_L as `noise_multiplier` and L as `max_grad_norm`.
-        device: Where the losses are.
+        device: The device of the losses.
 
     Attributes:
         mechanism: As given.
