@@ -270,7 +270,7 @@ def test_summary_and_last_line_name_what_the_guarantee_rests_on(tmp_path, capsys
     spent = f"ε = {epsilons['prv']:.4g} by prv, {epsilons['rdp']:.4g} by rdp, {epsilons['pld']:.4g} by pld"
     for row in (
         "unit of privacy one example", "units N 24", f"noise source {ledger.statement.noise_source}", f"at the end {spent}",
-        "training loss logged as it is, NOT PRIVATE; report_train_loss='private' adds noise, 'none' leaves it out",
+        "training loss logged as it is, NOT PRIVATE (report_train_loss='private' adds noise, 'none' leaves it out)",
     ):  # fmt: skip
         assert row in output, row
     assert f"Privacy spent: {spent} at δ = {24**-1.1:.3g} after 4 steps." in output
