@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 ROOT = Path(__file__).parents[1]
 # A room that is still being rewritten.
-LEFT_OUT = ("doppler_hf/optim",)
+LEFT_OUT: tuple[str, ...] = ()
 FILES = [
     path
     for folder in ("doppler_hf", "scripts")

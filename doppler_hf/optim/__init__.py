@@ -1,9 +1,10 @@
 """Right of the privacy boundary: optimizers on gradients that are private already. Nothing here may import the left.
 
-- optimizer: Algorithm 2, step by step
+- optimizer: Algorithm 2: `update` for one tensor, and `step` for all
 - checks: what it refuses
-- low_pass, second_moment, galore, adaptive_fir: its stages, as functions of tensors
-- update, one_pass: the stages in one pass over memory: of one tensor, of all
+- filter_stage, low_pass, adaptive_fir: its filter: what it is asked, a fixed one, and one that follows the gradients
+- galore: its subspaces
+- one_pass: `update` in one pass over memory
 - rounding, state: bfloat16 second moments; checkpoints without loss
 - low_pass_optimizer: the filter ahead of any torch optimizer
 - weight_filter: the filter on the weights

@@ -16,20 +16,19 @@ which costs no privacy.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.filters import autocorrelation_from_products, optimal_fir
 from doppler_hf.linalg import in_float32
-from doppler_hf.optim.one_pass import Work, slices
-from doppler_hf.optim.update import Numbers, descend
+from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 
 MEMORY: Final = 0.998
 DEFAULT_UPDATE_GAP: Final = 50
@@ -56,12 +55,13 @@ class OptimalFIR:
 
     taps: int
     update_gap: int = DEFAULT_UPDATE_GAP
+    is_fixed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.taps, Integral) or self.taps < 2:
-            raise ValueError(f"taps is {self.taps}: give a whole number of at least 2; one tap is no filter")
+            raise ValueError(f"taps must be a whole number of at least 2, got {self.taps}. One tap is no filter.")
         if not isinstance(self.update_gap, Integral) or self.update_gap < 1:
-            raise ValueError(f"update_gap is {self.update_gap}: give a whole number of at least 1")
+            raise ValueError(f"update_gap must be a whole number of at least 1, got {self.update_gap}.")
 
     @property
     def order(self) -> int:
@@ -72,79 +72,64 @@ class OptimalFIR:
         gap = "" if self.update_gap == DEFAULT_UPDATE_GAP else f",update_gap={self.update_gap}"
         return f"optimal-fir:taps={self.taps}{gap}"
 
+    def new_group(self) -> dict[str, Any]:
+        """Return the taps to begin with."""
+        return {"taps": [1 / self.taps] * self.taps}
 
-def fir(
-    grad: Float[Tensor, "*shape"], history: Sequence[Float[Tensor, "*shape"]], *, taps: Sequence[float]
-) -> tuple[Float[Tensor, "*shape"], Float64[Tensor, " taps"]]:
-    r"""One step of a filter in direct form, and what its taps are estimated from.
+    def new_state(self, zeros: Callable[[], Tensor]) -> dict[str, Any]:
+        """Return the last gradients, the newest first, and a parameter's share of its group's estimate.
 
-    Args:
-        grad: g_t, any shape, in float32 at least.
-        history: g_{t-1}, g_{t-2}, ..., one fewer than taps; zeros before the first.
-        taps: b.
+        That is ``products``, ⟨g_t, g_{t-τ}⟩ summed over time and coordinates, and ``pairs``, how many of them there are, by
+        lag. Both fade alike, so that their quotient is a mean.
+        """
+        history = [zeros() for _ in range(self.order)]
+        products = torch.zeros(self.taps, dtype=torch.float64, device=history[0].device)
+        pairs, bias_states = [0.0] * self.taps, [0.0] * self.order
+        return {"filter_states": history, "bias_states": bias_states, "products": products, "pairs": pairs}
 
-    Returns:
-        m_t = Σ b_τ g_{t-τ}, a new tensor, not corrected for its zero start; and ⟨g_t, g_{t-τ}⟩, shape (taps,).
+    def coefficients(self, group: dict[str, Any]) -> Coefficients:
+        """Return the group's taps."""
+        return (tuple(group["taps"]),)
 
-    Example:
-        >>> filtered, products = fir(torch.tensor([3.0]), [torch.tensor([1.0])], taps=[0.5, 0.5])
-        >>> filtered, products.tolist()
-        (tensor([2.]), [9.0, 3.0])
-    """
-    flat, filtered = grad.flatten(), grad * taps[0]
-    products = [torch.dot(flat, flat)]
-    for past, tap in zip(map(in_float32, history), taps[1:], strict=True):
-        products.append(torch.dot(flat, past.flatten()))
-        filtered.add_(past, alpha=tap)
-    return filtered, torch.stack(products).double()
+    def begin(self, state: dict[str, Any], group: dict[str, Any], *, noise_std: float) -> float:
+        """Let earlier products fade, make room for the new gradient, and return c_t.
 
+        Args:
+            state: The parameter's (modified in place).
+            group: The parameter's.
+            noise_std: Of the noise in this gradient. It leaves the sums at once, since a later step may have another.
+        """
+        history, numel = state["filter_states"], state["filter_states"][0].numel()
+        history.insert(0, history.pop())  # the oldest, whose place the newest takes
+        state["products"].mul_(MEMORY)
+        state["products"][0] -= numel * noise_std**2
+        state["pairs"] = [MEMORY * pairs + numel * (lag < state["step"]) for lag, pairs in enumerate(state["pairs"])]
+        return math.fsum(group["taps"][: state["step"]])
 
-def advance_fir(work: Work, *, taps: Sequence[float], beta2: float, numbers: Numbers) -> Float64[Tensor, " taps"]:
-    """Makes one step for one tensor: filter, remember, then descend (modified in place).
+    @staticmethod
+    def advance(
+        grad: Float[Tensor, "*shape"], tensors: ParameterTensors, coefficients: Coefficients
+    ) -> Float[Tensor, "*shape"]:
+        r"""Return m_t = Σ b_τ g_{t-τ}; remember the gradient and add up ⟨g_t, g_{t-τ}⟩ (both modified in place)."""
+        assert tensors.products is not None
+        (taps,), (oldest, *history) = coefficients, tensors.filter_states
+        flat, m = grad.flatten(), grad * taps[0]
+        products = [torch.dot(flat, flat)]
+        for past, tap in zip(map(in_float32, (*history, oldest)), taps[1:], strict=True):
+            products.append(torch.dot(flat, past.flatten()))
+            m.add_(past, alpha=tap)
+        tensors.products.add_(torch.stack(products))
+        oldest.copy_(grad)
+        return m
 
-    Args:
-        work: The tensors; the filter's states are the last gradients, the newest first.
-        taps: b.
-        beta2: Decay of the second moment.
-        numbers: What else the step is made with.
-
-    Returns:
-        ⟨g_t, g_{t-τ}⟩, shape (taps,).
-    """
-    products = torch.zeros(len(taps), dtype=torch.float64, device=work.weight.device)
-    for part in slices(work):
-        grad = in_float32(part.grad)
-        filtered, some = fir(grad, part.filter_states, taps=taps)
-        products += some
-        part.filter_states[-1].copy_(grad)
-        descend(part.weight, grad, filtered, part.exp_avg_sq, beta2=beta2, **vars(numbers))
-    # The oldest gradient has made room for the newest.
-    work.filter_states.insert(0, work.filter_states.pop())
-    return products
-
-
-def new_estimate(taps: int, device: torch.device) -> dict[str, Any]:
-    """Returns a parameter's share of its group's estimate, before any step."""
-    return {"products": torch.zeros(taps, dtype=torch.float64, device=device), "pairs": [0.0] * taps}
-
-
-def record(state: dict[str, Any], products: Float64[Tensor, " taps"], *, numel: int, noise_std: float) -> None:
-    """Adds a step's products to a parameter's share of the estimate, and lets earlier ones fade (modified in place).
-
-    Args:
-        state: ``products``, their sums over time and coordinates, and ``pairs``, how many of them there are, by lag. Both
-            fade alike, so that their quotient is a mean. And ``step``, counted up to this one.
-        products: ⟨g_t, g_{t-τ}⟩, shape (taps,).
-        numel: How many coordinates the parameter has.
-        noise_std: Of the noise in this gradient. It leaves the sums at once, since a later run may have another.
-    """
-    state["products"].mul_(MEMORY).add_(products)
-    state["products"][0] -= numel * noise_std**2
-    state["pairs"] = [MEMORY * pairs + numel * (lag < state["step"]) for lag, pairs in enumerate(state["pairs"])]
+    def end(self, group: dict[str, Any], states: Sequence[dict[str, Any]], *, noise_std: float) -> None:
+        """Find the taps of a group anew where its steps have come to a multiple of the gap."""
+        if max((state["step"] for state in states), default=1) % self.update_gap == 0:
+            group["taps"] = found_anew(group["taps"], states, noise_std=noise_std)
 
 
 def found_anew(taps: list[float], states: Sequence[dict[str, Any]], *, noise_std: float) -> list[float]:
-    """Returns the taps of a group by the estimate so far, or those that it has if that is not certain enough.
+    """Return the taps of a group by the estimate so far, or those that it has if that is not certain enough.
 
     Args:
         taps: b.

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.linalg import factors, is_wide
+from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 
 Projector = Literal["svd", "randomized", "warm"]
 ProjectorSource = Literal["gradient", "filtered"]
@@ -32,12 +33,12 @@ OVERSAMPLING: Final = 8
 
 
 def has_projected(group: dict[str, Any]) -> bool:
-    """Whether any parameter of a group is projected."""
+    """Return whether any parameter of a group is projected."""
     return any(is_projected(p, group) for p in group["params"])
 
 
 def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
-    """Whether this parameter of a group is: a matrix whose shorter side is longer than the rank."""
+    """Return whether this parameter of a group is: a matrix whose shorter side is longer than the rank."""
     return group["rank"] is not None and p.ndim == 2 and min(p.shape) > group["rank"]
 
 
@@ -48,7 +49,7 @@ def find_basis(
     projector: Projector,
     previous: Float[Tensor, "short r"] | None = None,
 ) -> Float[Tensor, "short r"]:
-    r"""Returns orthonormal directions of the shorter side that hold much of a matrix.
+    r"""Return orthonormal directions of the shorter side that hold much of a matrix.
 
     Args:
         matrix: What to project, such as a private gradient, in float32 at least.
@@ -93,6 +94,45 @@ def _orthonormal(matrix: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
     return torch.linalg.qr(matrix).Q
 
 
+def renew_basis(
+    state: dict[str, Any],
+    source: Float[Tensor, "m n"],
+    *,
+    rank: int,
+    projector: Projector,
+    projector_source: ProjectorSource,
+    basis_change: BasisChange,
+) -> None:
+    """Find a parameter's basis anew, and do with its filter and second moment what `basis_change` says (modified in place).
+
+    Args:
+        state: The parameter's.
+        source: In what to find it, in float32 at least.
+        rank: r.
+        projector: How; see `find_basis`.
+        projector_source: ``"filtered"`` for a filter ahead of the projection, which knows nothing of bases.
+        basis_change: ``"rotate"``, ``"reset"``, or ``"keep"``.
+    """
+    is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
+    state["basis"] = find_basis(source, rank, projector=projector, previous=None if is_first else old)
+    if is_first or basis_change == "keep":
+        return
+    states = [] if projector_source == "filtered" else state["filter_states"]
+    if basis_change == "reset":
+        for tensor in (*states, *(() if v is None else (v,))):
+            tensor.zero_()
+        state["step"] = 0
+        state["bias_states"] = state["bias_states"] if not states else [0.0] * len(states)
+        return
+    moved, moved_v = rotated(states, v, old=old, new=state["basis"], wide=is_wide(source))
+    state |= ({"filter_states": moved} if states else {}) | ({"exp_avg_sq": moved_v} if v is not None else {})
+
+
+def already_filtered(grad: Tensor, tensors: ParameterTensors, coefficients: Coefficients) -> Float[Tensor, "_ _"]:
+    """Return m_t, which stands in the place of the states where the filter has run ahead of the projection."""
+    return tensors.filter_states[0]
+
+
 def add_lifted(
     weight: Float[Tensor, "m n"],
     low_rank: Float[Tensor, "_ _"],
@@ -101,7 +141,7 @@ def add_lifted(
     scale: float,
     decay: float,
 ) -> None:
-    """Sets X to decay·X + scale · P d, or d Pᵀ (modified in place).
+    """Set X to decay·X + scale · P d, or d Pᵀ (modified in place).
 
     Args:
         weight: X.
@@ -125,7 +165,7 @@ def rotated(
     new: Float[Tensor, "short r"],
     wide: bool,
 ) -> tuple[list[Float[Tensor, "_ _"]], Float[Tensor, "_ _"] | None]:
-    """Returns filter states and second moment in the coordinates of a new basis.
+    """Return filter states and second moment in the coordinates of a new basis.
 
     Args:
         states: The filter's states, shape (r, n) or (m, r).

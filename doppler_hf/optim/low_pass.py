@@ -19,17 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.filters import LowPassFilter
-
-
-def padded_coefficients(low_pass_filter: LowPassFilter) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (b, a), the shorter one filled with zeros to ``order + 1`` coefficients.
-
-    Example:
-        >>> padded_coefficients(LowPassFilter(b=(0.1,), a=(1.0, -0.9)))
-        ((0.1, 0.0), (1.0, -0.9))
-    """
-    b, a = zip(*zip_longest(low_pass_filter.b, low_pass_filter.a, fillvalue=0.0), strict=True)
-    return b, a
+from doppler_hf.linalg import in_float32
 
 
 def low_pass(
@@ -39,12 +29,12 @@ def low_pass(
     b: Sequence[float],
     a: Sequence[float],
 ) -> Float[Tensor, "*shape"]:
-    r"""Advances the filter by one step: m_t from g_t.
+    r"""Advance the filter by one step: m_t from g_t.
 
     Args:
-        grad: The gradient g_t, any shape.
-        states: The ``order`` states, of the gradient's shape and dtype, zeros at first (modified in place).
-        b: Feed-forward coefficients, padded to ``order + 1``.
+        grad: The gradient g_t, any shape, in float32 at least.
+        states: The ``order`` states, of the gradient's shape and of any precision, zeros at first (modified in place).
+        b: Feed-forward coefficients.
         a: Feedback coefficients, padded to ``order + 1``; ``a[0]`` is 1.
 
     Returns:
@@ -52,40 +42,41 @@ def low_pass(
 
     Example:
         >>> states = [torch.zeros(1)]
-        >>> [low_pass(torch.ones(1), states, b=(0.5, 0.0), a=(1.0, -0.5)).item() for _ in range(3)]
+        >>> [low_pass(torch.ones(1), states, b=(0.5,), a=(1.0, -0.5)).item() for _ in range(3)]
         [0.5, 0.75, 0.875]
 
     Source:
         DOPPLER, Algorithm 1, line 6.
     """
-    if not states:
-        return grad * b[0]
-    filtered = torch.add(states[0], grad, alpha=b[0])
-    for state, later, b_i, a_i in zip(states, [*states[1:], None], b[1:], a[1:], strict=True):
-        # Each pass over the state costs as much as any other, so coefficients of zero are left out.
+    s = [in_float32(state) for state in states]
+    m = torch.add(s[0], grad, alpha=b[0]) if s else grad * b[0]
+    for i, (s_i, later) in enumerate(zip_longest(s, s[1:]), start=1):
         if later is None:
-            torch.mul(filtered, -a_i, out=state)
+            torch.mul(m, -a[i], out=s_i)
         else:
-            torch.add(later, filtered, alpha=-a_i, out=state)
-        if b_i:
-            state.add_(grad, alpha=b_i)
-    return filtered
+            torch.add(later, m, alpha=-a[i], out=s_i)
+        if i < len(b):  # Each pass over the state costs as much as any other.
+            s_i.add_(grad, alpha=b[i])
+    for state, s_i in zip(states, s, strict=True):
+        if s_i is not state:
+            state.copy_(s_i)
+    return m
 
 
 def bias_correction(states: list[float], *, b: Sequence[float], a: Sequence[float]) -> float:
-    r"""Advances the step response by one step: c_t, the same recursion driven by ones.
+    r"""Advance the step response by one step: c_t, the same recursion driven by ones.
 
     Args:
         states: The ``order`` states, zeros at first (modified in place).
-        b: Feed-forward coefficients, padded to ``order + 1``.
-        a: Feedback coefficients, padded to ``order + 1``; ``a[0]`` is 1.
+        b: Feed-forward coefficients.
+        a: Feedback coefficients; ``a[0]`` is 1.
 
     Returns:
         c_t, positive for every `LowPassFilter`.
 
     Example:
         >>> states = [0.0]
-        >>> [bias_correction(states, b=(0.5, 0.0), a=(1.0, -0.5)) for _ in range(3)]
+        >>> [bias_correction(states, b=(0.5,), a=(1.0, -0.5)) for _ in range(3)]
         [0.5, 0.75, 0.875]
 
     Source:
@@ -93,5 +84,17 @@ def bias_correction(states: list[float], *, b: Sequence[float], a: Sequence[floa
     """
     shifted = [*states, 0.0]
     response = shifted[0] + b[0]
-    states[:] = [state + b_i - a_i * response for state, b_i, a_i in zip(shifted[1:], b[1:], a[1:], strict=True)]
+    parts = zip_longest(shifted[1:], b[1:], a[1:], fillvalue=0.0)
+    states[:] = [later + b_i - a_i * response for later, b_i, a_i in parts]
     return response
+
+
+def padded_coefficients(low_pass_filter: LowPassFilter) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return (b, a), the latter filled with zeros to ``order + 1`` coefficients.
+
+    Example:
+        >>> padded_coefficients(LowPassFilter(b=(0.5, 0.5)))
+        ((0.5, 0.5), (1.0, 0.0))
+    """
+    b, a = low_pass_filter.b, low_pass_filter.a
+    return b, a + (0.0,) * (len(b) - len(a))

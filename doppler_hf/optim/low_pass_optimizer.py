@@ -6,6 +6,7 @@ This is DOPPLER's Algorithm 1, lines 6-8, with line 9 left to the base. The grad
 arrives; all that is done here is post-processing, whatever the base does.
 """
 
+import functools
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, final
@@ -17,9 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from doppler_hf.filters import LowPassFilter
+from doppler_hf.optim.filter_stage import FixedFilter
 from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
 from doppler_hf.optim.optimizer import DopplerOptimizer
-from doppler_hf.optim.state import copied_state, dense, full_dtype
+from doppler_hf.optim.state import dense, full_dtype, loaded
 
 
 @final
@@ -65,15 +67,15 @@ class LowPassOptimizer(Optimizer):
 
     def __init__(self, base: Optimizer, low_pass_filter: LowPassFilter) -> None:
         if not isinstance(base, Optimizer):
-            raise ValueError(f"base is {base!r}: build a torch.optim.Optimizer first and give it here")
+            raise ValueError(f"base must be a torch.optim.Optimizer, got {base!r}. Build one first and give it here.")
         if isinstance(base, LowPassOptimizer | DopplerOptimizer):
             raise ValueError(
-                f"base is a {type(base).__name__} with {base.low_pass_filter} and would filter the gradient twice: "
-                "wrap an optimizer without a filter, or give that one the filter that you want"
+                f"base must be an optimizer without a filter, got a {type(base).__name__} with {base.low_pass_filter}: that "
+                "would be two filters in a row. Give that one the filter that you want."
             )
         if not isinstance(low_pass_filter, LowPassFilter):
             raise ValueError(
-                f"low_pass_filter is {low_pass_filter!r}: give a fixed LowPassFilter; DopplerOptimizer takes others"
+                f"low_pass_filter must be a fixed LowPassFilter, got {low_pass_filter!r}. DopplerOptimizer takes others."
             )
         # Optimizer.__init__ would make parameter groups of its own; this is torch's way to make an optimizer around
         # groups that exist (it unpickles with it).
@@ -96,22 +98,22 @@ class LowPassOptimizer(Optimizer):
         return self.base.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters to the base, with the base's options."""
+        """Add a group of parameters to the base, with the base's options."""
         self.base.add_param_group(param_group)
 
     def train(self) -> None:
-        """Switches a base that trains and evaluates at different points (schedule-free) to the former."""
+        """Switch a base that trains and evaluates at different points (schedule-free) to the former."""
         if hasattr(self.base, "train"):
             self.base.train()
 
     def eval(self) -> None:
-        """Switches a base that trains and evaluates at different points (schedule-free) to the latter."""
+        """Switch a base that trains and evaluates at different points (schedule-free) to the latter."""
         if hasattr(self.base, "eval"):
             self.base.eval()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Steps the base on the filtered gradients; parameters without gradient are skipped.
+        """Step the base on the filtered gradients; parameters without gradient are skipped.
 
         Afterwards every ``p.grad`` is what it was before, even if the base raises.
 
@@ -122,7 +124,7 @@ class LowPassOptimizer(Optimizer):
             ValueError: If a closure is given, or a gradient is sparse. Nothing has changed then.
         """
         if closure is not None:
-            raise ValueError(f"closure is {closure!r}: compute the gradient before step() and call it without a closure")
+            raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
         grads = {p: dense(p.grad) for p in self._params() if p.grad is not None}
         try:
             for p, grad in grads.items():
@@ -133,7 +135,7 @@ class LowPassOptimizer(Optimizer):
                 p.grad = grad
 
     def state_dict(self) -> StateDict:
-        """Returns the base's checkpoint, with the filter's state beside it as ``"low_pass"``."""
+        """Return the base's checkpoint, with the filter's state beside it as ``"low_pass"``."""
         # torch runs the hooks inside the methods that are overridden here (torch/optim/optimizer.py), hence by hand.
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -145,7 +147,7 @@ class LowPassOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads a checkpoint of the same kind of base and of a filter of the same order.
+        """Load a checkpoint of the same kind of base and of a filter of the same order.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -159,21 +161,20 @@ class LowPassOptimizer(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         if "low_pass" not in state_dict:
             raise ValueError(
-                f"the checkpoint holds {list(state_dict)} and was not written by LowPassOptimizer: load one that was, or "
-                "load it into the base before it is wrapped, to begin filtering now"
+                f"The checkpoint holds {list(state_dict)} and was not written by LowPassOptimizer. Load one that was, or "
+                "load it into the base before it is wrapped, to begin filtering now."
             )
         saved = state_dict["low_pass"]
         if saved["order"] != self.low_pass_filter.order:
             raise ValueError(
-                f"the checkpoint is of a filter of order {saved['order']}, this optimizer's {self.low_pass_filter} is of "
-                f"order {self.low_pass_filter.order}: set the low_pass_filter of the checkpoint's run"
+                f"The checkpoint is of a filter of order {saved['order']}, this optimizer's {self.low_pass_filter} is of "
+                f"order {self.low_pass_filter.order}. Set the low_pass_filter of the checkpoint's run."
             )
         self.base.load_state_dict({key: value for key, value in state_dict.items() if key != "low_pass"})
         params = list(self._params())
         self.filter_state = {}
         for number, state in saved["state"].items():
-            p, dtype = params[number], full_dtype(params[number])
-            self.filter_state[p] = copied_state(state, device=p.device, dtype_of={"filter_states": dtype}.__getitem__)
+            self.filter_state[params[number]] = loaded(state, like=self._new_state(params[number]))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -192,16 +193,14 @@ class LowPassOptimizer(Optimizer):
     def _params(self) -> chain[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
+    def _new_state(self, p: Tensor) -> dict[str, Any]:
+        return FixedFilter(self.low_pass_filter).new_state(functools.partial(torch.zeros_like, p, dtype=full_dtype(p)))
+
     def _filtered(self, p: Float[Tensor, "*shape"], grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        order = self.low_pass_filter.order
-        if order == 0:
+        if self.low_pass_filter.order == 0:
             return grad.clone()  # m̂_t = b_0 g_t / b_0, without its two roundings
         if p not in self.filter_state:
-            # The step response is kept per parameter: one that had no gradient yet has taken no step.
-            self.filter_state[p] = {
-                "filter_states": [torch.zeros_like(p, dtype=full_dtype(p)) for _ in range(order)],
-                "bias_states": [0.0] * order,
-            }
+            self.filter_state[p] = self._new_state(p)
         state = self.filter_state[p]
         b, a = padded_coefficients(self.low_pass_filter)
         m_hat = low_pass(grad.to(full_dtype(p)), state["filter_states"], b=b, a=a)

@@ -1,7 +1,7 @@
-"""A step of Algorithm 2 for many tensors, at the speed of memory.
+"""One step of many tensors, at the speed of memory.
 
-Compiled, the stages of `update.advance` are one pass over the numbers. Uncompiled they are a dozen, so a tensor is taken in
-slices that stay in the cache from the first stage to the last.
+Compiled, a step is one pass over the numbers. Uncompiled it is a dozen, so a tensor is taken in slices that stay in the
+cache from the first to the last. What is computed is the caller's, a function of `ParameterTensors` and `StepConstants`.
 """
 
 import functools
@@ -13,10 +13,8 @@ from itertools import chain
 from typing import Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
-
-from doppler_hf.optim.update import Numbers, advance
 
 # Elements of a slice, such that those of gradient, weight, states and temporaries fit into two cores' second-level caches.
 CPU_SLICE: Final = 2**17
@@ -25,88 +23,121 @@ TENSORS_AT_A_TIME: Final = 16
 # Sizes of 0 and 1 would be constants of a compiled program.
 SMALLEST_COMPILED: Final = 16
 TYPICAL_SIZE: Final = 2**17
+# One for every filter, base, dtype and device that a process uses. torch's own limit is 8, and the ninth an error.
+MOST_PROGRAMS: Final = 256
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one tensor's step reads and writes; arguments of `advance`."""
+class ParameterTensors:
+    """What a step of one parameter reads and writes: x_t, g_t, the states of the filter, and v_{t-1} if there is one.
+
+    `products` is what an `OptimalFIR` adds up over all coordinates, in float64, and is the same for every part.
+    """
 
     weight: Float[Tensor, "*shape"]
     grad: Float[Tensor, "*shape"]
     filter_states: list[Float[Tensor, "*shape"]]
-    exp_avg_sq: Float[Tensor, "*shape"] | None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return [self.weight, self.grad, *self.filter_states, *([] if self.exp_avg_sq is None else [self.exp_avg_sq])]
+    exp_avg_sq: Float[Tensor, "*shape"] | None = None
+    products: Float64[Tensor, " taps"] | None = None
 
     @property
     def is_contiguous(self) -> bool:
         """Whether all of them are."""
-        return all(tensor.is_contiguous() for tensor in self.tensors)
+        several = [self.weight, self.grad, *self.filter_states, *([] if self.exp_avg_sq is None else [self.exp_avg_sq])]
+        return all(tensor.is_contiguous() for tensor in several)
 
     @property
-    def flat(self) -> "Work":
+    def flat(self) -> "ParameterTensors":
         """The same in one dimension; what is not contiguous has no such view."""
         return self.each(lambda tensor: tensor.view(-1))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Work":
-        """Returns the same of every tensor's image."""
-        v = None if self.exp_avg_sq is None else change(self.exp_avg_sq)
-        return Work(change(self.weight), change(self.grad), [change(state) for state in self.filter_states], v)
+    def each(self, change: Callable[[Tensor], Tensor]) -> "ParameterTensors":
+        """Return the same of every tensor's image."""
+        v, states = self.exp_avg_sq, [change(state) for state in self.filter_states]
+        return ParameterTensors(
+            change(self.weight), change(self.grad), states, None if v is None else change(v), self.products
+        )
 
-    def __getitem__(self, part: slice) -> "Work":
-        """Returns a part of every tensor."""
-        return self.each(operator.itemgetter(part))
+    def slices(self) -> Iterator["ParameterTensors"]:
+        """Yield parts that fit into the cache together; on an accelerator, or not contiguous, the whole."""
+        if not self.is_contiguous:
+            yield self
+            return
+        flat, numel = self.flat, self.weight.numel()
+        size = CPU_SLICE if self.weight.device.type == "cpu" else max(numel, 1)
+        for start in range(0, numel, size):
+            yield flat.each(operator.itemgetter(slice(start, start + size)))
 
 
-def slices(work: Work) -> Iterator[Work]:
-    """Yields parts of all tensors that fit into the cache together; on an accelerator, or not contiguous, the whole."""
-    if not work.is_contiguous:
-        yield work
-        return
-    flat, numel = work.flat, work.weight.numel()
-    size = CPU_SLICE if work.weight.device.type == "cpu" else max(numel, 1)
-    for start in range(0, numel, size):
-        yield flat[start : start + size]
+@dataclass(frozen=True)
+class StepConstants:
+    """What a step is made with, apart from the tensors. The corrections of the zero start have been taken into it.
+
+    Attributes:
+        advance: Of the filter; see `FilterStage`.
+        coefficients: Of the filter, and the last argument of `advance`.
+        beta2: Decay of the second moment.
+        step_size: lr / c_t, and √k_t times that where there is a second moment; k_t = 1 - β₂ᵗ.
+        decay: 1 - lr·weight_decay.
+        noise_var: k_t times the variance of the noise.
+        floor: k_t times the least squared denominator.
+    """
+
+    advance: "Advance"
+    coefficients: "Coefficients" = ()
+    beta2: float = 0.0
+    step_size: float | Tensor = 0.0
+    decay: float | Tensor = 1.0
+    noise_var: float | Tensor = 0.0
+    floor: float | Tensor = 0.0
+
+    def with_tensors(self, dtype: torch.dtype, device: torch.device) -> "StepConstants":
+        """Return the same with tensors for what differs from step to step; floats would be constants of a program."""
+        advance, coefficients, beta2, *floats = vars(self).values()
+        return StepConstants(advance, coefficients, beta2, *torch.tensor(floats, dtype=dtype, device=device))
+
+
+Coefficients = tuple[tuple[float, ...], ...]
+Advance = Callable[[Tensor, ParameterTensors, Coefficients], Tensor]
+Update = Callable[[ParameterTensors, StepConstants], None]
+# What a program is made for: the filter's `advance`, and the dtypes of weight and gradient, and the device.
+Kind = tuple[Advance, torch.dtype, torch.dtype, torch.device]
 
 
 class OnePass:
-    """`advance` for many tensors, compiled or in slices.
+    """A step for many tensors, compiled or in slices.
 
     Args:
-        b: Feed-forward coefficients of the filter, padded to ``order + 1``.
-        a: Feedback coefficients, padded to ``order + 1``.
-        beta2: Decay of the second moment.
+        update: Makes it for one tensor or a part of one (modified in place), each coordinate by itself where compiled.
         compiled: Whether to have torch compile it. Where no compiler is found that is said once, and slices are taken.
     """
 
-    def __init__(self, *, b: Sequence[float], a: Sequence[float], beta2: float, compiled: bool) -> None:
-        self._advance = functools.partial(advance, b=b, a=a, beta2=beta2)
+    def __init__(self, update: Update, *, compiled: bool) -> None:
+        self._update = update
         # The user's own switch, TORCH_COMPILE_DISABLE=1: a program that must not have gaps cannot be made then.
         self._is_compiled = compiled and not torch._dynamo.config.disable
-        self._programs: dict[tuple[torch.dtype, torch.dtype, torch.device], Program] = {}
+        self._programs: dict[Kind, Program] = {}
 
-    def __call__(self, works: Sequence[Work], numbers: Numbers) -> None:
-        """Makes one step for each (modified in place)."""
-        rest = self._run_compiled(works, numbers) if self._is_compiled else works
-        for part in chain.from_iterable(map(slices, rest)):
-            self._advance(*vars(part).values(), **vars(numbers))
+    def __call__(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
+        """Make one step for each (modified in place)."""
+        rest = self._run_compiled(batch, constants) if self._is_compiled else batch
+        for part in chain.from_iterable(tensors.slices() for tensors in rest):
+            self._update(part, constants)
 
-    def _run_compiled(self, works: Sequence[Work], numbers: Numbers) -> Sequence[Work]:
-        """Does what it can, and returns the rest."""
-        kinds: dict[tuple[torch.dtype, torch.dtype, torch.device], list[Work]] = {}
+    def _run_compiled(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> Sequence[ParameterTensors]:
+        """Do what it can, and return the rest."""
+        kinds: dict[Kind, list[ParameterTensors]] = {}
         rest = []
-        for work in works:
-            if work.weight.numel() < SMALLEST_COMPILED or not work.is_contiguous:
-                rest.append(work)
+        for tensors in batch:
+            if tensors.weight.numel() < SMALLEST_COMPILED or not tensors.is_contiguous:
+                rest.append(tensors)
             else:
-                kinds.setdefault((work.weight.dtype, work.grad.dtype, work.weight.device), []).append(work.flat)
+                kind = (constants.advance, tensors.weight.dtype, tensors.grad.dtype, tensors.weight.device)
+                kinds.setdefault(kind, []).append(tensors.flat)
         for kind, some in kinds.items():  # all of them before any is run
             try:
                 if kind not in self._programs:
-                    self._programs[kind] = Program(self._advance, some[0])
+                    self._programs[kind] = Program(self._update, some[0], constants)
             except (torch._dynamo.exc.BackendCompilerFailed, torch._inductor.exc.InductorError) as error:
                 self._is_compiled = False
                 warnings.warn(
@@ -114,48 +145,49 @@ class OnePass:
                     "about three times as slow. Install a C++ compiler, or pass compiled=False to say nothing.",
                     stacklevel=2,
                 )
-                return [*rest, *(work for works in kinds.values() for work in works)]
+                return batch
         for kind, some in kinds.items():
-            self._programs[kind](some, numbers)
+            self._programs[kind](some, constants)
         return rest
 
 
 class Program:
-    """`advance`, compiled for a number of tensors of any sizes at a time: a call costs as much as a small tensor's pass.
+    """A step, compiled for a number of tensors of any sizes at a time: a call costs as much as a small tensor's pass.
 
     Args:
-        function: What to compile.
+        update: What to compile.
         example: Of what dtypes, and with how many states.
+        constants: With which `advance`, and how many coefficients.
 
     Raises:
         BackendCompilerFailed, InductorError: No working compiler; nothing has been modified.
     """
 
-    def __init__(self, function: Callable[..., None], example: Work) -> None:
-        def advance_all(works: list[tuple[Tensor, Tensor, list[Tensor], Tensor | None]], **numbers: Tensor) -> None:
-            for work in works:
-                function(*work, **numbers)
-
-        # torch keeps programs with the code that they were made from, eight at most, and the ninth is an error. Every
-        # optimizer of a process may have constants of its own, so each gets a copy of the code.
-        advance_all.__code__ = advance_all.__code__.replace()
-        self._advance_all = torch.compile(advance_all, dynamic=True, fullgraph=True)
+    def __init__(self, update: Update, example: ParameterTensors, constants: StepConstants) -> None:
+        self._update = update
+        self._compiled = torch.compile(_update_all, dynamic=True, fullgraph=True)
         # The program is made with sizes that are all different, as it would expect that equal ones stay equal, and large
         # enough for threads to be worth their while.
-        shape = [TYPICAL_SIZE + index for index in range(TENSORS_AT_A_TIME)]
-        self._run([example.each(functools.partial(_zeros, size)) for size in shape], Numbers(step_size=0.0))
+        sizes = [TYPICAL_SIZE + index for index in range(TENSORS_AT_A_TIME)]
+        self._run([example.each(functools.partial(_zeros, size)) for size in sizes], constants)
         self._fillers = [example.each(functools.partial(_zeros, SMALLEST_COMPILED)) for _ in range(TENSORS_AT_A_TIME)]
 
-    def __call__(self, works: Sequence[Work], numbers: Numbers) -> None:
-        """Makes one step for each (modified in place)."""
-        for start in range(0, len(works), TENSORS_AT_A_TIME):
-            some = works[start : start + TENSORS_AT_A_TIME]
-            self._run([*some, *self._fillers[len(some) :]], numbers)
+    def __call__(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
+        """Make one step for each (modified in place)."""
+        for start in range(0, len(batch), TENSORS_AT_A_TIME):
+            some = batch[start : start + TENSORS_AT_A_TIME]
+            self._run([*some, *self._fillers[len(some) :]], constants)
 
-    def _run(self, works: Sequence[Work], numbers: Numbers) -> None:
-        weight = works[0].weight
-        tensors = numbers.as_tensors(torch.promote_types(weight.dtype, torch.float32), weight.device)
-        self._advance_all([tuple(vars(work).values()) for work in works], **tensors)
+    def _run(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
+        weight = batch[0].weight
+        constants = constants.with_tensors(torch.promote_types(weight.dtype, torch.float32), weight.device)
+        with torch.compiler.config.patch(recompile_limit=MOST_PROGRAMS):  # type: ignore[attr-defined]
+            self._compiled(self._update, batch, constants)
+
+
+def _update_all(update: Update, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
+    for tensors in batch:
+        update(tensors, constants)
 
 
 def _zeros(size: int, like: Tensor) -> Tensor:

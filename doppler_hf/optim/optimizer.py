@@ -2,10 +2,12 @@ r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Al
 
     g̃_t = g_t | Pᵀ g_t                                    (GaLore)
     m̂_t = lowpass(g̃)_t / c_t
+    v̂_t = (β₂ v_{t-1} + (1 - β₂) g̃_t²) / k_t
     d_t = m̂_t | m̂_t / max(√v̂_t, ε) | m̂_t / √max(v̂_t - noise_std², floor)
     x_{t+1} = (1 - lr·weight_decay) x_t - lr · (d_t | scale · P d_t)
 
-The gradient is private already when it arrives; all that is done here is post-processing.
+with the starting corrections c_t, the filter's response to ones, and k_t = 1 - β₂ᵗ. The gradient is private already when it
+arrives; all that is done here is post-processing.
 """
 
 import functools
@@ -21,23 +23,23 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.linalg import in_float32, is_wide, project
-from doppler_hf.optim.adaptive_fir import OptimalFIR, advance_fir, found_anew, new_estimate, record
+from doppler_hf.optim.adaptive_fir import OptimalFIR
 from doppler_hf.optim.checks import RANK_WITHOUT_EFFECT, check_constants, check_group
+from doppler_hf.optim.filter_stage import filter_stage
 from doppler_hf.optim.galore import (
     PROJECTOR_SOURCES,
     BasisChange,
     Projector,
     ProjectorSource,
     add_lifted,
-    find_basis,
+    already_filtered,
     has_projected,
     is_projected,
-    rotated,
+    renew_basis,
 )
-from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
-from doppler_hf.optim.one_pass import OnePass, Work
-from doppler_hf.optim.state import BASES, Base, copied_state, dense, full_dtype, refuse_other_group, refuse_other_state
-from doppler_hf.optim.update import Numbers, descend, filtered
+from doppler_hf.optim.one_pass import Advance, OnePass, ParameterTensors, StepConstants
+from doppler_hf.optim.rounding import store
+from doppler_hf.optim.state import BASES, Base, dense, full_dtype, loaded, refuse_other_group, refuse_other_state
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
 # is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
@@ -46,6 +48,54 @@ from doppler_hf.optim.update import Numbers, descend, filtered
 DEFAULT_FLOOR_FRACTION: Final = 0.3
 # Parameters from which on compiling, some twenty seconds, is worth its time.
 WORTH_COMPILING: Final = 20_000_000
+
+
+def update(tensors: ParameterTensors, constants: StepConstants) -> None:
+    r"""Make one step of Algorithm 2 for one parameter, or for a slice of it (all but the gradient modified in place).
+
+    The moment is that of the *unfiltered* gradient (Algorithm 2, whose two lines on v mix two conventions of β₂; torch's is
+    used here). White noise adds its variance to it, which DPAdamBC takes away again (Tang et al. 2024); the paper's listing
+    leaves that out. Nothing is divided by c_t and k_t here, as they are in the constants:
+    √max(v̂ - noise_std², floor) = √max(v - k noise_std², k floor) / √k.
+
+    Args:
+        tensors: x_t, g_t, the states of the filter, and v_{t-1}, or None to divide by nothing.
+        constants: What the step is made with.
+
+    Example:
+        >>> tensors = ParameterTensors(torch.zeros(1), torch.tensor([3.0]), [], torch.zeros(1))
+        >>> no_filter = lambda grad, tensors, coefficients: grad
+        >>> update(tensors, StepConstants(no_filter, beta2=0.5, step_size=1.0, noise_var=0.5, floor=0.1))
+        >>> tensors.exp_avg_sq, tensors.weight
+        (tensor([4.5000]), tensor([-1.5000]))
+    """
+    x, g = in_float32(tensors.weight), in_float32(tensors.grad)
+    # Of a fixed filter, m_t = s_1 + b_0 g_t and s_i ← s_{i+1} + b_i g_t - a_i m_t; see `low_pass`.
+    m = constants.advance(g, tensors, constants.coefficients)
+    # In half precision, decay and step are rounded once, together; a decay of 1 - 1e-5 rounded by itself is lost.
+    if isinstance(constants.decay, Tensor) or constants.decay != 1.0:
+        x.mul_(constants.decay)
+    if tensors.exp_avg_sq is None:
+        subtract(x, m, None, factor=constants.step_size)
+    else:
+        v = in_float32(tensors.exp_avg_sq)
+        v.mul_(constants.beta2).addcmul_(g, g, value=1 - constants.beta2)
+        if v is not tensors.exp_avg_sq:
+            store(tensors.exp_avg_sq, v, entropy=g)
+        denominator = v.sub(constants.noise_var).clamp_(min=constants.floor).sqrt_()
+        subtract(x, m, denominator, factor=constants.step_size)
+    if x is not tensors.weight:
+        tensors.weight.copy_(x)
+
+
+def subtract(x: Tensor, numerator: Tensor, divisor: Tensor | None, *, factor: float | Tensor) -> None:
+    """Take factor · numerator / divisor, or without the latter, from x (modified in place), in one pass for a float."""
+    if isinstance(factor, Tensor):
+        x.sub_(factor * (numerator if divisor is None else numerator / divisor))
+    elif divisor is None:
+        x.add_(numerator, alpha=-factor)
+    else:
+        x.addcdiv_(numerator, divisor, value=-factor)
 
 
 @final
@@ -124,8 +174,9 @@ class DopplerOptimizer(Optimizer):
         state_dtype: torch.dtype | None = None,
         compiled: bool | None = None,
     ) -> None:
+        self._filter = filter_stage(low_pass_filter)
         check_constants(
-            low_pass_filter=low_pass_filter,
+            low_pass_filter=self._filter,
             base=base,
             beta2=beta2,
             eps=eps,
@@ -162,10 +213,10 @@ class DopplerOptimizer(Optimizer):
         return max(DEFAULT_FLOOR_FRACTION * self.noise_std**2, self.eps**2) if self._floor is None else self._floor
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters, as every torch optimizer does.
+        """Add a group of parameters, as every torch optimizer does.
 
         Args:
-            param_group: ``params``, and those of `arguments.GROUP_OPTIONS` that differ from the optimizer's.
+            param_group: ``params``, and those of `checks.GROUP_OPTIONS` that differ from the optimizer's.
 
         Raises:
             ValueError: If an option lies outside its range, or there is none of that name.
@@ -174,16 +225,15 @@ class DopplerOptimizer(Optimizer):
         super().add_param_group(param_group)
         added = self.param_groups[-1]  # only now are its parameters a list, and the defaults in it
         try:
-            check_group(added, own=own, low_pass_filter=self.low_pass_filter, state_dtype=self.state_dtype)
+            check_group(added, own=own, low_pass_filter=self._filter, state_dtype=self.state_dtype)
         except ValueError:
             del self.param_groups[-1]
             raise
-        if isinstance(self.low_pass_filter, OptimalFIR):
-            added["taps"] = [1 / self.low_pass_filter.taps] * self.low_pass_filter.taps
+        added.update(self._filter.new_group())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient (modified in place).
+        """Update every parameter that has a gradient (modified in place).
 
         Args:
             closure: Must be None: evaluating the loss again would make a second gradient that was never privatized.
@@ -192,90 +242,67 @@ class DopplerOptimizer(Optimizer):
             ValueError: If a closure is given, or a gradient is sparse.
         """
         if closure is not None:
-            raise ValueError(f"closure is {closure!r}: compute the gradient before step() and call it without a closure")
-        updated = [(p, dense(p.grad), group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        works: dict[Numbers, list[Work]] = {}  # most parameters share the numbers of a step
+            raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
+        stepped = [(p, dense(p.grad), group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # Adam's max(√v̂, ε) is √max(v̂ - 0, ε²).
+        noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
+        batches: dict[StepConstants, list[ParameterTensors]] = {}  # most parameters share the constants of a step
         lifted = []
-        for p, grad, group in updated:
-            state, decay = self._state_of(p, group), 1 - float(group["lr"]) * float(group["weight_decay"])
-            if "basis" not in state:
-                work = Work(p.detach(), grad, state["filter_states"], state.get("exp_avg_sq"))
-                numbers = self._numbers(state, group, decay=decay)
-                if "taps" in group:
-                    products = advance_fir(work, taps=group["taps"], beta2=self.beta2, numbers=numbers)
-                    record(state, products, numel=p.numel(), noise_std=self.noise_std)
-                else:
-                    works.setdefault(numbers, []).append(work)
-                continue
-            grad, filtered_grad = self._projected(grad, state, group)
-            numbers = self._numbers(state, group, decay=1.0)
-            # What the plain update does to weights of zero is the update itself.
-            update, v = torch.zeros_like(grad), state.get("exp_avg_sq")
-            if filtered_grad is None:
-                works.setdefault(numbers, []).append(Work(update, grad, state["filter_states"], v))
-            else:
-                descend(update, grad, filtered_grad, v, beta2=self.beta2, **vars(numbers))
-            lifted.append((p, update, state["basis"], group["scale"], decay))
-        for numbers, some in works.items():
-            self._one_pass(some, numbers)
-        for p, update, basis, scale, decay in lifted:
-            add_lifted(p, update, basis, scale=scale, decay=decay)
-        if isinstance(self.low_pass_filter, OptimalFIR):
-            self._adapt(self.low_pass_filter.update_gap)
-
-    def _adapt(self, update_gap: int) -> None:
-        """Finds the taps of each group anew where its steps have come to a multiple of the gap."""
+        for p, grad, group in stepped:
+            state = self._state_of(p, group)
+            v, advance = state.get("exp_avg_sq"), self._filter.advance
+            tensors = ParameterTensors(p.detach(), grad, state["filter_states"], v, state.get("products"))
+            lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
+            if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace
+                tensors, advance = self._in_subspace(tensors, state, group)
+                lifted.append((p, tensors.weight, state["basis"], group["scale"], decay))
+                decay = 1.0
+            state["step"] += 1
+            c = self._filter.begin(state, group, noise_std=self.noise_std)  # c_t
+            k = 1.0 if v is None else 1 - self.beta2 ** state["step"]  # k_t
+            constants = StepConstants(
+                advance,
+                self._filter.coefficients(group),
+                beta2=self.beta2,
+                step_size=lr / c * math.sqrt(k),
+                decay=decay,
+                noise_var=k * noise_var,
+                floor=k * floor,
+            )
+            batches.setdefault(constants, []).append(tensors)
+        for constants, batch in batches.items():
+            self._one_pass(batch, constants)  # `update` of each
+        for p, d, basis, scale, decay in lifted:
+            add_lifted(p, d, basis, scale=scale, decay=decay)  # X ← decay·X + scale·P d
         for group in self.param_groups:
             states = [self.state[p] for p in group["params"] if p in self.state]
-            if max((state["step"] for state in states), default=1) % update_gap == 0:
-                group["taps"] = found_anew(group["taps"], states, noise_std=self.noise_std)
+            self._filter.end(group, states, noise_std=self.noise_std)
 
-    def _projected(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Returns the projected gradient, and the projected filtered one where the filter runs ahead of the projection."""
-        filtered_grad = None
+    def _in_subspace(
+        self, tensors: ParameterTensors, state: dict[str, Any], group: dict[str, Any]
+    ) -> tuple[ParameterTensors, Advance]:
+        """Return what a step reads and writes in the subspace, whose basis is found anew now and then, and its filter."""
+        grad = source = tensors.grad.to(state["basis"].dtype)
         if self.projector_source == "filtered":
-            b, a = self._coefficients
-            filtered_grad = filtered(in_float32(grad), state["filter_states"], b=b, a=a)
+            source = self._filter.advance(grad, tensors, self._filter.coefficients(group))
         if state["steps_in_basis"] % group["update_proj_gap"] == 0:
-            source = in_float32(grad) if filtered_grad is None else filtered_grad
-            self._renew_basis(source, state, rank=group["rank"])
+            renew_basis(
+                state,
+                source,
+                rank=group["rank"],
+                projector=self.projector,
+                projector_source=self.projector_source,
+                basis_change=self.basis_change,
+            )
         state["steps_in_basis"] += 1
-        basis = state["basis"]
-        return project(grad.to(basis.dtype), basis), None if filtered_grad is None else project(filtered_grad, basis)
-
-    def _numbers(self, state: dict[str, Any], group: dict[str, Any], *, decay: float) -> Numbers:
-        """Advances the step count, and takes the corrections of the zero start into the constants and the step size."""
-        state["step"] += 1
-        if "taps" in group:
-            response = math.fsum(group["taps"][: state["step"]])
-        else:
-            b, a = self._coefficients
-            response = bias_correction(state["bias_states"], b=b, a=a)
-        step_size = float(group["lr"]) / response
-        if self.base == "sgd":
-            return Numbers(step_size=step_size, decay=decay)
-        k = 1 - self.beta2 ** state["step"]
-        noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
-        return Numbers(step_size=step_size * math.sqrt(k), decay=decay, noise_var=k * noise_var, floor=k * floor)
-
-    def _renew_basis(self, source: Tensor, state: dict[str, Any], *, rank: int) -> None:
-        is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
-        state["basis"] = find_basis(source, rank, projector=self.projector, previous=None if is_first else old)
-        if is_first or self.basis_change == "keep":
-            return
-        # A filter ahead of the projection knows nothing of bases.
-        states = [] if self.projector_source == "filtered" else state["filter_states"]
-        if self.basis_change == "reset":
-            for tensor in (*states, *(() if v is None else (v,))):
-                tensor.zero_()
-            state["step"] = 0
-            state["bias_states"] = state["bias_states"] if not states else [0.0] * len(states)
-            return
-        moved, moved_v = rotated(states, v, old=old, new=state["basis"], wide=is_wide(source))
-        state |= ({"filter_states": moved} if states else {}) | ({"exp_avg_sq": moved_v} if v is not None else {})
+        low_rank = project(grad, state["basis"])
+        states, advance = state["filter_states"], self._filter.advance
+        if self.projector_source == "filtered":
+            states, advance = [project(source, state["basis"])], already_filtered
+        return ParameterTensors(torch.zeros_like(low_rank), low_rank, states, state.get("exp_avg_sq")), advance
 
     def subspaces(self) -> dict[Tensor, Tensor]:
-        """Returns for which parameters the next step reads no more of the gradient than its projection, and onto what.
+        """Return for which parameters the next step reads no more of the gradient than its projection, and onto what.
 
         Noise for these may be drawn in the subspace. They are the ones whose basis stays for the next step, unless the
         filter runs ahead of the projection.
@@ -293,7 +320,7 @@ class DopplerOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads a checkpoint of an optimizer with the same base, the same rank, and a filter of the same order.
+        """Load a checkpoint of an optimizer with the same base, the same rank, and a filter of the same order.
 
         The learning rates and weight decays are those of the checkpoint; filter, noise and the other constants stay
         those of this optimizer.
@@ -321,35 +348,22 @@ class DopplerOptimizer(Optimizer):
             group.update({name: before[name] for name in ("update_proj_gap", "scale")})
         # A second time, uncast; see `state`.
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, p in zip(saved_ids, params, strict=True):
+        params = ((p, group) for group in self.param_groups for p in group["params"])
+        for saved_id, (p, group) in zip(saved_ids, params, strict=True):
             if saved_id in saved_states:
-                self.state[p] = copied_state(
-                    saved_states[saved_id], device=p.device, dtype_of=functools.partial(self._dtype_of_state, p)
-                )
+                self.state[p] = loaded(saved_states[saved_id], like=self._new_state(p, group))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickling and copying take along; torch's own would leave the attributes out."""
-        names = ("low_pass_filter", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
+        """Return what pickling and copying take along; torch's own would leave the attributes out."""
+        names = ("low_pass_filter", "_filter", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
         more = ("projector_source", "state_dtype", "compiled")
         return super().__getstate__() | {name: getattr(self, name) for name in names + more}
 
     @functools.cached_property
-    def _coefficients(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        assert isinstance(self.low_pass_filter, LowPassFilter), "the taps of the other kind are its groups'"
-        return padded_coefficients(self.low_pass_filter)
-
-    @functools.cached_property
     def _one_pass(self) -> OnePass:
         numel = sum(p.numel() for group in self.param_groups for p in group["params"])
-        compiled = numel >= WORTH_COMPILING if self.compiled is None else self.compiled
-        b, a = self._coefficients
-        return OnePass(b=b, a=a, beta2=self.beta2, compiled=compiled)
-
-    def _dtype_of_state(self, p: Tensor, name: str) -> torch.dtype:
-        if name == "products":
-            return torch.float64
-        return full_dtype(p) if self.state_dtype is None or name == "basis" else self.state_dtype
+        is_worth_it = self._filter.is_fixed and numel >= WORTH_COMPILING
+        return OnePass(update, compiled=is_worth_it if self.compiled is None else self.compiled)
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         if p not in self.state:
@@ -358,25 +372,17 @@ class DopplerOptimizer(Optimizer):
         return state
 
     def _new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        order = self.low_pass_filter.order
         # Adam and AdamBC have the same state, and strings do not belong in it: the number tells a checkpoint of one from
-        # the other's. The step response is kept for each parameter: one that had no gradient yet has taken no step.
-        state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base), "bias_states": [0.0] * order}
-        shape, filtered_shape = p.shape, p.shape
+        # the other's.
+        state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base)}
+        dtype = self.state_dtype or full_dtype(p)
+        zeros = zeros_in_full = functools.partial(torch.zeros_like, p, dtype=dtype)
         if is_projected(p, group):
             rank = group["rank"]
-            shape = torch.Size((rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank))
-            filtered_shape = p.shape if self.projector_source == "filtered" else shape
+            shape = (rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank)
+            zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=p.device)
             state["steps_in_basis"] = 0
             state["projector_source"] = PROJECTOR_SOURCES.index(self.projector_source)
             state["basis"] = torch.zeros(min(p.shape), rank, dtype=full_dtype(p), device=p.device)
-        state["filter_states"] = [self._zeros(p, filtered_shape) for _ in range(order)]
-        if self.base != "sgd":
-            state["exp_avg_sq"] = self._zeros(p, shape)
-        if isinstance(self.low_pass_filter, OptimalFIR):
-            state |= new_estimate(self.low_pass_filter.taps, p.device)
-        return state
-
-    def _zeros(self, p: Tensor, shape: torch.Size) -> Tensor:
-        dtype = self._dtype_of_state(p, "filter_states")
-        return torch.zeros_like(p, dtype=dtype) if shape == p.shape else torch.zeros(shape, dtype=dtype, device=p.device)
+        state |= self._filter.new_state(zeros_in_full if self.projector_source == "filtered" else zeros)
+        return state if self.base == "sgd" else state | {"exp_avg_sq": zeros()}

@@ -18,7 +18,7 @@ _LOW_BITS = 0xFFFF
 
 
 def store(state: Float[Tensor, "*shape"], value: Float[Tensor, "*shape"], *, entropy: Float[Tensor, "*shape"]) -> None:
-    """Writes a number to a state of half precision, rounded at random (modified in place).
+    """Write a number to a state of half precision, rounded at random (modified in place).
 
     Args:
         state: Where to, bfloat16.

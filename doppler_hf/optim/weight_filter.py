@@ -18,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.filters import LowPassFilter
+from doppler_hf.linalg import in_float32
 from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
-from doppler_hf.optim.one_pass import CPU_SLICE
+from doppler_hf.optim.one_pass import ParameterTensors
 from doppler_hf.optim.state import full_dtype
 
 
@@ -54,7 +55,7 @@ class WeightFilter:
         self.low_pass_filter = low_pass_filter
         self._params = list(params)
         if not self._params:
-            raise ValueError("there are no parameters: give those that are trained")
+            raise ValueError("params must not be empty. Give the parameters that are trained.")
         # c_t of the last update; 0 before the first, when there is nothing to apply.
         self._response = 0.0
         self._bias_states = [0.0] * low_pass_filter.order
@@ -64,7 +65,7 @@ class WeightFilter:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the weights after an optimizer step into the average.
+        """Take the weights after an optimizer step into the average.
 
         Raises:
             ValueError: If the filtered weights are in the parameters.
@@ -73,20 +74,19 @@ class WeightFilter:
         b, a = padded_coefficients(self.low_pass_filter)
         self._response = bias_correction(self._bias_states, b=b, a=a)
         for p, states, filtered in zip(self._params, self._filter_states, self._filtered, strict=True):
-            tensors = [p.detach(), filtered, *states]
-            for weight, result, *parts in _slices(tensors):
-                result.copy_(low_pass(weight.to(result.dtype), parts, b=b, a=a))
+            for part in ParameterTensors(filtered, p.detach(), states).slices():  # a parameter in the place of its gradient
+                part.weight.copy_(low_pass(in_float32(part.grad), part.filter_states, b=b, a=a))
 
     @torch.no_grad()
     def copy_to_params(self) -> None:
-        """Puts the filtered weights into the parameters, rounded to their dtype; before the first update it does nothing."""
+        """Put the filtered weights into the parameters, rounded to their dtype; before the first update it does nothing."""
         if self._response:
             for p, filtered in zip(self._params, self._filtered, strict=True):
                 p.copy_(filtered / self._response)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Has the filtered weights in the parameters, and afterwards, whatever happened, the raw ones again.
+        """Have the filtered weights in the parameters, and afterwards, whatever happened, the raw ones again.
 
         Inside of another one it changes nothing.
         """
@@ -102,7 +102,7 @@ class WeightFilter:
             self._raw = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the filter's states and the raw weights, whichever are in the parameters: numbers, tensors, and lists."""
+        """Return the filter's states and the raw weights, whichever are in the parameters: numbers, tensors, and lists."""
         return {
             "b": list(self.low_pass_filter.b),
             "a": list(self.low_pass_filter.a),
@@ -114,7 +114,7 @@ class WeightFilter:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of the same filter and parameters: the states, and into the parameters the raw weights.
+        """Load a checkpoint of the same filter and parameters: the states, and into the parameters the raw weights.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -127,14 +127,14 @@ class WeightFilter:
         saved = LowPassFilter(b=tuple(state_dict["b"]), a=tuple(state_dict["a"]))
         if saved != self.low_pass_filter:
             raise ValueError(
-                f"the checkpoint is of the weight filter {saved}, this one is {self.low_pass_filter}: set that of the "
-                "checkpoint's run"
+                f"The checkpoint is of the weight filter {saved}, this one is {self.low_pass_filter}. Set that of the "
+                "checkpoint's run."
             )
         shapes, own = ([tuple(tensor.shape) for tensor in tensors] for tensors in (state_dict["raw"], self._params))
         if shapes != own:
             raise ValueError(
-                f"the checkpoint's weights have the shapes {shapes}, the parameters {own}: build the model of the "
-                "checkpoint's run, with the same parameters trained"
+                f"The checkpoint's weights have the shapes {shapes}, the parameters {own}. Build the model of the "
+                "checkpoint's run, with the same parameters trained."
             )
         self._response = state_dict["response"]
         self._bias_states = list(state_dict["bias_states"])
@@ -145,7 +145,9 @@ class WeightFilter:
 
     def _refuse_while_applied(self, call: str) -> None:
         if self._raw is not None:
-            raise ValueError(f"{call} inside of applied(), where the parameters hold the filtered weights: call it outside")
+            raise ValueError(
+                f"{call} was called inside of applied(), where the parameters hold the filtered weights. Call it outside."
+            )
 
 
 def _zeros(p: Tensor) -> Float[Tensor, "*shape"]:
@@ -156,13 +158,3 @@ def _zeros(p: Tensor) -> Float[Tensor, "*shape"]:
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-
-
-def _slices(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields parts of all tensors that fit into the cache together, as `one_pass.slices` does."""
-    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
-        yield tensors
-        return
-    flat = [tensor.view(-1) for tensor in tensors]
-    for start in range(0, flat[0].numel(), CPU_SLICE):
-        yield [tensor[start : start + CPU_SLICE] for tensor in flat]

@@ -47,7 +47,7 @@ def test_without_noise_the_subspace_takes_nothing_away(tmp_path, monkeypatch):
             conditions.append(torch.linalg.cond(short @ (short.T @ previous)).item())
         return warm(matrix, rank, projector=projector, previous=previous)
 
-    monkeypatch.setattr("doppler_hf.optim.optimizer.find_basis", found)
+    monkeypatch.setattr("doppler_hf.optim.galore.find_basis", found)
     options = dict(noise_multiplier=0.0, noise_seed=1, max_steps=7, low_pass_filter="second-order", adam_epsilon=0.01)
     ends = []
     for in_subspace in (True, False):
@@ -108,7 +108,7 @@ def test_resumed_equals_uninterrupted(tmp_path, more, saved_at):
 
 
 def test_a_rank_that_no_matrix_exceeds_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="rank is 128, but no parameter is a matrix with a shorter side above it"):
+    with pytest.raises(ValueError, match="rank must be below the shorter side of some matrix, got 128"):
         trainer_of(tmp_path, optim_target_modules="all-linear").train()
 
 

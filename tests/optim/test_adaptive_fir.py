@@ -18,7 +18,8 @@ from doppler_hf.filters import (
     parse_name,
 )
 from doppler_hf.optim import DopplerOptimizer, LowPassOptimizer, OptimalFIR
-from doppler_hf.optim.adaptive_fir import fir, found_anew
+from doppler_hf.optim.adaptive_fir import found_anew
+from doppler_hf.optim.one_pass import ParameterTensors
 
 BASES = ["sgd", "adam", "adam_bc"]
 SHAPES = [(4, 5), (7,), (3, 6)]  # the last one is a group of its own
@@ -265,10 +266,13 @@ def test_state_is_a_function_of_the_private_gradients_alone():
 
 
 def test_products_and_output_of_one_step():
-    grad, history = torch.tensor([1.0, 2.0]), [torch.tensor([3.0, 4.0]), torch.tensor([-1.0, 1.0])]
-    filtered, products = fir(grad, history, taps=[0.5, 0.25, 0.25])
+    grad, zeros = torch.tensor([1.0, 2.0]), torch.zeros(3, dtype=torch.float64)
+    history = [torch.tensor([-1.0, 1.0]), torch.tensor([3.0, 4.0])]  # the oldest first, whose place is taken
+    tensors = ParameterTensors(torch.zeros(2), grad, history, None, zeros)
+    filtered = OptimalFIR(taps=3).advance(grad, tensors, ((0.5, 0.25, 0.25),))
     torch.testing.assert_close(filtered, torch.tensor([1.0, 2.25]), rtol=1e-6, atol=1e-6)
-    assert products.tolist() == [5.0, 11.0, 1.0]
+    assert tensors.products.tolist() == [5.0, 11.0, 1.0]
+    assert [past.tolist() for past in history] == [[1.0, 2.0], [3.0, 4.0]]
 
 
 def test_tensors_that_are_not_contiguous_are_stepped_too():
@@ -305,9 +309,9 @@ def test_taps_wait_until_every_lag_has_been_seen():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"taps": 1}, "taps is 1: give a whole number of at least 2"),
-        ({"taps": 2.5}, r"taps is 2\.5"),
-        ({"taps": 4, "update_gap": 0}, "update_gap is 0"),
+        ({"taps": 1}, r"taps must be a whole number of at least 2, got 1\."),
+        ({"taps": 2.5}, r"taps must be a whole number of at least 2, got 2\.5\."),
+        ({"taps": 4, "update_gap": 0}, "update_gap must be a whole number of at least 1, got 0"),
     ],
 )
 def test_what_is_no_number_of_taps_is_refused(arguments, message):
@@ -318,8 +322,11 @@ def test_what_is_no_number_of_taps_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 2}, "rank is 2, but optimal-fir:taps=4,update_gap=5 compares gradients of different steps"),
-        ({"compiled": True}, "compiled is True, but optimal-fir:taps=4,update_gap=5 has taps that change"),
+        (
+            {"rank": 2},
+            "rank must be None for optimal-fir:taps=4,update_gap=5, which compares gradients of different steps, .* got 2",
+        ),
+        ({"compiled": True}, "compiled must not be True for optimal-fir:taps=4,update_gap=5, whose taps change"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_at_construction(options, message):
@@ -328,7 +335,7 @@ def test_what_does_not_go_with_it_is_refused_at_construction(options, message):
 
 
 def test_other_optimizers_refuse_it():
-    with pytest.raises(ValueError, match="give a fixed LowPassFilter"):
+    with pytest.raises(ValueError, match="low_pass_filter must be a fixed LowPassFilter"):
         LowPassOptimizer(torch.optim.SGD(parameters(), lr=0.1), FIR)
 
 

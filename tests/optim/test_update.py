@@ -4,36 +4,46 @@ import pytest
 import torch
 
 from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.optim.filter_stage import FixedFilter
 from doppler_hf.optim.low_pass import low_pass, padded_coefficients
-from doppler_hf.optim.update import Numbers, advance, descend, filtered
+from doppler_hf.optim.one_pass import ParameterTensors, StepConstants
+from doppler_hf.optim.optimizer import update
 
 B, A = padded_coefficients(PAPER_FILTERS["second-order"])
-NUMBERS = Numbers(step_size=0.1, decay=0.97, noise_var=0.05, floor=0.01)
+NUMBERS = {"beta2": 0.9, "step_size": 0.1, "decay": 0.97, "noise_var": 0.05, "floor": 0.01}
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def test_numbers_as_tensors_keep_names_values_and_precision():
+def unfiltered(grad, tensors, coefficients):
+    return grad
+
+
+def test_constants_as_tensors_keep_names_values_and_precision():
+    constants = StepConstants(unfiltered, (B, A), **NUMBERS)
     for dtype in (torch.float64, torch.float32):
-        tensors = NUMBERS.as_tensors(dtype, torch.device("cpu"))
-        assert {name: tensor.item() for name, tensor in tensors.items()} == {
-            name: torch.tensor(value, dtype=dtype).item() for name, value in vars(NUMBERS).items()
-        }
-        assert {(tensor.dtype, tensor.shape) for tensor in tensors.values()} == {(dtype, ())}
+        tensors = vars(constants.with_tensors(dtype, torch.device("cpu")))
+        for name, value in vars(constants).items():
+            if name in ("advance", "coefficients", "beta2"):
+                assert tensors[name] is value
+            else:
+                assert (tensors[name].dtype, tensors[name].shape) == (dtype, ())
+                assert tensors[name].item() == torch.tensor(value, dtype=dtype).item()
 
 
 @pytest.mark.parametrize("has_moment", [True, False])
 def test_constants_as_tensors_make_the_same_step(has_moment):
-    def stepped(numbers):
+    def stepped(constants):
         weight, states = normal(50), [normal(50, seed=1), normal(50, seed=2)]
         moment = normal(50, seed=3).square() if has_moment else None
-        advance(weight, normal(50, seed=4), states, moment, b=B, a=A, beta2=0.9, **numbers)
+        update(ParameterTensors(weight, normal(50, seed=4), states, moment), constants)
         return [weight, *states, *([moment] if has_moment else [])]
 
-    as_floats = stepped(vars(NUMBERS))
-    for one, other in zip(as_floats, stepped(NUMBERS.as_tensors(torch.float64, torch.device("cpu"))), strict=True):
+    constants = StepConstants(FixedFilter.advance, (B, A), **NUMBERS)
+    as_floats = stepped(constants)
+    for one, other in zip(as_floats, stepped(constants.with_tensors(torch.float64, torch.device("cpu"))), strict=True):
         torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-13)
     assert not torch.equal(as_floats[0], normal(50))
 
@@ -41,7 +51,7 @@ def test_constants_as_tensors_make_the_same_step(has_moment):
 def test_decay_and_step_of_half_precision_are_rounded_once_together():
     # Alone, either would be lost: the next number below 1 is 0.0039 away.
     weight, grad = torch.ones(3, dtype=torch.bfloat16), torch.ones(3)
-    descend(weight, grad, grad, None, beta2=0.9, step_size=0.0015, decay=0.9985, noise_var=0.0, floor=0.0)
+    update(ParameterTensors(weight, grad, []), StepConstants(unfiltered, step_size=0.0015, decay=0.9985))
     assert torch.equal(weight, torch.full_like(weight, 0.99609375))
 
 
@@ -50,7 +60,7 @@ def test_filter_states_of_half_precision_are_rounded_to_nearest_after_every_step
     expected = [torch.zeros(50) for _ in B[1:]]
     for seed in range(5):
         grad = normal(50, seed=seed, dtype=torch.float32)
-        assert torch.equal(filtered(grad, half, b=B, a=A), low_pass(grad, expected, b=B, a=A))
+        assert torch.equal(low_pass(grad, half, b=B, a=A), low_pass(grad, expected, b=B, a=A))
         expected = [state.bfloat16().float() for state in expected]
         for state, rounded in zip(half, expected, strict=True):
             assert torch.equal(state.float(), rounded)
@@ -61,6 +71,6 @@ def test_the_denominator_is_taken_before_the_moment_is_rounded():
     moment, full = (torch.full((1000,), 0.5, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     twin = weight.clone()
     for x, v in ((weight, moment), (twin, full)):
-        descend(x, grad, grad, v, beta2=0.99, **vars(NUMBERS))
+        update(ParameterTensors(x, grad, [], v), StepConstants(unfiltered, **NUMBERS))
     assert torch.equal(weight, twin)
     assert not torch.equal(moment.float(), full)
