@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two processes of one thread each: torch's own threads would fight over the cores.
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: quickstart check test test-slow install clean
+.PHONY: quickstart check test test-slow test-gpu install clean
 
 quickstart: install
 	$(BIN)/python scripts/quickstart.py
@@ -22,6 +22,9 @@ test: install
 test-slow: install
 	$(PYTEST) -m "slow"
 
+test-gpu: install
+	$(PYTEST) -m "gpu"
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -30,4 +33,4 @@ $(STAMP): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) out .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) out build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -42,7 +42,7 @@ class DopplerTrainer(Trainer):
         optimizers: (None, scheduler); the optimizer is made from `args`.
 
     Attributes:
-        privacy: The ledger of the training, and ε so far.
+        privacy: Holds the `ledger` of the training, and `epsilon()` so far; only with privacy.
 
     Raises:
         ValueError: If something would break the guarantee: an iterable training set, `compute_loss_func`, an optimizer of
@@ -78,6 +78,7 @@ class DopplerTrainer(Trainer):
             model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_loss_func,
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
         )  # fmt: skip
+        self._disable_dp = args.disable_dp
         self._run: PrivateRun | None = None
         self._doppler_optimizer: DopplerOptimizer | None = None
         self._weight_filter = WeightFilterCallback(args.weight_filter)
@@ -98,6 +99,7 @@ class DopplerTrainer(Trainer):
         return self._run
 
     def _new_run(self, *, checkpoint: str | None = None, earlier: PrivacyLedger | None = None) -> PrivateRun:
+        checks.refuse_a_run_without_data(self.args, self.train_dataset)
         return PrivateRun(
             self.args,
             self.train_dataset,
@@ -112,6 +114,7 @@ class DopplerTrainer(Trainer):
         # checkpoint into it).
         checkpoint = kwargs.get("resume_from_checkpoint")
         self._weight_filter.checkpoint = checkpoint
+        checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp)
         if self.args.disable_dp:
             return super()._inner_training_loop(**kwargs)
         # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
@@ -153,7 +156,9 @@ class DopplerTrainer(Trainer):
         """Return the pieces of one draw. Their tokens are not counted, since no loss may be scaled by their number."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        return list(itertools.islice(epoch_iterator, num_batches)), None
+        pieces = list(itertools.islice(epoch_iterator, num_batches))
+        self.private_run.begin_draw(len(pieces))
+        return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
         """Return one loss per example. Override it for a task without a rule in `privacy.losses.host_losses`.
@@ -187,8 +192,8 @@ class DopplerTrainer(Trainer):
             num_items_in_batch: Without effect.
 
         Returns:
-            The mean loss of the piece divided by the number of pieces, so that a step's sum is a mean, as in the host. With
-            `report_train_loss="private"` it is 0, and for the last piece the private mean loss of the step.
+            The mean loss of the piece divided by the number of pieces, so that a step's sum is a mean, as in the host. It is
+            0 if the loss is not reported raw, except for the last piece, if it is private: the step's private mean loss.
         """
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -199,11 +204,11 @@ class DopplerTrainer(Trainer):
             run.add(losses, weights=micro_batch.weights)
             piece.append(losses.detach())
         private_loss = None
-        if self.accelerator.sync_gradients:  # The draw's last piece: the host steps after it.
+        if run.end_piece():  # Counted here: accelerate's own flag is every callback's to change.
             assert optimizer is not None
             optimizer.noise_std = run.mechanism.noise_std(step)
             private_loss = run.privatize(dict(self.model.named_parameters()), step=step, subspaces=optimizer.subspaces())
-        if piece and self.args.report_train_loss == "raw":
+        if piece and run.statement.train_loss == "raw":
             return torch.cat(piece).float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 
@@ -263,7 +268,7 @@ class DopplerTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""
         if not self.args.disable_dp:
-            self.privacy.complete_log(logs, self.args)
+            self.privacy.complete_log(logs)
             for recorder in self._recorders():
                 recorder.add_estimates(logs)
         super().log(logs, start_time)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from doppler_hf.privacy import ClippedGradients, check_per_sample_gradients
+from doppler_hf.privacy import ClippedGradients, PrivacyStatement, check_per_sample_gradients
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -20,6 +20,7 @@ def attached_engine(
     model: Any,
     args: DopplerTrainingArguments,
     *,
+    statement: PrivacyStatement,
     losses_of: Callable[[Mapping[str, Any]], Float[Tensor, " batch"]],
     first_examples: Callable[[int], dict[str, Any]],
 ) -> Iterator[ClippedGradients]:
@@ -27,7 +28,8 @@ def attached_engine(
 
     Args:
         model: The model to be trained, a `PreTrainedModel` or a `PeftModel`.
-        args: The arguments: engine, clipping and clip norm, and whether to compare the engine with autograd.
+        args: The arguments: which engine, and whether to compare it with autograd.
+        statement: The clipping and the clip norm that the ledger states.
         losses_of: A function that calls the model and returns one loss per example of a micro-batch.
         first_examples: A function that returns a micro-batch of that many examples of the training set.
 
@@ -46,9 +48,9 @@ def attached_engine(
             )
     with ClippedGradients(
         model,
-        max_grad_norm=args.per_sample_max_grad_norm,
-        clipping=args.clipping,
-        granularity=args.clipping_granularity,
+        max_grad_norm=statement.per_sample_max_grad_norm,
+        clipping=statement.clipping,
+        granularity=statement.clipping_granularity,
         engine=args.grad_sample_engine,
     ) as clipped:
         with torch.random.fork_rng():

@@ -71,6 +71,10 @@ class GradientRecorder(TrainerCallback):
         self._private: list[Float[np.ndarray, " dimensions"]] = []
         self._raw: list[Float[np.ndarray, " dimensions"]] = []
         self._steps_logged = 0
+        # Of the run, from its beginning on.
+        self._parameters: dict[str, Tensor] = {}
+        self._projection: Projection | None = None
+        self._filter_states = np.zeros((0, dimensions))
 
     @property
     def private(self) -> Float64[np.ndarray, "steps dimensions"]:
@@ -165,6 +169,7 @@ class GradientRecorder(TrainerCallback):
         if not self.record_raw:
             raise ValueError("record_raw must be True to record raw gradients, got False. Set it, or record none.")
         # No noise: this is why the ledger of such a run states that it is not private.
+        assert self._projection is not None, "the recorder is not part of a run"
         self._raw.append(self._projection([sums[name] for name in self._parameters]) / expected_batch_size)
 
     def on_pre_optimizer_step(
@@ -174,6 +179,7 @@ class GradientRecorder(TrainerCallback):
         if state.is_world_process_zero:
             gradients = [p.grad for p in self._parameters.values()]
             assert all(gradient is not None for gradient in gradients), "a trained parameter has no private gradient"
+            assert self._projection is not None
             self._private.append(self._projection([gradient for gradient in gradients if gradient is not None]))
 
     def add_estimates(self, logs: dict[str, float]) -> None:

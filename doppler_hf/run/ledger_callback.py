@@ -138,11 +138,12 @@ class PrivacyCallback(TrainerCallback):
         set_aside(folder, unless_before=self.ledger)
         self.ledger.save(folder)
 
-    def complete_log(self, logs: dict[str, float], args: DopplerTrainingArguments) -> None:
+    def complete_log(self, logs: dict[str, float]) -> None:
         """Add ε so far to the log of an evaluation, and drop a training loss that is not reported (modified in place)."""
-        if any(name.startswith("eval_") for name in logs):
+        # Without a ledger nobody knows what the model's training has spent: it may have been loaded.
+        if self.ledger is not None and any(name.startswith("eval_") for name in logs):
             logs["epsilon"] = self.epsilon()
-        if args.report_train_loss == "none":  # zeros
+        if self._run is not None and self._run.statement.train_loss == "none":  # zeros
             logs.pop("loss", None)
             logs.pop("train_loss", None)
 

@@ -68,6 +68,7 @@ class PrivateRun:
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
+        self._pieces_left = 0
         column = args.privacy_unit_column
         self.sampler = PoissonSampler(
             num_examples=len(train_dataset),
@@ -165,6 +166,11 @@ class PrivateRun:
         Raises:
             ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault.
         """
+        if loader.batch_sampler is not self.sampler:
+            raise ValueError(
+                "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
+                "Return super().get_train_dataloader(), made anew for each training."
+            )
 
         def first_examples(number: int) -> dict[str, Any]:
             examples = [loader.dataset[index % len(loader.dataset)] for index in range(number)]
@@ -175,7 +181,9 @@ class PrivateRun:
         if self._args.world_size > 1:  # As DDP would, give every process the weights of process 0.
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
-        engine = attached_engine(model, self._args, losses_of=losses_of, first_examples=first_examples)
+        engine = attached_engine(
+            model, self._args, statement=self.statement, losses_of=losses_of, first_examples=first_examples
+        )
         self._clipped = self._resources.enter_context(engine)
 
     @property
@@ -201,6 +209,7 @@ class PrivateRun:
         Raises:
             ValueError: If the budget does not allow a single step. The run has no ledger then.
         """
+        assert self.ledger is None, "a run begins once"
         statement, earlier = self.statement, self._earlier
         # The statement and the account must describe what the sampler and the mechanism do.
         assert statement.noise_source == self.mechanism.describe()
@@ -228,6 +237,34 @@ class PrivateRun:
         self.affordable_steps -= 1
 
     # --- a step -------------------------------------------------------------------------------------------------------
+
+    def begin_draw(self, pieces: int) -> None:
+        """Begin a draw; what was added for one that the host left half done is dropped, and never released.
+
+        Args:
+            pieces: How many pieces of it the host has taken from the loader; 0 at its end.
+
+        Raises:
+            ValueError: If that is not the number of pieces into which the sampler cuts a draw.
+        """
+        assert self._clipped is not None
+        # Sensitivity: a release is about one draw, whole and alone. Part of another would let an example count twice, and a
+        # piece for a draw would let an example move the others between pieces.
+        if pieces not in (0, self.sampler.micro_batches):
+            raise ValueError(
+                f"gradient_accumulation_steps must stay {self.sampler.micro_batches} during a private run, got {pieces} "
+                "pieces of a draw. Set it before train()."
+            )
+        self._clipped.reset()
+        if self._private_loss is not None:
+            self._private_loss.reset()
+        self._pieces_left = pieces
+
+    def end_piece(self) -> bool:
+        """Count a piece of the draw as added, and return whether it was the last one."""
+        assert self._pieces_left > 0, "a piece of no draw was added"
+        self._pieces_left -= 1
+        return self._pieces_left == 0
 
     def add(self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None) -> None:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw.

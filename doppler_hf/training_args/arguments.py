@@ -53,7 +53,9 @@ class DopplerTrainingArguments(TrainingArguments):
     target_delta: float | None = field(
         default=None, metadata={"help": "δ of the guarantee. Default: N^-1.1 for N training examples."}
     )
-    accountant: Accountant = field(default="prv", metadata={"help": "Which accountant bounds ε: prv (tight) or rdp."})
+    accountant: Accountant = field(
+        default="prv", metadata={"help": "Which accountant bounds ε from above: prv, pld or rdp."}
+    )
     per_sample_max_grad_norm: float = field(
         default=1.0, metadata={"help": "C, the norm to which each example's gradient is clipped."}
     )

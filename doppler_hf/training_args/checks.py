@@ -229,6 +229,23 @@ def refuse_of_trainer(compute_loss_func: Any, optimizer: Any, train_dataset: Any
         )
 
 
+def refuse_a_run_without_data(args: TrainingArguments, train_dataset: Any) -> None:
+    """Refuse a private run of which nothing can be said: without privacy, or without a training set."""
+    if args.disable_dp:
+        raise ValueError("disable_dp must be False for a private run, got True. Set target_epsilon instead.")
+    if train_dataset is None:
+        raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
+
+
+def refuse_another_privacy(args: TrainingArguments, *, was_disabled: bool) -> None:
+    """Refuse to train with privacy where the trainer was made without, or the other way round."""
+    if args.disable_dp != was_disabled:
+        raise ValueError(
+            f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Its ledger would speak "
+            "for other weights. Make a new DopplerTrainer."
+        )
+
+
 def refuse_search(args: TrainingArguments) -> None:
     """Refuse a search of hyper-parameters with privacy."""
     if not args.disable_dp:

@@ -108,3 +108,130 @@ def test_the_signature_is_the_hosts():
 def test_positional_arguments_arrive(tmp_path):
     trainer = DopplerTrainer(tiny_bert(), arguments(tmp_path), pad, text_data(), text_data(8, seed=1))
     assert (trainer.data_collator, len(trainer.train_dataset), len(trainer.eval_dataset)) == (pad, 24, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "data", "message"),
+    [
+        (dict(disable_dp=True, noise_multiplier=None), text_data(), "disable_dp must be False for a private run, got True"),
+        ({}, None, "train_dataset must be a data set with a length, got None"),
+    ],
+)
+def test_a_run_that_cannot_be_private_is_refused(tmp_path, overrides, data, message):
+    trainer = DopplerTrainer(tiny_bert(), arguments(tmp_path, **overrides), pad, data)
+    with pytest.raises(ValueError, match=message):
+        _ = trainer.private_run
+
+
+def test_no_epsilon_is_claimed_for_a_model_of_unknown_history(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=1)
+    assert "epsilon" not in trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["epsilon"] > 0.0
+
+
+# --- one draw, whole and alone --------------------------------------------------------------------------------------------
+
+
+class Callback(TrainerCallback):
+    """Does something to the trainer where the host calls it."""
+
+    def __init__(self, **hooks):
+        for name, hook in hooks.items():
+            setattr(self, name, lambda args, state, control, hook=hook, **kwargs: hook(args, state, control))
+
+
+def full_batch(tmp_path, *, hooks, **overrides):
+    """Every example in every draw, no noise and no movement: each release is the same sum, or not one draw's."""
+    recorder = Recorder()
+    options = dict(noise_multiplier=0.0, per_device_train_batch_size=12, learning_rate=0.0, max_steps=3) | overrides
+    trainer = trainer_of(tmp_path, callbacks=[recorder, Callback(**hooks)], **options)
+    return trainer, recorder
+
+
+def test_a_draw_that_the_host_leaves_half_done_never_reaches_the_next_one(tmp_path):
+    def leave(args, state, control):
+        control.should_epoch_stop = state.global_step == 0 and state.epoch < 1
+        return control
+
+    left = []
+    trainer, recorder = full_batch(
+        tmp_path, hooks={"on_substep_end": lambda *some: left.append(1) or (leave(*some) if len(left) == 1 else None)}
+    )
+    trainer.train()
+    assert len(recorder.gradients) == trainer.state.global_step >= 2
+    for gradient in recorder.gradients[1:]:
+        torch.testing.assert_close(gradient, recorder.gradients[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("flag", "pieces"), [(True, 2), (False, 1)])
+def test_accelerates_flag_does_not_decide_when_a_draw_ends(tmp_path, flag, pieces):
+    trainer, recorder = full_batch(
+        tmp_path,
+        hooks={"on_step_begin": lambda *_: trainer.accelerator.gradient_state._set_sync_gradients(flag)},
+        max_steps=2,
+        gradient_accumulation_steps=pieces,
+        per_device_train_batch_size=24 // pieces,
+    )
+    released, privatize = [], GaussianMechanism.privatize
+    trainer_run = trainer._new_run
+
+    def counted(**options):
+        run = trainer_run(**options)
+        run.mechanism.privatize = lambda sums, **kwargs: released.append(1) or privatize(run_mechanism, sums, **kwargs)
+        run_mechanism = run.mechanism
+        return run
+
+    trainer._new_run = counted
+    trainer.train()
+    assert len(released) == trainer.privacy.ledger.steps_run == 2
+    torch.testing.assert_close(recorder.gradients[1], recorder.gradients[0], rtol=1e-5, atol=1e-7)
+
+
+def test_pieces_are_not_cut_anew_while_training(tmp_path):
+    def more(args, state, control):
+        args.gradient_accumulation_steps = 3
+
+    trainer, recorder = full_batch(tmp_path, hooks={"on_train_begin": more}, per_device_train_batch_size=4)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps must stay 2 during a private run, got 3"):
+        trainer.train()
+    assert recorder.gradients == []
+
+
+def test_the_loader_of_another_run_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    loader = trainer.get_train_dataloader()
+    trainer.get_train_dataloader = lambda: loader
+    with pytest.raises(ValueError, match="get_train_dataloader must return the loader of this run"):
+        trainer.train()
+
+
+def test_privacy_is_not_switched_off_in_the_life_of_a_trainer(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    trainer.args.disable_dp = True
+    with pytest.raises(ValueError, match="disable_dp must stay False in the life of a trainer, got True"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_the_engine_clips_and_the_loss_is_reported_as_stated(tmp_path):
+    class Changing(DopplerTrainer):
+        def get_train_dataloader(self):
+            loader = super().get_train_dataloader()
+            self.args.per_sample_max_grad_norm = 5.0
+            return loader
+
+    def report(args, state, control):
+        args.report_train_loss = "raw"
+
+    trainer = trainer_of(
+        tmp_path, cls=Changing, callbacks=[Callback(on_train_begin=report), recorder := Recorder()],
+        report_train_loss="none", noise_multiplier=0.0, per_device_train_batch_size=12, max_steps=1, learning_rate=0.0,
+    )  # fmt: skip
+    trainer.train()
+    # 24 examples, each at most C = 1, over an expected batch of 24.
+    assert recorder.gradients[0].norm() <= 1.0 + 1e-6
+    assert trainer.privacy.ledger.statement.per_sample_max_grad_norm == 1.0
+    assert not any("loss" in entry for entry in trainer.state.log_history)

@@ -121,7 +121,7 @@ def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens
         # Neither which example nor how long it is: messages end in logs, and both are about one private example.
         raise ValueError(
             f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example. Truncate the examples "
-            "to that length, for instance with max_seq_length in scripts/glue.py, or raise the budget."
+            "to that length when they are tokenized, or raise the budget."
         )
 
 

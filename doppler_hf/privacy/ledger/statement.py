@@ -57,8 +57,8 @@ class PrivacyStatement:
     sample_rate: float
     noise_multiplier: float
     per_sample_max_grad_norm: float
-    clipping: str
-    clipping_granularity: str
+    clipping: Literal["automatic", "vanilla"]
+    clipping_granularity: Literal["flat", "per_layer"]
     train_loss: Literal["raw", "none", "private"]
     per_sample_max_loss: float | None
     loss_noise_multiplier: float | None

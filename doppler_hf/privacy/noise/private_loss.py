@@ -47,6 +47,10 @@ class PrivateLoss:
         clipped = losses.double().nan_to_num(nan=bound).clamp(-bound, bound)
         self._sum += clipped.sum() if weights is None else clipped @ weights.double()
 
+    def reset(self) -> None:
+        """Begin the next draw, and forget what was added for one that was not released."""
+        self._sum = torch.zeros_like(self._sum)
+
     def release(self, *, step: int) -> Float[Tensor, ""]:
         """Return the private mean loss of the draw, the same on every process, and begin the next draw.
 
@@ -54,5 +58,5 @@ class PrivateLoss:
             step: Optimizer step, counted from 0.
         """
         released = self.mechanism.privatize({"loss": self._sum}, step=step)["loss"]
-        self._sum = torch.zeros_like(released)
+        self.reset()
         return released
