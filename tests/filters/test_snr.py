@@ -126,3 +126,9 @@ def test_a_run_has_steps():
 def test_snr_ignores_lags_beyond_the_run():
     low_pass_filter = LowPassFilter(b=(0.5, 0.5))
     assert signal_to_noise_ratio(low_pass_filter, np.array([0.5, 0.4]), 1) == 1.0
+
+
+def test_a_short_autocorrelation_is_zero_beyond_its_lags():
+    short = np.array([0.5, 0.4])
+    limits = [signal_to_noise_ratio(momentum(0.9), np.pad(short, (0, zeros))) for zeros in (0, 400)]
+    assert limits[0] == pytest.approx(limits[1], rel=1e-12)
