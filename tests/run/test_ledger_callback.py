@@ -254,7 +254,8 @@ def test_a_finished_run_is_extended_under_a_larger_target(tmp_path):
     assert [entry.steps for entry in ledger.history] == [4, 2]
     assert ledger.restarts == [4]
     assert [run.statement.target_epsilon for run in ledger.runs] == [2.0, 3.0]
-    assert 2.0 < ledger.epsilon() <= 3.0
+    # The noise is that of the two steps left: for all six it would be larger, and budget would be left over.
+    assert 0.999 * 3.0 <= ledger.epsilon() <= 3.0
     assert extended.state.global_step == 6
     assert main(["verify", str(tmp_path / "out")]) == 0
 
