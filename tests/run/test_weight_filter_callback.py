@@ -167,13 +167,11 @@ class Filtered(DopplerTrainer):
     def __init__(self, *, args, **kwargs):
         args.weight_filter = "momentum:beta=0.7"
         super().__init__(args=args, **kwargs)
-        self.weight_filter = self._weight_filter
         self.seen = {}
 
-    def evaluation_loop(self, *args, **kwargs):
-        with self.weight_filter.applied():
-            self.seen[self.state.global_step] = weights(self)
-        return super().evaluation_loop(*args, **kwargs)
+    def prediction_step(self, *args, **kwargs):
+        self.seen[self.state.global_step] = weights(self)
+        return super().prediction_step(*args, **kwargs)
 
 
 class Stock(DopplerTrainer):
