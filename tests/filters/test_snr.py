@@ -77,6 +77,8 @@ def test_a_filter_that_cancels_the_signal_has_no_bound():
         ValueError, match=r"must be positive for the bound, got -0\.131579: b=0\.5,0\.2,0\.3;a=1\.0 cancels the signal"
     ):
         convergence_noise_factor(LowPassFilter(b=(0.5, 0.2, 0.3)), np.array([0.5, -0.7, -0.5333333333]))
+    with pytest.raises(ValueError, match=r"must be positive for the bound, got 0: b=0\.5,0\.5;a=1\.0 cancels"):
+        convergence_noise_factor(LowPassFilter(b=(0.5, 0.5)), np.array([0.5, -0.5]))
 
 
 @pytest.mark.parametrize("taps", [2, 8, 50])
