@@ -620,3 +620,30 @@ def test_one_gpu_trains_in_bf16_with_the_promised_noise(tmp_path):
     noise = torch.stack(recorder.gradients)
     assert noise.is_cuda
     assert noise.std().item() == pytest.approx(1.0 / 8, rel=6 / (2 * noise.numel()) ** 0.5)
+
+
+class UnitLoss(DopplerTrainer):
+    """Every example's loss is 1."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        return 0.0 * super().compute_per_sample_loss(model, inputs) + 1.0
+
+
+def test_the_loss_of_a_step_is_a_mean_however_it_is_cut(tmp_path):
+    trainer = trainer_of(
+        tmp_path,
+        cls=UnitLoss,
+        noise_multiplier=0.0,
+        per_device_train_batch_size=6,
+        gradient_accumulation_steps=4,
+        max_steps=1,
+    )
+    trainer.train()
+    assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == [1.0]
+
+
+def test_weight_decay_is_for_matrices_alone(tmp_path):
+    trainer = trainer_of(tmp_path, weight_decay=0.1)
+    decays = {id(p): group["weight_decay"] for group in trainer.create_optimizer().param_groups for p in group["params"]}
+    for name, p in trainer.model.named_parameters():
+        assert decays[id(p)] == (0.0 if name.endswith("bias") or "LayerNorm" in name else 0.1), name
