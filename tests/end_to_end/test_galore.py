@@ -95,8 +95,9 @@ def test_the_step_that_finds_a_basis_has_full_noise_and_the_others_that_of_the_s
     assert max(outside) < 1e-5 * std * math.sqrt(64)
 
 
-@pytest.mark.parametrize("saved_at", [2, 3, 5])
-@pytest.mark.parametrize("more", ["", ",projector_source=filtered", ",basis_change=reset,projector=svd"])
+@pytest.mark.parametrize(
+    ("saved_at", "more"), [(2, ""), (3, ",projector_source=filtered"), (5, ",basis_change=reset,projector=svd")]
+)
 def test_resumed_equals_uninterrupted(tmp_path, more, saved_at):
     options = dict(noise_seed=1, max_steps=7, low_pass_filter="second-order", save_strategy="steps", save_steps=saved_at)
     options |= GALORE | {"optim_args": GALORE["optim_args"] + more}

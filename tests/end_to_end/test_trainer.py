@@ -27,6 +27,7 @@ from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from doppler_hf.run.private_run import PrivateRun
+from tests.support.pairwise import pairwise
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of, weights
 
@@ -300,8 +301,8 @@ def test_training_loss_can_be_left_out_of_the_logs(tmp_path):
 # --- resuming -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filter_name", ["none", "second-order"])
-@pytest.mark.parametrize("saved_at", [2, 3, 4])  # 3 steps an epoch: within, at the end of, and after the first
+# 3 steps an epoch: within, at the end of, and after the first
+@pytest.mark.parametrize(("saved_at", "filter_name"), [(2, "second-order"), (3, "none"), (4, "second-order")])
 def test_resumed_equals_uninterrupted(tmp_path, filter_name, saved_at):
     options = dict(
         noise_seed=1, max_steps=7, low_pass_filter=filter_name, save_strategy="steps", save_steps=saved_at,
@@ -513,9 +514,7 @@ class TokensFirst(type(tiny_bert())):
         return {"logits": self.classifier(hidden.mean(dim=1))}
 
 
-@pytest.mark.parametrize("self_check", [True, False])
-@pytest.mark.parametrize("engine", ["book_keeping", "opacus"])
-@pytest.mark.parametrize("length", [2, 3, 4])
+@pytest.mark.parametrize(("length", "engine", "self_check"), pairwise([2, 3, 4], ["book_keeping", "opacus"], [True, False]))
 def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_path, length, engine, self_check):
     rows = [{"input_ids": [9] * (length - 1) + [7], "attention_mask": [1] * length, "labels": 0}] * 24
     options = dict(grad_sample_engine=engine, grad_sample_self_check=self_check)
