@@ -140,6 +140,7 @@ class DopplerTrainer(Trainer):
         """Return a loader of Poisson draws: `gradient_accumulation_steps` items a draw, each a list of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
+        checks.refuse_seeded_collator(self.data_collator)
         dataset, collator = self.train_dataset, self.data_collator
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
@@ -248,6 +249,15 @@ class DopplerTrainer(Trainer):
             self._weight_filter.add_to_checkpoint(folder, self.args)
         if not self.args.disable_dp:
             self.privacy.save_beside_model(folder, self.args, self.state, is_checkpoint=is_checkpoint)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.
+        if self.args.disable_dp:
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.args.disable_dp:
+            super()._load_rng_state(checkpoint)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as the host does, without privacy only."""

@@ -7,6 +7,7 @@
 - accounting: the ε that this costs
 - ledger: the record of what was spent, for others to check
 - bits: secret random words, for draws and noise
+- generators: the global generators, for dropout and random collators
 """
 
 from importlib import import_module

@@ -5,6 +5,7 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampl
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.loader import private_loader
 from doppler_hf.privacy.batching.micro_batches import lengths_of, units_of
+from doppler_hf.privacy.generators import fill_worker, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.engine import attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
@@ -117,6 +119,8 @@ class PrivateRun:
         )
 
     def __enter__(self) -> Self:
+        # After the initialization, which the user's seed fixes; before anything random touches an example.
+        self._resources.enter_context(filled_generators(self._args.noise_seed, rank=self._args.process_index))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -145,6 +149,7 @@ class PrivateRun:
             pin_memory=self._args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self._args.dataloader_persistent_workers,
             prefetch_factor=self._args.dataloader_prefetch_factor,
+            worker_init_fn=functools.partial(fill_worker, self._args.noise_seed, self._args.process_index),
         )
 
     def attach(

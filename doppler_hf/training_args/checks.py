@@ -229,6 +229,15 @@ def refuse_of_trainer(compute_loss_func: Any, optimizer: Any, train_dataset: Any
         )
 
 
+def refuse_seeded_collator(collator: Any) -> None:
+    """Refuse a collator with a seed of its own, such as that of masked language modeling."""
+    if getattr(collator, "seed", None) is not None:
+        raise ValueError(
+            f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: what it draws would "
+            "follow a public seed in the order of the draw, so that one example more changes the others. Leave it out."
+        )
+
+
 def refuse_a_run_without_data(args: TrainingArguments, train_dataset: Any) -> None:
     """Refuse a private run of which nothing can be said: without privacy, or without a training set."""
     if args.disable_dp:

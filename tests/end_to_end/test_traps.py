@@ -3,20 +3,23 @@
 Trap 14, noise scaled wrongly over processes, is in test_distributed.py. False-alarm rates are stated.
 """
 
+import functools
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback, set_seed
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.losses.host_losses import per_sample_losses
 from doppler_hf.run.model_card import privacy_section
 from tests.support.models import gpt2_lm
-from tests.support.tiny import text_data, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of
 
 
@@ -290,3 +293,76 @@ def test_trap_17_ledger_and_card_say_that_choices_on_evaluation_data_are_not_cov
     for text in ("\n".join(ledger.not_covered), privacy_section(ledger)):
         for choice in ("best checkpoint", "early stopping", "hyper-parameter search"):
             assert choice in text
+
+
+def drawing(examples):
+    """Draw a number from each generator for every batch, where the collator runs."""
+    numbers = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+    return pad(examples) | {"drawn": numbers}
+
+
+class Drawn(DopplerTrainer):
+    """Keeps what the collator and the training step have drawn."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        inputs = dict(inputs)
+        here = [torch.rand(()).item(), np.random.rand(), random.random()]
+        self.numbers = [*getattr(self, "numbers", []), *inputs.pop("drawn").tolist(), *here]
+        return super().compute_per_sample_loss(model, inputs)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_trap_18_dropout_and_random_collators_do_not_follow_the_public_seed(tmp_path, workers):
+    numbers = []
+    for _ in range(2):
+        trainer = trainer_of(tmp_path, cls=Drawn, seed=11, max_steps=2, dataloader_num_workers=workers)
+        trainer.data_collator = drawing
+        set_seed(11)
+        before = torch.get_rng_state(), random.getstate()
+        trainer.train()
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        numbers.append(trainer.numbers)
+    in_training = [number for run in numbers for number in run[-12:]]
+    assert len(set(in_training)) == len(in_training)
+
+
+def test_trap_18_a_collator_with_a_seed_of_its_own_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator = functools.partial(pad)
+    trainer.data_collator.seed = 3
+    with pytest.raises(ValueError, match=r"The seed of partial must be None in a private run, got 3: .* Leave it out\."):
+        trainer.train()
+
+
+class Generators(TrainerCallback):
+    """Keeps the state of each global generator at every step."""
+
+    def __init__(self):
+        self.states = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        numpy_words = np.random.get_state()[1].tobytes()
+        self.states.append((torch.get_rng_state().numpy().tobytes(), numpy_words, random.getstate()))
+
+
+def test_trap_19_no_checkpoint_tells_how_many_numbers_were_drawn(tmp_path):
+    options = dict(max_steps=4, save_strategy="steps", save_steps=2, noise_multiplier=1.0)
+    trainer_of(tmp_path, **options).train()
+    saved = tmp_path / "out" / "checkpoint-2"
+    assert not list(saved.glob("rng_state*"))
+    states = []
+    for _ in range(2):
+        resumed = trainer_of(tmp_path, callbacks=[watch := Generators()], **options)
+        resumed.train(resume_from_checkpoint=str(saved))
+        states.append(watch.states[0])
+    assert all(one != other for one, other in zip(*states, strict=True))
+
+
+def test_without_privacy_generators_are_saved_and_resumed_as_in_the_host(tmp_path):
+    options = dict(noise_multiplier=None, disable_dp=True, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer_of(tmp_path, callbacks=[whole := Generators()], **options).train()
+    assert list((tmp_path / "out" / "checkpoint-2").glob("rng_state*"))
+    resumed = trainer_of(tmp_path, callbacks=[rest := Generators()], **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert rest.states[-1] == whole.states[-1]

@@ -1,0 +1,74 @@
+"""The global generators of torch, NumPy and Python during a private run.
+
+Dropout masks, random crops and masked tokens come from these generators, in the order of the draw. After a public seed they
+would be public numbers: one example more shifts everybody's mask, and the sum then moves by more than C. Filled with secret
+words, the masks of the others are as likely with the example as without it, so that a coupling leaves them unchanged and
+the sum moves by at most C.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from doppler_hf.privacy.bits import bit_stream
+
+# MT19937 in each of the three: 624 words of 32 bits, and the position behind the last of them.
+_WORDS = 624
+
+
+def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0) -> None:
+    """Fill the whole state of the global generators with new random words.
+
+    A seed would not do: torch keeps 32 bits of it on the CPU, which can be tried out.
+
+    Args:
+        seed: None for words from the operating system's entropy. An integer makes them reproducible, for tests only.
+        rank: This process's index; each has its own words, reproducible ones too.
+        worker: Index of this worker of the data loader, counted from 1; 0 is the process itself.
+    """
+    stream = bit_stream(seed, purpose=f"generators of worker {worker}", rank=rank)
+
+    def words() -> np.ndarray:
+        return stream.bits(_WORDS // 2, step=0).view(np.uint32)
+
+    random.setstate((3, (*words().tolist(), _WORDS), None))
+    np.random.set_state(("MT19937", words(), _WORDS, 0, 0.0))
+    torch.set_rng_state(torch_state(words()))
+    if worker == 0 and torch.accelerator.is_available():  # Philox on CUDA: its 64 bits are the whole key.
+        torch.get_device_module().manual_seed(int(stream.bits(1, step=0)[0] >> np.uint64(1)))
+
+
+def torch_state(words: np.ndarray) -> torch.Tensor:
+    """Return a state of torch's CPU generator whose Mersenne twister holds `words`, uint32 of shape (624,)."""
+    state = torch.Generator().manual_seed(0).get_state()
+    # A 64-bit seed, two 32-bit fields and a 64-bit position precede the words, which take 64 bits each.
+    state.numpy()[24 : 24 + 8 * _WORDS].view(np.uint64)[:] = words
+    return state
+
+
+def fill_worker(seed: int | None, rank: int, worker: int) -> None:
+    """Fill the generators of a worker of the data loader, counted from 0 as in `DataLoader(worker_init_fn=)`."""
+    fill_generators(seed, rank=rank, worker=worker + 1)
+
+
+@contextlib.contextmanager
+def filled_generators(seed: int | None, *, rank: int = 0) -> Iterator[None]:
+    """Fill the global generators for the duration of the block, and give the caller's states back.
+
+    Args:
+        seed: As in `fill_generators`.
+        rank: This process's index.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    before = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
+            fill_generators(seed, rank=rank)
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
