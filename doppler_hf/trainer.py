@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.losses.host_losses import per_sample_losses, without_adapters
+from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.model_card import complete_card
@@ -162,7 +162,7 @@ class DopplerTrainer(Trainer):
         return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return one loss per example. Override it for a task without a rule in `privacy.losses.host_losses`.
+        """Return one loss per example. Override it for a task without a rule in `privacy.losses`.
 
         Each entry must depend on its own example alone: no mean over the batch or over the batch's tokens. `model` must
         be called once, with the whole micro-batch. Text must be padded on the right: padding on the left shifts absolute

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
     "privacy/ledger": ("privacy.accounting", "jsonschema"),
     "privacy/clipping/host_layers": ("privacy", "torch transformers peft"),
-    "privacy/losses/host_losses": ("privacy", "jaxtyping torch transformers"),
+    "privacy/losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),
     "run": ("filters optim privacy training_args", f"{ARRAYS} torch transformers accelerate rich"),
     "extras": ("", ""),

@@ -26,7 +26,7 @@ from doppler_hf.audit.result import CanaryKind, Method
 from doppler_hf.audit.trainer import AuditTrainer
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
-from doppler_hf.privacy.losses.host_losses import token_task, without_adapters
+from doppler_hf.privacy.losses import token_task, without_adapters
 
 # How far the weights are moved for a directional derivative, relative to their norm. It is far enough for float32, and
 # the loss is close to linear over that distance, because the direction is mostly noise.

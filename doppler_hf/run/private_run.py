@@ -20,8 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
-from doppler_hf.privacy.batching.loader import private_loader
-from doppler_hf.privacy.batching.micro_batches import lengths_of, units_of
+from doppler_hf.privacy.batching.micro_batches import lengths_of, private_loader, units_of
 from doppler_hf.privacy.generators import fill_worker, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.engine import attached_engine

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from doppler_hf.privacy.losses.losses import classification_losses
+from doppler_hf.privacy.losses import classification_losses
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):

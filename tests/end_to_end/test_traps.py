@@ -16,7 +16,7 @@ from transformers import TrainerCallback, set_seed
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
-from doppler_hf.privacy.losses.host_losses import per_sample_losses
+from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.run.model_card import privacy_section
 from tests.support.models import gpt2_lm
 from tests.support.tiny import pad, text_data, tiny_bert

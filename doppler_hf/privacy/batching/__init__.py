@@ -1,8 +1,7 @@
 """The examples of a step: the Poisson draw, and its micro-batches.
 
 - sampling: the draw, and its rate
-- micro_batches: lengths, units of privacy, and collating a draw
-- loader: the private data loader
+- micro_batches: lengths, units of privacy, and the loader that cuts and collates a draw
 """
 
 from doppler_hf.privacy.batching.sampling import PoissonSampler

@@ -1,10 +1,11 @@
-"""The data loader's view of a data set: lengths, units of privacy, and how a draw is collated.
+"""The private data loader: lengths and units of privacy of a data set, and how a draw is cut and collated.
 
 A draw is sorted by length and comes in `gradient_accumulation_steps` pieces of equal count, one for each item of the host's
 loop. A piece is collated as a whole, or, within a budget of tokens, as several micro-batches. It is cut here rather than in
 the sampler, because a loader's item must be a flat list of indices, and because nothing but memory depends on the cut.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
+
+from doppler_hf.privacy.batching.sampling import PoissonSampler
 
 LENGTH_COLUMN = "input_ids"
 
@@ -176,3 +179,37 @@ def collate_piece(
     else:
         parts = [slice(None)] if examples else []
     return [MicroBatch(collator(examples[part]), None if weights is None else weights[part]) for part in parts]
+
+
+def private_loader(
+    dataset: Any,
+    *,
+    sampler: PoissonSampler,
+    collator: Callable[[Sequence[Any]], dict[str, Any]],
+    max_tokens: int | None,
+    **options: Any,
+) -> DataLoader[Any]:
+    """Return a loader of the sampler's draws: `sampler.micro_batches` items a draw, each a list of `MicroBatch`.
+
+    It must not pass through `accelerator.prepare`, which shards any batch sampler and repeats examples to make the shards
+    equal: an example could then count twice.
+
+    Args:
+        dataset: The training set, in the sampler's order.
+        sampler: The sampler.
+        collator: A function that makes a batch of a list of examples.
+        max_tokens: The most padded tokens of a micro-batch, or None for no limit.
+        **options: Further arguments of `DataLoader`, such as `num_workers`.
+
+    Raises:
+        ValueError: If the budget of tokens cannot be met.
+    """
+    if max_tokens is not None:
+        check_token_budget(sampler.lengths, max_tokens=max_tokens)
+    is_weighted = sampler.weights is not None
+    return DataLoader(
+        dataset if sampler.weights is None else WeightedExamples(dataset, sampler.weights),
+        batch_sampler=sampler,
+        collate_fn=functools.partial(collate_piece, collator=collator, max_tokens=max_tokens, is_weighted=is_weighted),
+        **options,
+    )

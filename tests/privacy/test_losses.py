@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from doppler_hf.privacy.losses.losses import classification_losses, token_losses
+from doppler_hf.privacy.losses import classification_losses, token_losses
 from tests.support.tiny import pad, text_data, tiny_bert
 
 

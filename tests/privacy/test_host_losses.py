@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.privacy.losses.host_losses import token_task
+from doppler_hf.privacy.losses import token_task
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
 from tests.support.tiny import tiny_bert
 
