@@ -202,7 +202,7 @@ class DopplerTrainer(Trainer):
         run, optimizer, step, piece = self.private_run, self._doppler_optimizer, self.state.global_step, []
         for micro_batch in inputs:
             losses = self._losses(self._prepare_inputs(micro_batch.inputs))
-            run.add(losses, weights=micro_batch.weights)
+            run.add(losses, size=micro_batch.size, weight=micro_batch.weight)
             piece.append(losses.detach())
         private_loss = None
         if run.end_piece():  # Counted here: accelerate's own flag is every callback's to change.

@@ -14,13 +14,13 @@ from typing import Any, Self, final
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
-from doppler_hf.privacy.batching.micro_batches import lengths_of, private_loader, units_of
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, lengths_of, units_of
+from doppler_hf.privacy.batching.probe import probe_of
 from doppler_hf.privacy.generators import fill_worker, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.engine import attached_engine
@@ -129,7 +129,7 @@ class PrivateRun:
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
-    def loader(self, dataset: Any, collator: Callable[[Sequence[Any]], dict[str, Any]]) -> DataLoader[Any]:
+    def loader(self, dataset: Any, collator: Callable[[Sequence[Any]], dict[str, Any]]) -> PrivateLoader:
         """Return a loader of this run's draws, each item a list of micro-batches.
 
         Args:
@@ -139,7 +139,7 @@ class PrivateRun:
         Raises:
             ValueError: If the budget of tokens cannot be met.
         """
-        return private_loader(
+        return PrivateLoader(
             dataset,
             sampler=self.sampler,
             collator=collator,
@@ -164,7 +164,7 @@ class PrivateRun:
         Args:
             model: The model to be trained.
             losses_of: A function that calls the model and returns one loss per example of a micro-batch.
-            loader: The private loader, whose first examples are used for the check.
+            loader: The private loader, of whose examples some are used for the check.
             prepare: A function that puts a collated batch on the model's device.
 
         Raises:
@@ -176,18 +176,11 @@ class PrivateRun:
                 "Return super().get_train_dataloader(), made anew for each training."
             )
 
-        def first_examples(number: int) -> dict[str, Any]:
-            examples = [loader.dataset[index % len(loader.dataset)] for index in range(number)]
-            # In one micro-batch, whatever the budget of tokens: cut into single examples it would prove nothing.
-            (micro_batch,) = loader.collate_fn(examples, max_tokens=None)
-            return prepare(micro_batch.inputs)
-
         if self._args.world_size > 1:  # As DDP would, give every process the weights of process 0.
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
-        engine = attached_engine(
-            model, self._args, statement=self.statement, losses_of=losses_of, first_examples=first_examples
-        )
+        probe = probe_of(loader, prepare=prepare)
+        engine = attached_engine(model, self._args, statement=self.statement, losses_of=losses_of, probe=probe)
         self._clipped = self._resources.enter_context(engine)
 
     @property
@@ -270,15 +263,25 @@ class PrivateRun:
         self._pieces_left -= 1
         return self._pieces_left == 0
 
-    def add(self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None) -> None:
+    def add(self, losses: Float[Tensor, " batch"], *, size: int, weight: float) -> None:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw.
 
         Args:
             losses: One loss per example, shape (batch,), attached to the graph.
-            weights: Each example's share of its unit's contribution, shape (batch,); None if every example is a unit.
+            size: The number of examples that were collated.
+            weight: Each example's share of its unit's contribution.
+
+        Raises:
+            ValueError: If there are more or fewer losses than examples.
         """
         assert self._clipped is not None
-        weights = None if weights is None else weights.to(losses.device)
+        # Sensitivity: each row is clipped to C, so an example that has two rows would contribute 2C.
+        if len(losses) != size:
+            raise ValueError(
+                f"The losses of a micro-batch must be {size}, one for each of its examples, got {len(losses)}. Let the "
+                "collator return one row for each example, and compute_per_sample_loss one loss."
+            )
+        weights = None if weight == 1.0 else torch.full((size,), weight, device=losses.device)
         self._clipped.backward(losses, weights=weights)
         if self._private_loss is not None:
             self._private_loss.add(losses.detach(), weights=weights)

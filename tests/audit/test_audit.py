@@ -4,6 +4,7 @@ Bounds are at a confidence of 1 − 1e-6, so a test that expects a bound below t
 bug is told apart with a wide margin (the bounds of 10,000 canaries vary by about 0.1).
 """
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -34,6 +35,7 @@ from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.noise import mechanism as mechanism_module
 from doppler_hf.privacy.noise.gaussian import noise_stream
+from doppler_hf.run import private_run
 from tests.support.models import gpt2_lm
 from tests.support.tiny import pad, text_data, tiny_bert
 
@@ -196,12 +198,15 @@ def test_noise_of_a_torch_generator_under_the_public_seed_is_caught(monkeypatch,
     assert "torch's generator, seeded with 42" in result.replayed_noise
 
 
-def test_noise_of_the_global_generator_is_caught(monkeypatch, tmp_path):
-    # The Trainer seeds it with args.seed; some numbers are drawn before the noise.
+@pytest.mark.parametrize("filled", [False, True])
+def test_noise_of_the_global_generator_is_caught_where_that_follows_the_public_seed(monkeypatch, tmp_path, filled):
+    # The Trainer seeds it with args.seed; some numbers are drawn before the noise. A private run fills it with secret words.
+    if not filled:
+        monkeypatch.setattr(private_run, "filled_generators", lambda *args, **options: contextlib.nullcontext())
     corrupted(monkeypatch, lambda mechanism, mean, released, step: mean + mechanism.noise_std(0) * torch.randn(mean.shape))
     result = audited(tmp_path, seed=7)
-    assert result.contradicts_claim
-    assert "torch's generator, seeded with 7" in result.replayed_noise
+    assert result.contradicts_claim != filled
+    assert result.replayed_noise is None if filled else "torch's generator, seeded with 7" in result.replayed_noise
 
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["seed", "seed + step"])

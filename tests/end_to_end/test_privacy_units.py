@@ -91,10 +91,14 @@ def test_processes_share_the_units_out():
     assert sum(map(len, owners)) == 8  # each unit has one owner
 
 
-def test_a_draw_of_units_is_sorted_by_length():
+def test_a_draw_of_units_keeps_equal_shares_together_and_is_sorted_by_length():
     lengths = np.random.default_rng(0).integers(1, 50, size=len(UNITS))
-    drawn = sampler_of(expected_batch_size=8, lengths=lengths).draw(0)
-    assert np.all(np.diff(lengths[drawn]) >= 0)
+    sampler = sampler_of(expected_batch_size=8, lengths=lengths)
+    drawn = sampler.draw(0)
+    shares = sampler.weights[drawn]
+    assert np.all(np.diff(shares) >= 0)
+    assert len(np.unique(shares)) > 2
+    assert all(np.all(np.diff(lengths[drawn[shares == share]]) >= 0) for share in np.unique(shares))
 
 
 @pytest.mark.parametrize(
@@ -145,12 +149,14 @@ def test_a_plain_list_has_no_column():
 @pytest.mark.parametrize("max_tokens", [None, 16])
 def test_weights_stay_with_their_examples(max_tokens):
     data = text_data(10)
-    weighted = WeightedExamples(data, np.arange(10, dtype=np.float32) / 10)
-    order = sorted(range(10), key=lambda index: len(data[index]["input_ids"]))
+    weights = np.array([0.25] * 4 + [0.5] * 4 + [1.0] * 2, dtype=np.float32)
+    weighted = WeightedExamples(data, weights)
+    order = sorted(range(10), key=lambda index: (weights[index], len(data[index]["input_ids"])))
     for examples in (weighted.__getitems__(order), [weighted[index] for index in order]):
         batches = collate_piece(examples, collator=pad, max_tokens=max_tokens, is_weighted=True)
-        assert torch.cat([batch.weights for batch in batches]).tolist() == pytest.approx([index / 10 for index in order])
+        assert [batch.weight for batch in batches for _ in range(batch.size)] == weights[order].tolist()
         assert torch.cat([batch.inputs["labels"] for batch in batches]).tolist() == [data[i]["labels"] for i in order]
+        assert len(batches) == 3 if max_tokens is None else len(batches) > 3
     assert collate_piece([], collator=pad, max_tokens=max_tokens, is_weighted=True) == []
 
 

@@ -150,7 +150,7 @@ def test_cutting_by_tokens_changes_nothing_but_the_micro_batches(tmp_path):
         )  # fmt: skip
         trainer.train()
         # A layer is refused or not whatever the budget.
-        assert trainer.checked == [(1, 8), (1, 8), (2, 8), (1, 8), (1, 8), (3, 8)]
+        assert trainer.checked == [(2, 8), (1, 3), (1, 8), (3, 8)]
         assert all(rows * length <= (budget or math.inf) for rows, length in trainer.shapes)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         runs.append((accumulation, trainer.shapes, losses, torch.stack(recorder.gradients), weights(trainer)))
@@ -482,12 +482,10 @@ def test_worker_processes_and_plain_lists_of_examples_work(tmp_path):
 def test_no_state_of_the_secret_streams_is_saved(tmp_path):
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
     trainer.train()
-    rng = torch.load(tmp_path / "out" / "checkpoint-4" / "rng_state.pth", weights_only=False)
-    assert set(rng) <= {"python", "numpy", "cpu", "cuda"}
     names = {path.name for path in (tmp_path / "out" / "checkpoint-4").iterdir()}
     assert names == {
-        "config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
-        "training_args.bin", LEDGER_NAME,
+        "config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin",
+        LEDGER_NAME,
     }  # fmt: skip
 
 

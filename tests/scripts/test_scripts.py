@@ -12,7 +12,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy import PoissonSampler, PrivacyLedger
 from doppler_hf.workloads.arguments import parse_args
 from doppler_hf.workloads.causal_lm import CausalLMArguments
 from doppler_hf.workloads.data_sources import GLUE_TASKS
@@ -218,6 +218,7 @@ def test_causal_lm_labels_every_token_and_the_end_but_no_padding(tmp_path, gpt2_
             return super().compute_per_sample_loss(model, inputs)
 
     monkeypatch.setattr(causal_lm, "DopplerTrainer", Spy)
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(self.num_examples))
     run_causal_lm(texts_dir, gpt2_dir, tmp_path / "out", *PRIVATE)
     rows = [row for batch in batches for row in zip(*(batch[name] for name in ("input_ids", "attention_mask", "labels")))]
     assert rows
@@ -227,7 +228,7 @@ def test_causal_lm_labels_every_token_and_the_end_but_no_padding(tmp_path, gpt2_
         assert torch.equal(labels, torch.where(mask == 1, ids, -100))
         assert length == 16 or ids[length - 1] == END
         assert END not in ids[: length - 1]
-    # The check before the first step sees the first three rows: the empty text, a cut one, and one that is neither.
+    # Among them are the empty text, a cut one, and some that are neither.
     lengths = {int(mask.sum()) for _, mask, _ in rows}
     assert {1, 16} < lengths
 

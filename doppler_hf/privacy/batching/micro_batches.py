@@ -1,18 +1,19 @@
 """The private data loader: lengths and units of privacy of a data set, and how a draw is cut and collated.
 
-A draw is sorted by length and comes in `gradient_accumulation_steps` pieces of equal count, one for each item of the host's
-loop. A piece is collated as a whole, or, within a budget of tokens, as several micro-batches. It is cut here rather than in
-the sampler, because a loader's item must be a flat list of indices, and because nothing but memory depends on the cut.
+A draw is sorted by weight and length and comes in `gradient_accumulation_steps` pieces of equal count, one for each item of
+the host's loop. A piece is collated as one micro-batch for each weight, or, within a budget of tokens, as several. It is cut
+here rather than in the sampler, because a loader's item must be a flat list of indices, and because nothing but memory
+depends on the cut.
 """
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from jaxtyping import Float
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from doppler_hf.privacy.batching.sampling import PoissonSampler
@@ -25,11 +26,14 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         inputs: The collated examples.
-        weights: Each example's share of its unit's contribution, shape (batch,); None if every example is a unit.
+        size: How many examples were collated, which must be the number of losses.
+        weight: Each example's share of its unit's contribution; the same for all, so that no order of the collator's rows
+            can give one the share of another.
     """
 
     inputs: dict[str, Any]
-    weights: Float[Tensor, " batch"] | None
+    size: int
+    weight: float
 
 
 class WeightedExamples(Dataset[tuple[Any, float]]):
@@ -170,26 +174,25 @@ def collate_piece(
         max_tokens: The most padded tokens of a micro-batch, or None for a single micro-batch of any size.
         is_weighted: Whether each example comes with its weight, as in `WeightedExamples`.
     """
-    weights = None
-    if is_weighted:
-        weights = torch.tensor([weight for _, weight in examples], dtype=torch.float32)
-        examples = [example for example, _ in examples]
-    if max_tokens is not None:
-        parts = cut_by_tokens([len(example[LENGTH_COLUMN]) for example in examples], max_tokens=max_tokens)
-    else:
-        parts = [slice(None)] if examples else []
-    return [MicroBatch(collator(examples[part]), None if weights is None else weights[part]) for part in parts]
+    if not is_weighted:
+        return [MicroBatch(collator(part), len(part), 1.0) for part in parts_of(examples, max_tokens=max_tokens)]
+    return [
+        MicroBatch(collator(part), len(part), weight)
+        for weight, group in itertools.groupby(examples, key=operator.itemgetter(1))
+        for part in parts_of([example for example, _ in group], max_tokens=max_tokens)
+    ]
 
 
-def private_loader(
-    dataset: Any,
-    *,
-    sampler: PoissonSampler,
-    collator: Callable[[Sequence[Any]], dict[str, Any]],
-    max_tokens: int | None,
-    **options: Any,
-) -> DataLoader[Any]:
-    """Return a loader of the sampler's draws: `sampler.micro_batches` items a draw, each a list of `MicroBatch`.
+def parts_of(examples: Sequence[Any], *, max_tokens: int | None) -> list[Sequence[Any]]:
+    """Return consecutive parts of the examples within a budget of tokens, without a budget one; of no examples, none."""
+    if max_tokens is None:
+        return [examples] if examples else []
+    lengths = [len(example[LENGTH_COLUMN]) for example in examples]
+    return [examples[part] for part in cut_by_tokens(lengths, max_tokens=max_tokens)]
+
+
+class PrivateLoader(DataLoader[Any]):
+    """A loader of the sampler's draws: `sampler.micro_batches` items a draw, each a list of `MicroBatch`.
 
     It must not pass through `accelerator.prepare`, which shards any batch sampler and repeats examples to make the shards
     equal: an example could then count twice.
@@ -201,15 +204,31 @@ def private_loader(
         max_tokens: The most padded tokens of a micro-batch, or None for no limit.
         **options: Further arguments of `DataLoader`, such as `num_workers`.
 
+    Attributes:
+        examples: The training set.
+        lengths: The sampler's.
+        collator: As given.
+
     Raises:
         ValueError: If the budget of tokens cannot be met.
     """
-    if max_tokens is not None:
-        check_token_budget(sampler.lengths, max_tokens=max_tokens)
-    is_weighted = sampler.weights is not None
-    return DataLoader(
-        dataset if sampler.weights is None else WeightedExamples(dataset, sampler.weights),
-        batch_sampler=sampler,
-        collate_fn=functools.partial(collate_piece, collator=collator, max_tokens=max_tokens, is_weighted=is_weighted),
-        **options,
-    )
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        sampler: PoissonSampler,
+        collator: Callable[[Sequence[Any]], dict[str, Any]],
+        max_tokens: int | None,
+        **options: Any,
+    ) -> None:
+        if max_tokens is not None:
+            check_token_budget(sampler.lengths, max_tokens=max_tokens)
+        self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
+        collate = functools.partial(collate_piece, max_tokens=max_tokens, is_weighted=sampler.weights is not None)
+        super().__init__(
+            dataset if sampler.weights is None else WeightedExamples(dataset, sampler.weights),
+            batch_sampler=sampler,
+            collate_fn=functools.partial(collate, collator=collator),
+            **options,
+        )

@@ -26,8 +26,8 @@ class PoissonSampler(Sampler[list[int]]):
         micro_batches: Number of batches into which each process cuts a draw.
         rank: This process's index.
         world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
-        lengths: Optional length of every example, shape (num_examples,). A draw is then sorted by length before it is
-            cut, so that a micro-batch needs little padding.
+        lengths: Optional length of every example, shape (num_examples,). A draw is then sorted by length, examples of one
+            weight together, before it is cut, so that a micro-batch needs little padding.
         units: Optional unit of every example, shape (num_examples,), numbered from 0 without gaps. A unit is drawn with all
             of its examples. By default every example is a unit.
         max_examples_per_unit: The most examples drawn with a unit; of more, each draw takes that many at random. None for
@@ -140,7 +140,8 @@ class PoissonSampler(Sampler[list[int]]):
         if self.weights is not None:
             drawn = self._examples_of(drawn, step=step)
         # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
-        return drawn if self.lengths is None else drawn[np.argsort(self.lengths[drawn], kind="stable")]
+        keys = [key[drawn] for key in (self.lengths, self.weights) if key is not None]  # the last one counts first
+        return drawn[np.lexsort(keys)] if keys else drawn
 
     def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
         """Return the examples that are drawn with these units, shape (examples,)."""

@@ -1,12 +1,14 @@
-"""A comparison of the engine with plain autograd on two examples, before the first step.
+"""A comparison of the engine on a batch with plain autograd on each of its examples alone, before the first step.
 
-A wrong per-sample gradient would go unnoticed: the loss still falls, but the guarantee is void. The check runs on the user's
-own model, with its adapters, attention and checkpointing.
+A wrong per-sample gradient would go unnoticed: the loss still falls, but the guarantee is void. So would a gradient that
+changes with the examples beside it: the bound on each would hold, and one example more would change all the others. The
+check runs on the user's own model, data and collator, with adapters, attention and checkpointing.
 """
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,71 +18,198 @@ from torch import Tensor, nn
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
 from doppler_hf.privacy.clipping.factored import NormRule
 
-# The share of the clip norm that is added to the size of a parameter's gradient when the two are compared: some gradients,
-# such as that of the bias of attention's keys, consist of rounding only.
+# The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
+# gradients, such as that of the bias of attention's keys, consist of rounding only.
 OF_THE_WHOLE = 1e-2
+# Norms may be too large by this much: some are raised by a bound on their rounding.
+NORM_ALLOWANCE = 0.1
 # Adapters, gates and layer scales begin below this. Matrices begin at about 0.02 or more, and need not be copied.
 NEARLY_ZERO = 0.01
+
+Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 
 
 def check_per_sample_gradients(
     model: nn.Module,
-    losses_of: Callable[[Mapping[str, Any]], Float[Tensor, " batch"]],
-    inputs: Mapping[str, Any],
+    losses_of: Losses,
     *,
+    alone: Sequence[Mapping[str, Any]],
+    together: Mapping[str, Any],
     engine: Engine,
     norm_rule: NormRule = "auto",
     tolerance: float = 1e-3,
 ) -> None:
-    """Compare an engine's clipped sum of two examples with that of ordinary gradients, one example at a time.
+    """Compare an engine's gradients of a batch with ordinary gradients of its examples, each collated by itself.
 
-    Both examples are clipped to half the smaller norm, so that each one's share in the sum is known and a gradient assigned
-    to the wrong example is noticed. Weights near zero are moved a little during the check, because gradients that pass
-    through weights of zero, such as those of new adapters, would agree whatever the engine does.
+    The examples should differ in length, so that one of them is padded in the batch and the others are not. Nothing is
+    clipped, and each example has a weight of its own, so that a gradient assigned to the wrong example is noticed, and a
+    loss that is scaled by the number of examples or tokens in the batch. Weights near zero are moved a little during the
+    check, because gradients that pass through weights of zero, such as those of new adapters, would agree whatever the
+    engine does.
 
-    Nothing about the two examples is released: whether the engine is right depends on the architecture.
+    Nothing about the examples is released: whether the two agree depends on model, loss and collator.
 
     Args:
         model: The model; it is left unchanged.
         losses_of: A function that calls the model with inputs and returns one loss per example.
-        inputs: Two examples, collated; tensors of length 2 have the batch in front.
+        alone: Each example as a batch of one.
+        together: All of them in one batch, in the same order.
         engine: As in `ClippedGradients`.
         norm_rule: As in `ClippedGradients`.
         tolerance: The difference allowed, relative to a parameter's own gradient; the default suits float32.
 
     Raises:
-        ValueError: If the two disagree. The message has the parameter's name and the difference.
+        ValueError: If the two disagree. The message names the parameter at which they do most, and the first layer whose
+            output for an example changes with the examples beside it.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    weights = 0.5 ** torch.arange(len(alone), dtype=torch.float32)
     with without_dropout(model), moved(trainable):
-        # Every pass is made twice, the first time for the norm only, so that memory holds no more than one example's
-        # gradient and the sum: less than in a step of training.
-        norms = [norm_of(gradients_of(losses_of(row(inputs, index)), trainable)) for index in range(2)]
-        bound = min(norms) / 2 or 1.0  # a gradient of exactly zero cannot be clipped
-        with ClippedGradients(model, max_grad_norm=bound, engine=engine, norm_rule=norm_rule) as clipped:
-            clipped.backward(losses_of(dict(inputs)))
+        # No norm reaches this bound, so nothing is clipped.
+        with ClippedGradients(model, max_grad_norm=1e30, engine=engine, norm_rule=norm_rule) as clipped:
+            losses = losses_of(dict(together))
+            refuse_number_of_losses(losses, len(alone))
+            norms = clipped.backward(losses, weights=weights.to(losses.device)).tolist()
             difference = clipped.sums
         sizes = {name: float(torch.linalg.vector_norm(total)) for name, total in difference.items()}
-        for index, norm in enumerate(norms):
-            for name, gradient in gradients_of(losses_of(row(inputs, index)), trainable).items():
-                difference[name].add_(gradient, alpha=-bound / max(norm, bound))
-    for name, rest in difference.items():
-        error, size = float(torch.linalg.vector_norm(rest)), sizes[name]
-        if not error <= tolerance * (size + OF_THE_WHOLE * bound):
+        norms_alone = []
+        for weight, inputs in zip(weights.tolist(), alone, strict=True):
+            losses = losses_of(dict(inputs))
+            refuse_number_of_losses(losses, 1)
+            gradients = gradients_of(losses, trainable)
+            norms_alone.append(norm_of(gradients))
+            for name, gradient in gradients.items():
+                difference[name].add_(gradient, alpha=-weight)
+        largest = max(norms_alone)
+        off = {
+            name: float(torch.linalg.vector_norm(rest)) / max(sizes[name] + OF_THE_WHOLE * largest, 1e-30)
+            for name, rest in difference.items()
+        }
+        worst = max(off, key=lambda name: math.inf if math.isnan(off[name]) else off[name])
+        if not off[worst] <= tolerance:
+            raise ValueError(_reason(model, losses_of, alone, together, parameter=worst, off=off[worst], engine=engine))
+    for norm, expected in zip(norms, norms_alone, strict=True):
+        # A norm that is too small would let an example contribute more than the bound, one too large only less.
+        if not expected * (1 - tolerance) <= norm <= expected * (1 + max(tolerance, NORM_ALLOWANCE)):
             raise ValueError(
-                f"The per-sample gradients of {name!r} are wrong: for two examples the clipped sum of engine={engine!r} is "
-                f"off by {error / (size + OF_THE_WHOLE * bound):.2g} of its size, so that an example's contribution is not "
-                "bounded. Either the loss of one example depends on the other (a mean or a norm over the batch), or the "
-                "engine does not fit one of the layers. Freeze that parameter, or try the other engine."
+                f"The norm of an example's gradient must be that of autograd, got {norm:.6g} for {expected:.6g} from "
+                f"engine={engine!r}, so that an example's contribution is not bounded. Try the other engine."
             )
 
 
-def row(inputs: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return one of two collated examples as a batch of one."""
-    return {
-        name: value[index : index + 1] if isinstance(value, Tensor) and value.ndim and len(value) == 2 else value
-        for name, value in inputs.items()
-    }
+def refuse_number_of_losses(losses: Tensor, number: int) -> None:
+    """Refuse more or fewer losses than examples.
+
+    Raises:
+        ValueError: If `losses` are not of shape (number,).
+    """
+    if losses.shape != (number,):
+        raise ValueError(
+            f"The losses of {number} collated examples must have shape ({number},), got {tuple(losses.shape)}. Let the "
+            "collator return one row for each example, and compute_per_sample_loss one loss."
+        )
+
+
+def _reason(
+    model: nn.Module,
+    losses_of: Losses,
+    alone: Sequence[Mapping[str, Any]],
+    together: Mapping[str, Any],
+    *,
+    parameter: str,
+    off: float,
+    engine: Engine,
+) -> str:
+    """Say what is at fault: the engine, the collator, the loss or a layer."""
+    one = {parameter: dict(model.named_parameters())[parameter]}
+
+    def relative_change(inputs: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> float:
+        """Return how far autograd's gradient of a batch is from the sum of those of its examples."""
+        expected = sum(gradients_of(losses_of(dict(part)), one).get(parameter, torch.zeros(())) for part in parts)
+        found = gradients_of(losses_of(dict(inputs)), one).get(parameter, torch.zeros(()))
+        return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp(min=1e-30))
+
+    if relative_change(together, alone) < off / 10:
+        return (
+            f"The per-sample gradients of {parameter!r} are wrong: engine={engine!r} is off by {off:.2g} of their size, so "
+            "that an example's contribution is not bounded. The engine does not fit one of the layers. Freeze that "
+            "parameter, or try the other engine."
+        )
+    reason = (
+        f"The gradient of one example changes with the examples beside it, at {parameter!r} by {off:.2g} of its size, so "
+        "that one example more would change all others, and no noise covers that: "
+    )
+    if not all(is_row_of(together, inputs, index) for index, inputs in enumerate(alone)):
+        return reason + (
+            "the collator's row for an example is not the one that it makes of that example alone. Use a collator that "
+            "mixes no examples (no MixUp, CutMix or packing), and pad on the right."
+        )
+    layer = first_difference(model, losses_of, alone[0], together)
+    place = "the loss" if layer is None else f"the output of the layer {layer}"
+    doubled = {name: torch.cat([value, value]) if is_batched(value) else value for name, value in alone[0].items()}
+    if relative_change(doubled, [alone[0], alone[0]]) > off / 100:
+        return reason + (
+            f"{place} depends on the number of examples, as in a mean, a norm or a capacity over the batch. Let each loss "
+            "depend on its example alone, and replace the layer."
+        )
+    return reason + (
+        f"{place} depends on the length to which an example is padded. Pad all examples to one length when they are "
+        "tokenized (padding='max_length'), or replace the layer (for rotary embeddings: another rope_type)."
+    )
+
+
+def is_batched(value: Any) -> bool:
+    """Return whether an input of one example is a tensor with the batch in front."""
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == 1
+
+
+def is_row_of(together: Mapping[str, Any], alone: Mapping[str, Any], index: int) -> bool:
+    """Return whether an example's tensors are a row of the batch, apart from padding on the right."""
+    return all(
+        torch.equal(cut_to(together[name][index : index + 1], value.shape), value)
+        for name, value in alone.items()
+        if is_batched(value)
+    )
+
+
+def cut_to(value: Tensor, shape: torch.Size) -> Tensor:
+    """Return the part of a tensor with the lowest indices that has at most this shape."""
+    return value[tuple(slice(size) for size in shape)]
+
+
+def first_difference(
+    model: nn.Module, losses_of: Losses, alone: Mapping[str, Any], together: Mapping[str, Any]
+) -> str | None:
+    """Return the first layer whose output for the first example changes with the other examples, with its class."""
+    classes = {name: type(module).__name__ for name, module in model.named_modules()}
+    with torch.no_grad():
+        outputs, outputs_alone = (outputs_of(model, losses_of, inputs) for inputs in (together, alone))
+    for (name, output), (_, expected) in zip(outputs, outputs_alone, strict=False):
+        part = cut_to(output, expected.shape)
+        if part.shape == expected.shape and not torch.allclose(
+            part, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
+        ):
+            return f"{name!r} ({classes[name]})"
+    return None
+
+
+def outputs_of(model: nn.Module, losses_of: Losses, inputs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Return every layer's first output with its name, in the order in which they are computed."""
+    outputs: list[tuple[str, Tensor]] = []
+
+    def note(name: str, output: Any) -> None:
+        values = (
+            output.values() if isinstance(output, Mapping) else (output,) if isinstance(output, Tensor) else output or ()
+        )
+        tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel())
+        outputs.extend((name, tensor.detach()) for tensor in itertools.islice(tensors, 1))
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            handle = module.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
+            hooks.callback(handle.remove)
+        losses_of(dict(inputs))
+    return outputs
 
 
 def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

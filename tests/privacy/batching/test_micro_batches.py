@@ -51,7 +51,7 @@ def test_a_piece_is_one_micro_batch_or_as_many_as_the_budget_needs():
     examples = sorted(text_data(10), key=lambda example: len(example["input_ids"]))
     (piece,) = collate_piece(examples, collator=pad, max_tokens=None)
     whole = piece.inputs
-    assert piece.weights is None
+    assert piece.weight == 1.0
     assert torch.equal(whole["input_ids"], pad(examples)["input_ids"])
     batches = [batch.inputs for batch in collate_piece(examples, collator=pad, max_tokens=16)]
     assert len(batches) > 1

@@ -19,7 +19,13 @@ def check(model, *, losses=None, engine="book_keeping", **options):
         labels = row.pop("labels")
         return losses_of(model, row, labels)
 
-    check_per_sample_gradients(model, losses or losses_of_row, inputs | {"labels": labels}, engine=engine, **options)
+    together = inputs | {"labels": labels}
+    alone = [row(together, index) for index in range(2)]
+    check_per_sample_gradients(model, losses or losses_of_row, alone=alone, together=together, engine=engine, **options)
+
+
+def row(inputs, index):
+    return {name: value[index : index + 1] for name, value in inputs.items()}
 
 
 def state_of(model):
@@ -62,7 +68,9 @@ def test_bfloat16_with_its_own_tolerance(dtype):
             logits = model(**{name: value for name, value in row.items() if name != "labels"}).logits
         return F.cross_entropy(logits.float(), row["labels"], reduction="none")
 
-    check_per_sample_gradients(model, losses, inputs | {"labels": labels}, engine="book_keeping", tolerance=0.1)
+    together = inputs | {"labels": labels}
+    alone = [row(together, index) for index in range(2)]
+    check_per_sample_gradients(model, losses, alone=alone, together=together, engine="book_keeping", tolerance=0.1)
 
 
 def planted(monkeypatch, change, *, of=lambda parameter: parameter.ndim == 2):

@@ -1,0 +1,285 @@
+"""What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    BertForSequenceClassification,
+    ConvBertConfig,
+    ConvBertForSequenceClassification,
+    FNetConfig,
+    FNetForSequenceClassification,
+    HubertConfig,
+    HubertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Phi3Config,
+    Phi3ForSequenceClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+)
+
+from doppler_hf import DopplerTrainer
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import trainer_of
+
+
+def refused(tmp_path, match, *, collator=None, **options):
+    """Train, and expect a refusal before the first step."""
+    trainer = trainer_of(tmp_path, **options)
+    if collator is not None:
+        trainer.data_collator = collator
+    with pytest.raises(ValueError, match=match):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not (tmp_path / "out" / "privacy_ledger.json").exists()
+
+
+# --- the collator ---------------------------------------------------------------------------------------------------------
+
+
+def without_mask(examples):
+    return {name: value for name, value in pad(examples).items() if name != "attention_mask"}
+
+
+def twice(examples):
+    return {name: torch.cat([value, value]) for name, value in pad(examples).items()}
+
+
+def mixed_up(examples):
+    """MixUp with a fixed share, of the labels too."""
+    batch = pad(examples)
+    return batch | {"input_ids": (batch["input_ids"] + batch["input_ids"].flip(0)) // 2}
+
+
+def randomly_mixed_up(examples):
+    """MixUp as it is: each row with another one, in random order and with a random share."""
+    batch = pad(examples)
+    share = torch.rand(())
+    other = batch["input_ids"][torch.randperm(len(examples))]
+    return batch | {"input_ids": (share * batch["input_ids"] + (1 - share) * other).long()}
+
+
+def padded_on_the_left(examples):
+    width = max(len(example["input_ids"]) for example in examples)
+    rows = {
+        name: [[0] * (width - len(e[name])) + list(e[name]) for e in examples] for name in ("input_ids", "attention_mask")
+    }
+    return {name: torch.tensor(value) for name, value in rows.items()} | {
+        "labels": torch.tensor([example["labels"] for example in examples])
+    }
+
+
+def masked(examples):
+    """A random collator that looks at one example at a time, as for masked language modeling."""
+    batch = pad(examples)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.15
+    return batch | {"input_ids": batch["input_ids"].masked_fill(hidden, 4)}
+
+
+def test_rows_are_not_taken_for_examples(tmp_path):
+    refused(
+        tmp_path, r"losses of 2 collated examples must have shape \(2,\), got \(4,\)\. .* one row for each", collator=twice
+    )
+
+
+def test_rows_are_counted_in_every_step(tmp_path):
+    trainer = trainer_of(tmp_path, grad_sample_self_check=False, per_device_train_batch_size=10)
+    trainer.data_collator = lambda examples: twice(examples) if len(examples) > 3 else pad(examples)
+    with pytest.raises(ValueError, match=r"losses of a micro-batch must be \d+, one for each of its examples, got \d+"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("collator", [mixed_up, randomly_mixed_up, padded_on_the_left])
+def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
+    refused(tmp_path, r"MixUp, CutMix or packing", collator=collator)
+
+
+def test_a_random_collator_that_mixes_nothing_trains(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=1)
+    trainer.data_collator = masked
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_left_padding_trains_where_positions_are_relative(tmp_path):
+    trainer = trainer_of(tmp_path, model=llama(), max_steps=1)
+    trainer.data_collator = padded_on_the_left
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------------
+
+
+class TokenMean(DopplerTrainer):
+    """Each loss is weighted by its share of the batch's tokens, without a gradient into other rows."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        tokens = inputs["attention_mask"].sum(dim=1)
+        return super().compute_per_sample_loss(model, inputs) * tokens / tokens.sum()
+
+
+class BatchMean(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        return losses / len(losses)
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "vanilla"])
+@pytest.mark.parametrize("trainer", [TokenMean, BatchMean])
+def test_a_loss_that_scales_with_the_batch_is_refused(tmp_path, trainer, clipping):
+    refused(tmp_path, "the loss depends on the number of examples", cls=trainer, clipping=clipping)
+
+
+# --- models that look at their neighbours' padding ------------------------------------------------------------------------
+
+
+def encoder(config, model, **more):
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, num_labels=2,
+        max_position_embeddings=32, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return model(config(**(options | more)))
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0,
+        intermediate_size=16, num_labels=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForSequenceClassification(LlamaConfig(**(options | more)))
+
+
+def phi3():
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 6}  # fmt: skip
+    options = dict(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_labels=2,
+        intermediate_size=16, max_position_embeddings=32, original_max_position_embeddings=6, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return Phi3ForSequenceClassification(Phi3Config(**options, rope_parameters=rope))
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+NEIGHBOURLY = {
+    "fnet": lambda: encoder(FNetConfig, FNetForSequenceClassification),
+    "convbert": lambda: encoder(ConvBertConfig, ConvBertForSequenceClassification, head_ratio=1, embedding_size=16),
+    "llama, dynamic": lambda: llama(max_position_embeddings=4, rope_parameters=DYNAMIC),
+    "phi3, longrope": phi3,
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURLY)
+def test_a_model_that_sees_its_neighbours_padding_is_refused_by_name(tmp_path, name):
+    options = dict(model=NEIGHBOURLY[name](), remove_unused_columns=False, collator=pad if name != "fnet" else without_mask)
+    refused(tmp_path, r"layer '\S+' \(\w+\) depends on the length", **options)
+
+
+SPEECH = dict(
+    hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8), conv_stride=(4, 2),
+    conv_kernel=(8, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, num_labels=2,
+    classifier_proj_size=8, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
+    final_dropout=0.0, layerdrop=0.0, mask_time_prob=0.0, feat_extract_norm="group", vocab_size=10,
+)  # fmt: skip
+
+
+class Speech(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        logits = model(input_values=inputs["input_values"], attention_mask=inputs["attention_mask"]).logits
+        return F.cross_entropy(logits, inputs["labels"], reduction="none")
+
+
+def sounds():
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"input_values": torch.randn(100 + 20 * (index % 5), generator=generator), "labels": index % 2}
+        for index in range(24)
+    ]
+
+
+def padded_sounds(examples):
+    values = nn.utils.rnn.pad_sequence([example["input_values"] for example in examples], batch_first=True)
+    lengths = torch.tensor([len(example["input_values"]) for example in examples])
+    return {
+        "input_values": values,
+        "attention_mask": (torch.arange(values.shape[1]) < lengths[:, None]).long(),
+        "labels": torch.tensor([example["labels"] for example in examples]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [(Wav2Vec2Config, Wav2Vec2ForSequenceClassification), (HubertConfig, HubertForSequenceClassification)],
+)
+def test_a_group_norm_over_time_is_refused_by_name(tmp_path, config, model):
+    torch.manual_seed(0)
+    model = model(config(**SPEECH))
+    next(part for name, part in model.named_modules() if name.endswith("pos_conv_embed")).requires_grad_(False)
+    options = dict(model=model, cls=Speech, data=sounds(), remove_unused_columns=False)
+    refused(tmp_path, r"layer '\S*feature_extractor\S*' \(\w+\) depends on the length", collator=padded_sounds, **options)
+
+
+@pytest.mark.parametrize(
+    "model", [tiny_bert, llama, lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})]
+)
+def test_other_stock_models_train(tmp_path, model):
+    trainer = trainer_of(tmp_path, model=model(), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("name", ["fnet", "llama, dynamic"])
+def test_the_mend_that_is_named_mends(tmp_path, name):
+    whole = 8
+    rows = [
+        {
+            "input_ids": row["input_ids"] + [0] * (whole - len(row["input_ids"])),
+            "attention_mask": row["attention_mask"] + [0] * (whole - len(row["input_ids"])),
+            "labels": row["labels"],
+        }
+        for row in text_data()
+    ]
+    options = dict(model=NEIGHBOURLY[name](), data=Dataset.from_list(rows), max_steps=1, remove_unused_columns=False)
+    trainer = trainer_of(tmp_path, **options)
+    trainer.data_collator = without_mask if name == "fnet" else pad
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+# --- statistics of the data -----------------------------------------------------------------------------------------------
+
+
+class Remembering(BertForSequenceClassification):
+    """Keeps a running mean of its embeddings, and subtracts it."""
+
+    kind = "buffer"
+
+    def __init__(self, config):
+        super().__init__(config)
+        mean = torch.zeros(config.hidden_size)
+        if self.kind == "parameter":
+            self.mean = nn.Parameter(mean, requires_grad=False)
+        else:
+            self.register_buffer("mean", mean, persistent=self.kind == "saved buffer")
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        hidden = self.bert.embeddings(input_ids)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(hidden.mean(dim=(0, 1)), alpha=0.1)
+        embedded = self.bert.embeddings.word_embeddings(input_ids) - self.mean
+        return super().forward(inputs_embeds=embedded, attention_mask=attention_mask, labels=labels)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "saved buffer", "parameter"])
+def test_statistics_of_the_data_are_refused_wherever_they_are_kept(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(Remembering, "kind", kind)
+    named = "frozen parameter" if kind == "parameter" else "buffer"
+    refused(tmp_path, f"writes the {named} 'mean'", model=Remembering(tiny_bert().config))
