@@ -86,6 +86,7 @@ class DopplerTrainer(Trainer):
         self.add_callback(self._weight_filter)
         if not args.disable_dp:
             checks.refuse_of_trainer(compute_loss_func, self.optimizer or optimizer_cls_and_kwargs, train_dataset)
+            checks.refuse_loss_of_batch(type(self), base=DopplerTrainer)
             self.privacy = PrivacyCallback(lambda: self.private_run)
             self.add_callback(self.privacy)
 
@@ -114,7 +115,7 @@ class DopplerTrainer(Trainer):
         # checkpoint into it).
         checkpoint = kwargs.get("resume_from_checkpoint")
         self._weight_filter.checkpoint = checkpoint
-        checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp)
+        checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(**kwargs)
         # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are

@@ -48,7 +48,7 @@ class PrivacyCallback(TrainerCallback):
             checkpoint: The folder from which it is resumed, or None.
 
         Raises:
-            ValueError: If the checkpoint has no ledger, or one of another run than the folder above it.
+            ValueError: If the checkpoint has the ledger of another run than the folder above it.
         """
         found: list[Any] = [None]
         if PartialState().is_main_process:
@@ -170,16 +170,6 @@ class PrivacyCallback(TrainerCallback):
 
 
 def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
-    """Return the ledgers of a checkpoint: its own, and that of its run, which may have continued after it.
-
-    Raises:
-        ValueError: If neither exists, so that it is unknown what was spent.
-    """
-    folders = (checkpoint, checkpoint.parent)
-    ledgers = [PrivacyLedger.load(folder) for folder in folders if (folder / LEDGER_NAME).exists()]
-    if not ledgers:
-        raise ValueError(
-            f"There is no {LEDGER_NAME} in {checkpoint} or the folder above it, so it is unknown what the run has spent. "
-            "Train from the start, or put the ledger back."
-        )
-    return ledgers
+    """Return the ledgers of a checkpoint: its own, and that of its run, which may have continued after it."""
+    above = [checkpoint.parent] if (checkpoint.parent / LEDGER_NAME).exists() else []
+    return [PrivacyLedger.load(folder) for folder in (checkpoint, *above)]

@@ -5,12 +5,14 @@ be circular.
 """
 
 import math
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 from transformers.training_args import OptimizerNames
 
+from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 
 
@@ -229,6 +231,15 @@ def refuse_of_trainer(compute_loss_func: Any, optimizer: Any, train_dataset: Any
         )
 
 
+def refuse_loss_of_batch(trainer: Any, *, base: Any) -> None:
+    """Refuse a trainer with a loss of its own for the whole batch, which a private run would never call."""
+    if trainer.compute_loss is not base.compute_loss and trainer.compute_per_sample_loss is base.compute_per_sample_loss:
+        raise ValueError(
+            f"{trainer.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
+            "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."
+        )
+
+
 def refuse_seeded_collator(collator: Any) -> None:
     """Refuse a collator with a seed of its own, such as that of masked language modeling."""
     if getattr(collator, "seed", None) is not None:
@@ -246,12 +257,22 @@ def refuse_a_run_without_data(args: TrainingArguments, train_dataset: Any) -> No
         raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
 
 
-def refuse_another_privacy(args: TrainingArguments, *, was_disabled: bool) -> None:
-    """Refuse to train with privacy where the trainer was made without, or the other way round."""
+def refuse_another_privacy(args: TrainingArguments, *, was_disabled: bool, checkpoint: str | None) -> None:
+    """Refuse to train with privacy where the trainer or the checkpoint was made without, or the other way round."""
     if args.disable_dp != was_disabled:
         raise ValueError(
             f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Its ledger would speak "
             "for other weights. Make a new DopplerTrainer."
+        )
+    if checkpoint is not None and args.disable_dp == (Path(checkpoint) / LEDGER_NAME).exists():
+        if args.disable_dp:
+            raise ValueError(
+                f"disable_dp must be False to resume from {checkpoint}, which holds a privacy ledger, got True. Leave it "
+                "out, or load the weights with from_pretrained to train them on without privacy."
+            )
+        raise ValueError(
+            f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy, or has lost it, so that it is "
+            "unknown what was spent. Train from the start, put the ledger back, or set disable_dp=True."
         )
 
 

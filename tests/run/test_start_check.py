@@ -17,6 +17,7 @@ from transformers import (
     LlamaForSequenceClassification,
     Phi3Config,
     Phi3ForSequenceClassification,
+    TrainerCallback,
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
 )
@@ -283,3 +284,53 @@ def test_statistics_of_the_data_are_refused_wherever_they_are_kept(tmp_path, mon
     monkeypatch.setattr(Remembering, "kind", kind)
     named = "frozen parameter" if kind == "parameter" else "buffer"
     refused(tmp_path, f"writes the {named} 'mean'", model=Remembering(tiny_bert().config))
+
+
+# --- what would be ignored ------------------------------------------------------------------------------------------------
+
+
+class OfTheBatch(DopplerTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
+
+
+class OfBoth(OfTheBatch):
+    def compute_per_sample_loss(self, model, inputs):
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_a_loss_of_the_batch_is_refused_where_it_would_not_be_called(tmp_path):
+    with pytest.raises(ValueError, match=r"OfTheBatch\.compute_loss has no effect .* Override compute_per_sample_loss"):
+        trainer_of(tmp_path, cls=OfTheBatch)
+    trainer_of(tmp_path, cls=OfBoth)
+    trainer_of(tmp_path, cls=OfTheBatch, disable_dp=True, noise_multiplier=None)
+
+
+class Freezing(TrainerCallback):
+    def __init__(self, trainable):
+        self.trainable = trainable
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.classifier.requires_grad_(self.trainable)
+
+
+@pytest.mark.parametrize(("trainable", "change"), [(False, "frozen"), (True, "unfrozen")])
+def test_what_is_trained_stays_the_same(tmp_path, trainable, change):
+    model = tiny_bert()
+    model.classifier.requires_grad_(not trainable)
+    trainer = trainer_of(tmp_path, model=model, callbacks=[Freezing(trainable)])
+    with pytest.raises(ValueError, match=rf"must stay the same .*, got 'classifier.bias' {change}\. Set requires_grad"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_checkpoint_is_resumed_with_the_privacy_that_it_was_saved_with(tmp_path):
+    saving = dict(save_strategy="steps", save_steps=2)
+    private, public = saving | dict(noise_multiplier=1.0), saving | dict(noise_multiplier=None, disable_dp=True)
+    trainer_of(tmp_path / "private", **private).train()
+    trainer_of(tmp_path / "public", **public).train()
+    saved = {name: str(tmp_path / name / "out" / "checkpoint-2") for name in ("private", "public")}
+    with pytest.raises(ValueError, match=r"disable_dp must be False to resume from .* holds a privacy ledger, got True\."):
+        trainer_of(tmp_path / "next", **public).train(resume_from_checkpoint=saved["private"])
+    with pytest.raises(ValueError, match=r"no privacy_ledger\.json in .*, which was saved without privacy"):
+        trainer_of(tmp_path / "next", **private).train(resume_from_checkpoint=saved["public"])

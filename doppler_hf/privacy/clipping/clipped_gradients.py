@@ -163,6 +163,7 @@ class ClippedGradients:
                 f"weights must be {len(losses)} numbers in [0, 1], one per example, got shape {tuple(weights.shape)} or a "
                 "number outside [0, 1]."
             )
+        self._refuse_other_parameters()
         if len(losses) == 0:
             return losses.detach()
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
@@ -173,6 +174,16 @@ class ClippedGradients:
         """Set the sums to zero, for the next draw."""
         self._sums.clear()
         self.num_non_finite = 0
+
+    def _refuse_other_parameters(self) -> None:
+        # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
+        now = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        if now != self._trainable.keys():
+            name = min(now ^ self._trainable.keys())
+            raise ValueError(
+                f"The trainable parameters must stay the same while per-sample gradients are computed, got {name!r} "
+                f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before the training begins."
+            )
 
     def _empty_sum(self, name: str) -> Tensor:
         # Allocated when first written, like the gradients of ordinary training, so that it takes no memory in the forward.
