@@ -7,12 +7,16 @@ clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
-import numpy as np
-
-from doppler_hf.privacy import PoissonSampler, PrivacyStatement, default_delta, get_noise_multiplier
+from doppler_hf.privacy import PoissonSampler, PrivacyLedger, PrivacyStatement, default_delta, get_noise_multiplier
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.training_args import DopplerTrainingArguments
+
+# What a calibrated σ follows from, in the words of the statement.
+_CALIBRATED_FOR: Final = (
+    "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
+)  # fmt: skip
 
 
 def planned_statement(
@@ -21,7 +25,7 @@ def planned_statement(
     sampler: PoissonSampler,
     noise_source: str,
     records_raw: bool = False,
-    spent: Sequence[Releases] = (),
+    earlier: PrivacyLedger | None = None,
     first_step: int = 0,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
@@ -31,8 +35,8 @@ def planned_statement(
         sampler: The sampler.
         noise_source: The source of the noise, in one line.
         records_raw: Whether gradients are recorded before they are private.
-        spent: What earlier runs have released of the same data. A run that is resumed unchanged keeps its mechanism.
-            With another target or length, σ is computed such that the whole training meets the target.
+        earlier: The ledger that the run continues. Resumed unchanged, it keeps the mechanism of the last run. With
+            another target or length, σ is computed such that the whole training meets the target.
         first_step: The step from which the run continues.
 
     Raises:
@@ -42,35 +46,43 @@ def planned_statement(
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
     delta = default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
     share = 0.0 if args.train_loss_budget is None else args.train_loss_budget
-    if args.noise_multiplier is not None:
-        noise_multiplier = args.noise_multiplier
-    else:
-        joint = calibrated(args, sample_rate=sampler.sample_rate, delta=delta, steps=steps)
-        goes_on = not spent or np.allclose(spent[-1][:2], (joint, sampler.sample_rate), rtol=1e-9, atol=0.0)
-        if not goes_on and steps > first_step:
-            joint = calibrated(args, sample_rate=sampler.sample_rate, delta=delta, steps=steps - first_step, spent=spent)
-        noise_multiplier = joint / math.sqrt(1.0 - share)
     column = args.privacy_unit_column
-    return PrivacyStatement(
-        num_units=sampler.num_units,
-        unit_of_privacy="one example" if column is None else f"all examples with the same {column!r}",
-        max_examples_per_unit=args.max_examples_per_unit,
-        expected_batch_size=sampler.expected_batch_size,
-        sample_rate=sampler.sample_rate,
-        noise_multiplier=noise_multiplier,
-        per_sample_max_grad_norm=args.per_sample_max_grad_norm,
-        clipping=args.clipping,
-        clipping_granularity=args.clipping_granularity,
-        train_loss=args.report_train_loss,
-        per_sample_max_loss=args.per_sample_max_loss,
-        loss_noise_multiplier=noise_multiplier * math.sqrt((1.0 - share) / share) if share else None,
-        target_delta=delta,
-        target_epsilon=args.target_epsilon,
-        accountant=args.accountant,
-        steps_planned=steps,
-        private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
-        noise_source=noise_source,
-    )
+
+    def under(noise_multiplier: float) -> PrivacyStatement:
+        return PrivacyStatement(
+            num_units=sampler.num_units,
+            unit_of_privacy="one example" if column is None else f"all examples with the same {column!r}",
+            max_examples_per_unit=args.max_examples_per_unit,
+            expected_batch_size=sampler.expected_batch_size,
+            sample_rate=sampler.sample_rate,
+            noise_multiplier=noise_multiplier,
+            per_sample_max_grad_norm=args.per_sample_max_grad_norm,
+            clipping=args.clipping,
+            clipping_granularity=args.clipping_granularity,
+            train_loss=args.report_train_loss,
+            per_sample_max_loss=args.per_sample_max_loss,
+            loss_noise_multiplier=noise_multiplier * math.sqrt((1.0 - share) / share) if share else None,
+            target_delta=delta,
+            target_epsilon=args.target_epsilon,
+            accountant=args.accountant,
+            steps_planned=steps,
+            private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
+            noise_source=noise_source,
+        )
+
+    if args.noise_multiplier is not None:
+        return under(args.noise_multiplier)
+    ahead = steps
+    spent: Sequence[Releases] = ()
+    if earlier is not None:
+        again = under(earlier.statement.noise_multiplier)
+        # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
+        if all(vars(again)[term] == vars(earlier.statement)[term] for term in _CALIBRATED_FOR):
+            return again
+        if steps > first_step:
+            ahead, spent = steps - first_step, earlier.history
+    joint = calibrated(args, sample_rate=sampler.sample_rate, delta=delta, steps=ahead, spent=spent)
+    return under(joint / math.sqrt(1.0 - share))
 
 
 def calibrated(

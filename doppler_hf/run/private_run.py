@@ -90,7 +90,7 @@ class PrivateRun:
                 args.noise_generator, floating_point_safe=args.floating_point_safe, seed=args.noise_seed
             ),
             records_raw=bool(self._raw_recorders),
-            spent=() if earlier is None else earlier.history,
+            earlier=earlier,
             first_step=TrainerState.load_from_json(str(state)).global_step if state is not None and state.exists() else 0,
         )
         # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.

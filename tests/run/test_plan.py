@@ -1,88 +1,107 @@
 """The plan meets its target whatever was spent before."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from doppler_hf.privacy import PoissonSampler, get_noise_multiplier
-from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
+from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multiplier
+from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.plan import planned_statement
+from tests.support.ledgers import after
 from tests.support.trainers import arguments
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
 DELTA = 1000**-1.1
 
 
-def plan_of(tmp_path, *, spent=(), first_step=0, **overrides):
+def plan_of(tmp_path, *, earlier=None, first_step=0, **overrides):
     # RDP takes the least time, and is not what is taken by default.
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100, accountant="rdp") | overrides
     return planned_statement(
-        arguments(tmp_path, **options), sampler=SAMPLER, noise_source="a coin", spent=spent, first_step=first_step
+        arguments(tmp_path, **options), sampler=SAMPLER, noise_source="a coin", earlier=earlier, first_step=first_step
     )
 
 
-def total(plan, spent, steps):
-    history = [*spent, Releases(plan.noise_multiplier, plan.sample_rate, steps)]
+def ledger_after(steps, plan, *, continues=None, from_step=0):
+    ledger = PrivacyLedger.open(plan) if continues is None else continues.resume(plan, from_step=from_step)
+    return after(ledger, steps)
+
+
+def total(plan, earlier, steps):
+    history = [*([] if earlier is None else earlier.history), plan.releases(steps)]
     return get_total_epsilon(history, delta=DELTA, accountant="rdp")
 
 
 def test_a_new_run_is_calibrated_to_its_target(tmp_path):
     plan = plan_of(tmp_path)
     assert (plan.steps_planned, plan.sample_rate, plan.num_units, plan.target_delta) == (100, 0.05, 1000, DELTA)
-    assert 0.999 * 3.0 <= total(plan, (), 100) <= 3.0
+    assert 0.999 * 3.0 <= total(plan, None, 100) <= 3.0
 
 
 def test_a_run_that_is_resumed_keeps_its_noise(tmp_path):
     plan = plan_of(tmp_path)
-    spent = [Releases(plan.noise_multiplier, 0.05, 40)]
-    assert plan_of(tmp_path, spent=spent, first_step=40).noise_multiplier == plan.noise_multiplier
+    earlier = ledger_after(40, plan)
+    assert plan_of(tmp_path, earlier=earlier, first_step=40) == plan
     # Also after a crash that cost steps: the guard stops it earlier, rather than at another noise.
-    assert plan_of(tmp_path, spent=spent, first_step=20).noise_multiplier == plan.noise_multiplier
+    assert plan_of(tmp_path, earlier=earlier, first_step=20) == plan
+
+
+def test_an_extended_run_that_is_resumed_keeps_its_new_noise(tmp_path):
+    changes = dict(target_epsilon=4.0, max_steps=150)
+    first = ledger_after(60, plan_of(tmp_path))
+    extended = plan_of(tmp_path, earlier=first, first_step=60, **changes)
+    second = ledger_after(30, extended, continues=first, from_step=60)
+    assert plan_of(tmp_path, earlier=second, first_step=90, **changes) == extended
+    assert plan_of(tmp_path, earlier=second, first_step=80, **changes) == extended
 
 
 @pytest.mark.parametrize(("target", "steps"), [(4.0, 150), (3.5, 400), (4.0, 100)])
 def test_an_extended_run_meets_its_new_target_with_what_is_left(tmp_path, target, steps):
-    spent = [Releases(plan_of(tmp_path).noise_multiplier, 0.05, 60)]
-    plan = plan_of(tmp_path, spent=spent, first_step=60, target_epsilon=target, max_steps=steps)
+    earlier = ledger_after(60, plan_of(tmp_path))
+    plan = plan_of(tmp_path, earlier=earlier, first_step=60, target_epsilon=target, max_steps=steps)
     assert plan.steps_planned == steps
-    assert 0.998 * target <= total(plan, spent, steps - 60) <= target
+    assert 0.998 * target <= total(plan, earlier, steps - 60) <= target
 
 
 def test_more_steps_for_the_same_target_are_refused_once_it_is_spent(tmp_path):
-    spent = [Releases(plan_of(tmp_path).noise_multiplier, 0.05, 100)]
+    earlier = ledger_after(100, plan_of(tmp_path))
     with pytest.raises(ValueError, match=r"budget is spent: ε = 2\.99\d* of target_epsilon = 3.0. Raise target_epsilon"):
-        plan_of(tmp_path, spent=spent, first_step=100, max_steps=150)
+        plan_of(tmp_path, earlier=earlier, first_step=100, max_steps=150)
 
 
 def test_more_steps_before_it_is_spent_share_what_is_left(tmp_path):
     first = plan_of(tmp_path)
-    spent = [Releases(first.noise_multiplier, 0.05, 50)]
-    longer = plan_of(tmp_path, spent=spent, first_step=50, max_steps=300)
+    earlier = ledger_after(50, first)
+    longer = plan_of(tmp_path, earlier=earlier, first_step=50, max_steps=300)
     assert longer.noise_multiplier > first.noise_multiplier
-    assert 0.998 * 3.0 <= total(longer, spent, 250) <= 3.0
+    assert 0.998 * 3.0 <= total(longer, earlier, 250) <= 3.0
 
 
 def test_another_batch_size_is_another_mechanism(tmp_path):
-    spent = [Releases(plan_of(tmp_path).noise_multiplier, 0.1, 10)]
-    plan = plan_of(tmp_path, spent=spent, first_step=10)
-    assert 0.998 * 3.0 <= total(plan, spent, 90) <= 3.0
+    earlier = ledger_after(10, replace(plan_of(tmp_path), sample_rate=0.1, expected_batch_size=100))
+    plan = plan_of(tmp_path, earlier=earlier, first_step=10)
+    assert 0.998 * 3.0 <= total(plan, earlier, 90) <= 3.0
 
 
 def test_a_given_noise_multiplier_is_taken_as_it_is(tmp_path):
-    plan = plan_of(tmp_path, noise_multiplier=0.7, target_epsilon=None, spent=[Releases(2.0, 0.05, 10)], first_step=10)
+    earlier = ledger_after(10, replace(plan_of(tmp_path), noise_multiplier=2.0))
+    plan = plan_of(tmp_path, noise_multiplier=0.7, target_epsilon=None, earlier=earlier, first_step=10)
     assert plan.noise_multiplier == 0.7
 
 
 def test_a_private_loss_pays_out_of_the_same_budget(tmp_path):
     plain = plan_of(tmp_path)
-    with_loss = plan_of(tmp_path, report_train_loss="private", train_loss_budget=0.04)
+    loss = dict(report_train_loss="private", train_loss_budget=0.04)
+    with_loss = plan_of(tmp_path, **loss)
     assert with_loss.noise_multiplier == pytest.approx(plain.noise_multiplier / math.sqrt(0.96))
     assert with_loss.loss_noise_multiplier == pytest.approx(plain.noise_multiplier / 0.2)
-    resumed = plan_of(
-        tmp_path, report_train_loss="private", train_loss_budget=0.04, first_step=5,
-        spent=[Releases(plain.noise_multiplier * (1 + 1e-12), 0.05, 5)],
-    )  # fmt: skip
-    assert resumed.noise_multiplier == with_loss.noise_multiplier
+    earlier = ledger_after(5, with_loss)
+    assert plan_of(tmp_path, earlier=earlier, first_step=5, **loss) == with_loss
+    # With another share it is another mechanism, within the same target.
+    dearer = plan_of(tmp_path, earlier=earlier, first_step=5, **loss | {"train_loss_budget": 0.1})
+    assert dearer.noise_multiplier > with_loss.noise_multiplier
+    assert 0.998 * 3.0 <= total(dearer, earlier, 95) <= 3.0
 
 
 def test_the_statement_says_what_the_plan_does(tmp_path):
