@@ -203,9 +203,8 @@ class DopplerTrainingArguments(TrainingArguments):
         if self.disable_dp:
             checks.refuse_privacy_without_dp(self)
         else:
-            checks.check_privacy(self)
-            checks.check_train_loss(self)
-            checks.check_optimizer(self)
+            checks.check_ranges(self)
+            checks.refuse_without_effect(self)
             checks.check_galore(self)
             checks.refuse_what_breaks_privacy(self)
 

@@ -5,8 +5,10 @@ be circular.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
@@ -15,123 +17,128 @@ from transformers.training_args import OptimizerNames
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 
+_Range = tuple[str, Callable[[float], bool]]
+_POSITIVE: Final[_Range] = ("be a finite number > 0", lambda value: 0.0 < value < math.inf)
+_COUNT: Final[_Range] = ("be at least 1", lambda value: value >= 1)
+_UNIT_INTERVAL: Final[_Range] = ("lie in (0, 1)", lambda value: 0.0 < value < 1.0)
+
+# Argument → its range, and the mend.
+_RANGES: Final[dict[str, tuple[_Range, str]]] = {
+    "target_epsilon": (_POSITIVE, "To train without noise set noise_multiplier=0 instead."),
+    "noise_multiplier": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
+    "target_delta": (_UNIT_INTERVAL, "Usual is less than 1/N."),
+    "per_sample_max_grad_norm": (_POSITIVE, "Usual is 1."),
+    "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
+    "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
+    "per_sample_max_loss": (_POSITIVE, "Usual is 5."),
+    "train_loss_budget": (_UNIT_INTERVAL, "Usual is 0.01."),
+    "adam_bc_floor": (_POSITIVE, "Leave it out for a fraction of the noise's variance."),
+    # The host trains one step then, at a learning rate of a schedule of none.
+    "max_steps": (("be positive, or -1", lambda value: value != 0), "Leave it out to train for num_train_epochs."),
+}
+
+# The host's argument → the reason why it would void the guarantee.
+_BREAKS_PRIVACY: Final = {
+    "fp16": "its gradient scaler skips steps depending on the data",
+    "deepspeed": "it keeps gradients out of the engine's reach",
+    "fsdp": "it shards the parameters that per-sample clipping needs whole",
+    "parallelism_config": "one process must see an example whole",
+    "torch_compile": "per-sample gradient hooks do not survive compilation",
+    "use_liger_kernel": "its fused layers have no per-sample gradients",
+    "train_sampling_strategy": "the accountant assumes Poisson sampling, whose draws are sorted by length already",
+    "label_smoothing_factor": "HF's smoother averages over the batch's tokens",
+    "neftune_noise_alpha": "it hooks the embeddings of the whole batch",
+    "dataloader_drop_last": "a Poisson draw has no last batch",
+    "auto_find_batch_size": "it repeats steps whose outcome depends on the data",
+    "include_num_input_tokens_seen": "the number of tokens drawn depends on the data and would be logged without noise",
+    "ignore_data_skip": "it makes the steps run differ from the steps planned",
+}
+_MENDS: Final = {"fp16": "Use bf16", "deepspeed": "Use plain multi-process training"}
+
+
+def own_fields(args: TrainingArguments) -> list[Field[Any]]:
+    """Return the fields that the host's arguments do not have."""
+    hosts = {field.name for field in fields(TrainingArguments)}
+    return [field for field in fields(args) if field.name not in hosts]
+
+
+def default_of(args: TrainingArguments, name: str) -> Any:
+    """Return the value that an argument has if it is left out."""
+    return type(args).__dataclass_fields__[name].default
+
 
 def check_choices(args: TrainingArguments) -> None:
     """Refuse a word that is not among an argument's choices."""
     hints = get_type_hints(type(args))
-    for name in (
-        "accountant", "clipping", "clipping_granularity", "grad_sample_engine",
-        "base_optimizer", "report_train_loss", "noise_generator",
-    ):  # fmt: skip
-        if getattr(args, name) not in get_args(hints[name]):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(hints[name]))}, got {getattr(args, name)!r}.")
+    for name in (field.name for field in own_fields(args)):
+        choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
+        if choices and getattr(args, name) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(args, name)!r}.")
 
 
 def refuse_privacy_without_dp(args: TrainingArguments) -> None:
-    """Refuse what would have no effect with `disable_dp`."""
-    for name in (
-        "target_epsilon", "noise_multiplier", "noise_seed", "adam_bc_floor", "privacy_unit_column",
-        "max_examples_per_unit", "per_sample_max_loss", "train_loss_budget",
-    ):  # fmt: skip
-        if getattr(args, name) is not None:
+    """Refuse what has no effect with `disable_dp`: all of our own arguments but the filter on the weights."""
+    for field in own_fields(args):
+        value = getattr(args, field.name)
+        if field.name not in ("disable_dp", "weight_filter") and value != field.default:
             raise ValueError(
-                f"{name}={getattr(args, name)} has no effect with disable_dp=True, which trains without privacy. Leave one "
-                "of them out."
+                f"{field.name}={value!r} has no effect with disable_dp=True, which is the stock Trainer. Leave one of them "
+                "out. For a filter without noise set noise_multiplier=0 instead of disable_dp."
             )
-    if args.report_train_loss == "private":
-        raise ValueError(
-            "report_train_loss='private' has no effect with disable_dp=True, which trains without privacy. Leave one of "
-            "them out."
-        )
-    if args.low_pass_filter != "none":
-        raise ValueError(
-            f"low_pass_filter={args.low_pass_filter!r} has no effect with disable_dp=True: the stock Trainer has no filter. "
-            "For a filter without noise set noise_multiplier=0 instead."
-        )
-
-    if args.max_tokens_per_micro_batch is not None:
-        raise ValueError(
-            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} has no effect with disable_dp=True: the stock "
-            "Trainer cuts by the number of examples. Leave it out, and set per_device_train_batch_size."
-        )
 
 
-def check_privacy(args: TrainingArguments) -> None:
-    """Refuse numbers of the mechanism out of range, and both or neither of `target_epsilon` and `noise_multiplier`."""
+def check_ranges(args: TrainingArguments) -> None:
+    """Refuse numbers out of range, and both or neither of `target_epsilon` and `noise_multiplier`."""
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
         raise ValueError(
             f"Exactly one of target_epsilon and noise_multiplier must be set, got {args.target_epsilon} and "
             f"{args.noise_multiplier}. To train without privacy set disable_dp=True."
         )
-    if args.target_epsilon is not None and not 0.0 < args.target_epsilon < math.inf:
-        raise ValueError(
-            f"target_epsilon must be a finite number > 0, got {args.target_epsilon}. To train without noise set "
-            "noise_multiplier=0 instead."
-        )
-    if args.noise_multiplier is not None and not 0.0 <= args.noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {args.noise_multiplier}.")
-    if args.target_delta is not None and not 0.0 < args.target_delta < 1.0:
-        raise ValueError(f"target_delta must lie in (0, 1), got {args.target_delta}. Usual is less than 1/N.")
-    if not 0.0 < args.per_sample_max_grad_norm < math.inf:
-        raise ValueError(f"per_sample_max_grad_norm must be a finite number > 0, got {args.per_sample_max_grad_norm}.")
-    if args.max_tokens_per_micro_batch is not None and args.max_tokens_per_micro_batch < 1:
-        raise ValueError(
-            f"max_tokens_per_micro_batch must be at least 1, got {args.max_tokens_per_micro_batch}. Leave it out for no "
-            "limit."
-        )
+    for name, ((words, holds), mend) in _RANGES.items():
+        value = getattr(args, name)
+        if value is not None and not holds(value):
+            raise ValueError(f"{name} must {words}, got {value}. {mend}")
     if args.max_grad_norm:
         raise ValueError(
             f"max_grad_norm={args.max_grad_norm} would rescale the private gradient with its noise, so that adam_bc would "
             "correct for the wrong variance. Leave it unset: per_sample_max_grad_norm is the norm that privacy needs."
         )
 
-    if args.max_examples_per_unit is not None and args.privacy_unit_column is None:
-        raise ValueError(
-            f"max_examples_per_unit={args.max_examples_per_unit} has no effect if every example is a unit. Set "
-            "privacy_unit_column, or leave it out."
-        )
-    if args.max_examples_per_unit is not None and args.max_examples_per_unit < 1:
-        raise ValueError(f"max_examples_per_unit must be at least 1, got {args.max_examples_per_unit}.")
 
-
-def check_train_loss(args: TrainingArguments) -> None:
-    """Refuse options of a private training loss that are out of range, or set without one."""
-    if args.report_train_loss != "private":
-        for name in ("per_sample_max_loss", "train_loss_budget"):
-            if getattr(args, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(args, name)} has no effect with report_train_loss={args.report_train_loss!r}. Set "
-                    "report_train_loss='private', or leave it out."
-                )
-        return
-    assert args.per_sample_max_loss is not None
-    assert args.train_loss_budget is not None
-    if not 0.0 < args.per_sample_max_loss < math.inf:
-        raise ValueError(f"per_sample_max_loss must be a finite number > 0, got {args.per_sample_max_loss}.")
-    if not 0.0 < args.train_loss_budget < 1.0:
-        raise ValueError(f"train_loss_budget must lie in (0, 1), got {args.train_loss_budget}. Usual is 0.01.")
-
-
-def check_optimizer(args: TrainingArguments) -> None:
-    """Refuse what would have no effect on the private optimizer."""
-    if args.adam_bc_floor is not None and args.base_optimizer != "adam_bc":
-        raise ValueError(
-            f"adam_bc_floor={args.adam_bc_floor} has no effect with base_optimizer={args.base_optimizer!r}. Leave it out, "
-            "or set base_optimizer='adam_bc'."
-        )
-    if args.adam_bc_floor is not None and not 0.0 < args.adam_bc_floor < math.inf:
-        raise ValueError(f"adam_bc_floor must be a finite number > 0, got {args.adam_bc_floor}.")
-    if args.optim != OptimizerNames(type(args).__dataclass_fields__["optim"].default):
+def refuse_without_effect(args: TrainingArguments) -> None:
+    """Refuse what would have no effect in this private run."""
+    optimizer = f"with base_optimizer={args.base_optimizer!r}"
+    loss = f"with report_train_loss={args.report_train_loss!r}"
+    momentum = f"b={1 - args.adam_beta1:.6g};a=1,{-args.adam_beta1:.6g}"
+    # Argument → whether it has an effect, the reason if not, and the mend.
+    effects = {
+        "max_examples_per_unit": (args.privacy_unit_column, "if every example is a unit", "Set privacy_unit_column"),
+        "per_sample_max_loss": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
+        "train_loss_budget": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
+        "adam_bc_floor": (args.base_optimizer == "adam_bc", optimizer, "Set base_optimizer='adam_bc'"),
+        "adam_beta1": (False, "because the filter computes the first moment", f"Set low_pass_filter='{momentum}'"),
+        "adam_beta2": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
+        "adam_epsilon": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
+        "data_seed": (False, "because draws come from the operating system's entropy", "Set seed for new weights"),
+        "torch_empty_cache_steps": (
+            False, "because the private step leaves the cache to torch", "Set max_tokens_per_micro_batch to save memory",
+        ),
+    }  # fmt: skip
+    for name, (has_effect, reason, mend) in effects.items():
+        value = getattr(args, name)
+        if value != default_of(args, name) and not has_effect:
+            raise ValueError(f"{name}={value!r} has no effect {reason}. {mend}, or leave it out.")
+    if args.optim != default_of(args, "optim"):
         name = OptimizerNames(args.optim).value
         galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
         raise ValueError(
             f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and "
             f"low_pass_filter. Leave optim out{galore}."
         )
-    if args.adam_beta1 != 0.9:
+    if args.accelerator_config.split_batches:
         raise ValueError(
-            f"adam_beta1={args.adam_beta1} has no effect, because the filter computes the first moment. Set "
-            f"low_pass_filter='b={1 - args.adam_beta1:.6g};a=1,{-args.adam_beta1:.6g}' instead."
+            "accelerator_config with split_batches=True has no effect on the draws of a private run, which each process "
+            "makes for itself. Leave it out."
         )
 
 
@@ -165,52 +172,17 @@ def check_galore(args: TrainingArguments) -> None:
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """Refuse those of the host's arguments that would void the guarantee, with the reason."""
-    refusals = (
-        (args.fp16, "fp16", "its gradient scaler skips steps depending on the data"),
-        (args.n_gpu > 1, "nn.DataParallel", "it splits the batch where the engine cannot see it"),
-        (bool(args.deepspeed), "deepspeed", "it keeps gradients out of the engine's reach"),
-        (bool(args.fsdp), "fsdp", "it shards the parameters that per-sample clipping needs whole"),
-        (args.parallelism_config is not None, "parallelism_config", "one process must see an example whole"),
-        (args.torch_compile, "torch_compile", "per-sample gradient hooks do not survive compilation"),
-        (args.use_liger_kernel, "use_liger_kernel", "its fused layers have no per-sample gradients"),
-        (
-            args.train_sampling_strategy != "random",
-            f"train_sampling_strategy={args.train_sampling_strategy!r}",
-            "the accountant assumes Poisson sampling, whose draws are sorted by length already",
-        ),
-        (
-            args.label_smoothing_factor != 0,
-            "label_smoothing_factor",
-            "HF's smoother averages over the batch's tokens",
-        ),
-        (
-            args.neftune_noise_alpha is not None,
-            "neftune_noise_alpha",
-            "it hooks the embeddings of the whole batch",
-        ),
-        (args.dataloader_drop_last, "dataloader_drop_last", "a Poisson draw has no last batch"),
-        (args.auto_find_batch_size, "auto_find_batch_size", "it repeats steps whose outcome depends on the data"),
-        (
-            args.torch_empty_cache_steps is not None,
-            "torch_empty_cache_steps",
-            "the private step does not implement it",
-        ),
-        (
-            args.include_num_input_tokens_seen != "no",
-            "include_num_input_tokens_seen",
-            "the number of tokens drawn depends on the data and would be logged without noise",
-        ),
-        (args.ignore_data_skip, "ignore_data_skip", "it makes the steps run differ from the steps planned"),
-    )
-    mends = {
-        "fp16": "Use bf16",
-        "nn.DataParallel": "Start with `accelerate launch`",
-        "deepspeed": "Use plain multi-process training",
-    }
-    for refused, name, reason in refusals:
-        if refused:
-            mend = mends.get(name, "Leave it out")
-            raise ValueError(f"{name} cannot be used with differential privacy: {reason}. {mend}.")
+    if args.n_gpu > 1:
+        raise ValueError(
+            "Several GPUs in one process cannot be used with differential privacy: nn.DataParallel splits the batch where "
+            "the engine cannot see it. Start with `accelerate launch`."
+        )
+    for name, reason in _BREAKS_PRIVACY.items():
+        value = getattr(args, name)
+        # The host takes an empty value and False for no as well.
+        if value != default_of(args, name) and value is not False and value not in ("", [], {}):
+            mend = _MENDS.get(name, "Leave it out")
+            raise ValueError(f"{name}={value!r} cannot be used with differential privacy: {reason}. {mend}.")
 
 
 def refuse_of_trainer(compute_loss_func: Any, optimizer: Any, train_dataset: Any) -> None:

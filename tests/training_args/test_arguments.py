@@ -14,6 +14,8 @@ def arguments(tmp_path, **overrides):
     return DopplerTrainingArguments(output_dir=str(tmp_path), **({"target_epsilon": 3.0} | overrides))
 
 
+OWN = set(DopplerTrainingArguments.__annotations__)
+
 REFUSED = [
     (dict(target_epsilon=None), "Exactly one of target_epsilon and noise_multiplier must be set, got None and None"),
     (dict(noise_multiplier=1.0), "must be set, got 3.0 and 1.0"),
@@ -54,15 +56,21 @@ REFUSED = [
     ),
     (dict(adam_beta1=0.8), "adam_beta1=0.8 has no effect.*b=0.2;a=1,-0.8"),
     (dict(train_sampling_strategy="group_by_length"), "Poisson"),
-    (dict(label_smoothing_factor=0.1), "label_smoothing_factor cannot be used"),
-    (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha cannot be used"),
-    (dict(dataloader_drop_last=True), "dataloader_drop_last cannot be used"),
-    (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used"),
-    (dict(torch_compile=True), "torch_compile cannot be used"),
-    (dict(torch_empty_cache_steps=2), "torch_empty_cache_steps cannot be used"),
-    (dict(ignore_data_skip=True), "ignore_data_skip cannot be used"),
-    (dict(include_num_input_tokens_seen="all"), "include_num_input_tokens_seen cannot be used"),
-    (dict(use_liger_kernel=True), "use_liger_kernel cannot be used"),
+    (dict(label_smoothing_factor=0.1), "label_smoothing_factor=0.1 cannot be used"),
+    (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha=5.0 cannot be used"),
+    (dict(dataloader_drop_last=True), "dataloader_drop_last=True cannot be used"),
+    (dict(auto_find_batch_size=True), "auto_find_batch_size=True cannot be used"),
+    (dict(torch_compile=True), "torch_compile=True cannot be used"),
+    (dict(torch_empty_cache_steps=2), "torch_empty_cache_steps=2 has no effect"),
+    (dict(ignore_data_skip=True), "ignore_data_skip=True cannot be used"),
+    (dict(include_num_input_tokens_seen="all"), "include_num_input_tokens_seen='all' cannot be used"),
+    (dict(use_liger_kernel=True), "use_liger_kernel=True cannot be used"),
+    (dict(adam_beta2=0.98, base_optimizer="sgd"), "adam_beta2=0.98 has no effect with base_optimizer='sgd'"),
+    (dict(adam_epsilon=1e-6, base_optimizer="sgd"), "adam_epsilon=1e-06 has no effect with base_optimizer='sgd'"),
+    (dict(data_seed=1), "data_seed=1 has no effect because draws come from the operating system"),
+    (dict(accelerator_config={"split_batches": True}), "accelerator_config with split_batches=True has no effect"),
+    (dict(max_steps=0), "max_steps must be positive, or -1, got 0. Leave it out"),
+    (dict(max_examples_per_unit=3), "max_examples_per_unit=3 has no effect if every example is a unit"),
     (dict(disable_dp=True), "target_epsilon=3.0 has no effect with disable_dp=True"),
     (dict(disable_dp=True, target_epsilon=None, low_pass_filter="momentum"), "noise_multiplier=0"),
     (dict(disable_dp=True, target_epsilon=None, max_tokens_per_micro_batch=64), "per_micro_batch=64 has no effect"),
@@ -85,6 +93,30 @@ GALORE = [
         optim_args="basis_change=keep,projector_source=filtered",
     ),
 ]  # fmt: skip
+
+
+# A value other than the default for every argument of our own that the stock Trainer does not have.
+PRIVATE = dict(
+    target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, accountant="rdp", per_sample_max_grad_norm=2.0,
+    privacy_unit_column="user", max_examples_per_unit=2, clipping="vanilla", clipping_granularity="per_layer",
+    grad_sample_engine="opacus", grad_sample_self_check=False, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
+    base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
+    noise_generator="philox", floating_point_safe=True, noise_seed=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "weight_filter", "max_grad_norm"}))
+def test_without_privacy_every_argument_of_ours_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}={PRIVATE[name]!r} has no effect with disable_dp=True"):
+        arguments(tmp_path, **{"target_epsilon": None, "disable_dp": True, name: PRIVATE[name]})
+
+
+def test_without_privacy_weights_may_be_filtered_and_gradients_clipped(tmp_path):
+    args = arguments(
+        tmp_path, target_epsilon=None, disable_dp=True, weight_filter="momentum:beta=0.97", max_grad_norm=0.5, data_seed=1,
+        adam_beta2=0.98, max_steps=0,
+    )  # fmt: skip
+    assert (args.weight_filter, args.max_grad_norm) == ("momentum:beta=0.97", 0.5)
 
 
 @pytest.mark.parametrize("overrides", GALORE, ids=str)
@@ -125,12 +157,9 @@ def test_filters_are_kept_in_their_canonical_form(tmp_path, name):
 
 
 def test_every_field_has_help():
-    own = {field.name for field in dataclasses.fields(DopplerTrainingArguments)} - {
-        field.name for field in dataclasses.fields(DopplerTrainingArguments.__mro__[1])
-    }
-    assert len(own) == 23
+    assert len(OWN) == 24
     for field in dataclasses.fields(DopplerTrainingArguments):
-        if field.name in own:
+        if field.name in OWN:
             assert field.metadata["help"], field.name
 
 
