@@ -164,3 +164,31 @@ def test_public_names():
 )
 def test_typed_paths_stay(module, name):
     assert hasattr(__import__(f"doppler_hf.{module}", fromlist=[name]), name)
+
+
+def attributes_set_in(function):
+    """Return the attributes of `self` that a function assigns or declares."""
+    increased = {id(node.target) for node in ast.walk(function) if isinstance(node, ast.AugAssign)}
+    stored = (node for node in ast.walk(function) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {node.attr for node in stored if ast.unparse(node.value) == "self" and id(node) not in increased}
+
+
+CLASSES = [
+    pytest.param(node, id=f"{path}:{node.name}")
+    for path in MODULES
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+    if isinstance(node, ast.ClassDef)
+]
+
+
+@pytest.mark.parametrize("node", CLASSES)
+def test_an_object_has_all_its_attributes_from_the_start(node):
+    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+    at_start = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+    if "__init__" in methods:
+        at_start |= attributes_set_in(methods["__init__"])
+        # A method that the constructor calls may set some of them.
+        called = re.findall(r"self\.(\w+)\(", ast.unparse(methods["__init__"]))
+        at_start |= set().union(*(attributes_set_in(methods[name]) for name in called if name in methods))
+    later = set().union(*map(attributes_set_in, methods.values())) - at_start
+    assert not later, f"{node.name} has no {', '.join(sorted(later))} before it is used"

@@ -49,6 +49,12 @@ class DiracAuditTrainer(AuditTrainer):
     kind: ClassVar[CanaryKind] = "dirac"
     one_run_methods: ClassVar[tuple[Method, ...]] = ("one run", "independent trials")
 
+    def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
+        self._numbers: Tensor | None = None
+        self._looked_up: Tensor | None = None
+        self._contribution = 0.0
+        super().__init__(model=model, args=args, **kwargs)
+
     def choose_rows(
         self, num_rows: int, generator: np.random.Generator
     ) -> tuple[Int[np.ndarray, " ordinary"], Int[np.ndarray, " num_canaries"]]:
@@ -63,17 +69,15 @@ class DiracAuditTrainer(AuditTrainer):
         """
         if hasattr(model, TABLE):
             raise ValueError(f"The model has been audited before: it has canaries ({TABLE}). Load it anew.")
-        self._table = nn.Embedding(len(self.included), 1)
-        nn.init.zeros_(self._table.weight)
-        self._looked_up: Tensor | None = None
-        self._numbers: Tensor | None = None
-        model.add_module(TABLE, self._table)
+        table = nn.Embedding(len(self.included), 1)
+        nn.init.zeros_(table.weight)
+        model.add_module(TABLE, table)
         task_forward = model.forward
 
         @functools.wraps(task_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._numbers is not None:
-                self._looked_up = self._table(self._numbers.clamp(min=0)).squeeze(1)
+                self._looked_up = table(self._numbers.clamp(min=0)).squeeze(1)
             return task_forward(*args, **kwargs)
 
         model.forward = forward

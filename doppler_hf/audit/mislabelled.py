@@ -59,7 +59,9 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
                 "Dirac canaries."
             )
         self._num_labels = base_model.config.num_labels
+        self._label_shifts: Int[Tensor, " num_canaries"]  # chosen with the rows
         super().__init__(model=model, args=args, **kwargs)
+        self._canary_loader = self.get_test_dataloader(self._canary_rows)
 
     def choose_rows(
         self, num_rows: int, generator: np.random.Generator
@@ -99,10 +101,6 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
         for inputs in self._canary_loader:
             yield inputs, inputs[CANARY_COLUMN].cpu().numpy()
 
-    def begin_attack(self) -> None:
-        """Prepare to read the canaries."""
-        self._canary_loader = self.get_test_dataloader(self._canary_rows)
-
     def losses_without_gradient(self, model: nn.Module, inputs: dict[str, Any]) -> Float[np.ndarray, " batch"]:
         """Return the losses of a batch of canaries, dropout off, shape (batch,)."""
         model.eval()
@@ -127,13 +125,13 @@ class GradientAuditTrainer(_MislabelledAuditTrainer):
         super().__init__(model=model, args=args, **kwargs)
         # Copied now: before the first step the trainer attaches its engine to its own model.
         self._replica = copy.deepcopy(self.model)
+        self._engine = ClippedGradients(self._replica)
+        self._while_attacking = contextlib.ExitStack()
         self._labels = np.zeros(len(self.included), dtype=np.int64)
 
     def begin_attack(self) -> None:
         """Attach an engine to the attacker's copy of the model, for the norms of the canaries' gradients."""
-        super().begin_attack()
-        self._while_attacking = contextlib.ExitStack()
-        self._engine = self._while_attacking.enter_context(ClippedGradients(self._replica))
+        self._while_attacking.enter_context(self._engine)
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
         """Add the inner product of every canary's clipped gradient with the private one."""
@@ -185,7 +183,6 @@ class LossAuditTrainer(_MislabelledAuditTrainer):
 
     def begin_attack(self) -> None:
         """Add the loss of every canary under the first model."""
-        super().begin_attack()
         self._add_losses(sign=1.0)
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:

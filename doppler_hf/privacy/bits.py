@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from jaxtyping import Int64, UInt64
 from torch import Tensor
 
@@ -55,13 +55,7 @@ class SecretBits(BitStream):
     is_secret = True
 
     def __init__(self) -> None:
-        self._key()
-
-    def _key(self) -> None:
-        """Begin a new stream that belongs to this process."""
-        # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
-        self._encryptor = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(_AES_BLOCK))).encryptor()
-        self._process = os.getpid()
+        self._encryptor, self._process = _new_keystream(), os.getpid()
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
         """Overwrite `words` with the next ones of the stream."""
@@ -73,7 +67,7 @@ class SecretBits(BitStream):
             return
         # A forked process has a copy of the key and of the counter. It must not repeat its parent's noise.
         if os.getpid() != self._process:
-            self._key()
+            self._encryptor, self._process = _new_keystream(), os.getpid()
         keystream = words.numpy().view(np.uint8)
         for part in (keystream[start : start + len(_ZEROS)] for start in range(0, len(keystream), len(_ZEROS))):
             # `update_into` needs room for a block that it might hold back, so the last block is computed by `update`.
@@ -85,6 +79,11 @@ class SecretBits(BitStream):
     def __reduce__(self) -> str:
         """Refuse to be pickled: the key would travel with the copy."""
         raise TypeError("SecretBits holds a secret key and cannot be pickled or copied. Make a new one instead.")
+
+
+def _new_keystream() -> CipherContext:
+    # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
+    return Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(_AES_BLOCK))).encryptor()
 
 
 class RekeyedBits(BitStream):
@@ -113,13 +112,15 @@ class ReproducibleBits(BitStream):
 
     def __init__(self, seed: int, *, purpose: str, rank: int = 0) -> None:
         self._entropy = (seed, rank, *purpose.encode())
-        self._step: int | None = None
+        self._step, self._generator = 0, self._generator_of(0)
+
+    def _generator_of(self, step: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
         """Overwrite `words` with the next ones of the step. Each step has its own sequence."""
         if step != self._step:
-            self._step = step
-            self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))
+            self._step, self._generator = step, self._generator_of(step)
         words.copy_(torch.from_numpy(self._generator.integers(0, 2**64, size=len(words), dtype=np.uint64).view(np.int64)))
 
 

@@ -78,7 +78,8 @@ class PoissonSampler(Sampler[list[int]]):
         self.lengths = None if lengths is None else np.asarray(lengths)
         self.num_units, self.weights = num_examples, None
         if units is not None:
-            self._group(np.asarray(units))
+            self._sizes, self._starts, self._examples_by_unit = self._grouped(np.asarray(units))
+            self.num_units, self.weights = len(self._sizes), self._shares()[units]
         if not 1 <= expected_batch_size <= self.num_units:
             what = "training examples" if units is None else "units of privacy"
             raise ValueError(
@@ -90,23 +91,23 @@ class PoissonSampler(Sampler[list[int]]):
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
         self._epoch = 0
 
-    def _group(self, units: np.ndarray) -> None:
-        """Group the examples by unit."""
+    def _grouped(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the number of examples of each unit, where each begins, and the examples, sorted by unit."""
         if units.shape != (self.num_examples,):
             raise ValueError(f"units must have one entry for each of {self.num_examples} examples, got shape {units.shape}.")
         counts = np.bincount(units)
         if not counts.all():
             raise ValueError(f"units must be numbered from 0 without gaps, got no {np.flatnonzero(counts == 0)[0]}.")
-        self.num_units = len(counts)
-        self._sizes = counts
-        self._examples_by_unit = np.argsort(units, kind="stable")
-        self._starts = np.cumsum(counts) - counts
+        return counts, np.cumsum(counts) - counts, np.argsort(units, kind="stable")
+
+    def _shares(self) -> np.ndarray:
+        """Return the share of each of a unit's examples in its contribution, shape (num_units,)."""
         # Sensitivity: a unit is drawn with min(size, limit) examples. Each of their clipped gradients, of norm at most C,
         # has the weight 1/min(size, limit), so that the unit contributes their mean, whose norm is at most C.
-        limit = counts.max() if self.max_examples_per_unit is None else self.max_examples_per_unit
-        shares = (1.0 / np.minimum(counts, limit)).astype(np.float32)
+        limit = self._sizes.max() if self.max_examples_per_unit is None else self.max_examples_per_unit
+        shares = (1.0 / np.minimum(self._sizes, limit)).astype(np.float32)
         # Rounded towards 0, so that the shares of a unit add up to at most 1 in float32 too.
-        self.weights = np.where(shares < 1.0, np.nextafter(shares, np.float32(0.0)), shares)[units]
+        return np.where(shares < 1.0, np.nextafter(shares, np.float32(0.0)), shares)
 
     @property
     def sample_rate(self) -> float:
