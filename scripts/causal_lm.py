@@ -10,20 +10,13 @@ from a folder of parquet files with `--dataset_dir`.
 import math
 from collections.abc import Sequence
 
-from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from doppler_hf.workloads.causal_lm import CausalLMArguments, build
-from doppler_hf.workloads.launch import train_and_evaluate
-from doppler_hf.workloads.lora import LoraArguments
+from doppler_hf import DopplerTrainer
+from doppler_hf.workloads.launch import launch
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, load, train, evaluate, save."""
-    with one_line_errors():
-        args, lora_args, training_args = parse_args(CausalLMArguments, LoraArguments, DopplerTrainingArguments, argv=argv)
-        workload = build(args, lora_args, training_args)
-    trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
-    train_and_evaluate(trainer, workload.eval_datasets, complete=add_perplexity)
+    launch(DopplerTrainer, "causal_lm", argv=argv, complete=add_perplexity)
 
 
 def add_perplexity(metrics: dict[str, float]) -> None:

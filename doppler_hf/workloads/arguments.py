@@ -35,6 +35,26 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(f"error: {error}") from error
 
 
+def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
+    """Refuse the arguments that another one overrules.
+
+    Args:
+        args: A dataclass of arguments.
+        names: Fields without effect beside `beside`, unless they have their defaults.
+        beside: The field that overrules them.
+
+    Raises:
+        ValueError: If one of them is set.
+    """
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if field.name in names and value != field.default:
+            raise ValueError(
+                f"{field.name}={value!r} has no effect with {beside}={getattr(args, beside)!r}. Leave {field.name} out, or "
+                f"change {beside}."
+            )
+
+
 def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
     """Read an optional recipe and the flags that override it.
 

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, set_seed
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.workloads.arguments import refuse_without_effect
 from doppler_hf.workloads.data_sources import load_texts
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora
-from doppler_hf.workloads.workload import Workload
+from doppler_hf.workloads.workload import Workload, load_tokenizer, seed_new_weights
 
 
 @dataclass
@@ -36,6 +37,11 @@ class CausalLMArguments:
         },
     )
 
+    def __post_init__(self) -> None:
+        """Refuse what a local folder overrules."""
+        if self.dataset_dir is not None:
+            refuse_without_effect(self, "dataset_name", "dataset_config", "validation_split", beside="dataset_dir")
+
 
 def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
     """Load the data and the model, and tokenize.
@@ -52,8 +58,7 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
     Raises:
         ValueError: If a split, a file, the column or the model is missing, or the hub cannot be reached.
     """
-    # New weights, such as a head's, follow the public seed. Noise and draws do not.
-    set_seed(training_args.seed)
+    seed_new_weights(training_args)
     splits = load_texts(
         args.dataset_name,
         args.dataset_dir,
@@ -63,10 +68,8 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
         unit_column=training_args.privacy_unit_column,
     )
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        tokenizer = load_tokenizer(args.model_name_or_path)
         model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype)
-    if tokenizer.pad_token is None:  # GPT-2 and its kind are pretrained on unpadded text
-        tokenizer.pad_token = tokenizer.eos_token
     # On the left, padding would shift absolute positions by an amount that depends on the other examples.
     tokenizer.padding_side = "right"
     model = add_lora(model, lora_args, task_type="CAUSAL_LM")

@@ -25,11 +25,13 @@ class GlueTask:
 
     Attributes:
         text_columns: One or two columns of sentences, in the order in which the model reads them.
+        metrics: GLUE's scores of the task (Wang et al., *GLUE*, ICLR 2019, Table 1).
         num_labels: The number of classes; 1 means regression.
         validation_splits: The labelled splits to evaluate on.
     """
 
     text_columns: tuple[str, ...]
+    metrics: tuple[str, ...] = ("accuracy",)
     num_labels: int = 2
     validation_splits: tuple[str, ...] = ("validation",)
 
@@ -41,14 +43,16 @@ class GlueTask:
 
 GLUE_HUB_NAME = "nyu-mll/glue"
 GLUE_TASKS: dict[str, GlueTask] = {
-    "cola": GlueTask(("sentence",)),
-    "mnli": GlueTask(("premise", "hypothesis"), 3, ("validation_matched", "validation_mismatched")),
-    "mrpc": GlueTask(("sentence1", "sentence2")),
+    "cola": GlueTask(("sentence",), metrics=("matthews_correlation",)),
+    "mnli": GlueTask(
+        ("premise", "hypothesis"), num_labels=3, validation_splits=("validation_matched", "validation_mismatched")
+    ),
+    "mrpc": GlueTask(("sentence1", "sentence2"), metrics=("accuracy", "f1")),
     "qnli": GlueTask(("question", "sentence")),
-    "qqp": GlueTask(("question1", "question2")),
+    "qqp": GlueTask(("question1", "question2"), metrics=("accuracy", "f1")),
     "rte": GlueTask(("sentence1", "sentence2")),
     "sst2": GlueTask(("sentence",)),
-    "stsb": GlueTask(("sentence1", "sentence2"), 1),
+    "stsb": GlueTask(("sentence1", "sentence2"), metrics=("pearson", "spearmanr"), num_labels=1),
     "wnli": GlueTask(("sentence1", "sentence2")),
 }
 

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.workloads.data_sources import glue_task, load_glue
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from doppler_hf.workloads.workload import Workload
+from doppler_hf.workloads.workload import Workload, load_tokenizer, name_classes, seed_new_weights
 
 
 @dataclass
@@ -52,12 +52,11 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
 
     from doppler_hf.workloads.metrics import glue_compute_metrics
 
-    # New weights, such as a head's, follow the public seed. Noise and draws do not.
-    set_seed(training_args.seed)
+    seed_new_weights(training_args)
     task = glue_task(args.task_name)
     splits = load_glue(args.task_name, args.dataset_dir)
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        tokenizer = load_tokenizer(args.model_name_or_path)
         load_model = (
             AutoModelForSequenceClassification.from_pretrained
             if args.pooling == "model"
@@ -70,13 +69,10 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
             # A checkpoint of another task has another head, which is replaced by a new one.
             ignore_mismatched_sizes=True,
         )
-    if tokenizer.pad_token is None:  # GPT-2 and its kind are pretrained on unpadded text
-        tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
     label = splits["train"].features["label"]
     if isinstance(label, ClassLabel):
-        model.config.id2label = dict(enumerate(label.names))
-        model.config.label2id = {name: index for index, name in enumerate(label.names)}
+        name_classes(model, label.names)
     model = add_lora(model, lora_args, task_type="SEQ_CLS")
 
     kept = ("label", training_args.privacy_unit_column)

@@ -3,20 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    set_seed,
-)
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers.models.vit import ViTImageProcessorPil
 
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.workloads.arguments import refuse_without_effect
 from doppler_hf.workloads.data_sources import load_images
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora
-from doppler_hf.workloads.workload import Workload
+from doppler_hf.workloads.workload import Workload, name_classes, seed_new_weights
 
 
 @dataclass
@@ -37,6 +32,14 @@ class ImageArguments:
     num_layers: int = field(default=6, metadata={"help": "Number of transformer layers, from scratch only."})
     num_heads: int = field(default=3, metadata={"help": "Number of attention heads, from scratch only."})
 
+    def __post_init__(self) -> None:
+        """Refuse what a local folder or a pretrained model overrules."""
+        if self.dataset_dir is not None:
+            refuse_without_effect(self, "dataset_name", beside="dataset_dir")
+        if self.model_name_or_path is not None:
+            sizes = ("image_size", "patch_size", "hidden_size", "num_layers", "num_heads")
+            refuse_without_effect(self, *sizes, beside="model_name_or_path")
+
 
 def build(args: ImageArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
     """Load the data, and load or build the model.
@@ -54,8 +57,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     """
     from doppler_hf.workloads.metrics import accuracy_from_logits
 
-    # New weights, such as a head's, follow the public seed. Noise and draws do not.
-    set_seed(training_args.seed)
+    seed_new_weights(training_args)
     splits = load_images(args.dataset_name, args.dataset_dir)
     label_names = splits["train"].features["label"].names
     if args.model_name_or_path is None:
@@ -68,8 +70,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
             model = AutoModelForImageClassification.from_pretrained(
                 args.model_name_or_path, num_labels=len(label_names), ignore_mismatched_sizes=True
             )
-    model.config.id2label = dict(enumerate(label_names))
-    model.config.label2id = {name: label for label, name in enumerate(label_names)}
+    name_classes(model, label_names)
     mode = "L" if model.config.num_channels == 1 else "RGB"
     model = add_lora(model, lora_args, task_type=None)
 

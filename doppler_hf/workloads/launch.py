@@ -1,9 +1,36 @@
-"""The common end of the training scripts: train, save, evaluate."""
+"""The training scripts: parse, build, train, save, evaluate."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import Trainer
+
+from doppler_hf.workloads.arguments import one_line_errors
+from doppler_hf.workloads.recipe import build
+
+
+def launch(
+    trainer_class: type[Trainer],
+    kind: str,
+    *,
+    argv: Sequence[str] | None = None,
+    complete: Callable[[dict[str, float]], None] | None = None,
+) -> None:
+    """Train what a recipe and the flags after it describe, and leave model, state and metrics in its `output_dir`.
+
+    Args:
+        trainer_class: `DopplerTrainer`, or one of your own.
+        kind: One of `recipe.KINDS`.
+        argv: The command line without the program's name, by default that of the running program.
+        complete: A function that adds derived metrics to those of an evaluation.
+
+    Raises:
+        SystemExit: If something in the recipe, the flags, the data or the model is wrong, with a message of one line.
+    """
+    with one_line_errors():
+        workload, training_args = build(kind, argv=argv)
+    trainer = trainer_class(args=training_args, **workload.for_trainer())
+    train_and_evaluate(trainer, workload.eval_datasets, complete=complete)
 
 
 def train_and_evaluate(

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
+from doppler_hf.workloads.arguments import refuse_without_effect
+
 
 @dataclass(frozen=True)
 class LoraArguments:
@@ -24,10 +26,8 @@ class LoraArguments:
         """Refuse values out of range, or without effect."""
         if self.lora_r < 0:
             raise ValueError(f"lora_r must be at least 0, got {self.lora_r}. Set 0 to train the whole model.")
-        if self.lora_r == 0 and self.lora_target_modules is not None:
-            raise ValueError(
-                f"lora_target_modules={self.lora_target_modules!r} has no effect with lora_r=0. Set lora_r, or leave it out."
-            )
+        if self.lora_r == 0:
+            refuse_without_effect(self, "lora_alpha", "lora_target_modules", beside="lora_r")
 
 
 def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: Literal["SEQ_CLS", "CAUSAL_LM"] | None) -> Any:

@@ -1,7 +1,7 @@
 """GLUE's own metric for each task, as an `evaluate.Metric` that needs no network.
 
 `evaluate.load("glue", task)` downloads its code from the hub first. The scores are five functions of scikit-learn and
-SciPy. The scores of each task: Wang et al., *GLUE* (ICLR 2019), Table 1.
+SciPy.
 """
 
 from collections.abc import Callable
@@ -10,20 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import EvalPrediction
 
+from doppler_hf.workloads.data_sources import glue_task
+
 if TYPE_CHECKING:
     from evaluate import Metric, MetricInfo
-
-GLUE_METRICS: dict[str, tuple[str, ...]] = {
-    "cola": ("matthews_correlation",),
-    "mnli": ("accuracy",),
-    "mrpc": ("accuracy", "f1"),
-    "qnli": ("accuracy",),
-    "qqp": ("accuracy", "f1"),
-    "rte": ("accuracy",),
-    "sst2": ("accuracy",),
-    "stsb": ("pearson", "spearmanr"),
-    "wnli": ("accuracy",),
-}
 
 _DESCRIPTION = "The metric of one GLUE task: accuracy, F1, Matthews correlation, or Pearson and Spearman correlation."
 _INPUTS = """
@@ -48,13 +38,12 @@ def glue_metric(task_name: str) -> "Metric":
     import evaluate
     from datasets import Features, Value
 
-    if task_name not in GLUE_METRICS:
-        raise ValueError(f"task_name must be one of {', '.join(GLUE_METRICS)}, got {task_name!r}.")
+    task = glue_task(task_name)
 
     class GlueMetric(evaluate.Metric):
         def _info(self) -> "MetricInfo":
             # evaluate casts what it stores: an int feature would round the similarities of stsb.
-            value = Value("float32" if task_name == "stsb" else "int64")
+            value = Value("float32" if task.is_regression else "int64")
             return evaluate.MetricInfo(
                 description=_DESCRIPTION,
                 citation="",
@@ -63,7 +52,7 @@ def glue_metric(task_name: str) -> "Metric":
             )
 
         def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-            return {name: _SCORES[name](predictions, references) for name in GLUE_METRICS[task_name]}
+            return {name: _score(name, predictions, references) for name in task.metrics}
 
     return GlueMetric(task_name)
 
@@ -80,11 +69,11 @@ def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str,
     Raises:
         ValueError: If `task_name` is no GLUE task.
     """
-    metric = glue_metric(task_name)
+    metric, is_regression = glue_metric(task_name), glue_task(task_name).is_regression
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         logits = _logits(prediction)
-        predicted = logits[:, 0] if task_name == "stsb" else logits.argmax(axis=-1)
+        predicted = logits[:, 0] if is_regression else logits.argmax(axis=-1)
         scores: dict[str, float] = metric.compute(predictions=predicted, references=prediction.label_ids)
         return scores
 
@@ -93,7 +82,7 @@ def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str,
 
 def accuracy_from_logits(prediction: EvalPrediction) -> dict[str, float]:
     """Score class logits, shape (examples, classes), by accuracy: the `compute_metrics` of image classification."""
-    return {"accuracy": _accuracy(_logits(prediction).argmax(axis=-1), prediction.label_ids)}
+    return {"accuracy": _score("accuracy", _logits(prediction).argmax(axis=-1), prediction.label_ids)}
 
 
 def _logits(prediction: EvalPrediction) -> np.ndarray[Any, np.dtype[Any]]:
@@ -102,40 +91,15 @@ def _logits(prediction: EvalPrediction) -> np.ndarray[Any, np.dtype[Any]]:
     return np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
 
 
-def _accuracy(predictions: Any, references: Any) -> float:
-    from sklearn.metrics import accuracy_score
+def _score(name: str, predictions: Any, references: Any) -> float:
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-    return float(accuracy_score(references, predictions))
-
-
-def _f1(predictions: Any, references: Any) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(references, predictions))
-
-
-def _matthews_correlation(predictions: Any, references: Any) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(references, predictions))
-
-
-def _pearson(predictions: Any, references: Any) -> float:
-    from scipy.stats import pearsonr
-
-    return float(pearsonr(predictions, references)[0])
-
-
-def _spearmanr(predictions: Any, references: Any) -> float:
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(predictions, references)[0])
-
-
-_SCORES: dict[str, Callable[[Any, Any], float]] = {
-    "accuracy": _accuracy,
-    "f1": _f1,
-    "matthews_correlation": _matthews_correlation,
-    "pearson": _pearson,
-    "spearmanr": _spearmanr,
-}
+    scores: dict[str, Callable[[], float]] = {
+        "accuracy": lambda: accuracy_score(references, predictions),
+        "f1": lambda: f1_score(references, predictions),
+        "matthews_correlation": lambda: matthews_corrcoef(references, predictions),
+        "pearson": lambda: pearsonr(predictions, references)[0],
+        "spearmanr": lambda: spearmanr(predictions, references)[0],
+    }
+    return float(scores[name]())

@@ -48,9 +48,14 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
     kind = _kind_of(flags) if chosen.workload is None else chosen.workload
     if kind not in KINDS:
         raise ValueError(f"--workload must be one of {', '.join(KINDS)}, got {kind!r}.")
-    arguments, build = KINDS[kind]
-    args, lora_args, training_args = parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=flags)
-    return build(args, lora_args, training_args), training_args
+    return build(kind, argv=flags)
+
+
+def build(kind: str, *, argv: Sequence[str] | None) -> tuple[Workload, DopplerTrainingArguments]:
+    """Read and build as `parse_recipe` does, for one of `KINDS`. The default of `argv` is that of the running program."""
+    arguments, build_kind = KINDS[kind]
+    args, lora_args, training_args = parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=argv)
+    return build_kind(args, lora_args, training_args), training_args
 
 
 def _kind_of(argv: Sequence[str]) -> str:

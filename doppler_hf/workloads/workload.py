@@ -1,11 +1,13 @@
-"""A model and its data: all that a `Trainer` takes except its arguments."""
+"""A model and its data: all that a `Trainer` takes except its arguments. And what all kinds do to make them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import EvalPrediction
+from transformers import AutoTokenizer, EvalPrediction, set_seed
+
+from doppler_hf.training_args import DopplerTrainingArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,3 +49,22 @@ class Workload:
             "processing_class": self.processing_class,
             "compute_metrics": self.compute_metrics,
         }
+
+
+def seed_new_weights(training_args: DopplerTrainingArguments) -> None:
+    """Let new weights, such as a head's, follow the public seed. Noise and draws do not."""
+    set_seed(training_args.seed)
+
+
+def load_tokenizer(name_or_path: str) -> Any:
+    """Load a tokenizer that can pad. GPT-2 and its kind are pretrained on unpadded text."""
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def name_classes(model: Any, names: Sequence[str]) -> None:
+    """Write the names of the classes into the model's config (modified in place)."""
+    model.config.id2label = dict(enumerate(names))
+    model.config.label2id = {name: index for index, name in enumerate(names)}

@@ -19,7 +19,6 @@ from doppler_hf.workloads.data_sources import GLUE_TASKS
 from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
 from doppler_hf.workloads.lora import LoraArguments
-from doppler_hf.workloads.metrics import GLUE_METRICS
 from scripts import causal_lm, glue, image_classification
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
 
@@ -33,6 +32,7 @@ SCRIPTS = {
 RECIPES = sorted(ROOT.glob("recipes/*/*.yaml"))
 # GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.
 ADAPTED_GPT2 = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+SIZES = ["--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]
 PRIVATE = ["--noise_multiplier=1.0", "--per_sample_max_grad_norm=1.0", "--low_pass_filter=first-order-v1"]
 
 
@@ -78,7 +78,7 @@ def run_glue(task_name, data, model, out, *flags):
 def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
     out = tmp_path / "out"
     results = run_glue(task_name, data_dir(task_name), bert_dir, out, *PRIVATE, *lora)
-    assert all(np.isfinite(results[f"eval_{name}"]) for name in GLUE_METRICS[task_name])
+    assert all(np.isfinite(results[f"eval_{name}"]) for name in GLUE_TASKS[task_name].metrics)
     assert (out / "tokenizer.json").is_file()
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
     assert (out / weights).is_file()
@@ -134,10 +134,9 @@ def test_glue_without_network_ends_in_one_line(tmp_path, bert_dir, data_dir, mon
 
 
 def run_digits(out, *flags):
-    sizes = ["--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]
     image_classification.main(
         [
-            *("--dataset_name=digits", *sizes, f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2"),
+            *("--dataset_name=digits", f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2"),
             *("--per_device_train_batch_size=32", "--per_device_eval_batch_size=355", "--save_strategy=no", *flags),
         ]
     )
@@ -146,13 +145,13 @@ def run_digits(out, *flags):
 
 @pytest.mark.parametrize("flags", [PRIVATE, ["--disable_dp"], [*PRIVATE, "--lora_r=2", "--lora_target_modules=all-linear"]])
 def test_digits(tmp_path, flags):
-    results = run_digits(tmp_path / "out", *flags)
+    results = run_digits(tmp_path / "out", *SIZES, *flags)
     assert 0 <= results["eval_accuracy"] <= 1
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 
 def test_a_saved_image_model_is_fine_tuned(tmp_path):
-    run_digits(tmp_path / "first", "--disable_dp")
+    run_digits(tmp_path / "first", *SIZES, "--disable_dp")
     run_digits(tmp_path / "second", f"--model_name_or_path={tmp_path / 'first'}", *PRIVATE)
     config = json.loads((tmp_path / "second" / "config.json").read_text())
     assert (config["num_channels"], config["image_size"], config["id2label"]["9"]) == (1, 8, "9")

@@ -1,6 +1,7 @@
 """Which kind a recipe is of, and what each kind builds: model, data, and what goes with them."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -332,3 +333,30 @@ def test_what_is_made_from_scratch_follows_the_seed(common):
     first, again, other = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (LoraArguments, {"lora_alpha": 32}, "lora_alpha=32 has no effect with lora_r=0. Leave lora_alpha out, or change"),
+        (LoraArguments, {"lora_target_modules": "query"}, "lora_target_modules='query' has no effect with lora_r=0"),
+        (
+            images.ImageArguments,
+            {"dataset_name": "mnist", "dataset_dir": "here"},
+            "dataset_name='mnist' has no effect with dataset_dir='here'",
+        ),
+        (
+            images.ImageArguments,
+            {"num_heads": 4, "model_name_or_path": "vit"},
+            "num_heads=4 has no effect with model_name_or_path='vit'",
+        ),
+        (
+            causal_lm.CausalLMArguments,
+            {"model_name_or_path": "gpt2", "validation_split": "test[:9]", "dataset_dir": "here"},
+            "validation_split='test[:9]' has no effect with dataset_dir='here'",
+        ),
+    ],
+)
+def test_what_another_argument_overrules_is_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(**options)
