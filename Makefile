@@ -12,7 +12,7 @@ quickstart: install
 	$(BIN)/python scripts/quickstart.py
 
 check: install
-	$(BIN)/ruff format --check doppler_hf scripts tests
+	$(BIN)/ruff format --check doppler_hf scripts tests docs recipes README.md
 	$(BIN)/ruff check doppler_hf scripts tests
 	$(BIN)/mypy
 

@@ -1,4 +1,4 @@
-r"""The optimal filter without feedback, from the private gradients alone (DOPPLER, Section 4.3, *Optimal FIR filter*).
+r"""The optimal filter without feedback, from the private gradients alone (DOPPLER, Section 5.3, *Optimal FIR filter*).
 
 Let g_t = s_t + w_t with white noise w of standard deviation σ in each of d coordinates. The noise adds d σ² to the mean of
 ⟨g_t, g_{t-τ}⟩ at lag 0, and nothing at the others. So the means C_τ of these products over the steps, less d σ² at lag 0,
@@ -54,7 +54,7 @@ def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Obj
         LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
 
     Source:
-        DOPPLER, Section 4.3, *Optimal FIR filter*.
+        DOPPLER, Section 5.3, *Optimal FIR filter*.
     """
     check_autocorrelation(autocorrelation)
     if objective == "snr":
@@ -93,7 +93,7 @@ def estimate_autocorrelation(
         array([0.5, 0.5, 0.5])
 
     Source:
-        DOPPLER, Section 4.3, *Optimal FIR filter*.
+        DOPPLER, Section 5.3, *Optimal FIR filter*.
     """
     gradients = np.asarray(gradients, dtype=np.float64)
     if gradients.ndim != 2 or not gradients.size:

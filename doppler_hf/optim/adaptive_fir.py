@@ -1,4 +1,4 @@
-r"""A filter without feedback whose taps follow the private gradients (DOPPLER, Section 4.3, *Optimal FIR filter*).
+r"""A filter without feedback whose taps follow the private gradients (DOPPLER, Section 5.3, *Optimal FIR filter*).
 
     m̂_t = Σ_{τ<n} b_τ g_{t-τ} / Σ_{τ<min(t,n)} b_τ,    b_τ = c_τ / Σ c,    c_τ = ½ min(max(C_τ / C_0, 0), 1)
 

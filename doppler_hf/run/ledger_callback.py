@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.run.filter_choice import filter_in_words
+from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -78,7 +79,13 @@ class PrivacyCallback(TrainerCallback):
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless_before=ledger)
             ledger.save(args.output_dir)
-            print_summary(run, model=kwargs["model"], first_step=step, filter_words=self.filter_words)
+            print_summary(
+                run,
+                model=kwargs["model"],
+                first_step=step,
+                optimizer_words=optimizer_in_words(args),
+                filter_words=self.filter_words,
+            )
             if aside is not None:
                 print(
                     f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "

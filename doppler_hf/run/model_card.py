@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # Comments in Markdown: the text between them is replaced when the section is written again.
@@ -94,7 +95,7 @@ def complete_card(
     if ledger is None:
         return
     weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
-    name_optimizer(path, f"{args.base_optimizer} of doppler_hf; filter: {filter_words}{weight_filter}")
+    name_optimizer(path, f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}")
     add_privacy_section(path, ledger)
 
 

@@ -11,6 +11,15 @@ from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.galore import GaloreArguments, target_parameters
 
 
+def optimizer_in_words(args: DopplerTrainingArguments) -> str:
+    """Return the optimizer of the filtered gradient, and GaLore if it is on, in one line."""
+    targets = args.optim_target_modules
+    if targets is None:
+        return args.base_optimizer
+    named = targets if isinstance(targets, str) else ", ".join(targets)
+    return f"{args.base_optimizer}, GaLore of rank {GaloreArguments.parse(args.optim_args).rank} on {named}"
+
+
 def optimizer_of(
     args: DopplerTrainingArguments,
     model: nn.Module,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -244,9 +245,19 @@ def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_pat
         card = (tmp_path / "out" / "README.md").read_text()
         assert card.count("## Differential privacy") == 1
         assert f"    {trainer.privacy.ledger.head}\n" in card
-        assert "- optimizer: adam_bc of doppler_hf; filter: first-order-v1, noise power × 0.0909" in card
+        assert "- optimizer: adam_bc, of doppler_hf; filter: first-order-v1, noise power × 0.0909" in card
         assert "; on the weights: momentum:beta=0.9\n" in card
         assert "ADAMW" not in card
+
+
+def test_summary_and_model_card_name_galore(tmp_path, capsys):
+    galore = dict(optim_target_modules=["query", "key"], optim_args="rank=2")
+    trainer = trainer_of(tmp_path, base_optimizer="adam", **galore)
+    trainer.train()
+    trainer.create_model_card(model_name="a model")
+    words = "adam, GaLore of rank 2 on query, key"
+    assert re.search(rf"│ optimizer +│ {words} +│", capsys.readouterr().out)
+    assert f"- optimizer: {words}, of doppler_hf; filter: none" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_ledger_goes_wherever_the_model_is_saved(tmp_path):
