@@ -67,13 +67,10 @@ def run(args: argparse.Namespace) -> int:
         console.print(coefficients_table(filters))
     console.print(READING)
     if args.plot is not None:
-        try:
-            if names:
-                plot_filters(filters, args.plot)
-            else:
-                plot_paper_filters(args.plot)
-        except OSError as error:
-            raise ValueError(f"--plot {args.plot} cannot be written ({error.strerror}). Give another folder.") from error
+        if names:
+            plot_filters(filters, args.plot)
+        else:
+            plot_paper_filters(args.plot)
     return 0
 
 

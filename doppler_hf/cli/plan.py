@@ -9,6 +9,7 @@ sizes. Nothing is trained and no data is read.
 """
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -64,17 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_picture(args.plot)
     low_pass_filter = LowPassFilter.parse(args.low_pass_filter)
-    request = PlanRequest(
-        num_examples=args.num_examples,
-        epsilon=args.epsilon,
-        noise_multiplier=args.noise_multiplier,
-        epochs=args.epochs,
-        max_steps=args.max_steps,
-        batch_size=args.batch_size,
-        delta=args.delta,
-        accountant=args.accountant,
-        max_grad_norm=args.max_grad_norm,
-    )
+    request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     planned = request.solve()
     epochs = planned.epochs if args.epochs is None else args.epochs
     facts = describe(request, planned, epochs, low_pass_filter)
@@ -99,10 +90,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(alternatives_table(table, planned, low_pass_filter, title=title))
         console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))
     if args.plot is not None:
-        try:
-            plot_planned_runs(table, planned, args.plot, title=title)
-        except OSError as error:
-            raise ValueError(f"--plot {args.plot} cannot be written ({error.strerror}). Give another folder.") from error
+        plot_planned_runs(table, planned, args.plot, title=title)
     return 0
 
 

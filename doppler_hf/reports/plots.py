@@ -220,8 +220,11 @@ def _new_figure(width: float, height: float) -> Any:
 
 
 def _write(figure: Any, path: str | Path) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ValueError(f"The picture {path} cannot be written ({error.strerror}). Give another folder.") from error
 
 
 def _leave_out_single_weights(axes: Any, filters: Mapping[str, LowPassFilter]) -> None:

@@ -4,10 +4,11 @@ The names for privacy are those of Opacus and dp-transformers, the others those 
 the guarantee, or would have no effect, are refused (`checks`) rather than ignored during the run.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from doppler_hf.filters import LowPassFilter, parse_name
 from doppler_hf.optim import OptimalFIR
@@ -39,151 +40,106 @@ class DopplerTrainingArguments(TrainingArguments):
         >>> args = DopplerTrainingArguments(output_dir="out", target_epsilon=3.0, low_pass_filter="first-order-v1")
     """
 
-    target_epsilon: float | None = field(
+    target_epsilon: float | None = HfArg(
+        default=None, help="ε to be spent by the end of training; the noise multiplier is computed from it."
+    )
+    noise_multiplier: float | None = HfArg(
         default=None,
-        metadata={"help": "ε to be spent by the end of training; the noise multiplier is computed from it."},
+        help="σ, the noise's standard deviation in units of the clip norm, instead of target_epsilon. 0 keeps "
+        "sampling, clipping, filter and optimizer but adds no noise: nothing is private then.",
     )
-    noise_multiplier: float | None = field(
+    target_delta: float | None = HfArg(default=None, help="δ of the guarantee. Default: N^-1.1 for N training examples.")
+    accountant: Accountant = HfArg(default="prv", help="Which accountant bounds ε from above: prv, pld or rdp.")
+    per_sample_max_grad_norm: float = HfArg(default=1.0, help="C, the norm to which each example's gradient is clipped.")
+    privacy_unit_column: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "σ, the noise's standard deviation in units of the clip norm, instead of target_epsilon. 0 keeps "
-            "sampling, clipping, filter and optimizer but adds no noise: nothing is private then."
-        },
+        help="Column of the training set, such as user_id, whose equal values make one unit of privacy: ε is then "
+        "for all examples of a user together, and batch sizes count users. Default: every example is a unit.",
     )
-    target_delta: float | None = field(
-        default=None, metadata={"help": "δ of the guarantee. Default: N^-1.1 for N training examples."}
-    )
-    accountant: Accountant = field(
-        default="prv", metadata={"help": "Which accountant bounds ε from above: prv, pld or rdp."}
-    )
-    per_sample_max_grad_norm: float = field(
-        default=1.0, metadata={"help": "C, the norm to which each example's gradient is clipped."}
-    )
-    privacy_unit_column: str | None = field(
+    max_examples_per_unit: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Column of the training set, such as user_id, whose equal values make one unit of privacy: ε is then "
-            "for all examples of a user together, and batch sizes count users. Default: every example is a unit."
-        },
+        help="With privacy_unit_column, the most examples of a unit that one step uses, chosen at random. It bounds "
+        "the work and memory of a step, not the privacy, and defaults to no limit.",
     )
-    max_examples_per_unit: int | None = field(
-        default=None,
-        metadata={
-            "help": "With privacy_unit_column, the most examples of a unit that one step uses, chosen at random. It bounds "
-            "the work and memory of a step, not the privacy, and defaults to no limit."
-        },
-    )
-    clipping: Clipping = field(
+    clipping: Clipping = HfArg(
         default="automatic",
-        metadata={
-            "help": "automatic scales every example's gradient to about C; vanilla shortens only what exceeds C.",
-        },
+        help="automatic scales every example's gradient to about C; vanilla shortens only what exceeds C.",
     )
-    clipping_granularity: Granularity = field(
-        default="flat",
-        metadata={
-            "help": "flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L.",
-        },
+    clipping_granularity: Granularity = HfArg(
+        default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
     )
-    grad_sample_engine: Engine = field(
+    grad_sample_engine: Engine = HfArg(
         default="book_keeping",
-        metadata={
-            "help": "How per-sample gradients are computed: book_keeping, at about the cost of ordinary gradients, or "
-            "opacus, a slow reference.",
-        },
+        help="How per-sample gradients are computed: book_keeping, at about the cost of ordinary gradients, or "
+        "opacus, a slow reference.",
     )
-    grad_sample_self_check: bool = field(
+    grad_sample_self_check: bool = HfArg(
         default=True,
-        metadata={
-            "help": "Before the first step, compare the per-sample gradients of two examples with plain autograd, and stop "
-            "if they differ.",
-        },
+        help="Before the first step, compare the per-sample gradients of two examples with plain autograd, and stop "
+        "if they differ.",
     )
-    max_tokens_per_micro_batch: int | None = field(
+    max_tokens_per_micro_batch: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "The most padded tokens, examples × longest length, in one forward pass: each of the "
-            "gradient_accumulation_steps pieces of a draw is cut further to fit. Lengths count before the collator rounds "
-            "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass."
-        },
+        help="The most padded tokens, examples × longest length, in one forward pass: each of the "
+        "gradient_accumulation_steps pieces of a draw is cut further to fit. Lengths count before the collator rounds "
+        "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass.",
     )
-    low_pass_filter: str = field(
+    low_pass_filter: str = HfArg(
         default="none",
-        metadata={
-            "help": "Filter over time on the private gradient: none, momentum, first-order-v1, first-order-v2, "
-            "second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1, momentum:beta=0.95 or "
-            "moving-average:taps=4; coefficients such as 'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the "
-            "private gradients; or auto, chosen from steps, noise and schedule. None of them costs privacy."
-        },
+        help="Filter over time on the private gradient: none, momentum, first-order-v1, first-order-v2, "
+        "second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1, momentum:beta=0.95 or "
+        "moving-average:taps=4; coefficients such as 'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the "
+        "private gradients; or auto, chosen from steps, noise and schedule. None of them costs privacy.",
     )
-    weight_filter: str | None = field(
+    weight_filter: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Filter over time on the weights, such as momentum:beta=0.97. The filtered weights are evaluated and "
-            "saved, and are the model's after training; training continues with the raw ones. Costs no privacy."
-        },
+        help="Filter over time on the weights, such as momentum:beta=0.97. The filtered weights are evaluated and "
+        "saved, and are the model's after training; training continues with the raw ones. Costs no privacy.",
     )
-    base_optimizer: Base = field(
+    base_optimizer: Base = HfArg(
         default="adam_bc",
-        metadata={
-            "help": "The optimizer of the filtered gradient: sgd, adam, or adam_bc (Adam whose second moment is corrected "
-            "for the noise).",
-        },
+        help="The optimizer of the filtered gradient: sgd, adam, or adam_bc (Adam whose second moment is corrected "
+        "for the noise).",
     )
-    adam_bc_floor: float | None = field(
+    adam_bc_floor: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Smallest corrected second moment of adam_bc, in squared gradient units. Default: a fraction of the "
-            "noise's variance."
-        },
+        help="Smallest corrected second moment of adam_bc, in squared gradient units. Default: a fraction of the "
+        "noise's variance.",
     )
-    report_train_loss: Literal["raw", "private", "none"] = field(
+    report_train_loss: Literal["raw", "private", "none"] = HfArg(
         default="raw",
-        metadata={
-            "help": "raw logs the training loss, which is not private; private clips each example's loss, adds noise and "
-            "accounts for it; none leaves it out of the logs.",
-        },
+        help="raw logs the training loss, which is not private; private clips each example's loss, adds noise and "
+        "accounts for it; none leaves it out of the logs.",
     )
-    per_sample_max_loss: float | None = field(
+    per_sample_max_loss: float | None = HfArg(
+        default=None, help="With report_train_loss=private, the bound to which each example's loss is clipped. Default: 5."
+    )
+    train_loss_budget: float | None = HfArg(
         default=None,
-        metadata={"help": "With report_train_loss=private, the bound to which each example's loss is clipped. Default: 5."},
+        help="With report_train_loss=private, the share of the privacy budget (of 1/σ²) that the loss takes from "
+        "the gradient. Default: 0.01.",
     )
-    train_loss_budget: float | None = field(
-        default=None,
-        metadata={
-            "help": "With report_train_loss=private, the share of the privacy budget (of 1/σ²) that the loss takes from "
-            "the gradient. Default: 0.01."
-        },
-    )
-    noise_generator: NoiseGenerator = field(
+    noise_generator: NoiseGenerator = HfArg(
         default="csprng",
-        metadata={
-            "help": "csprng: AES-256-CTR under a secret key; the noise cannot be reproduced, even by an attacker who sees "
-            "the gradient of every step. philox: a generator with a new secret key each step, which runs on the GPU; use it "
-            "if only the last model is released, since it does not withstand an attacker who sees part of a step's noise."
-        },
+        help="csprng: AES-256-CTR under a secret key; the noise cannot be reproduced, even by an attacker who sees "
+        "the gradient of every step. philox: a generator with a new secret key each step, which runs on the GPU; use it "
+        "if only the last model is released, since it does not withstand an attacker who sees part of a step's noise.",
     )
-    floating_point_safe: bool = field(
+    floating_point_safe: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Make each noise value from four, against attacks on the gaps between floating-point numbers (Mironov "
-            "2012). Costs four times as many random numbers."
-        },
+        help="Make each noise value from four, against attacks on the gaps between floating-point numbers (Mironov "
+        "2012). Costs four times as many random numbers.",
     )
-    disable_dp: bool = field(
-        default=False,
-        metadata={"help": "Train with the stock Trainer, optimizer and sampler: the non-private baseline."},
+    disable_dp: bool = HfArg(
+        default=False, help="Train with the stock Trainer, optimizer and sampler: the non-private baseline."
     )
-    noise_seed: int | None = field(
+    noise_seed: int | None = HfArg(
+        default=None, help="For tests only: makes noise and draws reproducible, and the run not private."
+    )
+    max_grad_norm: float | None = HfArg(
         default=None,
-        metadata={"help": "For tests only: makes noise and draws reproducible, and the run not private."},
-    )
-    max_grad_norm: float | None = field(
-        default=None,
-        metadata={
-            "help": "Clipping of the whole gradient. Without privacy HF's default of 1.0; with privacy it must stay "
-            "unset or 0, see per_sample_max_grad_norm."
-        },
+        help="Clipping of the whole gradient. Without privacy HF's default of 1.0; with privacy it must stay "
+        "unset or 0, see per_sample_max_grad_norm.",
     )
 
     def __post_init__(self) -> None:

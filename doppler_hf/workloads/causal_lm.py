@@ -1,9 +1,10 @@
 """A causal language model on texts. One row of the data is one example, and by default the unit of privacy."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.workloads.arguments import refuse_without_effect
@@ -17,24 +18,19 @@ from doppler_hf.workloads.workload import Workload, load_tokenizer, seed_new_wei
 class CausalLMArguments:
     """The language model and the texts to train it on."""
 
-    model_name_or_path: str = field(metadata={"help": "Hub name or local folder of the pretrained model."})
-    dataset_name: str = field(default="Yelp/yelp_review_full", metadata={"help": "Name of the data set on the hub."})
-    dataset_config: str | None = field(default=None, metadata={"help": "The hub's configuration of the data set."})
-    validation_split: str = field(
-        default="test", metadata={"help": "The hub's split to evaluate on, or a part of it, as test[:1000]."}
+    model_name_or_path: str = HfArg(help="Hub name or local folder of the pretrained model.")
+    dataset_name: str = HfArg(default="Yelp/yelp_review_full", help="Name of the data set on the hub.")
+    dataset_config: str | None = HfArg(default=None, help="The hub's configuration of the data set.")
+    validation_split: str = HfArg(default="test", help="The hub's split to evaluate on, or a part of it, as test[:1000].")
+    dataset_dir: str | None = HfArg(
+        default=None, help="Local folder with train.parquet and validation.parquet; by default the hub."
     )
-    dataset_dir: str | None = field(
-        default=None, metadata={"help": "Local folder with train.parquet and validation.parquet; by default the hub."}
-    )
-    text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
-    max_seq_length: int = field(default=256, metadata={"help": "Longer examples are cut to this many tokens."})
-    dtype: str = field(
+    text_column: str = HfArg(default="text", help="The column that holds the text.")
+    max_seq_length: int = HfArg(default=256, help="Longer examples are cut to this many tokens.")
+    dtype: str = HfArg(
         default="float32",
-        metadata={
-            "help": "Type of the loaded weights: bfloat16 halves the memory of those that LoRA freezes; the adapters "
-            "stay float32.",
-            "choices": ["float32", "bfloat16"],
-        },
+        help="Type of the loaded weights: bfloat16 halves the memory of those that LoRA freezes; the adapters stay float32.",
+        metadata={"choices": ["float32", "bfloat16"]},
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
 """Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
+from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.workloads.data_sources import glue_task, load_glue
@@ -16,21 +17,18 @@ from doppler_hf.workloads.workload import Workload, load_tokenizer, name_classes
 class GlueArguments:
     """The model and the GLUE task to train it on."""
 
-    task_name: str = field(metadata={"help": "One of cola, mnli, mrpc, qnli, qqp, rte, sst2, stsb, wnli."})
-    model_name_or_path: str = field(metadata={"help": "Hub name or local folder of the pretrained model."})
-    dataset_dir: str | None = field(
-        default=None,
-        metadata={"help": "Local folder with train.parquet and validation.parquet; by default GLUE from the hub."},
+    task_name: str = HfArg(help="One of cola, mnli, mrpc, qnli, qqp, rte, sst2, stsb, wnli.")
+    model_name_or_path: str = HfArg(help="Hub name or local folder of the pretrained model.")
+    dataset_dir: str | None = HfArg(
+        default=None, help="Local folder with train.parquet and validation.parquet; by default GLUE from the hub."
     )
-    pooling: str = field(
+    pooling: str = HfArg(
         default="model",
-        metadata={
-            "help": "model: the architecture's own classification head; mean: a linear head on the mean of the token "
-            "vectors, which suits sentence encoders.",
-            "choices": ["model", "mean"],
-        },
+        help="model: the architecture's own classification head; mean: a linear head on the mean of the token "
+        "vectors, which suits sentence encoders.",
+        metadata={"choices": ["model", "mean"]},
     )
-    max_seq_length: int = field(default=256, metadata={"help": "Longer examples are cut to this many tokens."})
+    max_seq_length: int = HfArg(default=256, help="Longer examples are cut to this many tokens.")
 
 
 def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:

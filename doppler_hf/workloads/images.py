@@ -1,9 +1,10 @@
 """Classification of labelled images: a pretrained model, or a small Vision Transformer from scratch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers.hf_argparser import HfArg
 from transformers.models.vit import ViTImageProcessorPil
 
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -18,19 +19,18 @@ from doppler_hf.workloads.workload import Workload, name_classes, seed_new_weigh
 class ImageArguments:
     """The model and the images to train it on."""
 
-    dataset_name: str = field(default="cifar10", metadata={"help": "One of cifar10, mnist, digits."})
-    dataset_dir: str | None = field(
-        default=None, metadata={"help": "Local folder with train.parquet and test.parquet; by default the hub."}
+    dataset_name: str = HfArg(default="cifar10", help="One of cifar10, mnist, digits.")
+    dataset_dir: str | None = HfArg(
+        default=None, help="Local folder with train.parquet and test.parquet; by default the hub."
     )
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Hub name or local folder of a pretrained model; by default a small ViT from scratch."},
+    model_name_or_path: str | None = HfArg(
+        default=None, help="Hub name or local folder of a pretrained model; by default a small ViT from scratch."
     )
-    image_size: int = field(default=32, metadata={"help": "Side of the images in pixels, from scratch only."})
-    patch_size: int = field(default=4, metadata={"help": "Side of a patch in pixels, from scratch only."})
-    hidden_size: int = field(default=192, metadata={"help": "Width of the model, from scratch only."})
-    num_layers: int = field(default=6, metadata={"help": "Number of transformer layers, from scratch only."})
-    num_heads: int = field(default=3, metadata={"help": "Number of attention heads, from scratch only."})
+    image_size: int = HfArg(default=32, help="Side of the images in pixels, from scratch only.")
+    patch_size: int = HfArg(default=4, help="Side of a patch in pixels, from scratch only.")
+    hidden_size: int = HfArg(default=192, help="Width of the model, from scratch only.")
+    num_layers: int = HfArg(default=6, help="Number of transformer layers, from scratch only.")
+    num_heads: int = HfArg(default=3, help="Number of attention heads, from scratch only.")
 
     def __post_init__(self) -> None:
         """Refuse what a local folder or a pretrained model overrules."""

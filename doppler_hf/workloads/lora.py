@@ -3,10 +3,11 @@
 Fewer trainable parameters get less noise in total, since noise is added to every coordinate of the gradient.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from doppler_hf.workloads.arguments import refuse_without_effect
 
@@ -15,11 +16,10 @@ from doppler_hf.workloads.arguments import refuse_without_effect
 class LoraArguments:
     """The arguments of low-rank adaptation."""
 
-    lora_r: int = field(default=0, metadata={"help": "Rank of the adapters; 0 trains the whole model."})
-    lora_alpha: int = field(default=16, metadata={"help": "Scale α of the adapters, which are multiplied by α/r."})
-    lora_target_modules: str | None = field(
-        default=None,
-        metadata={"help": "Modules to adapt, comma separated, e.g. query,value; by default PEFT's choice for the model."},
+    lora_r: int = HfArg(default=0, help="Rank of the adapters; 0 trains the whole model.")
+    lora_alpha: int = HfArg(default=16, help="Scale α of the adapters, which are multiplied by α/r.")
+    lora_target_modules: str | None = HfArg(
+        default=None, help="Modules to adapt, comma separated, e.g. query,value; by default PEFT's choice for the model."
     )
 
     def __post_init__(self) -> None:

@@ -99,7 +99,7 @@ def test_design_is_drawn(tmp_path, capsys):
         (["show", "f7"], "A filter must be one of none, momentum, "),
         (["show", "auto"], "'auto' is no fixed filter"),
         (["show", "--plot=a.txt"], "--plot must end in one of .png, .svg, .pdf, got a.txt."),
-        (["show", "--plot=/proc/x/a.png"], "--plot /proc/x/a.png cannot be written"),
+        (["show", "--plot=/proc/x/a.png"], "The picture /proc/x/a.png cannot be written"),
         (
             ["design", "--type=butterworth", "--order=2"],
             "must have the form 'butterworth:order=...,cutoff=...', got 'order' after",

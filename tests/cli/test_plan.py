@@ -237,4 +237,6 @@ def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, c
 def test_picture_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main([*WORDS, "--plot", str(tmp_path / "file" / "plan.png")]) == 2
-    assert re.match(r"error: --plot .*plan\.png cannot be written \(.*\)\. Give another folder\.", capsys.readouterr().err)
+    assert re.match(
+        r"error: The picture .*plan\.png cannot be written \(.*\)\. Give another folder\.", capsys.readouterr().err
+    )
