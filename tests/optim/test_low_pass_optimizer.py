@@ -1,5 +1,4 @@
 import copy
-import io
 import pickle
 
 import numpy as np
@@ -12,6 +11,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, butterworth
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.low_pass_optimizer import LowPassOptimizer
+from tests.support.optimizers import assert_same, saved_and_loaded, trajectory
+from tests.support.optimizers import gradients as flat_gradients
 
 STEPS = 30
 SHAPE = (3, 2)  # Muon takes matrices only
@@ -26,10 +27,7 @@ BASES = {
 
 
 def gradients(steps: int = STEPS, seed: int = 0) -> np.ndarray:
-    """White noise on a slow drift, over several scales."""
-    rng = np.random.default_rng(seed)
-    drift = 0.5 * np.sin(np.arange(steps) / 20)[:, None, None]
-    return np.logspace(-3, 0, 6).reshape(SHAPE) * (rng.standard_normal((steps, *SHAPE)) + drift)
+    return flat_gradients(steps, seed=seed).reshape(-1, *SHAPE)
 
 
 def filtered(grads: np.ndarray, low_pass_filter: LowPassFilter) -> np.ndarray:
@@ -41,40 +39,6 @@ def filtered(grads: np.ndarray, low_pass_filter: LowPassFilter) -> np.ndarray:
 
 def parameter(values=((1.0, -2.0), (3.0, 0.5), (-0.25, 0.0)), dtype=torch.float64) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
-
-
-def trajectory(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, grads: np.ndarray) -> np.ndarray:
-    iterates = []
-    for grad in grads:
-        p.grad = torch.tensor(grad, dtype=p.dtype)
-        optimizer.step()
-        iterates.append(p.detach().double().numpy().copy())
-    return np.stack(iterates)
-
-
-def saved_and_loaded(state_dict: dict) -> dict:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def assert_same(left, right) -> None:
-    """The same numbers to the bit, in the same containers and dtypes."""
-    assert type(left) is type(right)
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same(left[key], right[key])
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_same(one, other)
-    elif isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    else:
-        assert left == right
 
 
 class Recorder(torch.optim.Optimizer):

@@ -1,5 +1,4 @@
 import copy
-import io
 import math
 
 import numpy as np
@@ -12,6 +11,7 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTOR_SOURCES
 from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
+from tests.support.optimizers import assert_same, gradients, saved_and_loaded, trajectory
 from tests.support.pairwise import pairwise
 from tests.support.reference import doppler_trajectory, top_directions
 
@@ -19,44 +19,8 @@ BASES = ["sgd", "adam", "adam_bc"]
 STEPS = 40
 
 
-def gradients(steps: int = STEPS, size: int = 6, seed: int = 0) -> np.ndarray:
-    """White noise on a slow drift, over several scales, so that neither the floor nor eps is idle nor alone."""
-    rng = np.random.default_rng(seed)
-    scales = np.logspace(-3, 0, size)
-    return scales * (rng.standard_normal((steps, size)) + 0.5 * np.sin(np.arange(steps) / 20)[:, None])
-
-
 def parameter(values=(1.0, -2.0, 3.0, 0.5, -0.25, 0.0), dtype=torch.float64) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
-
-
-def trajectory(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, grads: np.ndarray) -> np.ndarray:
-    iterates = []
-    for grad in grads:
-        p.grad = torch.tensor(grad, dtype=p.dtype)
-        optimizer.step()
-        iterates.append(p.detach().double().numpy().copy())
-    return np.stack(iterates)
-
-
-def saved_and_loaded(state_dict: dict) -> dict:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def assert_same_state(left: dict, right: dict) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        values, others = (value, right[key]) if isinstance(value, list) else ([value], [right[key]])
-        assert len(values) == len(others)
-        for one, other in zip(values, others, strict=True):
-            if isinstance(one, torch.Tensor):
-                assert one.dtype == other.dtype
-                assert torch.equal(one, other)
-            else:
-                assert one == other
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
@@ -219,9 +183,9 @@ def test_resuming_is_uninterrupted_to_the_bit(base, dtype):
     resumed_p = torch.nn.Parameter(half.detach().clone())
     resumed = optimizer_of(resumed_p)
     resumed.load_state_dict(saved_and_loaded(interrupted.state_dict()))
-    assert_same_state(resumed.state[resumed_p], interrupted.state[half])
+    assert_same(resumed.state[resumed_p], interrupted.state[half])
     np.testing.assert_array_equal(trajectory(resumed, resumed_p, gradients()[17:]), expected[17:])
-    assert_same_state(resumed.state[resumed_p], uninterrupted.state[whole])
+    assert_same(resumed.state[resumed_p], uninterrupted.state[whole])
 
 
 def test_loading_does_not_share_memory_with_the_checkpoint():
@@ -232,7 +196,7 @@ def test_loading_does_not_share_memory_with_the_checkpoint():
     before = copy.deepcopy(checkpoint)
     loading.load_state_dict(checkpoint)
     trajectory(loading, other, gradients(5))
-    assert_same_state(checkpoint["state"][0], before["state"][0])
+    assert_same(checkpoint["state"][0], before["state"][0])
 
 
 def test_state_of_several_groups_is_matched_to_its_parameters():
@@ -249,7 +213,7 @@ def test_state_of_several_groups_is_matched_to_its_parameters():
     loading.load_state_dict(saved_and_loaded(saving.state_dict()))
     assert ps[1] not in loading.state
     for p in (ps[0], ps[2]):
-        assert_same_state(loading.state[p], saving.state[p])
+        assert_same(loading.state[p], saving.state[p])
 
 
 def test_loading_its_own_state_right_after_construction_changes_nothing():
@@ -320,7 +284,7 @@ def test_half_precision_parameters_move_as_their_float32_twins():
     optimizers = [
         DopplerOptimizer([p], 0.1, low_pass_filter=PAPER_FILTERS["f6"], base="adam", weight_decay=0.1) for p in (half, twin)
     ]
-    grads = torch.tensor(gradients(STEPS)).bfloat16()
+    grads = torch.tensor(gradients()).bfloat16()
     for grad in grads:
         half.grad, twin.grad = grad.clone(), grad.float()
         for optimizer in optimizers:

@@ -1,0 +1,47 @@
+"""What the tests of the optimizers share: gradients, a loop over them, and states that were saved."""
+
+import io
+
+import numpy as np
+import torch
+
+
+def gradients(steps: int = 40, size: int = 6, seed: int = 0) -> np.ndarray:
+    """White noise on a slow drift, over several scales, so that neither the floor nor eps is idle nor alone."""
+    rng = np.random.default_rng(seed)
+    scales = np.logspace(-3, 0, size)
+    return scales * (rng.standard_normal((steps, size)) + 0.5 * np.sin(np.arange(steps) / 20)[:, None])
+
+
+def trajectory(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, grads: np.ndarray) -> np.ndarray:
+    iterates = []
+    for grad in grads:
+        p.grad = torch.tensor(grad, dtype=p.dtype)
+        optimizer.step()
+        iterates.append(p.detach().double().numpy().copy())
+    return np.stack(iterates)
+
+
+def saved_and_loaded(state_dict: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same(left, right) -> None:
+    """The same numbers to the bit, in the same containers and dtypes."""
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    elif isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    else:
+        assert left == right
