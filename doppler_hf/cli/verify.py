@@ -26,6 +26,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.record import Claim
+from doppler_hf.privacy.ledger.terms import terms_in_words
 
 # The same code on another machine may add in another order.
 _SAME_VERSIONS_TOLERANCE: Final = 1e-6
@@ -159,20 +160,10 @@ def terms_table(ledger: PrivacyLedger) -> Table:
     end = "closed" if last.is_closed else f"not closed: at least {last.steps_released:,} of them were run"
     table = Table(title="Privacy ledger", show_header=False)
     for row in (
-        ("mechanism", first["mechanism"]),
-        ("neighbouring relation", first["neighbouring_relation"]),
-        ("unit of privacy", statement.unit_in_words),
-        ("units N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
+        *terms_in_words(ledger),
         ("steps planned", f"{statement.steps_planned:,}"),
         ("steps reserved", f"{last.steps_reserved:,}"),
         ("steps counted", f"{ledger.steps_run:,} ({end})"),
-        ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
-        *((f"σ, q of {steps:,} steps", f"{sigma:.6g}, {rate:.6g}") for sigma, rate, steps in ledger.history),
-        ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
-        ("training loss", statement.train_loss_in_words),
-        ("noise source", statement.noise_source),
-        ("δ", f"{statement.target_delta:.4g}"),
-        ("target ε", "none" if statement.target_epsilon is None else f"{statement.target_epsilon:g}"),
         ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),
     ):
         table.add_row(*row)

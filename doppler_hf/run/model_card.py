@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.terms import terms_in_words
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -54,30 +55,13 @@ def privacy_section(ledger: PrivacyLedger) -> str:
 
 
 def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
-    statement, first = ledger.statement, ledger.entries[0]
-    exact = "" if ledger.runs[-1].is_closed else ", counted ahead: the training is not closed"
+    last = ledger.runs[-1]
+    exact = "" if last.is_closed else ", counted ahead: the training is not closed"
     return [
-        ("mechanism", first["mechanism"]),
-        ("neighbouring data sets", first["neighbouring_relation"]),
-        ("unit of privacy", statement.unit_in_words),
-        ("number of units N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
-        ("δ", f"{statement.target_delta:.3g}"),
+        *terms_in_words(ledger),
         *((f"ε by {name}", f"{epsilon:.4g}") for name, epsilon in ledger.epsilons().items()),
-        ("target ε", "none" if statement.target_epsilon is None else f"{statement.target_epsilon:g}"),
-        ("expected batch size B", f"{statement.expected_batch_size:,}"),
-        *(
-            (f"noise multiplier σ, sampling rate q of {steps:,} steps", f"{sigma:.4g}, {rate:.4g}")
-            for sigma, rate, steps in ledger.history
-        ),
-        (
-            "clip norm C",
-            f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})",
-        ),
-        ("training loss", statement.train_loss_in_words),
-        ("noise source", statement.noise_source),
-        ("steps", f"{ledger.steps_run:,} run, {statement.steps_planned:,} planned{exact}"),
-        ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
-        ("software", ", ".join(f"{name} {version}" for name, version in ledger.runs[-1].versions.items())),
+        ("steps", f"{ledger.steps_run:,} run, {ledger.statement.steps_planned:,} planned{exact}"),
+        ("software", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
     ]
 
 

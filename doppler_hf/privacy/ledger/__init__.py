@@ -5,6 +5,7 @@
 - record: runs, steps and claims, from the entries
 - file: the entries on disk
 - chain: the chain of hashes over the entries
+- terms: the terms in words, for `doppler-hf verify` and the model card
 """
 
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME, PrivacyLedger, latest, set_aside

@@ -1,0 +1,25 @@
+"""The terms of a guarantee in words, as `doppler-hf verify` and the model card show them."""
+
+from doppler_hf.privacy.ledger.ledger import PrivacyLedger
+
+
+def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
+    """Return the mechanism and its numbers, each with its name."""
+    statement, first = ledger.statement, ledger.entries[0]
+    return [
+        ("mechanism", first["mechanism"]),
+        ("neighbouring data sets", first["neighbouring_relation"]),
+        ("unit of privacy", statement.unit_in_words),
+        ("number of units N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
+        ("expected batch size B", f"{statement.expected_batch_size:,}"),
+        *(
+            (f"noise multiplier σ, sampling rate q of {steps:,} steps", f"{sigma:.6g}, {rate:.6g}")
+            for sigma, rate, steps in ledger.history
+        ),
+        ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
+        ("training loss", statement.train_loss_in_words),
+        ("noise source", statement.noise_source),
+        ("δ", f"{statement.target_delta:.4g}"),
+        ("target ε", "none" if statement.target_epsilon is None else f"{statement.target_epsilon:g}"),
+        ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
+    ]
