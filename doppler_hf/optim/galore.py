@@ -128,7 +128,9 @@ def renew_basis(
     state |= ({"filter_states": moved} if states else {}) | ({"exp_avg_sq": moved_v} if v is not None else {})
 
 
-def already_filtered(grad: Tensor, tensors: ParameterTensors, coefficients: Coefficients) -> Float[Tensor, "_ _"]:
+def already_filtered(
+    grad: Float[Tensor, "*shape"], tensors: ParameterTensors, coefficients: Coefficients
+) -> Float[Tensor, "*shape"]:
     """Return m_t, which stands in the place of the states where the filter has run ahead of the projection."""
     return tensors.filter_states[0]
 

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any, Final, final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
@@ -251,12 +252,13 @@ class DopplerOptimizer(Optimizer):
         for p, grad, group in stepped:
             state = self._state_of(p, group)
             v, advance = state.get("exp_avg_sq"), self._filter.advance
-            tensors = ParameterTensors(p.detach(), grad, state["filter_states"], v, state.get("products"))
             lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
             if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace
-                tensors, advance = self._in_subspace(tensors, state, group)
+                tensors, advance = self._in_subspace(p, grad, state, group)
                 lifted.append((p, tensors.weight, state["basis"], group["scale"], decay))
                 decay = 1.0
+            else:
+                tensors = ParameterTensors(p.detach(), grad, state["filter_states"], v, state.get("products"))
             state["step"] += 1
             c = self._filter.begin(state, group, noise_std=self.noise_std)  # c_t
             k = 1.0 if v is None else 1 - self.beta2 ** state["step"]  # k_t
@@ -279,11 +281,12 @@ class DopplerOptimizer(Optimizer):
             self._filter.end(group, states, noise_std=self.noise_std)
 
     def _in_subspace(
-        self, tensors: ParameterTensors, state: dict[str, Any], group: dict[str, Any]
+        self, p: Float[Tensor, "m n"], grad: Float[Tensor, "m n"], state: dict[str, Any], group: dict[str, Any]
     ) -> tuple[ParameterTensors, Advance]:
         """Return what a step reads and writes in the subspace, whose basis is found anew now and then, and its filter."""
-        grad = source = tensors.grad.to(state["basis"].dtype)
+        grad = source = grad.to(state["basis"].dtype)
         if self.projector_source == "filtered":
+            tensors = ParameterTensors(p.detach(), grad, state["filter_states"])
             source = self._filter.advance(grad, tensors, self._filter.coefficients(group))
         if state["steps_in_basis"] % group["update_proj_gap"] == 0:
             renew_basis(
