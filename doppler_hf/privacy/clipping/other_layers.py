@@ -172,7 +172,8 @@ class LayerWithoutRule:
         module = self._module
         args, kwargs = pytree.tree_unflatten(list(values), spec)
         if self._sampler is not None and len(args) == len(gradients) == 1 and not kwargs:
-            of_parameters = self._sampler(module, [in_float32(args[0])], in_float32(gradients[0]))
+            inputs = in_float32(args[0]) if is_floating(args[0]) else args[0]
+            of_parameters = self._sampler(module, [inputs], in_float32(gradients[0]))
             return {name: of_parameters[parameter] for name, parameter in trainable_of(module)}
         own = {name: parameter.detach() for name, parameter in trainable_of(module)}
         batched = [index for index, value in enumerate(values) if self._has_batch(value)]
