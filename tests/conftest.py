@@ -6,12 +6,17 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import jaxtyping
 import pytest
 import torch
 
+from tests.support import array_types
 from tests.support.tiny import text_data, tiny_bert
 
 torch.set_num_threads(1)  # The suite runs in several processes.
+
+# Nothing of ours has been imported so far, or it would not be checked.
+jaxtyping.install_import_hook(array_types.CHECKED, "tests.support.array_types.checked")
 
 
 def pytest_collection_finish():
@@ -21,6 +26,14 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def unchecked_arrays():
+    """Leave wrong arrays to what functions themselves refuse, as outside of the tests, where nobody checks types first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

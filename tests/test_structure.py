@@ -7,13 +7,19 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import jaxtyping
+import numpy as np
 import pytest
+import torch
 
 import doppler_hf
 import doppler_hf.filters
 import doppler_hf.optim
 import doppler_hf.privacy
 from doppler_hf.extras import EXTRAS
+from doppler_hf.filters import PAPER_FILTERS, signal_to_noise_ratio
+from doppler_hf.optim.low_pass import low_pass
+from tests.support.array_types import CHECKED, TOO_BUSY
 
 PACKAGE = Path(doppler_hf.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -118,6 +124,28 @@ def test_every_permission_is_used():
         idle = [name for name in ours.split() if not any(is_in(each, [f"doppler_hf.{name}"]) for each in names)]
         idle += [name for name in others.split() if not any(is_in(each, [name]) for each in names)]
         assert not idle, f"nothing in {room} imports {', '.join(idle)}"
+
+
+def test_types_of_arrays_are_checked_wherever_they_are_annotated():
+    assert {*CHECKED, *TOO_BUSY} <= FILES.keys()
+    annotating = {name for name, path in FILES.items() if any(is_in(other, ["jaxtyping"]) for other in imported(path))}
+    assert {name for name in annotating if not is_in(name, CHECKED)} == set(TOO_BUSY)
+    idle = [name for name in CHECKED if not any(is_in(module, [name]) for module in annotating)]
+    assert not idle, f"nothing in {', '.join(idle)} annotates arrays"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: signal_to_noise_ratio(PAPER_FILTERS["none"], np.ones((2, 2))),
+        lambda: signal_to_noise_ratio(PAPER_FILTERS["none"], np.ones(2, dtype=int)),
+        lambda: low_pass(torch.ones(2), [torch.ones(3)], b=(0.5,), a=(1.0, -0.5)),
+    ],
+    ids=["dimensions", "dtype", "sizes"],
+)
+def test_arrays_of_other_types_than_annotated_are_seen(call):
+    with pytest.raises(jaxtyping.TypeCheckError):
+        call()
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=str)

@@ -317,6 +317,7 @@ def test_less_delta_and_less_confidence_show_more(bound):
     assert bound(scores, included, delta=1e-5) == by_confidence[1]
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -135,6 +135,7 @@ def test_optimal_fir_is_proportional():
     assert low_pass_filter == LowPassFilter(b=(0.5, 0.25, 0.0, 0.25))
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize(
     ("call", "message"),
     [

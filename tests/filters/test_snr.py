@@ -106,6 +106,7 @@ def test_constant_signals_are_where_both_agree():
     np.testing.assert_allclose(optimal_fir(c).b, optimal_fir(c, objective="snr").b, rtol=1e-12, atol=0)
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize(
     ("autocorrelation", "message"),
     [

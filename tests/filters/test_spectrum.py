@@ -109,6 +109,7 @@ def test_lags_that_do_not_exist_are_refused(max_lag):
         autocorrelation(SERIES, max_lag)
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 def test_what_is_no_series_is_refused():
     with pytest.raises(ValueError, match=r"series must have shape .* got \(45,\)"):
         autocorrelation(SERIES[:, 0])
@@ -188,6 +189,7 @@ def test_without_noise_all_is_signal():
     assert estimate_power(np.array([4.0]), noise_std=0.0, dimension=3).snr == math.inf
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

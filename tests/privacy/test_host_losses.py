@@ -258,6 +258,7 @@ def test_labels_are_needed(tmp_path):
         trainer_of(tmp_path, model).compute_per_sample_loss(model, inputs)
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 def test_one_label_an_example_is_refused_where_one_a_token_is_needed(tmp_path):
     model = MODELS["token_classification"][0]()
     inputs = pad_tokens(token_rows("token_classification")) | {"labels": torch.zeros(3, dtype=torch.long)}

@@ -143,6 +143,7 @@ def test_contiguous_float32_logits_are_read_in_place(shift, monkeypatch):
     assert [x.data_ptr() for x in read] == [logits.data_ptr()]
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [

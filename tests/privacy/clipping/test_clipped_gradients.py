@@ -317,6 +317,7 @@ def test_a_layer_that_sees_flattened_rows_is_refused():
             lambda m: m(torch.randn(4, 2, 3)))  # fmt: skip
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 def test_losses_must_be_one_per_example():
     model = nn.Sequential(nn.Linear(3, 1))
     refused(model, r"shape \(batch,\), one per example, got \(4, 1\)", lambda m: m(torch.randn(4, 3)))

@@ -295,6 +295,7 @@ def test_no_losses_change_nothing(name):
         assert clipped.num_non_finite == 0
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 def test_losses_must_be_one_per_example():
     model = build("vit")
     losses = of_model(model)

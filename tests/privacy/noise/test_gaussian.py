@@ -2,7 +2,6 @@
 
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
 import scipy.stats
@@ -15,14 +14,6 @@ from doppler_hf.privacy.noise.gaussian import add_gaussian_noise, box_muller, no
 PIECE = module._PIECE["cpu"]  # normals made at a time
 WAYS = [(make, safe) for make in (SecretBits, RekeyedBits) for safe in (False, True)]
 IDS = ["csprng", "csprng, safe", "philox", "philox, safe"]
-
-
-@pytest.fixture
-def unchecked():
-    """Arguments as outside of the tests, where nobody checks their types first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def normals(count, stream=None, std=1.0, dtype=torch.float32, safe=False):
@@ -197,7 +188,6 @@ def test_streams_by_name():
     assert type(noise_stream("csprng", seed=1)) is type(noise_stream("philox", seed=0)) is ReproducibleBits
 
 
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("function", [noise_stream, noise_source])
 def test_an_unknown_generator_is_refused(function, seed):

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 
-import jaxtyping
 import numpy as np
 import pytest
 import scipy.stats
@@ -122,12 +121,8 @@ def test_the_generator_is_the_one_that_is_asked_for(generator, kind):
 
 
 def test_an_unknown_generator_is_refused():
-    jaxtyping.config.update("jaxtyping_disable", True)  # as outside of the tests, where nobody checks types first
-    try:
-        with pytest.raises(ValueError, match="must be one of csprng, philox, got 'mt19937'"):
-            gaussian(generator="mt19937")
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    with pytest.raises(ValueError, match="must be one of csprng, philox, got 'mt19937'"):
+        gaussian(generator="mt19937")
 
 
 # --- what is secret -------------------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""What checks the types of arrays while the tests run: shapes and dtypes, as the annotations of jaxtyping say.
+
+All else that a function takes is left to mypy and to the function's own messages: tests pass it wrong numbers and words on
+purpose.
+"""
+
+from typing import get_args
+
+import numpy as np
+from beartype import BeartypeConf, beartype
+from jaxtyping import AbstractArray
+from torch import Tensor
+
+# Packages with all that is in them, and modules.
+CHECKED = (
+    "doppler_hf.audit",
+    "doppler_hf.filters",
+    "doppler_hf.optim.adaptive_fir",
+    "doppler_hf.optim.galore",
+    "doppler_hf.optim.low_pass",
+    "doppler_hf.optim.low_pass_optimizer",
+    "doppler_hf.optim.rounding",
+    "doppler_hf.optim.weight_filter",
+    "doppler_hf.privacy.batching",
+    "doppler_hf.privacy.bits",
+    "doppler_hf.privacy.clipping.clipped_gradients",
+    "doppler_hf.privacy.clipping.factored",
+    "doppler_hf.privacy.clipping.self_check",
+    "doppler_hf.privacy.losses",
+    "doppler_hf.privacy.noise",
+    "doppler_hf.run",
+    "doppler_hf.trainer",
+    "doppler_hf.workloads",
+)
+# What is called for every parameter or layer of every step: a check is some 40 µs, and there are a million in the suite.
+TOO_BUSY = (
+    "doppler_hf.linalg",
+    "doppler_hf.optim.filter_stage",
+    "doppler_hf.optim.one_pass",
+    "doppler_hf.optim.optimizer",
+    "doppler_hf.privacy.clipping.engine",
+)
+
+ARRAYS = (AbstractArray, Tensor, np.ndarray)
+# As everywhere in Python's typing, an int is a float.
+BEARTYPE = beartype(conf=BeartypeConf(is_pep484_tower=True))
+
+
+def checked(function):
+    """Return the function with a check of those annotations that name arrays."""
+    hints = function.__annotations__
+    function.__annotations__ = {name: hint for name, hint in hints.items() if names_arrays(hint)}
+    return BEARTYPE(function)
+
+
+def names_arrays(hint):
+    return (isinstance(hint, type) and issubclass(hint, ARRAYS)) or any(map(names_arrays, get_args(hint)))
