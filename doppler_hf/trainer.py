@@ -142,9 +142,8 @@ class DopplerTrainer(Trainer):
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
         checks.refuse_seeded_collator(self.data_collator)
-        dataset, collator = self.train_dataset, self.data_collator
-        if self.args.privacy_unit_column is not None:
-            dataset = dataset.remove_columns(self.args.privacy_unit_column)
+        dataset, collator, unit = self.train_dataset, self.data_collator, self.args.privacy_unit_column
+        dataset = dataset if unit is None else dataset.remove_columns(unit)
         # The first two helpers that the host's `_get_dataloader` calls.
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -194,22 +193,19 @@ class DopplerTrainer(Trainer):
             num_items_in_batch: Without effect.
 
         Returns:
-            The mean loss of the piece divided by the number of pieces, so that a step's sum is a mean, as in the host. It is
-            0 if the loss is not reported raw, except for the last piece, if it is private: the step's private mean loss.
+            The piece's share of the step's mean loss, as in the host, if it is reported raw. Otherwise 0, but for the last
+            piece the step's private mean loss, if there is one.
         """
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        run, optimizer, step, piece = self.private_run, self._doppler_optimizer, self.state.global_step, []
+        run, piece = self.private_run, []
         for micro_batch in inputs:
             losses = self._losses(self._prepare_inputs(micro_batch.inputs))
             run.add(losses, size=micro_batch.size, weight=micro_batch.weight)
             piece.append(losses.detach())
-        private_loss = None
-        if run.end_piece():  # Counted here: accelerate's own flag is every callback's to change.
-            assert optimizer is not None
-            optimizer.noise_std = run.mechanism.noise_std(step)
-            private_loss = run.privatize(dict(self.model.named_parameters()), step=step, subspaces=optimizer.subspaces())
+        assert self._doppler_optimizer is not None
+        private_loss = run.end_piece(self.model, self._doppler_optimizer, step=self.state.global_step)
         if piece and run.statement.train_loss == "raw":
             return torch.cat(piece).float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss

@@ -3,8 +3,7 @@
 - private_run: the run, whose parts are opened and closed together
 - plan: every number of the mechanism, computed once
 - engine: the self-check, the engine of per-sample gradients, and its first pass
-- optimizer: the optimizer of the arguments
-- filter_choice: the filter that the arguments name, or that is chosen for the run
+- optimizer: the optimizer of the arguments, with the filter that they name or that is chosen for the run
 - ledger_callback: the ledger during training, and the guard of the budget
 - summary: the table at the start
 - weight_filter_callback: the filter on the weights, and its part of a checkpoint

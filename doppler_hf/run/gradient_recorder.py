@@ -9,21 +9,17 @@ have no noise, and void the guarantee of the run.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 import scipy.signal
 from jaxtyping import Float, Float64
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.filters import LowPassFilter, corrected_output, estimate_power, step_response
 from doppler_hf.run.projection import KINDS, TABLE_WIDTH, Kind, Projection
 from doppler_hf.training_args import DopplerTrainingArguments
-
-RAW_ON_SEVERAL_PROCESSES: Final = (
-    "record_raw must run on one process, got {}, each of which would have a part of the sum. Record on one process."
-)
 
 
 @final
@@ -126,9 +122,7 @@ class GradientRecorder(TrainerCallback):
             recorder._raw = list(file["raw"])
         return recorder
 
-    def on_train_begin(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: DopplerTrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a recording of this run's gradients, or refuse the run."""
         if args.disable_dp:
             raise ValueError("GradientRecorder records private gradients, and disable_dp=True has none. Leave one out.")
@@ -138,7 +132,10 @@ class GradientRecorder(TrainerCallback):
                 "without it."
             )
         if self.record_raw and args.world_size > 1:
-            raise ValueError(RAW_ON_SEVERAL_PROCESSES.format(args.world_size))
+            raise ValueError(
+                f"record_raw must run on one process, got {args.world_size}, each of which would have a part of the sum. "
+                "Record on one process."
+            )
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         if not isinstance(optimizer.low_pass_filter, LowPassFilter):
@@ -172,9 +169,7 @@ class GradientRecorder(TrainerCallback):
         assert self._projection is not None, "the recorder is not part of a run"
         self._raw.append(self._projection([sums[name] for name in self._parameters]) / expected_batch_size)
 
-    def on_pre_optimizer_step(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Record the private gradient, just before the optimizer reads it."""
         if state.is_world_process_zero:
             gradients = [p.grad for p in self._parameters.values()]

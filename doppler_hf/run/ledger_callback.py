@@ -14,8 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
-from doppler_hf.run.filter_choice import filter_in_words
-from doppler_hf.run.optimizer import optimizer_in_words
+from doppler_hf.run.optimizer import filter_in_words, optimizer_in_words
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -25,7 +24,7 @@ class PrivacyCallback(TrainerCallback):
     """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget.
 
     Args:
-        current_run: A function that returns the run; it is called when training begins.
+        current_run: A function that returns the run.
 
     Attributes:
         filter_words: The filter, in one line; empty before training.
@@ -34,7 +33,6 @@ class PrivacyCallback(TrainerCallback):
 
     def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
         self._current_run = current_run
-        self._run: PrivateRun | None = None
         self.filter_words = ""
         self.ledger: PrivacyLedger | None = None
 
@@ -66,14 +64,11 @@ class PrivacyCallback(TrainerCallback):
             raise outcome
         return outcome
 
-    def on_train_begin(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the ledger, or continue that of an earlier run, and print the summary."""
         run, step = self._current_run(), state.global_step
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger = run.begin(step=step)
-        self._run = run
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         self.filter_words = filter_in_words(args, kwargs["optimizer"].optimizer.low_pass_filter)
         if state.is_world_process_zero:
@@ -98,33 +93,24 @@ class PrivacyCallback(TrainerCallback):
                     "run count. Training will stop there."
                 )
 
-    def on_epoch_begin(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Set the sampler's epoch."""
-        assert self._run is not None
-        sampler = self._run.sampler
+        sampler = self._current_run().sampler
         sampler.set_epoch(state.global_step // sampler.steps_per_epoch)
 
-    def on_step_begin(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps, on disk before the first of them is computed.
 
         Another process may be ahead of the file in its own computation, but nothing is released until process 0 has
         reduced its own sum with it.
         """
-        assert self._run is not None
-        ledger = self._run.count_ahead()
+        ledger = self._current_run().count_ahead()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)
 
-    def on_pre_optimizer_step(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the release of the private gradient, which callbacks can read from here on."""
-        assert self._run is not None
-        self._run.count_release()
+        self._current_run().count_release()
 
     def save_beside_model(
         self, folder: str, args: DopplerTrainingArguments, state: TrainerState, *, is_checkpoint: bool
@@ -150,21 +136,16 @@ class PrivacyCallback(TrainerCallback):
         # Without a ledger nobody knows what the model's training has spent: it may have been loaded.
         if self.ledger is not None and any(name.startswith("eval_") for name in logs):
             logs["epsilon"] = self.epsilon()
-        if self._run is not None and self._run.statement.train_loss == "none":  # zeros
+        if self.ledger is not None and self.ledger.statement.train_loss == "none":  # zeros
             logs.pop("loss", None)
             logs.pop("train_loss", None)
 
-    def on_step_end(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop if the next step would exceed the budget."""
-        assert self._run is not None
-        if self._run.affordable_steps <= 0 and state.global_step < state.max_steps:
+        if self._current_run().affordable_steps <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
 
-    def on_train_end(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""
         if self.ledger is not None and state.is_world_process_zero:
             self.ledger.close()

@@ -96,10 +96,7 @@ def calibrated(
     assert args.target_epsilon is not None
     # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
     if spent and (before := get_total_epsilon(spent, delta=delta, accountant=args.accountant)) > 0.99 * args.target_epsilon:
-        raise ValueError(
-            f"The privacy budget is spent: ε = {before:.4g} of target_epsilon = {args.target_epsilon}. Raise target_epsilon "
-            "to continue."
-        )
+        raise budget_spent(before, target=args.target_epsilon)
     return get_noise_multiplier(
         target_epsilon=args.target_epsilon,
         target_delta=delta,
@@ -107,4 +104,11 @@ def calibrated(
         steps=steps,
         accountant=args.accountant,
         spent=spent,
+    )
+
+
+def budget_spent(epsilon: float, *, target: float | None) -> ValueError:
+    """Return the error of a run for which too little of its budget is left."""
+    return ValueError(
+        f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {target}. Raise target_epsilon to continue."
     )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, lengths_of, units_of
@@ -25,7 +26,7 @@ from doppler_hf.privacy.generators import fill_worker, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.engine import attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
-from doppler_hf.run.plan import planned_statement
+from doppler_hf.run.plan import budget_spent, planned_statement
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -33,8 +34,9 @@ from doppler_hf.training_args import DopplerTrainingArguments
 class PrivateRun:
     """Statement, sampler, mechanism, engine and ledger of one private training.
 
-    In the order of use: `attach` the engine to the model, `begin` the ledger, then for every step `add` each micro-batch
-    and `privatize`. A `with` statement around all of it takes the engine off the model and ends the mechanism.
+    In the order of use: `attach` the engine to the model, `begin` the ledger, then for every step `begin_draw`, and for each
+    of its pieces `add` the micro-batches and `end_piece`. A `with` statement around all of it takes the engine off the
+    model and ends the mechanism.
 
     Args:
         args: The arguments.
@@ -82,7 +84,7 @@ class PrivateRun:
             max_examples_per_unit=args.max_examples_per_unit,
             seed=args.noise_seed,
         )
-        state = None if checkpoint is None else Path(checkpoint) / TRAINER_STATE_NAME
+        state = Path(checkpoint or "") / TRAINER_STATE_NAME
         self.statement = planned_statement(
             args,
             sampler=self.sampler,
@@ -91,12 +93,13 @@ class PrivateRun:
             ),
             records_raw=bool(self._raw_recorders),
             earlier=earlier,
-            first_step=TrainerState.load_from_json(str(state)).global_step if state is not None and state.exists() else 0,
+            first_step=TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0,
         )
-        # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
-        ahead = args.device.type != "cpu"
         self.mechanism: Mechanism = self._gaussian(
-            self.statement.noise_multiplier, args.per_sample_max_grad_norm, draw_ahead=ahead
+            self.statement.noise_multiplier,
+            args.per_sample_max_grad_norm,
+            # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
+            draw_ahead=args.device.type != "cpu",
         )
         self._private_loss: PrivateLoss | None = None
         if self.statement.loss_noise_multiplier is not None:
@@ -215,10 +218,7 @@ class PrivateRun:
         remaining = statement.steps_planned - step
         affordable = ledger.affordable_steps(remaining)
         if remaining > 0 and affordable == 0:
-            raise ValueError(
-                f"The privacy budget is spent: ε = {ledger.epsilon():.4g} of target_epsilon = {statement.target_epsilon}. "
-                "Raise target_epsilon to continue."
-            )
+            raise budget_spent(ledger.epsilon(), target=statement.target_epsilon)
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger
 
@@ -257,12 +257,6 @@ class PrivateRun:
             self._private_loss.reset()
         self._pieces_left = pieces
 
-    def end_piece(self) -> bool:
-        """Count a piece of the draw as added, and return whether it was the last one."""
-        assert self._pieces_left > 0, "a piece of no draw was added"
-        self._pieces_left -= 1
-        return self._pieces_left == 0
-
     def add(self, losses: Float[Tensor, " batch"], *, size: int, weight: float) -> None:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw.
 
@@ -286,26 +280,31 @@ class PrivateRun:
         if self._private_loss is not None:
             self._private_loss.add(losses.detach(), weights=weights)
 
-    def privatize(
-        self, parameters: Mapping[str, nn.Parameter], *, step: int, subspaces: Mapping[Tensor, Float[Tensor, "..."]]
-    ) -> Float[Tensor, ""] | None:
-        """Turn the sum of the draw into the private gradient in `p.grad`, and begin the next draw.
+    def end_piece(self, model: nn.Module, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
+        """Count a piece of the draw as added; after the last one, turn the sum into the private gradient in `p.grad`.
 
         Args:
-            parameters: The model's parameters by name.
+            model: The model, without wrappers.
+            optimizer: Its optimizer, which is told the size of the noise.
             step: Optimizer step, counted from 0.
-            subspaces: Parameter → P, if the optimizer reads only the projection of its gradient.
 
         Returns:
-            The private training loss of the step, or None if there is none.
+            The private training loss of the step, or None if there is none, or not yet.
         """
+        assert self._pieces_left > 0, "a piece of no draw was added"
+        # Counted here: accelerate's own flag is every callback's to change.
+        self._pieces_left -= 1
+        if self._pieces_left > 0:
+            return None
         assert self._clipped is not None
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.
             recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
         # A gradient that the optimizer reads in a subspace only needs no more noise than that has coordinates. The
         # subspaces are computed from the gradients of earlier steps, which are private.
+        parameters, subspaces = dict(model.named_parameters()), optimizer.subspaces()
         bases = {name: subspaces[parameter] for name, parameter in parameters.items() if parameter in subspaces}
         for name, gradient in self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases).items():
             parameters[name].grad = gradient.to(parameters[name].dtype)
+        optimizer.noise_std = self.mechanism.noise_std(step)
         self._clipped.reset()
         return None if self._private_loss is None else self._private_loss.release(step=step)

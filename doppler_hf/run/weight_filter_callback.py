@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import WeightFilter
@@ -40,9 +40,7 @@ class WeightFilterCallback(TrainerCallback):
         """Put the filtered weights into the model for the duration of the block. Outside of training nothing changes."""
         return contextlib.nullcontext() if self._weights is None else self._weights.applied()
 
-    def on_train_begin(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin with the weights of the model, or continue with those of the checkpoint.
 
         Raises:
@@ -55,16 +53,13 @@ class WeightFilterCallback(TrainerCallback):
             path = Path(self.checkpoint) / WEIGHT_FILTER_NAME
             if not path.exists():
                 raise ValueError(
-                    f"There is no {WEIGHT_FILTER_NAME} in {self.checkpoint}, so the raw weights are unknown with which "
-                    "training would continue. Resume without a weight filter if that run had none, or from another "
-                    "checkpoint."
+                    f"There is no {WEIGHT_FILTER_NAME} in {self.checkpoint}, so the raw weights are unknown. Resume without "
+                    "a weight filter if that run had none, or from another checkpoint."
                 )
             weights.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         self._weights = weights
 
-    def on_step_end(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the filter with the new weights."""
         if self._weights is not None:
             self._weights.update()
@@ -74,9 +69,7 @@ class WeightFilterCallback(TrainerCallback):
         if self._weights is not None and args.should_save and not args.save_only_model:
             torch.save(self._weights.state_dict(), Path(folder) / WEIGHT_FILTER_NAME)
 
-    def on_train_end(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Leave the filtered weights in the model: the last ones, or the best checkpoint's, loaded by the host."""
         if self._weights is None:
             return

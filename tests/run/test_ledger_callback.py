@@ -86,7 +86,7 @@ def callback_of_a_run(tmp_path, ledger, *, affordable_steps):
     run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8)
     callback = PrivacyCallback(lambda: run)
     run.ledger = callback.ledger = ledger
-    run.affordable_steps, callback._run = affordable_steps, run
+    run.affordable_steps = affordable_steps
     return callback
 
 

@@ -6,7 +6,7 @@ import torch
 from doppler_hf.filters import LowPassFilter, auto_filter
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.privacy import PoissonSampler
-from doppler_hf.run.filter_choice import chosen_filter, filter_in_words, learning_rates_of
+from doppler_hf.run.optimizer import chosen_filter, filter_in_words, learning_rates_of
 from doppler_hf.run.plan import planned_statement
 from tests.support.trainers import Recorder, arguments, trainer_of
 
