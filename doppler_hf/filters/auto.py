@@ -24,11 +24,11 @@ are conventions. D enters with their power of 2/3, and is never more than T/50.
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Final
 
-from doppler_hf.filters.design import PAPER_FILTERS, butterworth
+from doppler_hf.filters.design import PAPER_FILTERS, butterworth, positive_integer
 from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.spectrum import check_noise
 
 # The share of the way of the weights after which the gradient is taken to have turned by its own length.
 TURN_SHARE: Final = 0.1
@@ -72,11 +72,8 @@ def auto_filter(
         >>> print(auto_filter(steps=1000, noise_std=0.0, max_grad_norm=1.0, dimension=1_000_000))
         none
     """
-    for name, count in (("steps", steps), ("dimension", dimension)):
-        if not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {count}.")
-    if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
+    steps, dimension = positive_integer("steps", steps), positive_integer("dimension", dimension)
+    check_noise(noise_std)
     if not 0 < max_grad_norm < math.inf:
         raise ValueError(f"max_grad_norm must be positive and finite, got {max_grad_norm}.")
     noise_to_signal = dimension * (noise_std / max_grad_norm) ** 2

@@ -11,14 +11,13 @@ from 0.02 to 0.98 none rings that low with up to 10 dB, but with 20 dB some do f
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import scipy.signal
-from numpy.typing import NDArray
 
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
@@ -49,10 +48,7 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
     Source:
         `scipy.signal.butter`. The paper's own filters are listed in `PAPER_FILTERS`.
     """
-    order, cutoff = _positive_integer("order", order), _cutoff(cutoff)
-    return _designed(
-        f"butterworth:order={order},cutoff={cutoff!r}", scipy.signal.butter(order, cutoff, output="zpk"), cutoff
-    )
+    return _designed("butterworth", scipy.signal.butter, order, cutoff)
 
 
 def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
@@ -78,13 +74,8 @@ def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
     Source:
         `scipy.signal.cheby1`. The paper's own filters are listed in `PAPER_FILTERS`.
     """
-    order, cutoff = _positive_integer("order", order), _cutoff(cutoff)
     ripple_db = _decibels("ripple_db", ripple_db, "Use butterworth for no ripple")
-    return _designed(
-        f"chebyshev1:order={order},cutoff={cutoff!r},ripple_db={ripple_db!r}",
-        scipy.signal.cheby1(order, ripple_db, cutoff, output="zpk"),
-        cutoff,
-    )
+    return _designed("chebyshev1", scipy.signal.cheby1, order, cutoff, ripple_db=ripple_db)
 
 
 def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilter:
@@ -110,13 +101,8 @@ def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilte
     Source:
         `scipy.signal.cheby2`.
     """
-    order, cutoff = _positive_integer("order", order), _cutoff(cutoff)
     attenuation_db = _decibels("attenuation_db", attenuation_db, "Give 20 for a tenth of the amplitude")
-    return _designed(
-        f"chebyshev2:order={order},cutoff={cutoff!r},attenuation_db={attenuation_db!r}",
-        scipy.signal.cheby2(order, attenuation_db, cutoff, output="zpk"),
-        cutoff,
-    )
+    return _designed("chebyshev2", scipy.signal.cheby2, order, cutoff, attenuation_db=attenuation_db)
 
 
 def momentum(beta: float) -> LowPassFilter:
@@ -162,7 +148,7 @@ def moving_average(taps: int) -> LowPassFilter:
         >>> moving_average(2)
         LowPassFilter(b=(0.5, 0.5), a=(1.0,))
     """
-    taps = _positive_integer("taps", taps)
+    taps = positive_integer("taps", taps)
     return _named(f"moving-average:taps={taps}", LowPassFilter(b=(1 / taps,) * taps))
 
 
@@ -198,16 +184,11 @@ def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPas
     return LowPassFilter(b=tuple(float(value) / sum_b * sum_a for value in b), a=tuple(value / a[0] for value in a))
 
 
-def _positive_integer(name: str, value: int) -> int:
+def positive_integer(name: str, value: int) -> int:
+    """Return a number that must be one."""
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value}.")
     return int(value)
-
-
-def _cutoff(cutoff: float) -> float:
-    if not (isinstance(cutoff, Real) and 0 < cutoff < 1):
-        raise ValueError(f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
-    return float(cutoff)
 
 
 def _decibels(name: str, value: float, hint: str) -> float:
@@ -221,8 +202,14 @@ def _named(name: str, low_pass_filter: LowPassFilter) -> LowPassFilter:
     return low_pass_filter
 
 
-def _designed(name: str, zpk: tuple[NDArray[np.complex128], NDArray[np.complex128], float], cutoff: float) -> LowPassFilter:
-    """Rescale to unit gain at frequency zero, and refuse coefficients that no longer have the design's shape."""
+def _designed(kind: str, design: Callable[..., Any], order: int, cutoff: float, **decibels: float) -> LowPassFilter:
+    """Design with SciPy, at unit gain at frequency zero, and refuse coefficients that no longer have the design's shape."""
+    order = positive_integer("order", order)
+    if not (isinstance(cutoff, Real) and 0 < cutoff < 1):
+        raise ValueError(f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
+    zpk = design(order, *decibels.values(), float(cutoff), output="zpk")
+    values = {"order": order, "cutoff": float(cutoff), **decibels}
+    name = f"{kind}:{','.join(f'{key}={value!r}' for key, value in values.items())}"
     b, a = scipy.signal.zpk2tf(*zpk)
     b = b * (math.fsum(a) / math.fsum(b))
     low_pass_filter = _named(name, LowPassFilter(b=tuple(b), a=tuple(a)))

@@ -27,6 +27,7 @@ from doppler_hf.filters.best import Objective
 from doppler_hf.filters.design import from_coefficients
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.snr import check_autocorrelation
+from doppler_hf.filters.spectrum import check_noise, checked
 
 Estimator = Literal["unbiased", "paper"]
 
@@ -95,18 +96,12 @@ def estimate_autocorrelation(
     Source:
         DOPPLER, Section 5.3, *Optimal FIR filter*.
     """
-    gradients = np.asarray(gradients, dtype=np.float64)
-    if gradients.ndim != 2 or not gradients.size:
-        raise ValueError(f"gradients must have shape (steps, dimension), neither of them 0, got {gradients.shape}.")
-    if not np.isfinite(gradients).all():
-        raise ValueError(
-            f"gradients must be finite, got NaN or infinity at step {np.argmin(np.isfinite(gradients).all(axis=1))}."
-        )
+    gradients = checked(gradients, name="gradients")
     steps, dimension = gradients.shape
     taps = steps if taps is None else taps
     if not isinstance(taps, int | np.integer) or not 1 <= taps <= steps:
         raise ValueError(f"taps must be an integer from 1 to the {steps} gradients, got {taps}.")
-    _check_noise(noise_std)
+    check_noise(noise_std)
     products = [np.einsum("td,td->t", gradients[lag:], gradients[: steps - lag]) for lag in range(taps)]
     if estimator == "unbiased":
         means = np.array([product.mean() for product in products])
@@ -143,7 +138,7 @@ def autocorrelation_from_products(
         array([0.5 , 0.25])
     """
     check_autocorrelation(products)
-    _check_noise(noise_std)
+    check_noise(noise_std)
     if dimension < 1 or steps < 1:
         raise ValueError(f"dimension and steps must be at least 1, got {dimension} and {steps}.")
     power = max(float(products[0]) - dimension * noise_std**2, noise_std**2 * math.sqrt(2 * dimension / steps))
@@ -188,7 +183,7 @@ def autocorrelation_standard_error(
         array([0.    , 0.0087])
     """
     check_autocorrelation(autocorrelation)
-    _check_noise(noise_std)
+    check_noise(noise_std)
     if not 0 < signal_power < math.inf:
         raise ValueError(f"signal_power must be positive and finite, got {signal_power}.")
     if len(autocorrelation) > steps:
@@ -200,8 +195,3 @@ def autocorrelation_standard_error(
     error = np.sqrt(of_noise + of_both) / (2 * signal_power)
     error[0] = 0.0
     return np.asarray(error)
-
-
-def _check_noise(noise_std: float) -> None:
-    if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")

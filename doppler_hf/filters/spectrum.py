@@ -71,7 +71,7 @@ def autocorrelation(
         >>> autocorrelation(np.array([[1.0], [1.0], [-1.0]]), 1)
         array([1., 0.])
     """
-    series = _checked(series)
+    series = checked(series)
     steps = len(series)
     max_lag = steps - 1 if max_lag is None else max_lag
     if not isinstance(max_lag, int | np.integer) or not 0 <= max_lag < steps:
@@ -108,7 +108,7 @@ def power_spectral_density(
     Source:
         DOPPLER, Section 3 and Appendix A; `scipy.signal.welch`.
     """
-    series = _checked(series)
+    series = checked(series)
     steps = len(series)
     if method == "autocorrelation":
         if segment is not None:
@@ -153,7 +153,7 @@ def corrected_output(
     Source:
         DOPPLER, Algorithm 1, lines 6-8.
     """
-    series = _checked(series)
+    series = checked(series)
     return scipy.signal.lfilter(filter.b, filter.a, series, axis=0) / step_response(filter, len(series))[:, None]
 
 
@@ -219,8 +219,7 @@ def estimate_power(
     for square in square_norms:
         if not 0 <= square < math.inf:
             raise ValueError(f"square_norms must be finite and at least 0, got {square}.")
-    if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
+    check_noise(noise_std)
     if dimension < 1 or first_step < 0:
         raise ValueError(f"dimension must be at least 1 and first_step at least 0, got {dimension} and {first_step}.")
     steps = len(square_norms)
@@ -258,7 +257,7 @@ def measure_noise_gain(
         >>> measure_noise_gain(np.array([[1.0, -1.0]]), np.array([[0.5, -0.5]]))
         (0.25, 0.0)
     """
-    after, before = (np.sum(_checked(series) ** 2, axis=0) for series in (filtered, noise))
+    after, before = (np.sum(checked(series) ** 2, axis=0) for series in (filtered, noise))
     if len(before) < 2 or not before.any():
         raise ValueError(
             f"noise must have power in two coordinates or more, got shape {noise.shape} and power {before.sum()}."
@@ -277,10 +276,17 @@ def _output_correlation(filter: LowPassFilter, lags: int) -> Float64[np.ndarray,
     return correlation / correlation[0]
 
 
-def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, "steps dimension"]:
+def checked(series: Float[np.ndarray, "steps dimension"], *, name: str = "series") -> Float64[np.ndarray, "steps dimension"]:
+    """Return a series in float64, and refuse what is no series of finite numbers."""
     series = np.asarray(series, dtype=np.float64)
     if series.ndim != 2 or not series.size:
-        raise ValueError(f"series must have shape (steps, dimension), neither of them 0, got {series.shape}.")
+        raise ValueError(f"{name} must have shape (steps, dimension), neither of them 0, got {series.shape}.")
     if not np.isfinite(series).all():
-        raise ValueError(f"series must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.")
+        raise ValueError(f"{name} must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.")
     return series
+
+
+def check_noise(noise_std: float) -> None:
+    """Refuse what is no standard deviation."""
+    if not 0 <= noise_std < math.inf:
+        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
