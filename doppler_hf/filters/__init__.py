@@ -32,13 +32,7 @@ from doppler_hf.filters.fir import (
 )
 from doppler_hf.filters.grammar import parse_name
 from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
-from doppler_hf.filters.response import (
-    frequency_response,
-    group_delay,
-    impulse_response,
-    noise_gain,
-    step_response,
-)
+from doppler_hf.filters.response import frequency_response, group_delay, impulse_response, noise_gain, step_response
 from doppler_hf.filters.snr import convergence_noise_factor, signal_to_noise_ratio
 from doppler_hf.filters.spectrum import (
     PowerEstimate,

@@ -41,12 +41,7 @@ MIN_DELAY: Final = 0.5
 
 
 def auto_filter(
-    *,
-    steps: int,
-    noise_std: float,
-    max_grad_norm: float,
-    dimension: int,
-    learning_rates: Sequence[float] | None = None,
+    *, steps: int, noise_std: float, max_grad_norm: float, dimension: int, learning_rates: Sequence[float] | None = None
 ) -> LowPassFilter:
     r"""Pick a filter from what is known before a run: the delay D that minimizes (D/τ_s)² + R/(2D+1), at most steps/50.
 

@@ -9,14 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from doppler_hf.filters.design import (
-    PAPER_FILTERS,
-    butterworth,
-    chebyshev1,
-    chebyshev2,
-    momentum,
-    moving_average,
-)
+from doppler_hf.filters.design import PAPER_FILTERS, butterworth, chebyshev1, chebyshev2, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
 COEFFICIENTS: Final = "b=b0,b1,...;a=1,a1,... (';a=...' may be left out)"

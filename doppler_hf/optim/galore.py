@@ -43,11 +43,7 @@ def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
 
 
 def find_basis(
-    matrix: Float[Tensor, "m n"],
-    rank: int,
-    *,
-    projector: Projector,
-    previous: Float[Tensor, "short r"] | None = None,
+    matrix: Float[Tensor, "m n"], rank: int, *, projector: Projector, previous: Float[Tensor, "short r"] | None = None
 ) -> Float[Tensor, "short r"]:
     r"""Return orthonormal directions of the shorter side that hold much of a matrix.
 

@@ -23,11 +23,7 @@ from doppler_hf.linalg import in_float32
 
 
 def low_pass(
-    grad: Float[Tensor, "*shape"],
-    states: list[Float[Tensor, "*shape"]],
-    *,
-    b: Sequence[float],
-    a: Sequence[float],
+    grad: Float[Tensor, "*shape"], states: list[Float[Tensor, "*shape"]], *, b: Sequence[float], a: Sequence[float]
 ) -> Float[Tensor, "*shape"]:
     r"""Advance the filter by one step: m_t from g_t.
 

@@ -251,7 +251,8 @@ class DopplerOptimizer(Optimizer):
         lifted = []
         for p, grad, group in stepped:
             state = self._state_of(p, group)
-            v, advance = state.get("exp_avg_sq"), self._filter.advance
+            v = state.get("exp_avg_sq")
+            advance: Advance = self._filter.advance
             lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
             if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace
                 tensors, advance = self._in_subspace(p, grad, state, group)

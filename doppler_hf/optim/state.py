@@ -60,11 +60,7 @@ def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> No
             f"A group of the checkpoint has the options {sorted(saved_group)} and was not written by DopplerOptimizer. Load "
             "one that was, or start afresh."
         )
-    if saved_group["rank"] != group["rank"]:
-        raise ValueError(
-            f"The checkpoint is of rank {saved_group['rank']}, this optimizer of rank {group['rank']}. Set "
-            f"rank={saved_group['rank']}."
-        )
+    _refuse_other("rank", saved_group["rank"], group["rank"])
     saved_taps, taps = (len(some["taps"]) if "taps" in some else None for some in (saved_group, group))
     if saved_taps != taps:
         of = "fixed coefficients" if saved_taps is None else f"{saved_taps} taps that the run finds"
@@ -88,17 +84,17 @@ def refuse_other_state(
             f"The checkpoint holds {sorted(saved)} for a parameter and was not written by DopplerOptimizer. Load one that "
             "was, or start afresh."
         )
-    saved_base, saved_order = BASES[saved["base"]], len(saved["filter_states"])
-    if saved_base != base:
-        raise ValueError(f"The checkpoint is of base {saved_base!r}, this optimizer of {base!r}. Set base={saved_base!r}.")
-    if "projector_source" in saved and PROJECTOR_SOURCES[saved["projector_source"]] != projector_source:
-        other = PROJECTOR_SOURCES[saved["projector_source"]]
-        raise ValueError(
-            f"The checkpoint is of projector_source {other!r}, this optimizer of {projector_source!r}. Set "
-            f"projector_source={other!r}."
-        )
+    _refuse_other("base", BASES[saved["base"]], base)
+    if "projector_source" in saved:
+        _refuse_other("projector_source", PROJECTOR_SOURCES[saved["projector_source"]], projector_source)
+    saved_order = len(saved["filter_states"])
     if saved_order != order:
         raise ValueError(
             f"The checkpoint is of a filter of order {saved_order}, this optimizer's {filter_name} is of order {order}. Set "
             "the low_pass_filter of the checkpoint's run."
         )
+
+
+def _refuse_other(name: str, saved: object, own: object) -> None:
+    if saved != own:
+        raise ValueError(f"The checkpoint is of {name} {saved!r}, this optimizer of {own!r}. Set {name}={saved!r}.")

@@ -122,10 +122,7 @@ def _no_rule(model: PreTrainedModel) -> ValueError:
 
 
 def classification_losses(
-    logits: Float[Tensor, "batch labels"],
-    labels: Shaped[Tensor, "batch ..."],
-    *,
-    problem_type: ProblemType | None = None,
+    logits: Float[Tensor, "batch labels"], labels: Shaped[Tensor, "batch ..."], *, problem_type: ProblemType | None = None
 ) -> Float[Tensor, " batch"]:
     """Return the loss of each example of a sequence or image classification task.
 

@@ -4,6 +4,7 @@ It states only what the ledger states, and how to check that. The optimizer is i
 hyper-parameters.
 """
 
+import re
 from pathlib import Path
 from typing import Final
 
@@ -65,9 +66,7 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     ]
 
 
-def complete_card(
-    path: str | Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger | None, filter_words: str
-) -> None:
+def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger | None, filter_words: str) -> None:
     """Add the optimizer and the section on privacy to a card of the host; before training do nothing.
 
     Args:
@@ -79,22 +78,11 @@ def complete_card(
     if ledger is None:
         return
     weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
-    name_optimizer(path, f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}")
+    optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}"
+    # In the place of the optimizer that the host's own arguments name.
+    text = re.sub(r"^- optimizer: .*$", lambda _: f"- optimizer: {optimizer}", path.read_text("utf-8"), flags=re.MULTILINE)
+    path.write_text(text, "utf-8")
     add_privacy_section(path, ledger)
-
-
-def name_optimizer(path: str | Path, words: str) -> None:
-    """Write the optimizer into a card of the host, which names the one of its own arguments.
-
-    Args:
-        path: The card.
-        words: The optimizer, in one line.
-    """
-    path = Path(path)
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    path.write_text(
-        "".join(f"- optimizer: {words}\n" if line.startswith("- optimizer: ") else line for line in lines), "utf-8"
-    )
 
 
 def add_privacy_section(path: str | Path, ledger: PrivacyLedger) -> None:

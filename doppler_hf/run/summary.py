@@ -1,6 +1,6 @@
 """The table that a private run prints before its first step."""
 
-from collections.abc import Mapping
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +38,8 @@ def print_summary(run: PrivateRun, *, model: Any, first_step: int, optimizer_wor
     table = Table(title="Private training", show_header=False)
     for row in rows:
         table.add_row(*row)
-    for how, (number, first) in counted(run.fallbacks).items():
+    for how, number in Counter(run.fallbacks.values()).items():
+        first = next(name for name, way in run.fallbacks.items() if way == how)
         table.add_row(f"without a rule: {number}, such as" if number > 1 else "without a rule", f"{first} ({how})")
     Console().print(table)
 
@@ -49,11 +50,3 @@ def epsilons_in_words(ledger: PrivacyLedger, *, further_steps: int = 0) -> str:
         return "ε = ∞: NOT PRIVATE"
     (chosen, epsilon), *others = ledger.epsilons(further_steps=further_steps).items()
     return f"ε = {epsilon:.4g} by {chosen}" + "".join(f", {epsilon:.4g} by {name}" for name, epsilon in others)
-
-
-def counted(fallbacks: Mapping[str, str]) -> dict[str, tuple[int, str]]:
-    """Return, for each way in which layers are treated, their number and the first one's name."""
-    groups: dict[str, list[str]] = {}
-    for name, how in fallbacks.items():
-        groups.setdefault(how, []).append(name)
-    return {how: (len(names), names[0]) for how, names in groups.items()}

@@ -7,7 +7,6 @@
 the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum is C in all four cases.
 """
 
-from types import TracebackType
 from typing import Literal, get_args
 
 import torch
@@ -56,10 +55,6 @@ class ClippedGradients:
             the matrix itself, "auto" the cheaper way for each layer and sequence length; see `factored.outer_products`.
 
     Attributes:
-        sums: Parameter name → Σ clip(gᵢ), of the parameter's shape, in float32 (float64 for float64 parameters),
-            accumulated over calls of `backward` until `reset`. Not private: it has no noise yet.
-        fallbacks: Layers without a rule of their own, by name: how their gradient is computed, and its cost. Complete after
-            the first backward pass.
         num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity. They
             contribute nothing.
 
@@ -110,14 +105,14 @@ class ClippedGradients:
 
     @property
     def sums(self) -> dict[str, Float[Tensor, "..."]]:
-        """Parameter name → Σ clip(gᵢ) since the last `reset`."""
+        """Parameter name → Σ clip(gᵢ) since the last `reset`, in float32 or better. Not private: it has no noise yet."""
         for name in self._trainable.keys() - self._sums.keys():
             self._sums[name] = self._empty_sum(name).zero_()
         return {name: self._sums[name] for name in self._trainable}
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Layer name → how its per-sample gradient is computed without a rule."""
+        """Layer name → how its gradient is computed without a rule, and its cost. Complete after the first `backward`."""
         return {} if self._engine is None else self._engine.fallbacks
 
     def __enter__(self) -> "ClippedGradients":
@@ -125,9 +120,7 @@ class ClippedGradients:
         self._engine = BookKeepingEngine(self._model, norm_rule=self._norm_rule, by_rules=by_rules)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._engine is not None:
             self._engine.detach()
             self._engine = None

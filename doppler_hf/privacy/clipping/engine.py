@@ -22,7 +22,7 @@ from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient, combined
 from doppler_hf.privacy.clipping.host_layers import has_relative_bias, host_rules, relative_bias
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
-from doppler_hf.privacy.clipping.refused_layers import refuse_compiled, refuse_layers_that_mix_examples, trainable_of
+from doppler_hf.privacy.clipping.refused_layers import refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 
 
@@ -39,8 +39,7 @@ class BookKeepingEngine:
     """
 
     def __init__(self, model: nn.Module, *, norm_rule: NormRule = "auto", by_rules: bool = True) -> None:
-        refuse_compiled(model)
-        refuse_layers_that_mix_examples(model)
+        refuse_layers(model)
         self._model = model
         embedded: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         self._book = Book(norm_rule=norm_rule, embedded=embedded)
@@ -66,7 +65,7 @@ class BookKeepingEngine:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Layer name → how its gradient is computed without a rule. Complete after the first backward pass."""
+        """As `ClippedGradients.fallbacks`."""
         return {name: layer.fallback for name, layer in self._without_rule.items() if layer.fallback}
 
     def detach(self) -> None:

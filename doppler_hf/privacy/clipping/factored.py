@@ -16,6 +16,7 @@ norm can lose digits when the outer products nearly cancel, so it is raised by a
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -80,6 +81,7 @@ class Dense(PerSampleGradient):
         total.view(-1).addmv_(values.t(), weights.to(values.dtype), beta=beta)
 
 
+@dataclass(frozen=True, eq=False)
 class OuterProducts(PerSampleGradient):
     """The gradient of a matrix that multiplies, kept as its inputs and the gradients of its outputs.
 
@@ -89,23 +91,17 @@ class OuterProducts(PerSampleGradient):
         grams: The last Gram matrices, to be used again.
     """
 
-    def __init__(
-        self, left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"], grams: "Grams | None" = None
-    ) -> None:
-        self.left, self.right = left, right
-        self._grams = grams or Grams()
-        self._squares: Float[Tensor, " batch"] | None = None
+    left: Float[Tensor, "batch time p"]
+    right: Float[Tensor, "batch time q"]
+    grams: "Grams" = field(default_factory=lambda: Grams())
 
     def squared_norms(self) -> Float[Tensor, " batch"]:
         """Return Σ_st ⟨l_s, l_t⟩⟨r_s, r_t⟩ of every example, shape (batch,)."""
-        if self._squares is None:
-            left, right = self.left, self.right
-            if left.shape[1] == 1:
-                self._squares = sum_of_squares(left) * sum_of_squares(right)
-            else:
-                length = left.shape[2] + right.shape[2]
-                self._squares = squared_norm_from_grams(self._grams.of(left), self._grams.of(right), length=length)
-        return self._squares
+        left, right = self.left, self.right
+        if left.shape[1] == 1:
+            return sum_of_squares(left) * sum_of_squares(right)
+        length = left.shape[2] + right.shape[2]
+        return squared_norm_from_grams(self.grams.of(left), self.grams.of(right), length=length)
 
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "OuterProducts":
         """Return the gradients of the examples that are kept."""
@@ -124,6 +120,7 @@ class OuterProducts(PerSampleGradient):
         return Dense(torch.bmm(in_float32(self.left).mT, in_float32(self.right)).view(len(self.left), *shape))
 
 
+@dataclass(frozen=True, eq=False)
 class LookedUpRows(PerSampleGradient):
     """The gradient of an embedding, kept as the rows that were looked up.
 
@@ -132,8 +129,8 @@ class LookedUpRows(PerSampleGradient):
         values: Gradient of the rows looked up, shape (batch, time, dim).
     """
 
-    def __init__(self, ids: Int[Tensor, "batch time"], values: Float[Tensor, "batch time dim"]) -> None:
-        self.ids, self.values = ids, values
+    ids: Int[Tensor, "batch time"]
+    values: Float[Tensor, "batch time dim"]
 
     def squared_norms(self) -> Float[Tensor, " batch"]:
         """Return Σ_st [id_s = id_t]⟨v_s, v_t⟩ of every example, shape (batch,)."""
@@ -158,6 +155,7 @@ class LookedUpRows(PerSampleGradient):
         return Dense(tables.scatter_add_(1, self.ids.unsqueeze(-1).expand_as(values), values))
 
 
+@dataclass(frozen=True, eq=False)
 class Tied(PerSampleGradient):
     """The gradient of a table that is looked up and also multiplies, such as a language model's embedding and head.
 
@@ -166,8 +164,8 @@ class Tied(PerSampleGradient):
         rows: The part from looking up.
     """
 
-    def __init__(self, products: OuterProducts, rows: LookedUpRows) -> None:
-        self.products, self.rows = products, rows
+    products: OuterProducts
+    rows: LookedUpRows
 
     def squared_norms(self) -> Float[Tensor, " batch"]:
         """Return ‖products‖² + ‖rows‖² + 2⟨products, rows⟩ of every example, shape (batch,).
@@ -226,17 +224,16 @@ def combined(uses: Iterable[PerSampleGradient], *, shape: torch.Size) -> PerSamp
         return uses[0]
     products = [use for use in uses if isinstance(use, OuterProducts)]
     rows = [use for use in uses if isinstance(use, LookedUpRows)]
-    dense = [use.values for use in uses if isinstance(use, Dense)]
+    dense = [use for use in uses if isinstance(use, Dense)]
     if dense:
-        dense += [use.densified(shape).values for use in products] + [use.densified(shape).values for use in rows]
-        return Dense(torch.stack([in_float32(values) for values in dense]).sum(dim=0))
-    joined_products = OuterProducts(*joined((use.left, use.right) for use in products)) if products else None
-    joined_rows = LookedUpRows(*joined((use.ids, use.values) for use in rows)) if rows else None
-    if joined_products is not None and joined_rows is not None:
-        return Tied(joined_products, joined_rows)
-    one = joined_products or joined_rows
-    assert one is not None
-    return one
+        dense += [use.densified(shape) for use in products] + [use.densified(shape) for use in rows]
+        return Dense(torch.stack([in_float32(use.values) for use in dense]).sum(dim=0))
+    if not rows:
+        return OuterProducts(*joined((use.left, use.right) for use in products))
+    joined_rows = LookedUpRows(*joined((use.ids, use.values) for use in rows))
+    if not products:
+        return joined_rows
+    return Tied(OuterProducts(*joined((use.left, use.right) for use in products)), joined_rows)
 
 
 def joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

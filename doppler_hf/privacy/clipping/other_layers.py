@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.factored import Dense
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
 from doppler_hf.privacy.clipping.unbatched import repeated
 
@@ -229,7 +228,7 @@ class LayerWithoutRule:
 
     def note(self, name: str, values: Tensor) -> None:
         """Note the per-sample gradient of one of the layer's parameters."""
-        self._book.note(self._module.get_parameter(name), Dense(in_float32(values)))
+        self._book.note_copy(self._module.get_parameter(name), values)
 
 
 class _Tap(torch.autograd.Function):

@@ -26,28 +26,19 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
         module._parameters.update(before)
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Refuse a compiled model, whose layers' forwards are no longer called.
-
-    Raises:
-        ValueError: If the model or a part of it is compiled.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
-            raise ValueError(
-                f"The module {name or 'itself'!r} is compiled, but per-sample gradients are computed in the layers' own "
-                "forwards. Pass the model without torch.compile."
-            )
-
-
-def refuse_layers_that_mix_examples(model: nn.Module) -> None:
-    """Refuse layers that mix examples, write values that no noise covers, or have no per-sample gradients.
+def refuse_layers(model: nn.Module) -> None:
+    """Refuse layers that mix examples, write values that no noise covers, are compiled, or have no per-sample gradients.
 
     Raises:
         ValueError: If there is such a layer. The message has its name and what to do instead.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"The module {name or 'itself'!r} is compiled, but per-sample gradients are computed in the layers' own "
+                "forwards. Pass the model without torch.compile."
+            )
         # Frozen or not: in training mode such a layer normalizes one example by the others, or stores their statistics.
         if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):
             raise ValueError(

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.factored import Dense
 
 
 def repeated(
@@ -51,5 +49,5 @@ class _Repeated(torch.autograd.Function):
         # Linear in the gradient of the output, so every example's is back-propagated separately.
         gradients = torch.autograd.grad(ctx.output, ctx.leaves, grad.unsqueeze(1), is_grads_batched=True, retain_graph=True)
         for parameter, gradient in zip(ctx.parameters, gradients, strict=True):
-            ctx.book.note(parameter, Dense(in_float32(gradient)))
+            ctx.book.note_copy(parameter, gradient)
         return (None,) * (3 + len(gradients))

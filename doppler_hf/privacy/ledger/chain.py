@@ -46,11 +46,7 @@ def check(entries: Sequence[Entry]) -> None:
         ValueError: If one was. The message has the first one, with both values.
     """
     for index, entry in enumerate(entries):
-        expected = {
-            "index": index,
-            "previous_hash": entries[index - 1]["hash"] if index else ORIGIN,
-            "hash": digest(entry),
-        }
+        expected = {"index": index, "previous_hash": entries[index - 1]["hash"] if index else ORIGIN, "hash": digest(entry)}
         for name, value in expected.items():
             if entry[name] != value:
                 raise ValueError(

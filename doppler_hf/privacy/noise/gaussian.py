@@ -148,19 +148,17 @@ def gaussian_pieces(
     piece = _PIECE_OF_ONE_THREAD if one_thread else _PIECE[device.type]
     words = torch.empty(min(piece, count + count % 2), dtype=torch.int64, device=device)
     out = torch.empty_like(words, dtype=torch.float64)
-    total = torch.empty_like(out) if floating_point_safe else out
+    terms, total = (_TERMS, torch.empty_like(out)) if floating_point_safe else (1, out)
     for start in range(0, count, piece):
         size = min(piece, count - start)
         even = size + size % 2
         if floating_point_safe:
             total.zero_()
-            for _ in range(_TERMS):
-                stream.fill(words[:even], step=step)
-                box_muller(words[:even], std=std / math.sqrt(_TERMS), out=out[:even], one_thread=one_thread)
-                total[:even].add_(out[:even])
-        else:
+        for _ in range(terms):
             stream.fill(words[:even], step=step)
-            box_muller(words[:even], std=std, out=out[:even], one_thread=one_thread)
+            box_muller(words[:even], std=std / math.sqrt(terms), out=out[:even], one_thread=one_thread)
+            if floating_point_safe:
+                total[:even].add_(out[:even])
         yield total[:size]
 
 

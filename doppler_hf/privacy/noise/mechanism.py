@@ -36,11 +36,7 @@ class Mechanism(Protocol):
         """Return the standard deviation of the noise per coordinate of the mean gradient of step `step`, taken alone."""
 
     def privatize(
-        self,
-        sums: Mapping[str, Float[Tensor, "..."]],
-        *,
-        step: int,
-        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, subspaces: Mapping[str, Float[Tensor, "..."]] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
 
@@ -169,11 +165,7 @@ class GaussianMechanism:
 
     @torch.no_grad()
     def privatize(
-        self,
-        sums: Mapping[str, Float[Tensor, "..."]],
-        *,
-        step: int,
-        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, subspaces: Mapping[str, Float[Tensor, "..."]] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`.
 
