@@ -26,16 +26,13 @@ CUTOFF_GAIN_ATOL: Final = 1e-3
 
 
 def butterworth(order: int, cutoff: float) -> LowPassFilter:
-    r"""Design a Butterworth filter, which has the flattest passband.
+    r"""Design a Butterworth filter of unit gain at frequency zero, which has the flattest passband.
 
     |H(f)|² = 1 / (1 + (tan(πf/2) / tan(π cutoff/2))^(2 order)), with f as a fraction of Nyquist.
 
     Args:
         order: Number of poles, at least 1.
         cutoff: Frequency at which the gain is 1/√2, as a fraction of Nyquist (1 is half a cycle per optimizer step).
-
-    Returns:
-        The filter, with unit gain at frequency zero.
 
     Raises:
         ValueError: If the order is not a positive integer, the cutoff is not inside (0, 1), or the cutoff is so low
@@ -87,9 +84,6 @@ def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilte
             fallen to the attenuation there; its 3 dB point lies lower.
         attenuation_db: By how much the stopband is attenuated at least, in decibels.
 
-    Returns:
-        The filter, with unit gain at frequency zero.
-
     Raises:
         ValueError: If the order is not a positive integer, the cutoff is not inside (0, 1), the attenuation is not
             positive, or no valid filter has these properties.
@@ -138,9 +132,6 @@ def moving_average(taps: int) -> LowPassFilter:
     Args:
         taps: How many gradients n, at least 1.
 
-    Returns:
-        The filter b = (1/n, ... 1/n), without feedback.
-
     Raises:
         ValueError: If taps is not a positive integer.
 
@@ -160,9 +151,6 @@ def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPas
     Args:
         b: Feed-forward coefficients.
         a: Feedback coefficients, the leading one included.
-
-    Returns:
-        The filter, with unit gain at frequency zero.
 
     Raises:
         ValueError: If ``a[0]`` is 0, the coefficients have no gain at frequency zero to divide by, or the rescaled

@@ -47,12 +47,6 @@ class FilterFigures:
 def filter_figures(filter: LowPassFilter) -> FilterFigures:
     """Compute the figures of a filter.
 
-    Args:
-        filter: The filter.
-
-    Returns:
-        Its figures.
-
     Example:
         >>> figures = filter_figures(LowPassFilter(b=(0.5, 0.5)))
         >>> figures.noise_gain, figures.cutoff, figures.delay, figures.settling_steps

@@ -36,15 +36,12 @@ PAPER_FLOOR: Final = 1e-3
 
 
 def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Objective = "bound") -> LowPassFilter:
-    r"""Return the best filter without feedback for a signal of the given autocorrelation, in closed form.
+    r"""Return the best filter of unit gain without feedback for a signal of the given autocorrelation, in closed form.
 
     Args:
         autocorrelation: c_0 ... c_{taps-1} of the signal in any scale, shape (taps,).
         objective: ``"bound"`` for b ∝ c, as the paper has it, which is best for the convergence bound; ``"snr"`` for
             b ∝ c + r, r the root mean square of c, which has the greatest SNR (see `doppler_hf.filters.snr`).
-
-    Returns:
-        The filter, with unit gain.
 
     Raises:
         ValueError: If the autocorrelation is empty or not finite, its sum is not positive, or the filter's step response

@@ -39,9 +39,6 @@ OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"op
 def parse_name(text: str) -> tuple[str, dict[str, float]]:
     """Split a name of the grammar into its word and what stands behind the colon. No filter is made.
 
-    Args:
-        text: The name.
-
     Returns:
         The word and its values: ``("butterworth", {"order": 2, "cutoff": 0.1})``, ``("auto", {})``, a preset's name and
         ``{}``; for coefficients ``("b", {})``.

@@ -78,9 +78,6 @@ def noise_gain(filter: LowPassFilter) -> float:
     rounding of a float64. The sum stays accurate for long filters without feedback, where a Lyapunov equation is
     ill-conditioned.
 
-    Args:
-        filter: The filter.
-
     Returns:
         Variance of the settled output per variance of the input: 1 for no filter, (1 - β)/(1 + β) for momentum.
 

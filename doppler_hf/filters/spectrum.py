@@ -238,7 +238,7 @@ def estimate_power(
 def measure_noise_gain(
     noise: Float[np.ndarray, "steps dimension"], filtered: Float[np.ndarray, "steps dimension"]
 ) -> tuple[float, float]:
-    r"""Return the noise gain of whatever filtered some noise: Σ‖w̃_t‖² / Σ‖w_t‖².
+    r"""Return the noise gain of whatever filtered some noise, and its standard error: Σ‖w̃_t‖² / Σ‖w_t‖².
 
     The standard error is that of a ratio of sums over the coordinates, which must be independent and at least two:
     with A_i, B_i the sums of coordinate i and r the ratio, √(Σ(A_i - r B_i)² d/(d-1)) / ΣB_i.
@@ -246,9 +246,6 @@ def measure_noise_gain(
     Args:
         noise: The noise w, shape (steps, dimension).
         filtered: The same noise after the filter, of steps in which that is settled, shape (steps, dimension).
-
-    Returns:
-        The noise gain, and its standard error.
 
     Raises:
         ValueError: If a series is empty, not finite, or of fewer than two coordinates, or the noise is zero.

@@ -129,13 +129,7 @@ class OptimalFIR:
 
 
 def found_anew(taps: list[float], states: Sequence[dict[str, Any]], *, noise_std: float) -> list[float]:
-    """Return the taps of a group by the estimate so far, or those that it has if that is not certain enough.
-
-    Args:
-        taps: b.
-        states: Of the group's parameters, ``products`` and ``pairs`` of each.
-        noise_std: Standard deviation of the noise.
-    """
+    """Return the taps of a group by the estimate so far, or `taps`, those that it has, if that is not certain enough."""
     pairs = np.sum([state["pairs"] for state in states], axis=0)
     if pairs[-1] == 0:
         return taps

@@ -62,12 +62,6 @@ def check_group(
 ) -> None:
     """Refuse a parameter group with options outside their range, or without effect.
 
-    Args:
-        group: The group, with the optimizer's defaults in it; ``params`` a list.
-        own: Which options it has of its own.
-        low_pass_filter: The optimizer's filter.
-        state_dtype: The optimizer's.
-
     Raises:
         ValueError: If there is any; with the value and the mend.
     """

@@ -45,7 +45,7 @@ def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
 def find_basis(
     matrix: Float[Tensor, "m n"], rank: int, *, projector: Projector, previous: Float[Tensor, "short r"] | None = None
 ) -> Float[Tensor, "short r"]:
-    r"""Return orthonormal directions of the shorter side that hold much of a matrix.
+    r"""Return P, shape (shorter side, rank): orthonormal directions of the shorter side that hold much of a matrix.
 
     Args:
         matrix: What to project, such as a private gradient, in float32 at least.
@@ -54,9 +54,6 @@ def find_basis(
             range of a random product, after one power iteration. ``"warm"`` makes one step of subspace iteration
             from `previous`, and is ``"randomized"`` without it.
         previous: The basis so far.
-
-    Returns:
-        P, shape (shorter side, rank), with orthonormal columns.
 
     Example:
         >>> find_basis(torch.diag(torch.tensor([1.0, 3.0, 2.0])), 1, projector="svd").abs()
@@ -139,15 +136,7 @@ def add_lifted(
     scale: float,
     decay: float,
 ) -> None:
-    """Set X to decay·X + scale · P d, or d Pᵀ (modified in place).
-
-    Args:
-        weight: X.
-        low_rank: d, in the coordinates of the basis.
-        basis: P.
-        scale: Factor of the lifted part.
-        decay: Factor of the weight.
-    """
+    """Set X, the weight, to decay·X + scale · P d, or d Pᵀ, with d `low_rank` (modified in place)."""
     left, right = factors(low_rank, basis, wide=is_wide(weight))
     if weight.dtype == basis.dtype:
         weight.addmm_(left, right, beta=decay, alpha=scale)
@@ -163,7 +152,7 @@ def rotated(
     new: Float[Tensor, "short r"],
     wide: bool,
 ) -> tuple[list[Float[Tensor, "_ _"]], Float[Tensor, "_ _"] | None]:
-    """Return filter states and second moment in the coordinates of a new basis.
+    """Return new filter states and second moment in the coordinates of a new basis.
 
     Args:
         states: The filter's states, shape (r, n) or (m, r).
@@ -171,9 +160,6 @@ def rotated(
         old: The basis that they are in.
         new: The one that they shall be in.
         wide: Whether the coordinates are the first dimension.
-
-    Returns:
-        New tensors, in the dtypes of the old ones.
     """
     change = new.T @ old
 

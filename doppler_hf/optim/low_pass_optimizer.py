@@ -149,9 +149,6 @@ class LowPassOptimizer(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of the same kind of base and of a filter of the same order.
 
-        Args:
-            state_dict: What `state_dict` returned.
-
         Raises:
             ValueError: If the checkpoint was not written by `LowPassOptimizer`, or for a filter of another order, or
                 if the base refuses it. Nothing has changed then.

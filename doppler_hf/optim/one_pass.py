@@ -154,11 +154,6 @@ class OnePass:
 class Program:
     """A step, compiled for a number of tensors of any sizes at a time: a call costs as much as a small tensor's pass.
 
-    Args:
-        update: What to compile.
-        example: Of what dtypes, and with how many states.
-        constants: With which `advance`, and how many coefficients.
-
     Raises:
         BackendCompilerFailed, InductorError: No working compiler; nothing has been modified.
     """

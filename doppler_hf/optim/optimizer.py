@@ -329,9 +329,6 @@ class DopplerOptimizer(Optimizer):
         The learning rates and weight decays are those of the checkpoint; filter, noise and the other constants stay
         those of this optimizer.
 
-        Args:
-            state_dict: What `state_dict` returned.
-
         Raises:
             ValueError: If the checkpoint was written by another optimizer, for another base or rank, or for a filter of
                 another order.

@@ -116,9 +116,6 @@ class WeightFilter:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of the same filter and parameters: the states, and into the parameters the raw weights.
 
-        Args:
-            state_dict: What `state_dict` returned.
-
         Raises:
             ValueError: If it is of another filter or of other parameters, or if the filtered weights are in the parameters.
                 Nothing has changed then.

@@ -46,10 +46,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def token_task(model: nn.Module) -> TokenTask | None:
-    """Return the task of a model that has one label per token, or None for any other model.
-
-    Args:
-        model: The model, without PEFT's wrapper.
+    """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model.
 
     Returns:
         The task; a language model that is an encoder-decoder is `seq2seq_lm`.

@@ -22,14 +22,7 @@ Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 def attached_engine(
     model: Any, args: DopplerTrainingArguments, *, statement: PrivacyStatement, losses_of: Losses, probe: Probe
 ) -> Iterator[ClippedGradients]:
-    """Attach the engine of `args` to a model for the duration of the block.
-
-    Args:
-        model: The model to be trained, a `PreTrainedModel` or a `PeftModel`.
-        args: The arguments: which engine, and whether to compare it with autograd.
-        statement: The clipping and the clip norm that the ledger states.
-        losses_of: A function that calls the model and returns one loss per example of a micro-batch.
-        probe: Examples of the training set.
+    """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
 
     Raises:
         ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.

@@ -154,11 +154,7 @@ class GradientRecorder(TrainerCallback):
         self._filter_states = np.zeros((self.low_pass_filter.order, self.dimensions))
 
     def record_raw_gradient(self, sums: Mapping[str, Float[Tensor, "..."]], expected_batch_size: int) -> None:
-        """Record the clipped mean of a step, before noise is added. The run calls it if `record_raw` is set.
-
-        Args:
-            sums: The clipped sums by parameter name.
-            expected_batch_size: B.
+        """Record the mean of a step from its clipped sums, before noise is added. The run calls it if `record_raw` is set.
 
         Raises:
             ValueError: If `record_raw` is False.
@@ -185,9 +181,6 @@ class GradientRecorder(TrainerCallback):
         private gradients. With much noise the estimate of the signal, and with it both ratios, may be negative. It is not
         cut at 0, so that a mean over many logs is unbiased. Logs of evaluations, and of processes that do not record, are
         not changed.
-
-        Args:
-            logs: The log.
         """
         # The host logs the learning rate with every report on training steps, and with no other.
         rows = self._series(self._private[self._steps_logged :])

@@ -43,9 +43,6 @@ class PrivacyCallback(TrainerCallback):
     def earlier_ledger(self, checkpoint: str | None) -> PrivacyLedger | None:
         """Return the ledger that the next run continues, the same on every process, or None.
 
-        Args:
-            checkpoint: The folder from which it is resumed, or None.
-
         Raises:
             ValueError: If the checkpoint has the ledger of another run than the folder above it.
         """

@@ -21,9 +21,6 @@ _END: Final = "<!-- differential privacy: end -->"
 def privacy_section(ledger: PrivacyLedger) -> str:
     """Return the section in Markdown, from its heading to its last line.
 
-    Args:
-        ledger: The ledger of the training that made the model.
-
     Example:
         >>> print(privacy_section(PrivacyLedger.load("out")))
     """
@@ -67,14 +64,7 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 
 
 def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger | None, filter_words: str) -> None:
-    """Add the optimizer and the section on privacy to a card of the host; before training do nothing.
-
-    Args:
-        path: The card.
-        args: The arguments.
-        ledger: The ledger of the training, or None before it.
-        filter_words: The filter on the gradient, in one line.
-    """
+    """Add the optimizer and the section on privacy to a card of the host; before training do nothing."""
     if ledger is None:
         return
     weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
@@ -89,10 +79,6 @@ def add_privacy_section(path: str | Path, ledger: PrivacyLedger) -> None:
     """Write the section into a Markdown file, in the place of an earlier one or else at its end.
 
     Nothing else in the file changes.
-
-    Args:
-        path: The file, such as a model's README.md.
-        ledger: The ledger of the training that made the model.
 
     Raises:
         FileNotFoundError: If there is no such file.

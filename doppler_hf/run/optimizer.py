@@ -30,13 +30,7 @@ def optimizer_in_words(args: DopplerTrainingArguments) -> str:
 def optimizer_of(
     args: DopplerTrainingArguments, model: nn.Module, *, run: PrivateRun, decayed: Collection[str]
 ) -> DopplerOptimizer:
-    """Return the `DopplerOptimizer` of the arguments.
-
-    Args:
-        args: The arguments.
-        model: The model to be trained.
-        run: The run, from whose steps and noise the filter may be chosen.
-        decayed: Names of the parameters with weight decay.
+    """Return the `DopplerOptimizer` of the arguments, with weight decay for the parameters named `decayed`.
 
     Raises:
         ValueError: If `optim_target_modules` matches nothing.

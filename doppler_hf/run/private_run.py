@@ -201,10 +201,7 @@ class PrivateRun:
         return release._replace(noise_multiplier=joint_noise_multiplier(release.noise_multiplier, of_loss.noise_multiplier))
 
     def begin(self, *, step: int) -> PrivacyLedger:
-        """Open the ledger, or continue the earlier one, and count the steps that the budget allows.
-
-        Args:
-            step: The optimizer step at which the run begins.
+        """Open the ledger, or continue the earlier one from this step on, and count the steps that the budget allows.
 
         Raises:
             ValueError: If the budget does not allow a single step. The run has no ledger then.

@@ -146,10 +146,6 @@ def _bound(mechanisms: tuple[Mechanism, ...], *, delta: float, by: _Method) -> f
 def get_epsilons(history: Iterable[Releases], *, delta: float) -> dict[Accountant, float]:
     """Return the upper bounds of all accountants on ε, in the order prv, rdp, pld.
 
-    Args:
-        history: What was released, in any order.
-        delta: δ, in (0, 1).
-
     Returns:
         ε by accountant. Where a sample rate is 1, prv cannot bound it and is left out.
 
@@ -171,7 +167,7 @@ def get_noise_multiplier(
     accountant: Accountant = "prv",
     spent: Sequence[Releases] = (),
 ) -> float:
-    """Return a noise multiplier with which `steps` further steps bring ε to `target_epsilon` or slightly below.
+    """Return a noise multiplier σ with which `steps` further steps bring ε to `target_epsilon` or slightly below.
 
     Args:
         target_epsilon: ε > 0, for everything together; met from below to one part in a thousand.
@@ -180,9 +176,6 @@ def get_noise_multiplier(
         steps: T ≥ 1.
         accountant: "prv", "rdp" or "pld".
         spent: What was released earlier on the same data.
-
-    Returns:
-        σ.
 
     Raises:
         ValueError: If an argument is out of range, `spent` alone costs the target or more, or no noise multiplier up to

@@ -112,10 +112,6 @@ def units_of(dataset: Any, *, column: str) -> list[int]:
 def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens: int) -> None:
     """Refuse a budget of tokens that cannot be met, before the first step.
 
-    Args:
-        lengths: As `lengths_of` returns them.
-        max_tokens: The budget.
-
     Raises:
         ValueError: If there are no lengths, or an example is longer than the budget.
     """

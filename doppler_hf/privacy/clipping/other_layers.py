@@ -270,12 +270,7 @@ def is_close(first: Tensor, second: Tensor, *, slack: float = 1.0) -> bool:
 
 
 def sampler_for(module: nn.Module, *, by_rules: bool) -> Callable[..., Any] | None:
-    """Return Opacus's sampler for a layer, or None if there is none that fits the layer.
-
-    Args:
-        module: The layer.
-        by_rules: Whether only layers without a rule get one.
-    """
+    """Return Opacus's sampler for a layer, or None if none fits; `by_rules` only layers without a rule get one."""
     if by_rules and not isinstance(module, nn.Conv1d | nn.Conv3d):
         return None
     if "forward" in vars(module) or module._parameters.get("weight") is None:

@@ -17,13 +17,7 @@ from doppler_hf.privacy.clipping.book import Book
 def repeated(
     book: Book, parameters: Mapping[str, nn.Parameter], output_of: Callable[[Mapping[str, Tensor]], Tensor]
 ) -> Tensor:
-    """Return a function of parameters alone, shape (1, …), once for each example, shape (batch, …).
-
-    Args:
-        book: The notes, to which the gradients are added.
-        parameters: The function's parameters by name.
-        output_of: The function.
-    """
+    """Return a function of parameters alone, shape (1, …), once for each example, shape (batch, …)."""
     return _Repeated.apply(book, output_of, tuple(parameters), *parameters.values())
 
 

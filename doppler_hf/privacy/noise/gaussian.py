@@ -59,12 +59,7 @@ def noise_stream(generator: NoiseGenerator, *, seed: int | None = None) -> BitSt
 
 
 def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False, seed: int | None = None) -> str:
-    """Return the source of the noise in one line.
-
-    Args:
-        generator: As in `noise_stream`.
-        floating_point_safe: Whether each normal is the sum of four.
-        seed: As in `noise_stream`.
+    """Return the source of the noise in one line, with the options of `noise_stream`.
 
     Raises:
         ValueError: If `generator` is unknown.

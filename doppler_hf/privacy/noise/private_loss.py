@@ -52,11 +52,7 @@ class PrivateLoss:
         self._sum = torch.zeros_like(self._sum)
 
     def release(self, *, step: int) -> Float[Tensor, ""]:
-        """Return the private mean loss of the draw, the same on every process, and begin the next draw.
-
-        Args:
-            step: Optimizer step, counted from 0.
-        """
+        """Return the private mean loss of the draw, the same on every process, and begin the next draw."""
         released = self.mechanism.privatize({"loss": self._sum}, step=step)["loss"]
         self.reset()
         return released

@@ -34,10 +34,6 @@ def bases_of(
 ) -> dict[str, Float[Tensor, "..."]]:
     """Return each P on the device and in the dtype of its sum.
 
-    Args:
-        subspaces: P by parameter name.
-        sums: Clipped sums by parameter name.
-
     Raises:
         ValueError: If there is no sum of a name, or shapes do not fit.
     """
