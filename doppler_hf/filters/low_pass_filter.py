@@ -67,7 +67,8 @@ class LowPassFilter:
     def __post_init__(self) -> None:
         object.__setattr__(self, "b", _real_coefficients("b", self.b))
         object.__setattr__(self, "a", _real_coefficients("a", self.a))
-        _check_leading_coefficient(self.a)
+        if self.a[0] != 1.0:
+            raise ValueError(f"a[0] must be 1, got {self.a[0]!r}. Divide b and a by it.")
         # The order matters: only a stable filter has a gain at frequency zero, and only with both does its step
         # response settle.
         _check_poles(self.a)
@@ -116,11 +117,6 @@ def _real_coefficients(name: str, coefficients: Sequence[float]) -> tuple[float,
         if np.iscomplexobj(value) or not math.isfinite(value):
             raise ValueError(f"{name}[{index}] must be a finite real number, got {value}.")
     return tuple(map(float, values))
-
-
-def _check_leading_coefficient(a: Sequence[float]) -> None:
-    if a[0] != 1.0:
-        raise ValueError(f"a[0] must be 1, got {a[0]!r}. Divide b and a by it.")
 
 
 def _check_poles(a: Sequence[float]) -> None:

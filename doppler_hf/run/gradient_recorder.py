@@ -37,7 +37,6 @@ class GradientRecorder(TrainerCallback):
         seed: The seed of the projection, or of the choice of coordinates. It is public, and independent of the noise.
 
     Attributes:
-        record_raw: As given.
         noise_std: Standard deviation of the noise in each number recorded, σ_DP √(d/k); 0 before training.
         low_pass_filter: The run's filter.
 

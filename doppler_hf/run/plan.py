@@ -96,7 +96,7 @@ def calibrated(
     assert args.target_epsilon is not None
     # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
     if spent and (before := get_total_epsilon(spent, delta=delta, accountant=args.accountant)) > 0.99 * args.target_epsilon:
-        raise budget_spent(before, target=args.target_epsilon)
+        raise budget_spent(before, args)
     return get_noise_multiplier(
         target_epsilon=args.target_epsilon,
         target_delta=delta,
@@ -107,8 +107,9 @@ def calibrated(
     )
 
 
-def budget_spent(epsilon: float, *, target: float | None) -> ValueError:
+def budget_spent(epsilon: float, args: DopplerTrainingArguments) -> ValueError:
     """Return the error of a run for which too little of its budget is left."""
     return ValueError(
-        f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {target}. Raise target_epsilon to continue."
+        f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. Raise target_epsilon to "
+        "continue."
     )

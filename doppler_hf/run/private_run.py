@@ -215,7 +215,7 @@ class PrivateRun:
         remaining = statement.steps_planned - step
         affordable = ledger.affordable_steps(remaining)
         if remaining > 0 and affordable == 0:
-            raise budget_spent(ledger.epsilon(), target=statement.target_epsilon)
+            raise budget_spent(ledger.epsilon(), self._args)
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger
 

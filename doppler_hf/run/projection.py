@@ -29,14 +29,7 @@ TABLE_WIDTH: Final = 2**17 - 1
 
 @final
 class Projection:
-    """The map from a gradient of d coordinates to k numbers; see the module.
-
-    Args:
-        number: d.
-        dimensions: k, at most d.
-        kind: "projection" or "coordinates".
-        seed: The seed of the projection, or of the choice of coordinates.
-    """
+    """The map from a gradient of d coordinates to k numbers; see the module."""
 
     def __init__(self, number: int, *, dimensions: int, kind: Kind, seed: int) -> None:
         # Not torch's generator, from which the model's dropout is drawn.

@@ -32,7 +32,7 @@ class WeightFilterCallback(TrainerCallback):
     """
 
     def __init__(self, name: str | None) -> None:
-        self._low_pass_filter = None if name is None else LowPassFilter.parse(name)
+        self._filter = None if name is None else LowPassFilter.parse(name)
         self._weights: WeightFilter | None = None
         self.checkpoint: str | None = None
 
@@ -46,9 +46,9 @@ class WeightFilterCallback(TrainerCallback):
         Raises:
             ValueError: If the checkpoint has no raw weights, or those of another filter or model.
         """
-        if self._low_pass_filter is None:
+        if self._filter is None:
             return
-        weights = WeightFilter((p for p in kwargs["model"].parameters() if p.requires_grad), self._low_pass_filter)
+        weights = WeightFilter((p for p in kwargs["model"].parameters() if p.requires_grad), self._filter)
         if self.checkpoint is not None:
             path = Path(self.checkpoint) / WEIGHT_FILTER_NAME
             if not path.exists():

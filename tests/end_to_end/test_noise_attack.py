@@ -144,7 +144,7 @@ def test_ours_stays(generator, draw_ahead, safe):
         for step in range(STEPS):
             gradients.append(mechanism.privatize(clipped_sums(step), step=step))
             deadline = time.monotonic() + 60
-            while draw_ahead and mechanism._ahead._prepared < mechanism._ahead._wanted:
+            while draw_ahead and mechanism._ahead.prepared < mechanism._ahead._wanted:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
     assert attack(gradients, seeds=(SEED, 0, 1)) is None

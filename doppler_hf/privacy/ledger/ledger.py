@@ -33,10 +33,19 @@ _PORTIONS: Final = 100
 
 
 class PrivacyLedger:
-    """The record of a training's releases and their statements. Made by `open`, `load` or `resume`."""
+    """The record of a training's releases and their statements. Made by `open`, `load` or `resume`.
+
+    Attributes:
+        entries: The chain.
+        runs: The launches of the training.
+        claims: Every ε that the entries state.
+    """
 
     def __init__(self, record: LedgerRecord) -> None:
         self._record = record
+        self.entries: Sequence[chain.Entry] = record.entries
+        self.runs: Sequence[Run] = record.runs
+        self.claims: Sequence[Claim] = record.claims
         self._is_training = False
 
     # --- written by a run ---------------------------------------------------------------------------------------------
@@ -65,7 +74,7 @@ class PrivacyLedger:
 
     def as_written(self) -> Self:
         """Return the ledger as its entries are read: an interrupted run counts the steps that it had reserved."""
-        return type(self)(LedgerRecord(self._record.entries))
+        return type(self)(LedgerRecord(self.entries))
 
     def reserve(self, *, at_most: int) -> bool:
         """Reserve the next portion of steps, if the last one is used up, before any of them is computed.
@@ -76,7 +85,7 @@ class PrivacyLedger:
         Returns:
             Whether a portion was reserved. The ledger must then be saved before the next step.
         """
-        run = self._record.runs[-1]
+        run = self.runs[-1]
         assert self._is_training
         if run.steps_released < run.steps_reserved:
             return False
@@ -86,7 +95,7 @@ class PrivacyLedger:
 
     def record_step(self) -> None:
         """Count one release. It was reserved, so the file need not change."""
-        run = self._record.runs[-1]
+        run = self.runs[-1]
         assert self._is_training
         assert run.steps_released < run.steps_reserved, "a step was released before it was reserved"
         run.steps_released += 1
@@ -107,49 +116,34 @@ class PrivacyLedger:
     # --- read ---------------------------------------------------------------------------------------------------------
 
     @property
-    def entries(self) -> Sequence[chain.Entry]:
-        """The chain."""
-        return self._record.entries
-
-    @property
-    def runs(self) -> Sequence[Run]:
-        """The launches of the training."""
-        return self._record.runs
-
-    @property
-    def claims(self) -> Sequence[Claim]:
-        """Every ε that the entries state."""
-        return self._record.claims
-
-    @property
     def head(self) -> str:
         """Hash of the last entry, by which one can tell later whether this is still the same ledger."""
-        return str(self._record.entries[-1]["hash"])
+        return str(self.entries[-1]["hash"])
 
     @property
     def statement(self) -> PrivacyStatement:
         """Statement of the last run."""
-        return self._record.runs[-1].statement
+        return self.runs[-1].statement
 
     @property
     def private(self) -> bool:
         """Whether every run was private."""
-        return all(run.statement.private for run in self._record.runs)
+        return all(run.statement.private for run in self.runs)
 
     @property
     def not_covered(self) -> list[str]:
         """The things that the guarantee of any run does not cover, in the entries' own words."""
-        return list(dict.fromkeys(line for entry in self._record.entries for line in entry.get("not_covered", ())))
+        return list(dict.fromkeys(line for entry in self.entries for line in entry.get("not_covered", ())))
 
     @property
     def restarts(self) -> list[int]:
         """Optimizer steps from which the training was resumed."""
-        return [run.from_step for run in self._record.runs if run.from_step is not None]
+        return [run.from_step for run in self.runs if run.from_step is not None]
 
     @property
     def steps_run(self) -> int:
         """Steps released, including those that a crash undid, and for a run that did not end cleanly all steps reserved."""
-        run = self._record.runs[-1]
+        run = self.runs[-1]
         return run.steps_released if self._is_training else run.steps_counted
 
     @property
@@ -214,16 +208,16 @@ class PrivacyLedger:
             ValueError: If the ledger there is not an earlier state of this one, so that its entries would be lost.
         """
         path = Path(folder) / LEDGER_NAME
-        if path.exists() and not is_earlier_state(path, self._record.entries):
+        if path.exists() and not is_earlier_state(path, self.entries):
             raise ValueError(
                 f"{path} is the ledger of another run: its last hash is {self.load(path).head}, and this run's ledger, with "
                 f"{self.head}, does not continue it. Two runs write to one folder: use another output_dir for one of them."
             )
-        write_entries(path, self._record.entries)
+        write_entries(path, self.entries)
 
     def is_prefix_of(self, other: "PrivacyLedger") -> bool:
         """Return whether `other` is this ledger, or continues it."""
-        return other._record.entries[: len(self._record.entries)] == self._record.entries
+        return other.entries[: len(self.entries)] == self.entries
 
     def _begin(self, event: str, statement: PrivacyStatement, payload: dict[str, Any]) -> None:
         terms = {

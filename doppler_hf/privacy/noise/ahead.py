@@ -41,6 +41,9 @@ class NoiseAhead:
         make_stream: A function that returns the stream of words. The thread calls it once, so that the stream is its own.
         std: Standard deviation of the prepared noise.
         floating_point_safe: Whether each normal is the sum of four.
+
+    Attributes:
+        prepared: The number of normals in the store.
     """
 
     def __init__(self, make_stream: Callable[[], BitStream], *, std: float, floating_point_safe: bool) -> None:
@@ -56,17 +59,12 @@ class NoiseAhead:
         # Reentrant, because the garbage collector may close another store while this thread holds a lock.
         self._changed = threading.Condition(threading.RLock())
         self._store: deque[Float[Tensor, " n"]] = deque()
-        self._prepared = 0
+        self.prepared = 0
         self._wanted = 0
         self._last_need: int | None = None
         self._pinned = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-
-    @property
-    def prepared(self) -> int:
-        """The number of normals in the store."""
-        return self._prepared
 
     def expect(self, coordinates: int, *, pinned: bool) -> None:
         """Begin a step, and let the thread prepare the noise of the next one.
@@ -132,7 +130,7 @@ class NoiseAhead:
             if len(block) > most:
                 self._store.appendleft(block[most:])
                 block = block[:most]
-            self._prepared -= len(block)
+            self.prepared -= len(block)
             self._changed.notify_all()
             return block
 
@@ -153,7 +151,7 @@ class NoiseAhead:
             stream = self._make_stream()
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._prepared < self._wanted)
+                    self._changed.wait_for(lambda: self._closed or self.prepared < self._wanted)
                     if self._closed:
                         return
                     size, pinned = min(_BLOCK, self._wanted), self._pinned
@@ -172,7 +170,7 @@ class NoiseAhead:
                     position += len(piece)
                 with self._changed:
                     self._store.append(block)
-                    self._prepared += size
+                    self.prepared += size
         except BaseException as failure:
             self._failure = failure
 
@@ -183,7 +181,7 @@ class NoiseAhead:
             return  # the thread and its lock are the parent's
         with self._changed:
             self._store.clear()
-            self._prepared = 0
+            self.prepared = 0
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -20,9 +20,6 @@ class PrivateLoss:
         mechanism: With σ_L as `noise_multiplier` and L as `max_grad_norm`.
         device: The device of the losses.
 
-    Attributes:
-        mechanism: As given.
-
     Example:
         >>> mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=2.0, expected_batch_size=2)
         >>> loss = PrivateLoss(mechanism, device=torch.device("cpu"))

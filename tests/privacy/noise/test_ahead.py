@@ -35,7 +35,7 @@ def wait_until(condition):
 
 
 def wait_until_full(ahead):
-    wait_until(lambda: ahead._prepared >= ahead._wanted)
+    wait_until(lambda: ahead.prepared >= ahead._wanted)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_what_is_left_stays_and_what_is_missing_is_left_to_the_caller(ahead, mon
     assert taken(ahead, 100) == list(range(1, 101))
     ahead.expect(100, pinned=False)  # a smaller step: the rest is still there
     assert taken(ahead, 100) == list(range(101, 201))
-    prepared = ahead._prepared
+    prepared = ahead.prepared
     ahead.close()
     assert prepared >= 2800
     assert taken(ahead, 100) == []  # closed: nothing, and the caller draws
@@ -112,7 +112,7 @@ def test_the_store_is_bounded_by_a_step_and_a_block(ahead, monkeypatch):
         ahead.expect(need, pinned=False)
         wait_until_full(ahead)
         sleep(0.02)
-        largest = max(largest, ahead._prepared)
+        largest = max(largest, ahead.prepared)
         taken(ahead, need)
     assert largest < 9000 + 2500  # the one larger step did not count
     monkeypatch.setattr(module, "MAX_PREPARED", 4000)
@@ -122,7 +122,7 @@ def test_the_store_is_bounded_by_a_step_and_a_block(ahead, monkeypatch):
         ahead.expect(9000, pinned=False)
         wait_until_full(ahead)
         sleep(0.02)
-    assert 4000 <= ahead._prepared < 4000 + 2500
+    assert 4000 <= ahead.prepared < 4000 + 2500
     assert MAX_PREPARED * 4 == 512 * 2**20
 
 
@@ -386,7 +386,7 @@ def test_a_process_with_an_open_mechanism_ends_and_the_thread_uses_one_thread_on
         before = tasks()
         ahead = mechanism._ahead
         ahead.expect(3_000_000, pinned=False)
-        while ahead._prepared < ahead._wanted:
+        while ahead.prepared < ahead._wanted:
             time.sleep(0.001)
         prepared = tasks()
         torch.zeros(3_000_000).log1p_()
