@@ -8,7 +8,6 @@ piece noise turns the sum into `p.grad` (`training_step`). This is the privacy b
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.ledger_callback import PrivacyCallback
-from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import optimizer_of
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
@@ -95,8 +93,7 @@ class DopplerTrainer(Trainer):
     @property
     def private_run(self) -> PrivateRun:
         """The current run, or the last one; before the first training the one that would begin."""
-        if self._run is None:
-            self._run = self._new_run()
+        self._run = self._run or self._new_run()
         return self._run
 
     def _new_run(self, *, checkpoint: str | None = None, earlier: PrivacyLedger | None = None) -> PrivateRun:
@@ -113,8 +110,7 @@ class DopplerTrainer(Trainer):
     def _inner_training_loop(self, **kwargs: Any) -> Any:
         # The host's only method around the loop in which the model is final (`train` may still build it, and load a
         # checkpoint into it).
-        checkpoint = kwargs.get("resume_from_checkpoint")
-        self._weight_filter.checkpoint = checkpoint
+        self._weight_filter.checkpoint = checkpoint = kwargs.get("resume_from_checkpoint")
         checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(**kwargs)
@@ -185,12 +181,7 @@ class DopplerTrainer(Trainer):
             return self.compute_per_sample_loss(self.model, inputs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
-        """Add one piece of a draw to the clipped sum, and after the last piece put the private gradient into `p.grad`.
-
-        Args:
-            model: The model.
-            inputs: The piece, a list of micro-batches, which is empty for an empty piece.
-            num_items_in_batch: Without effect.
+        """Add a piece of a draw, a list of micro-batches, and after the last one put the private gradient into `p.grad`.
 
         Returns:
             The piece's share of the step's mean loss, as in the host, if it is reported raw. Otherwise 0, but for the last
@@ -269,8 +260,7 @@ class DopplerTrainer(Trainer):
         """Write the host's model card, with the optimizer in use and a section on privacy."""
         super().create_model_card(*args, **kwargs)
         if not self.args.disable_dp and self.is_world_process_zero():
-            card, privacy = Path(self.args.output_dir) / "README.md", self.privacy
-            complete_card(card, self.args, ledger=privacy.ledger, filter_words=privacy.filter_words)
+            self.privacy.complete_card(self.args)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""

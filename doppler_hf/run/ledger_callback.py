@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
+from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, optimizer_in_words
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
@@ -136,6 +137,11 @@ class PrivacyCallback(TrainerCallback):
         if self.ledger is not None and self.ledger.statement.train_loss == "none":  # zeros
             logs.pop("loss", None)
             logs.pop("train_loss", None)
+
+    def complete_card(self, args: DopplerTrainingArguments) -> None:
+        """Add the optimizer and a section on privacy to the host's model card; before training do nothing."""
+        if self.ledger is not None:
+            complete_card(Path(args.output_dir) / "README.md", args, ledger=self.ledger, filter_words=self.filter_words)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop if the next step would exceed the budget."""

@@ -63,10 +63,8 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     ]
 
 
-def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger | None, filter_words: str) -> None:
-    """Add the optimizer and the section on privacy to a card of the host; before training do nothing."""
-    if ledger is None:
-        return
+def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, filter_words: str) -> None:
+    """Add the optimizer and the section on privacy to a card of the host."""
     weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
     optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}"
     # In the place of the optimizer that the host's own arguments name.

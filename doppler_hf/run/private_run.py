@@ -133,15 +133,7 @@ class PrivateRun:
     # --- before the first step ----------------------------------------------------------------------------------------
 
     def loader(self, dataset: Any, collator: Callable[[Sequence[Any]], dict[str, Any]]) -> PrivateLoader:
-        """Return a loader of this run's draws, each item a list of micro-batches.
-
-        Args:
-            dataset: The training set, in its order, with the columns for the collator.
-            collator: A function that makes a batch of a list of examples.
-
-        Raises:
-            ValueError: If the budget of tokens cannot be met.
-        """
+        """Return a loader of this run's draws; see `PrivateLoader`."""
         return PrivateLoader(
             dataset,
             sampler=self.sampler,
@@ -178,7 +170,6 @@ class PrivateRun:
                 "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
                 "Return super().get_train_dataloader(), made anew for each training."
             )
-
         if self._args.world_size > 1:  # As DDP would, give every process the weights of process 0.
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
