@@ -108,8 +108,7 @@ class DopplerTrainer(Trainer):
         )
 
     def _inner_training_loop(self, **kwargs: Any) -> Any:
-        # The host's only method around the loop in which the model is final (`train` may still build it, and load a
-        # checkpoint into it).
+        # The host's only method around the loop in which the model is final: `train` may still build it, or load into it.
         self._weight_filter.checkpoint = checkpoint = kwargs.get("resume_from_checkpoint")
         checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:

@@ -21,17 +21,9 @@ if TYPE_CHECKING:
     from doppler_hf.privacy.noise import GaussianMechanism
 
 __all__ = [
-    "LEDGER_NAME",
-    "ClippedGradients",
-    "GaussianMechanism",
-    "PoissonSampler",
-    "PrivacyLedger",
-    "PrivacyStatement",
-    "check_per_sample_gradients",
-    "default_delta",
-    "get_epsilon",
-    "get_noise_multiplier",
-]
+    "LEDGER_NAME", "ClippedGradients", "GaussianMechanism", "PoissonSampler", "PrivacyLedger", "PrivacyStatement",
+    "check_per_sample_gradients", "default_delta", "get_epsilon", "get_noise_multiplier",
+]  # fmt: skip
 
 _NAMES: Final = {
     "accounting": ("default_delta", "get_epsilon", "get_noise_multiplier"),

@@ -24,9 +24,6 @@ from doppler_hf.training_args import DopplerTrainingArguments
 class PrivacyCallback(TrainerCallback):
     """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget.
 
-    Args:
-        current_run: A function that returns the run.
-
     Attributes:
         filter_words: The filter, in one line; empty before training.
         ledger: The record of what was spent; None before training.
@@ -113,17 +110,10 @@ class PrivacyCallback(TrainerCallback):
     def save_beside_model(
         self, folder: str, args: DopplerTrainingArguments, state: TrainerState, *, is_checkpoint: bool
     ) -> None:
-        """Put the ledger into the folder of a saved model, and set aside one of an earlier training there.
-
-        Args:
-            folder: The model's folder.
-            args: The arguments.
-            state: The host's state.
-            is_checkpoint: Whether it is a checkpoint, which the ledger then notes, before the host pushes it to the hub.
-        """
+        """Put the ledger into the folder of a saved model, and set aside one of an earlier training there."""
         if self.ledger is None or not state.is_world_process_zero:
             return
-        if is_checkpoint:
+        if is_checkpoint:  # The host pushes it to the hub next.
             self.ledger.checkpoint(state.global_step)
             self.ledger.save(args.output_dir)
         set_aside(folder, unless_before=self.ledger)

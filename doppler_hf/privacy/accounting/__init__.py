@@ -17,13 +17,6 @@ from doppler_hf.privacy.accounting.accounting import (
 )
 
 __all__ = [
-    "Accountant",
-    "Releases",
-    "default_delta",
-    "get_epsilon",
-    "get_epsilons",
-    "get_noise_multiplier",
-    "get_steps",
-    "get_total_epsilon",
-    "joint_noise_multiplier",
-]
+    "Accountant", "Releases", "default_delta", "get_epsilon", "get_epsilons", "get_noise_multiplier", "get_steps",
+    "get_total_epsilon", "joint_noise_multiplier",
+]  # fmt: skip

@@ -62,10 +62,7 @@ class Run:
 
 
 class LedgerRecord:
-    """The content of a chain of entries.
-
-    Args:
-        entries: A checked chain; see `doppler_hf.privacy.ledger.chain`.
+    """The content of a checked chain of entries; see `chain`.
 
     Attributes:
         entries: The chain.
