@@ -4,7 +4,7 @@ A filter is the linear recursion
 
     m_t = - Σ_{τ=1..n_a} a_τ m_{t-τ} + Σ_{τ=0..n_b} b_τ g_{t-τ}
 
-of Algorithm 1, line 6, in SciPy's convention: ``a[0] = 1`` is written out, so the paper's "-9/11" is
+of Algorithm 2, line 6, in SciPy's convention: ``a[0] = 1`` is written out, so the paper's "-9/11" is
 ``a = (1, -9/11)``. Valid is one that is stable, has unit gain at frequency zero, and a positive step response. Stable
 means that the roots of z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of the
 roots of 1 + Σ a_τ x^τ, which are their reciprocals and must lie outside.
@@ -42,7 +42,7 @@ class LowPassFilter:
         ValueError: If a coefficient is not a finite real number; ``a[0]`` is not 1; a pole does not lie inside the
             unit circle (the filter never forgets); the gain at frequency zero, Σb/Σa, is not 1 (the filter would
             rescale the learning rate); or the step response is not positive (the optimizer divides by it: the c_t of
-            Algorithm 1, line 8).
+            Algorithm 2, line 8).
 
     Example:
         >>> low_pass = LowPassFilter(b=(0.1, 0.1), a=(1, -0.8))
@@ -54,7 +54,7 @@ class LowPassFilter:
         LowPassFilter(b=(0.5, 0.5), a=(1.0,))
 
     Source:
-        DOPPLER, Algorithm 1, lines 6-8.
+        DOPPLER, Algorithm 2, lines 6-8.
     """
 
     b: tuple[float, ...]

@@ -2,7 +2,7 @@ r"""What a filter does to a signal: its response to an impulse, to a step, to wh
 
     m_t = Σ_{τ=0..t} κ_τ g_{t-τ},    c_t = Σ_{τ=0..t} κ_τ,    Var[m_∞] / Var[g] = Σ_{τ≥0} κ_τ²   (white g)
 
-κ is the impulse response of the paper's equation "kappa", c_t the bias correction of Algorithm 1, line 7, and Σκ²
+κ is the impulse response of the paper's equation "kappa", c_t the bias correction of Algorithm 2, line 7, and Σκ²
 the denominator of the normalized SNR (equation "snr"). What the noise gain buys costs time: the output follows a slow
 change of the gradient after the group delay, Σ τ κ_τ steps.
 """
@@ -64,7 +64,7 @@ def step_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " st
         array([0.5  , 0.75 , 0.875])
 
     Source:
-        DOPPLER, Algorithm 1, line 7.
+        DOPPLER, Algorithm 2, line 7.
     """
     _check_steps(steps)
     return np.asarray(scipy.signal.lfilter(filter.b, filter.a, np.ones(steps)))

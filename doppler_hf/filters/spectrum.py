@@ -151,7 +151,7 @@ def corrected_output(
                [3.]])
 
     Source:
-        DOPPLER, Algorithm 1, lines 6-8.
+        DOPPLER, Algorithm 2, lines 6-8.
     """
     series = checked(series)
     return scipy.signal.lfilter(filter.b, filter.a, series, axis=0) / step_response(filter, len(series))[:, None]

@@ -1,6 +1,6 @@
 """Right of the privacy boundary: optimizers on gradients that are private already. Nothing here may import the left.
 
-- optimizer: Algorithm 2: `update` for one tensor, and `step` for all
+- optimizer: Algorithm 3: `update` for one tensor, and `step` for all
 - checks: what it refuses
 - filter_stage, low_pass, adaptive_fir: its filter: a fixed one, and one that follows the gradients
 - galore: its subspaces

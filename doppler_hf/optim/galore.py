@@ -1,4 +1,4 @@
-r"""GaLore: the state of a matrix in a subspace of rank r (Zhao et al. 2024; DOPPLER, Algorithm 2, "Use GaLore").
+r"""GaLore: the state of a matrix in a subspace of rank r (Zhao et al. 2024; DOPPLER, Algorithm 3, "Use GaLore").
 
     g̃_t = Pᵀ G_t,    X_{t+1} = X_t - lr·scale · P d_t        (G of shape m×n with m ≤ n, P of shape m×r)
 

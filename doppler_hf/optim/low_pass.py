@@ -1,4 +1,4 @@
-r"""The filter stage: m̂_t = m_t / c_t (DOPPLER, Algorithm 1, lines 6-8).
+r"""The filter stage: m̂_t = m_t / c_t (DOPPLER, Algorithm 2, lines 6-8).
 
 Lines 6 and 7 as printed keep n_a past outputs and n_b past gradients for each parameter. The transposed direct form
 II is the same filter,
@@ -42,7 +42,7 @@ def low_pass(
         [0.5, 0.75, 0.875]
 
     Source:
-        DOPPLER, Algorithm 1, line 6.
+        DOPPLER, Algorithm 2, line 6.
     """
     s = [in_float32(state) for state in states]
     m = torch.add(s[0], grad, alpha=b[0]) if s else grad * b[0]
@@ -76,7 +76,7 @@ def bias_correction(states: list[float], *, b: Sequence[float], a: Sequence[floa
         [0.5, 0.75, 0.875]
 
     Source:
-        DOPPLER, Algorithm 1, line 7.
+        DOPPLER, Algorithm 2, line 7.
     """
     shifted = [*states, 0.0]
     response = shifted[0] + b[0]

@@ -2,7 +2,7 @@ r"""The filter alone, ahead of anyone's optimizer: the base steps on the filtere
 
     m̂_t = lowpass(g)_t / c_t,    x_{t+1} = base(x_t, m̂_t)
 
-This is DOPPLER's Algorithm 1, lines 6-8, with line 9 left to the base. The gradient is private already when it
+This is DOPPLER's Algorithm 2, lines 6-8, with line 9 left to the base. The gradient is private already when it
 arrives; all that is done here is post-processing, whatever the base does.
 """
 
@@ -39,7 +39,7 @@ class LowPassOptimizer(Optimizer):
 
     All that the base knows of the gradient is m̂_t. ``AdamW(betas=(0, beta2))`` therefore divides by the second moment
     of the *filtered* gradient, where `DopplerOptimizer` with ``base="adam"`` takes that of the unfiltered one
-    (Algorithm 2), from which ``"adam_bc"`` can subtract the noise: for those two use `DopplerOptimizer`.
+    (Algorithm 3), from which ``"adam_bc"`` can subtract the noise: for those two use `DopplerOptimizer`.
 
     Args:
         base: The optimizer. It may have taken steps already.
@@ -58,7 +58,7 @@ class LowPassOptimizer(Optimizer):
         tensor([0.5000, 0.5000])
 
     Source:
-        DOPPLER, Algorithm 1, lines 6-8, and the transposed form in `doppler_hf.optim.low_pass`.
+        DOPPLER, Algorithm 2, lines 6-8, and the transposed form in `doppler_hf.optim.low_pass`.
     """
 
     base: Optimizer

@@ -1,4 +1,4 @@
-r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Algorithms 1 and 2).
+r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Algorithms 2 and 3).
 
     g̃_t = g_t | Pᵀ g_t                                    (GaLore)
     m̂_t = lowpass(g̃)_t / c_t
@@ -52,9 +52,9 @@ WORTH_COMPILING: Final = 20_000_000
 
 
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
-    r"""Make one step of Algorithm 2 for one parameter, or for a slice of it (all but the gradient modified in place).
+    r"""Make one step of Algorithm 3 for one parameter, or for a slice of it (all but the gradient modified in place).
 
-    The moment is that of the *unfiltered* gradient (Algorithm 2, whose two lines on v mix two conventions of β₂; torch's is
+    The moment is that of the *unfiltered* gradient (Algorithm 3, whose two lines on v mix two conventions of β₂; torch's is
     used here). White noise adds its variance to it, which DPAdamBC takes away again (Tang et al. 2024); the paper's listing
     leaves that out. Nothing is divided by c_t and k_t here, as they are in the constants:
     √max(v̂ - noise_std², floor) = √max(v - k noise_std², k floor) / √k.
@@ -151,7 +151,7 @@ class DopplerOptimizer(Optimizer):
         tensor([0.5000, 0.5000])
 
     Source:
-        DOPPLER, Algorithms 1 and 2; Tang et al. 2024 for ``"adam_bc"``; Zhao et al. 2024 for ``rank``.
+        DOPPLER, Algorithms 2 and 3; Tang et al. 2024 for ``"adam_bc"``; Zhao et al. 2024 for ``rank``.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class WeightFilter:
         tensor([6.])
 
     Source:
-        DOPPLER, Algorithm 1, lines 6-8, with weights in place of gradients.
+        DOPPLER, Algorithm 2, lines 6-8, with weights in place of gradients.
     """
 
     def __init__(self, params: Iterable[Tensor], low_pass_filter: LowPassFilter) -> None:

@@ -53,7 +53,7 @@ def test_impulse_and_step_response_match_scipy(name):
 
 @given(low_pass_filter=random_filters())
 def test_random_filters_are_the_recursion_of_the_paper(low_pass_filter):
-    """Algorithm 1, line 6, one step after another."""
+    """Algorithm 2, line 6, one step after another."""
     gradients = np.random.default_rng(0).normal(size=60)
     outputs = []
     for step in range(60):

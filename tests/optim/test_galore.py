@@ -273,7 +273,7 @@ def test_plain_descent_takes_galores_own_step():
 @pytest.mark.parametrize("gap", [1, 4])
 @pytest.mark.parametrize("basis_change", ["rotate", "reset"])
 @pytest.mark.parametrize("base", BASES)
-def test_equals_algorithm_2_at_the_largest_rank_with_bases_of_its_own(base, basis_change, gap):
+def test_equals_algorithm_3_at_the_largest_rank_with_bases_of_its_own(base, basis_change, gap):
     """Signs of singular vectors cancel out, unless coordinates are kept."""
     x, grads = normal(4, 6).numpy(), [normal(4, 6, seed=seed).numpy() for seed in range(10)]
     constants = {"lr": 0.05, "base": base, "beta2": 0.98, "eps": 0.01, "noise_std": 0.05, "weight_decay": 0.1}

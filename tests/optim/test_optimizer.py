@@ -26,7 +26,7 @@ def parameter(values=(1.0, -2.0, 3.0, 0.5, -0.25, 0.0), dtype=torch.float64) -> 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("name", PAPER_FILTERS)
-def test_equals_algorithm_2(name, base, weight_decay):
+def test_equals_algorithm_3(name, base, weight_decay):
     p = parameter()
     constants = {"lr": 0.05, "base": base, "beta2": 0.98, "eps": 0.01, "noise_std": 0.05, "weight_decay": weight_decay}
     floor = {"floor": 1e-4} if base == "adam_bc" else {}
@@ -62,7 +62,7 @@ def reference_basis(monkeypatch):
     ),
     ids=str,
 )  # fmt: skip
-def test_equals_algorithm_2_with_galore(name, base, basis_change, projector_source, shape, weight_decay):
+def test_equals_algorithm_3_with_galore(name, base, basis_change, projector_source, shape, weight_decay):
     x = np.random.default_rng(1).standard_normal(shape)
     grads = gradients(25, size=math.prod(shape)).reshape(-1, *shape)
     p = parameter(x)

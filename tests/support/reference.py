@@ -1,4 +1,4 @@
-r"""Algorithm 2 of DOPPLER as printed: plain NumPy float64, direct form, whole histories.
+r"""Algorithm 3 of DOPPLER as printed: plain NumPy float64, direct form, whole histories.
 
 It shares no code with the package. Where the listing needs settling: v uses torch's convention of β₂, AdamBC subtracts
 noise_std², the weights decay before the step as in AdamW, and GaLore projects the shorter side. When the basis changes,

@@ -1,6 +1,6 @@
 """The Gaussian mechanism: the one place where clipped sums become private gradients.
 
-    g_t = (1/B)·(Σ_{i∈draw} clip(∇fᵢ, C) + 𝒩(0, σ²C²·I))                                    (Algorithm 1, line 5)
+    g_t = (1/B)·(Σ_{i∈draw} clip(∇fᵢ, C) + 𝒩(0, σ²C²·I))                                    (Algorithm 2, line 5)
 
 B is the *expected* batch size, never the drawn one, which depends on the data. The other side of the privacy boundary reads
 one float a step from the mechanism, `noise_std`. Another mechanism may draw noise that is not white, or not independent from
