@@ -62,7 +62,8 @@ def filled_generators(seed: int | None, *, rank: int = 0) -> Iterator[None]:
         seed: As in `fill_generators`.
         rank: This process's index.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    # A build for CUDA names its accelerator also on a machine that has none.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     before = random.getstate(), np.random.get_state()
     try:

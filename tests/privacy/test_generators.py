@@ -83,3 +83,19 @@ def test_the_callers_generators_come_back_even_after_an_error():
     with pytest.raises(KeyError):
         fail()
     assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == expected
+
+
+def test_a_build_for_cuda_works_without_a_device(monkeypatch):
+    def current_accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    def no_driver():
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", no_driver)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    before = torch.get_rng_state()
+    with filled_generators(None):
+        assert not torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before)
