@@ -215,6 +215,7 @@ def test_examples_without_a_finite_gradient_keep_their_weights_apart():
         assert clipped.sums["weight"].item() == pytest.approx(0.75)
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("weights", [[0.5], [0.5, 1.1], [-0.1, 0.5], [0.5, math.nan]])
 def test_bad_weights_are_refused(weights):
     model = torch.nn.Linear(1, 1)
