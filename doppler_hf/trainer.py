@@ -132,7 +132,7 @@ class DopplerTrainer(Trainer):
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> Any:
         """Return a loader of Poisson draws: `gradient_accumulation_steps` items a draw, each a list of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()

@@ -10,11 +10,13 @@ attacker who tells the two cases apart better than ε allows has found a defect.
 - mislabelled: canaries that are examples with a wrong label
 - replay: an attempt to reproduce the run's noise and to subtract it
 - lower_bounds: from an attack's scores to a lower bound on ε
+- neighbours: how far one unit more moves the sum that reaches the mechanism
 - result: the outcome of an audit
 """
 
 from doppler_hf.audit.dirac import DiracAuditTrainer
 from doppler_hf.audit.mislabelled import GradientAuditTrainer, LossAuditTrainer
+from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
 from doppler_hf.audit.result import AuditResult
 from doppler_hf.audit.trainer import AuditTrainer, audit_repeatedly
 
@@ -24,5 +26,7 @@ __all__ = [
     "DiracAuditTrainer",
     "GradientAuditTrainer",
     "LossAuditTrainer",
+    "NeighbourResult",
     "audit_repeatedly",
+    "neighbour_distances",
 ]

@@ -4,7 +4,7 @@ Each command is a module of this folder with `add_arguments(parser)` and `run(ar
 torch, and most do not. Its docstring is its own `--help`, and the first line of that is its line in `doppler-hf --help`.
 `run` returns the exit code. `python -m doppler_hf` is the same command.
 
-- plan, filter, audit, verify: the commands
+- plan, filter, audit, check, verify: the commands
 """
 
 import argparse
@@ -20,6 +20,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "filter": "Show low-pass filters, or design one: their figures as a table, their responses as a picture.",
     "audit": "Audit a recipe: train it with canaries, attack the run, and compare the ε that is proven with the ε that is "
     "claimed.",
+    "check": "Check a training: does one record move the update by more than is claimed?",
     "verify": "Check a privacy ledger: that it was not edited, and that its ε follows from what was released.",
 }
 """Name → its line in the help."""
@@ -42,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    words = [_hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
+    given = list(sys.argv[1:] if argv is None else argv)
+    # What follows --script are the words of a script that is not ours.
+    ours = given.index("--script") if "--script" in given else len(given)
+    words = [*map(_hyphenated, given[:ours]), *given[ours:]]
     # No flag before the command takes a value, so that the first name of a command is the one that argparse will take.
     chosen = next((word for word in words if word in COMMANDS), None)
     for name, line in COMMANDS.items():

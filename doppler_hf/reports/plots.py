@@ -211,6 +211,32 @@ def plot_spectra(
     _write(figure, path)
 
 
+def plot_neighbours(distances: np.ndarray, couplings: np.ndarray, path: str | Path) -> None:
+    """Draw the outcome of a neighbour test: by how much of C one unit more moves the sum, and by how much the others.
+
+    Args:
+        distances: For each pair of draws, in units of C, shape (pairs,).
+        couplings: The same of the others' contributions, shape (pairs,).
+        path: The file, whose ending determines the format. Folders are made.
+    """
+    figure = _new_figure(9.0, 3.6)
+    whole, others = figure.subplots(1, 2)
+    pairs = np.arange(1, len(distances) + 1)
+    whole.plot(pairs, np.sort(distances), "o", markersize=4)
+    whole.axhline(1.0, color="black", linewidth=1.0, linestyle="--", label="what the ledger claims")
+    whole.set(xlabel="pairs, in ascending order", ylabel="distance of the sums (C)", title="one unit more moves the sum")
+    whole.set_ylim(0.0, 1.1 * max(1.0, *distances))
+    whole.legend(fontsize="small")
+    others.semilogy(pairs, np.sort(np.maximum(couplings, 1e-17)), "o", markersize=4)  # a logarithm of 0 would be lost
+    others.set_ylim(min(1e-9, 0.5 * max(1e-17, np.min(couplings))), max(10.0, 2.0 * np.max(couplings)))
+    others.axhline(2.0**-24, color="grey", linewidth=1.0, linestyle=":", label="rounding of one float32")
+    others.set(xlabel="pairs, in ascending order", ylabel="change of the others (C)", title="and what the others contribute")
+    others.legend(fontsize="small")
+    for axes in (whole, others):
+        axes.grid(alpha=0.3)
+    _write(figure, path)
+
+
 def _new_figure(width: float, height: float) -> Any:
     """Return an empty figure, in inches, that no window and no notebook knows of."""
     require("plot")

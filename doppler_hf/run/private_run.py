@@ -50,6 +50,7 @@ class PrivateRun:
         statement: Every public number of the run, as in its ledger.
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
+        private_loss: The private training loss; None if there is none.
         ledger: The record of what was spent; None before `begin`.
         affordable_steps: The number of further steps that the budget allows.
 
@@ -101,11 +102,11 @@ class PrivateRun:
             # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
             draw_ahead=args.device.type != "cpu",
         )
-        self._private_loss: PrivateLoss | None = None
+        self.private_loss: PrivateLoss | None = None
         if self.statement.loss_noise_multiplier is not None:
             assert args.per_sample_max_loss is not None
             of_loss = self._gaussian(self.statement.loss_noise_multiplier, args.per_sample_max_loss)
-            self._private_loss = PrivateLoss(of_loss, device=args.device)
+            self.private_loss = PrivateLoss(of_loss, device=args.device)
         self.ledger: PrivacyLedger | None = None
         self.affordable_steps = 0
 
@@ -186,9 +187,9 @@ class PrivateRun:
         """Return what `steps` steps release, from the sampler and the mechanism themselves."""
         rate = self.sampler.sample_rate
         release = self.mechanism.releases(steps, sample_rate=rate)
-        if self._private_loss is None:
+        if self.private_loss is None:
             return release
-        of_loss = self._private_loss.mechanism.releases(steps, sample_rate=rate)
+        of_loss = self.private_loss.mechanism.releases(steps, sample_rate=rate)
         return release._replace(noise_multiplier=joint_noise_multiplier(release.noise_multiplier, of_loss.noise_multiplier))
 
     def begin(self, *, step: int) -> PrivacyLedger:
@@ -241,8 +242,8 @@ class PrivateRun:
                 "pieces of a draw. Set it before train()."
             )
         self._clipped.reset()
-        if self._private_loss is not None:
-            self._private_loss.reset()
+        if self.private_loss is not None:
+            self.private_loss.reset()
         self._pieces_left = pieces
 
     def add(self, losses: Float[Tensor, " batch"], *, size: int, weight: float) -> None:
@@ -265,8 +266,8 @@ class PrivateRun:
             )
         weights = None if weight == 1.0 else torch.full((size,), weight, device=losses.device)
         self._clipped.backward(losses, weights=weights)
-        if self._private_loss is not None:
-            self._private_loss.add(losses.detach(), weights=weights)
+        if self.private_loss is not None:
+            self.private_loss.add(losses.detach(), weights=weights)
 
     def end_piece(self, model: nn.Module, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
         """Count a piece of the draw as added; after the last one, turn the sum into the private gradient in `p.grad`.
@@ -295,4 +296,4 @@ class PrivateRun:
             parameters[name].grad = gradient.to(parameters[name].dtype)
         optimizer.noise_std = self.mechanism.noise_std(step)
         self._clipped.reset()
-        return None if self._private_loss is None else self._private_loss.release(step=step)
+        return None if self.private_loss is None else self.private_loss.release(step=step)

@@ -227,7 +227,7 @@ def test_bad_weights_are_refused(weights):
 
 
 def everything_drawn(monkeypatch):
-    monkeypatch.setattr(PoissonSampler, "_uniforms", lambda self, count, *, step: np.zeros(count))
+    monkeypatch.setattr(PoissonSampler, "coins", lambda self, count, *, step: np.zeros(count))
 
 
 @pytest.mark.parametrize("limit", [None, 2])

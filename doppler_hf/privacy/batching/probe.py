@@ -1,6 +1,6 @@
 """A few real examples for the checks before the first step: alone, and together in one batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ _LOOKED_AT = 16
 _TRIALS = 16
 
 Inputs = dict[str, Any]
+Collator = Callable[[Sequence[Any]], Inputs]
 
 
 class Probe(NamedTuple):
@@ -46,11 +47,10 @@ def probe_of(loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> P
     small, medium, large = (loader.examples[index] for index in chosen(loader))
 
     def collate(*examples: Any, trial: int = 0) -> Inputs:
-        with filled_generators(trial):
-            return loader.collator(list(examples))
+        return collated(loader.collator, examples, trial=trial)
 
     together, alone = collate(small, large), [collate(small), collate(large)]
-    if not all(same(together, collate(small, large, trial=trial)) for trial in range(1, _TRIALS)):
+    if is_random(loader.collator, [small, large]):
         for trial in range(_TRIALS):
             found = collate(small, large, medium, trial=trial), collate(small, large, altered(medium), trial=trial)
             if not same(*(first_rows(inputs, 2) for inputs in found)):
@@ -62,6 +62,18 @@ def probe_of(loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> P
         # Alone they would be masked otherwise, so they are cut out of the batch, without their padding.
         alone = [cut_out(together, index, like=inputs) for index, inputs in enumerate(alone)]
     return Probe([prepare(inputs) for inputs in alone], prepare(together), prepare(collate(small, large, medium)))
+
+
+def collated(collator: Collator, examples: Sequence[Any], *, trial: int = 0) -> Inputs:
+    """Return a batch of the examples; what the collator draws depends on `trial` alone."""
+    with filled_generators(trial):
+        return collator(list(examples))
+
+
+def is_random(collator: Collator, examples: Sequence[Any]) -> bool:
+    """Return whether a collator draws random numbers that show in its batches."""
+    first = collated(collator, examples)
+    return not all(same(first, collated(collator, examples, trial=trial)) for trial in range(1, _TRIALS))
 
 
 def chosen(loader: PrivateLoader) -> list[int]:

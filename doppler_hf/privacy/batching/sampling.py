@@ -37,6 +37,7 @@ class PoissonSampler(Sampler[list[int]]):
     Attributes:
         num_units: N, the number of units.
         lengths: As given, shape (num_examples,), or None.
+        unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
         weights: Each example's share of its unit's contribution, 1 / (examples drawn with the unit), shape
             (num_examples,); None if every example is a unit.
 
@@ -77,9 +78,10 @@ class PoissonSampler(Sampler[list[int]]):
         self.max_examples_per_unit = max_examples_per_unit
         self.lengths = None if lengths is None else np.asarray(lengths)
         self.num_units, self.weights = num_examples, None
+        self.unit_sizes: np.ndarray | None = None
         if units is not None:
-            self._sizes, self._starts, self._examples_by_unit = self._grouped(np.asarray(units))
-            self.num_units, self.weights = len(self._sizes), self._shares()[units]
+            self.unit_sizes, self._starts, self._examples_by_unit = self._grouped(np.asarray(units))
+            self.num_units, self.weights = len(self.unit_sizes), self._shares(self.unit_sizes)[units]
         if not 1 <= expected_batch_size <= self.num_units:
             what = "training examples" if units is None else "units of privacy"
             raise ValueError(
@@ -100,12 +102,12 @@ class PoissonSampler(Sampler[list[int]]):
             raise ValueError(f"units must be numbered from 0 without gaps, got no {np.flatnonzero(counts == 0)[0]}.")
         return counts, np.cumsum(counts) - counts, np.argsort(units, kind="stable")
 
-    def _shares(self) -> np.ndarray:
+    def _shares(self, sizes: np.ndarray) -> np.ndarray:
         """Return the share of each of a unit's examples in its contribution, shape (num_units,)."""
         # Sensitivity: a unit is drawn with min(size, limit) examples. Each of their clipped gradients, of norm at most C,
         # has the weight 1/min(size, limit), so that the unit contributes their mean, whose norm is at most C.
-        limit = self._sizes.max() if self.max_examples_per_unit is None else self.max_examples_per_unit
-        shares = (1.0 / np.minimum(self._sizes, limit)).astype(np.float32)
+        limit = sizes.max() if self.max_examples_per_unit is None else self.max_examples_per_unit
+        shares = (1.0 / np.minimum(sizes, limit)).astype(np.float32)
         # Rounded towards 0, so that the shares of a unit add up to at most 1 in float32 too.
         return np.where(shares < 1.0, np.nextafter(shares, np.float32(0.0)), shares)
 
@@ -137,7 +139,7 @@ class PoissonSampler(Sampler[list[int]]):
         # Each unit's coin is its own 53-bit uniform compared with q, so it depends neither on the other units nor on their
         # number in the shard: exactly the independent inclusion that amplification by sampling assumes. The shards are
         # disjoint, so a unit takes part at most once a step over all processes.
-        drawn = self._shard[self._uniforms(len(self._shard), step=step) < self.sample_rate]
+        drawn = self._shard[self.coins(len(self._shard), step=step) < self.sample_rate]
         if self.weights is not None:
             drawn = self._examples_of(drawn, step=step)
         # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
@@ -146,7 +148,8 @@ class PoissonSampler(Sampler[list[int]]):
 
     def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
         """Return the examples that are drawn with these units, shape (examples,)."""
-        sizes = self._sizes[units]
+        assert self.unit_sizes is not None
+        sizes = self.unit_sizes[units]
         # Position k of the result is the (k - ends[j] + sizes[j])-th example of its unit j.
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         examples = self._examples_by_unit[np.repeat(self._starts[units], sizes) + within]
@@ -154,10 +157,10 @@ class PoissonSampler(Sampler[list[int]]):
         if limit is None or not np.any(sizes > limit):
             return examples
         # The choice among a unit's examples depends on its own size and secret coins, never on another unit.
-        shuffled = np.lexsort((self._uniforms(len(examples), step=step), np.repeat(np.arange(len(units)), sizes)))
+        shuffled = np.lexsort((self.coins(len(examples), step=step), np.repeat(np.arange(len(units)), sizes)))
         return examples[shuffled[within < limit]]
 
-    def _uniforms(self, count: int, *, step: int) -> np.ndarray:
+    def coins(self, count: int, *, step: int) -> np.ndarray:
         """Return 53-bit uniforms in [0, 1), shape (count,)."""
         return (self._stream.bits(count, step=step) >> np.uint64(11)) * 2.0**-53
 

@@ -1,0 +1,273 @@
+"""The neighbour test: does one record move the update by more than is claimed?
+
+For data sets that differ in one unit of privacy, and the same coins for all others, the sums that reach the mechanism must
+differ by at most C. The test lets the real trainer make draws that come in threes: some units S, the same with one unit u
+more, and u alone. It watches what the mechanism receives, puts zeros in place of the private gradient, and compares
+
+    distance   ‖sum(S ∪ u) − sum(S)‖ / C             which the guarantee assumes to be at most 1
+    coupling   ‖sum(S ∪ u) − sum(S) − sum(u)‖ / C    how much u changes what the others contribute; 0 but for rounding
+
+The coins are held: dropout is off, and of a unit with too many examples the first are taken. That masks and random collators
+follow secret coins of the example alone is for the generators (`privacy.generators`).
+"""
+
+import contextlib
+import copy
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from doppler_hf.privacy.batching.probe import is_random
+from doppler_hf.privacy.clipping.self_check import without_dropout
+from doppler_hf.privacy.noise import Mechanism
+from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.trainer import DopplerTrainer
+from doppler_hf.training_args import DopplerTrainingArguments
+
+NEIGHBOURS_NAME: Final = "privacy_neighbours.json"
+# Relative, of sums in float32: one of n terms is off by some √n·2⁻²⁴, and batches of other sizes are rounded otherwise.
+ROUNDING: Final = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class NeighbourResult:
+    """Pairs of neighbouring draws of one trainer.
+
+    Attributes:
+        distances: How far one unit more moves the clipped sum, in units of C, shape (pairs,).
+        couplings: How far it moves what the others contribute, in units of C, shape (pairs,).
+        draw_sizes: Units in each draw besides that one, shape (pairs,).
+        expected_batch_size: B of the run, in units.
+        tolerance: How far above 1 rounding alone may bring a distance.
+    """
+
+    distances: Float[np.ndarray, " pairs"]
+    couplings: Float[np.ndarray, " pairs"]
+    draw_sizes: Int[np.ndarray, " pairs"]
+    expected_batch_size: int
+    tolerance: float
+
+    @property
+    def contradicts_claim(self) -> bool:
+        """Whether one unit moved the sum by more than C, or moves the others in proportion to their number."""
+        return bool(self.distances.max() > 1.0 + self.tolerance or self.extrapolated.max() > 1.0 + self.tolerance)
+
+    @property
+    def extrapolated(self) -> Float[np.ndarray, " pairs"]:
+        """The distances in a draw of B units, if each of the others is moved as far as these; rounding does not count."""
+        beyond_rounding = np.where(self.couplings > self.tolerance * np.sqrt(self.draw_sizes), self.couplings, 0.0)
+        return self.distances + beyond_rounding * np.maximum(self.expected_batch_size / self.draw_sizes - 1.0, 0.0)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write everything to `privacy_neighbours.json` in `folder`, and return its path."""
+        path = Path(folder) / NEIGHBOURS_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = {
+            "format_version": 1,
+            "contradicts_claim": self.contradicts_claim,
+            "largest_distance": float(self.distances.max()),
+            "largest_coupling": float(self.couplings.max()),
+            "expected_batch_size": self.expected_batch_size,
+            "tolerance": self.tolerance,
+            "draw_sizes": self.draw_sizes.tolist(),
+            "distances": self.distances.tolist(),
+            "couplings": self.couplings.tolist(),
+        }
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(values) + "\n")
+        os.replace(temporary, path)
+        return path
+
+
+def neighbour_distances(
+    trainer: DopplerTrainer, *, pairs: int = 16, draw_size: int | None = None, seed: int = 0, tolerance: float = ROUNDING
+) -> NeighbourResult:
+    """Train on neighbouring draws without moving the weights, and measure how far their clipped sums are apart.
+
+    The draws go through the trainer's own loader, collator, loss, engine and accumulation. Nothing is written, evaluated or
+    logged, and the trainer is left as it was: it has spent nothing.
+
+    Args:
+        trainer: A trainer with privacy, before or after training.
+        pairs: How many pairs of draws.
+        draw_size: How many units to draw besides the one; by default the expected batch, but at most 32.
+        seed: Which units are drawn. The one more is the largest unit first, then the smallest, then any.
+        tolerance: How far above 1 rounding alone may bring a distance: 1e-6 for a model in float64.
+
+    Raises:
+        ValueError: If `pairs` or `draw_size` is out of range, the trainer has no privacy, or it refuses to train.
+    """
+    if pairs < 1:
+        raise ValueError(f"pairs must be at least 1, got {pairs}.")
+    if trainer.args.disable_dp:
+        raise ValueError("disable_dp must be False for a neighbour test, got True. Leave it out.")
+    number_of_units = trainer.private_run.sampler.num_units
+    size = min(32, trainer.private_run.sampler.expected_batch_size, number_of_units - 1) if draw_size is None else draw_size
+    if not 1 <= size < number_of_units:
+        raise ValueError(f"draw_size must lie in [1, {number_of_units - 1}], below the number of units, got {size}.")
+    loader = trainer.get_train_dataloader()
+    if is_random(loader.collator, [loader.examples[index] for index in (0, len(loader.examples) - 1)]):
+        raise ValueError(
+            "data_collator must not be random in a neighbour test, in which all others keep their masks, got one that draws "
+            "new ones. Take one that is not. Whether the random one mixes examples is checked before training."
+        )
+    draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, seed=seed)
+    with restored(trainer), tempfile.TemporaryDirectory() as folder, without_dropout(trainer.model):
+        trainer.args = harmless(trainer.args, steps=len(draws), folder=folder)
+        watched = ScriptedRun(trainer, draws)
+        trainer._new_run = watched.new_run  # type: ignore[method-assign]
+        # The host and the training step switch the model to training mode, dropout included.
+        trainer.model.train = lambda mode=True: trainer.model
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            trainer.train()
+    moved = [witness.distances_and_couplings() for witness in watched.witnesses]
+    return NeighbourResult(
+        distances=np.max([distances for distances, _ in moved], axis=0),
+        couplings=np.max([couplings for _, couplings in moved], axis=0),
+        draw_sizes=np.full(pairs, size),
+        expected_batch_size=trainer.private_run.sampler.expected_batch_size,
+        tolerance=tolerance,
+    )
+
+
+def neighbouring_draws(run: PrivateRun, *, pairs: int, size: int, seed: int) -> list[Int[np.ndarray, " _"]]:
+    """Return draws in threes, as numbers of units: others, the same with one unit more, and that unit alone."""
+    generator, sampler = np.random.default_rng(seed), run.sampler
+    sizes = sampler.lengths if sampler.unit_sizes is None else sampler.unit_sizes
+    extremes = [] if sizes is None else [int(np.argmax(sizes)), int(np.argmin(sizes))]
+    draws = []
+    for pair in range(pairs):
+        unit = extremes[pair] if pair < len(extremes) else int(generator.integers(sampler.num_units))
+        others = generator.choice(np.delete(np.arange(sampler.num_units), unit), size=size, replace=False)
+        draws += [others, np.append(others, unit), np.array([unit])]
+    return draws
+
+
+class Coins:
+    """The coins of a sampler that draws what it is told.
+
+    Args:
+        draws: The units of each step.
+        shard: The units of this process.
+    """
+
+    def __init__(self, draws: list[Int[np.ndarray, " _"]], *, shard: Int[np.ndarray, " shard"]) -> None:
+        self._draws, self._shard = draws, shard
+        self._is_begun: set[int] = set()
+
+    def __call__(self, count: int, *, step: int) -> Float[np.ndarray, " count"]:
+        """Return first 0 for each unit to be drawn and 1 for the others, then zeros, which take a unit's first examples."""
+        if step in self._is_begun:
+            return np.zeros(count)
+        self._is_begun.add(step)
+        return 1.0 - np.isin(self._shard, self._draws[step])
+
+
+class Witness:
+    """A mechanism that watches the sums that reach another one, and releases zeros."""
+
+    def __init__(self, mechanism: Mechanism, *, max_norm: float) -> None:
+        self._mechanism, self._max_norm = mechanism, max_norm
+        self.expected_batch_size = mechanism.expected_batch_size
+        self._waiting: list[dict[str, Tensor]] = []
+        self._moved: list[tuple[float, float]] = []
+
+    def privatize(
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, subspaces: Mapping[str, Float[Tensor, "..."]] = {}
+    ) -> dict[str, Float[Tensor, "..."]]:
+        """Keep the sums over all processes, and return zeros."""
+        kept = {name: total.detach().clone() for name, total in sums.items()}
+        if dist.is_initialized():
+            for total in kept.values():
+                dist.all_reduce(total)
+        self._waiting.append(kept)
+        if len(self._waiting) == 3:
+            others, both, alone = self._waiting
+            self._waiting = []
+            change = {name: both[name].double() - others[name] for name in both}
+            rest = {name: change[name] - alone[name] for name in both}
+            self._moved.append((norm_of(change) / self._max_norm, norm_of(rest) / self._max_norm))
+        return {name: torch.zeros_like(total) for name, total in sums.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer everything else as the mechanism does."""
+        return getattr(self._mechanism, name)
+
+    def distances_and_couplings(self) -> tuple[list[float], list[float]]:
+        """Return both for every pair, in units of the bound."""
+        distances, couplings = zip(*self._moved, strict=True)
+        return list(distances), list(couplings)
+
+
+class ScriptedRun:
+    """Makes the trainer's runs with coins that are told, and with witnesses in place of their mechanisms."""
+
+    def __init__(self, trainer: DopplerTrainer, draws: list[Int[np.ndarray, " _"]]) -> None:
+        self._make, self._draws, self._args = trainer._new_run, draws, trainer.args
+        self.witnesses: list[Witness] = []
+
+    def new_run(self, **options: Any) -> PrivateRun:
+        """Return a run as the trainer makes it, but watched."""
+        run = self._make(**options)
+        shard = np.arange(self._args.process_index, run.sampler.num_units, self._args.world_size)
+        run.sampler.coins = Coins(self._draws, shard=shard)  # type: ignore[method-assign]
+        run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)
+        self.witnesses = [witness]
+        if run.private_loss is not None:
+            of_loss = Witness(run.private_loss.mechanism, max_norm=run.private_loss.mechanism.max_grad_norm)
+            run.private_loss.mechanism = of_loss  # type: ignore[assignment]
+            self.witnesses.append(of_loss)
+        return run
+
+
+def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> DopplerTrainingArguments:
+    """Return the arguments of a training that moves no weight, and leaves nothing behind."""
+    args = copy.copy(args)
+    changes = {
+        "output_dir": folder, "max_steps": steps, "learning_rate": 0.0, "target_epsilon": None, "noise_multiplier": 1.0,
+        "eval_strategy": IntervalStrategy.NO, "save_strategy": SaveStrategy.NO, "logging_strategy": IntervalStrategy.NO,
+        "load_best_model_at_end": False, "push_to_hub": False, "disable_tqdm": True, "eval_on_start": False,
+    }  # fmt: skip
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return args
+
+
+@contextlib.contextmanager
+def restored(trainer: DopplerTrainer) -> Iterator[None]:
+    """Let only those callbacks take part that training needs, and give the trainer all its attributes back afterwards."""
+    before, privacy = dict(vars(trainer)), dict(vars(trainer.privacy))
+    training = trainer.model.__dict__.get("train")
+    handler = copy.copy(trainer.callback_handler)
+    handler.callbacks = [call for call in handler.callbacks if isinstance(call, DefaultFlowCallback | PrivacyCallback)]
+    trainer.callback_handler, trainer.state = handler, copy.copy(trainer.state)
+    trainer.optimizer = trainer.lr_scheduler = trainer._doppler_optimizer = None
+    trainer.privacy.ledger = None
+    try:
+        yield
+    finally:
+        trainer.model.__dict__.pop("train", None)
+        if training is not None:
+            trainer.model.__dict__["train"] = training
+        trainer.__dict__.clear()
+        trainer.__dict__.update(before)
+        trainer.privacy.__dict__.update(privacy)
+
+
+def norm_of(tensors: Mapping[str, Tensor]) -> float:
+    """Return the joint norm."""
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))

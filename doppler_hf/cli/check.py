@@ -1,0 +1,137 @@
+"""Check a training: does one record move the update by more than is claimed?
+
+The guarantee assumes that one unit of privacy moves the clipped sum of a step by at most C, whatever the others are. The
+trainer of a recipe, or of a script of your own, makes pairs of draws that differ in one unit, with its own data, collator,
+model, loss and accumulation, and what reaches the mechanism is compared. The exit code is 1 if a distance is above C, or
+if the others move with that unit. No weight is moved, no privacy spent; dropout is off, and the collator must not be random.
+
+  doppler-hf check recipes/image/digits-eps8.yaml --pairs 32 --plot distances.png
+  doppler-hf check --pairs 32 --script my_train.py --learning_rate 1e-3
+
+Options come before --script and the script's own words after it; its `DopplerTrainer.train()` is replaced by the check.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
+from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_neighbours
+from doppler_hf.trainer import DopplerTrainer
+from doppler_hf.workloads.recipe import parse_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `doppler-hf check`."""
+    _add_options(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--script", nargs=argparse.REMAINDER, metavar="FILE", help="a script of your own, and its words")
+    source.add_argument("recipe", nargs="?", metavar="RECIPE", help="YAML recipe of a private run")
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="...", help="the options above, and fields of the recipe as flags"
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pairs", type=int, default=16, metavar="N", help="how many pairs of draws (default: %(default)s)")
+    parser.add_argument(
+        "--draw-size", type=int, metavar="N", help="units in a draw besides the one (default: the batch, but at most 32)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distances, as " + ", ".join(PICTURE_ENDINGS))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the pairs, compare them, and print the outcome."""
+    # argparse passes on everything after the recipe unparsed, its own options included.
+    options = argparse.ArgumentParser(prog="doppler-hf check", add_help=False, allow_abbrev=False)
+    _add_options(options)
+    args, flags = options.parse_known_args(args.flags, namespace=args)
+    if args.plot is not None:
+        check_picture(args.plot)
+
+    def check(trainer: DopplerTrainer) -> tuple[NeighbourResult, Path]:
+        result = neighbour_distances(trainer, pairs=args.pairs, draw_size=args.draw_size)
+        return result, result.save(trainer.args.output_dir)
+
+    if args.script is None:
+        workload, training_args = parse_recipe([args.recipe, *flags])
+        result, path = check(DopplerTrainer(args=training_args, **workload.for_trainer()))
+    else:
+        result, path = checked_script(args.script, check)
+    console = Console()
+    console.print(table_of(result))
+    console.print(verdict(result), soft_wrap=True)
+    console.print(f"The distances are in {path}.", markup=False, soft_wrap=True)
+    if args.plot is not None:
+        plot_neighbours(result.distances, result.couplings, args.plot)
+        console.print(f"The picture is in {args.plot}.", markup=False, soft_wrap=True)
+    return 1 if result.contradicts_claim else 0
+
+
+class _Checked(BaseException):
+    """Carries the outcome out of a script, past whatever exceptions the script handles."""
+
+    def __init__(self, outcome: tuple[NeighbourResult, Path]) -> None:
+        self.outcome = outcome
+
+
+def checked_script(
+    words: Sequence[str], check: Callable[[DopplerTrainer], tuple[NeighbourResult, Path]]
+) -> tuple[NeighbourResult, Path]:
+    """Run a script, check the first trainer that would train in place of training it, and return the outcome.
+
+    Args:
+        words: The script's path and its own words.
+        check: The check.
+
+    Raises:
+        ValueError: If there is no such script, or it ends without training.
+    """
+    if not words or not Path(words[0]).is_file():
+        raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
+    train, argv, path = DopplerTrainer.train, sys.argv, list(sys.path)
+
+    def check_instead(trainer: DopplerTrainer, *args: object, **options: object) -> None:
+        DopplerTrainer.train = train
+        raise _Checked(check(trainer))
+
+    try:
+        DopplerTrainer.train = check_instead
+        sys.argv = list(words)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))  # as `python my_train.py` has it
+        runpy.run_path(words[0], run_name="__main__")
+    except _Checked as checked:
+        return checked.outcome
+    finally:
+        DopplerTrainer.train = train
+        sys.argv, sys.path = argv, path
+    raise ValueError(f"{words[0]} must call DopplerTrainer.train(), but ended without it. Check its own conditions.")
+
+
+def table_of(result: NeighbourResult) -> Table:
+    """Return the outcome as a table."""
+    table = Table(title="Neighbour test", show_header=False)
+    for row in (
+        ("pairs of draws", f"{len(result.distances):,}"),
+        ("units in a draw", f"{int(result.draw_sizes.max()):,} and one more, of a batch of {result.expected_batch_size:,}"),
+        ("one unit moves the sum by", f"{result.distances.max():.6f} C at most"),
+        ("it moves the others by", f"{result.couplings.max():.2g} C at most"),
+    ):
+        table.add_row(*row)
+    return table
+
+
+def verdict(result: NeighbourResult) -> str:
+    """Return the outcome in one sentence."""
+    if not result.contradicts_claim:
+        return "No defect found: no unit moved the sum by more than C. Units that were not tried may."
+    return (
+        f"THE CLAIM IS WRONG: one unit moves the sum by {result.distances.max():.4g} C, and in a whole batch by up to "
+        f"{result.extrapolated.max():.4g} C, where the ledger claims 1."
+    )

@@ -1,0 +1,183 @@
+"""One unit more moves the sum that reaches the mechanism by at most C, and no other; defects that break this are seen."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.audit import NeighbourResult, neighbour_distances
+from doppler_hf.audit.neighbours import neighbouring_draws
+from doppler_hf.privacy.clipping import clipped_gradients as clipping
+from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
+from tests.audit.neighbour_cases import SETTINGS, USUAL, cases, collator_for, result_of, trainer_for
+from tests.support.tiny import pad, tiny_bert
+from tests.support.trainers import trainer_of, weights
+
+
+def name_of(case):
+    return ", ".join(str(value) for name, value in case.items() if value != USUAL[name] or name == "model")
+
+
+def few():
+    """Cases in which every value of every setting occurs, the first of those that add one."""
+    missing = {(name, value) for name, values in SETTINGS.items() for value in values}
+    found = []
+    for case in cases():
+        if missing & set(case.items()):
+            missing -= set(case.items())
+            found.append(case)
+    assert not missing
+    return found
+
+
+def check(case):
+    result = result_of(case)
+    assert not result.contradicts_claim
+    assert result.distances.max() <= 1.0 + 1e-6
+    assert result.couplings.max() < 1e-12
+    assert result.distances.min() > 0.3  # the unit is there
+
+
+@pytest.mark.parametrize("case", few(), ids=name_of)
+def test_one_unit_moves_the_sum_by_at_most_c(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in cases() if case not in few()], ids=name_of)
+def test_one_unit_moves_the_sum_by_at_most_c_whatever_two_settings_meet(case):
+    check(case)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_in_low_precision_too(tmp_path, precision):
+    model = tiny_bert()
+    options = dict(clipping="vanilla", per_sample_max_grad_norm=1e-3, bf16=precision == "bf16")
+    result = neighbour_distances(trainer_of(tmp_path, model=model, **options), pairs=3)
+    assert not result.contradicts_claim
+    assert result.distances.max() < 1.0 + 1e-5  # clipped in float32, whatever the forward pass rounds to
+    assert result.couplings.max() < (1e-5 if precision == "float32" else 0.3)
+
+
+# --- defects are seen -----------------------------------------------------------------------------------------------------
+
+
+class TokenMean(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        tokens = inputs["attention_mask"].sum(dim=1)
+        return super().compute_per_sample_loss(model, inputs) * tokens / tokens.sum()
+
+
+class BatchNormed(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        return losses - losses.mean().detach() * losses
+
+
+class Carried(DopplerTrainer):
+    """Something of a batch enters the losses of the next one."""
+
+    last = 1.0
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs) * self.last
+        self.last = float(inputs["input_ids"].float().mean()) / 25
+        return losses
+
+
+@pytest.mark.parametrize("cls", [TokenMean, BatchNormed, Carried])
+def test_a_loss_that_looks_at_others_is_seen(tmp_path, cls):
+    # Far below the bound nothing is clipped, so that all of it shows.
+    options = dict(clipping="vanilla", per_sample_max_grad_norm=10.0, grad_sample_self_check=False)
+    trainer = trainer_of(tmp_path, cls=cls, model=tiny_bert().double(), per_device_train_batch_size=8, **options)
+    result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
+    assert result.couplings.max() > 1e-4
+
+
+def test_twice_the_clip_norm_contradicts_the_claim(tmp_path, monkeypatch):
+    right = clipping.clip_factors
+    monkeypatch.setattr(clipping, "clip_factors", lambda norms, **options: 2.0 * right(norms, **options))
+    result = neighbour_distances(trainer_of(tmp_path, grad_sample_self_check=False), pairs=2)
+    assert result.contradicts_claim
+    assert result.distances.max() == pytest.approx(2.0, rel=0.05)
+
+
+def test_rows_in_another_order_give_no_unit_the_share_of_another(tmp_path):
+    """A collator that sorts its rows: were the shares of a user's examples assigned by row, they would land on others'."""
+    collate = collator_for("longest")
+
+    def backwards(examples):
+        return collate(sorted(examples, key=lambda example: example["input_ids"]))
+
+    case = USUAL | {"unit": "user", "clipping": "vanilla"}
+    result = neighbour_distances(
+        trainer_for(case, tmp_path, collator=backwards, grad_sample_self_check=False), pairs=4, tolerance=1e-6
+    )
+    assert result.distances.max() <= 1.0 + 1e-6
+    assert result.couplings.max() < 1e-12
+
+
+# --- the instrument -------------------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_is_left_as_it_was(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    before, head, files = weights(trainer), trainer.privacy.ledger.head, sorted(tmp_path.rglob("*"))
+    attributes = {name: id(value) for name, value in vars(trainer).items()}
+    neighbour_distances(trainer, pairs=2)
+    assert torch.equal(weights(trainer), before)
+    assert trainer.privacy.ledger.head == head
+    assert sorted(tmp_path.rglob("*")) == files
+    assert {name: id(value) for name, value in vars(trainer).items()} == attributes
+    assert trainer.model.train().training
+    trainer.args.max_steps = 4
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert trainer.privacy.ledger.steps_run == 4
+    assert (tmp_path / "out" / LEDGER_NAME).exists()
+
+
+def test_draws_come_in_threes_and_begin_with_the_extremes(tmp_path):
+    run = trainer_of(tmp_path).private_run
+    draws = neighbouring_draws(run, pairs=3, size=5, seed=0)
+    assert len(draws) == 9
+    for others, both, alone in zip(*[iter(draws)] * 3, strict=True):
+        assert len(set(others)) == 5
+        assert set(both) - set(others) == set(alone)
+        assert not set(alone) & set(others)
+    assert run.sampler.lengths[draws[2][0]] == run.sampler.lengths.max()
+    assert run.sampler.lengths[draws[5][0]] == run.sampler.lengths.min()
+
+
+def test_what_is_extrapolated_counts_no_rounding(tmp_path):
+    result = NeighbourResult(
+        distances=np.array([0.9, 0.9]), couplings=np.array([1e-7, 0.02]), draw_sizes=np.array([10, 10]),
+        expected_batch_size=100, tolerance=1e-6,
+    )  # fmt: skip
+    assert result.extrapolated.tolist() == pytest.approx([0.9, 1.08])
+    assert result.contradicts_claim
+    saved = json.loads(result.save(tmp_path / "new").read_text())
+    assert saved["contradicts_claim"]
+    assert saved["largest_distance"] == 0.9
+    assert saved["couplings"] == [1e-7, 0.02]
+
+
+def drawing(examples):
+    batch = pad(examples)
+    return batch | {"input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.2, 4)}
+
+
+def test_what_cannot_be_tested_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match="pairs must be at least 1, got 0"):
+        neighbour_distances(trainer, pairs=0)
+    for size in (0, 24):
+        with pytest.raises(ValueError, match=rf"draw_size must lie in \[1, 23\], below the number of units, got {size}"):
+            neighbour_distances(trainer, draw_size=size)
+    trainer.data_collator = drawing
+    with pytest.raises(ValueError, match="data_collator must not be random in a neighbour test"):
+        neighbour_distances(trainer)
+    with pytest.raises(ValueError, match="disable_dp must be False for a neighbour test, got True"):
+        neighbour_distances(trainer_of(tmp_path, disable_dp=True, noise_multiplier=None))
