@@ -14,7 +14,6 @@ follow secret coins of the example alone is for the generators (`privacy.generat
 import contextlib
 import copy
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from doppler_hf.privacy.batching.probe import is_random
-from doppler_hf.privacy.clipping.self_check import without_dropout
+from doppler_hf.privacy.clipping.self_check import norm_of, without_dropout
 from doppler_hf.privacy.noise import Mechanism
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
@@ -266,8 +265,3 @@ def restored(trainer: DopplerTrainer) -> Iterator[None]:
         trainer.__dict__.clear()
         trainer.__dict__.update(before)
         trainer.privacy.__dict__.update(privacy)
-
-
-def norm_of(tensors: Mapping[str, Tensor]) -> float:
-    """Return the joint norm."""
-    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))

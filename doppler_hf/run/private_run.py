@@ -22,6 +22,7 @@ from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampl
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, lengths_of, units_of
 from doppler_hf.privacy.batching.probe import probe_of
+from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
 from doppler_hf.privacy.generators import fill_worker, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.engine import attached_engine
@@ -171,7 +172,11 @@ class PrivateRun:
                 "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
                 "Return super().get_train_dataloader(), made anew for each training."
             )
-        if self._args.world_size > 1:  # As DDP would, give every process the weights of process 0.
+        if self._args.world_size > 1:
+            digests: list[Any] = [None] * self._args.world_size
+            torch.distributed.all_gather_object(digests, digest_of(loader.examples, self.sampler))
+            refuse_different_data(digests)
+            # As DDP would, give every process the weights of process 0.
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
         probe = probe_of(loader, prepare=prepare)

@@ -3,18 +3,25 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.audit import neighbour_distances
+from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, weights
+from tests.support.trainers import NoSignal, Recorder, trainer_of, weights
 
 
 def train(folder, case):
     """What every process does; torchrun tells it which one it is."""
     world = int(os.environ.get("WORLD_SIZE", 1))
+    if case in OTHERS:
+        found = OTHERS[case](folder, world)
+        torch.save(found, f"{folder}/{case}-{world}-{os.environ.get('RANK', 0)}.pt")
+        return
     if case == "equal":  # every example in every draw, so that one process and two draw the same
         cls, own = DopplerTrainer, dict(
             noise_multiplier=0.5, noise_seed=3, per_device_train_batch_size=24 // world, base_optimizer="sgd",
@@ -42,6 +49,27 @@ def train(folder, case):
     torch.save(found | {"batch": ledger.statement.expected_batch_size}, f"{folder}/{case}-{world}-{args.process_index}.pt")
 
 
+def shuffled(folder, world):
+    """Return why a training is refused whose processes have shuffled their data each on its own."""
+    trainer = trainer_of(Path(folder) / "shuffled", data=text_data().shuffle(seed=int(os.environ["RANK"])))
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return "was not refused"
+
+
+def neighbours(folder, world):
+    """Return distances and couplings of users whose examples lie on all processes."""
+    case = USUAL | {"model": "roberta", "unit": "user", "accumulation": 3, "clipping": "vanilla", "loss": "private"}
+    trainer = trainer_for(case, Path(folder) / "neighbours", per_device_train_batch_size=1)
+    result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
+    return result.distances, result.couplings, trainer.private_run.sampler.expected_batch_size
+
+
+OTHERS = {"shuffled": shuffled, "neighbours": neighbours}
+
+
 def launch(folder, processes, *cases):
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", __file__, str(folder), *cases]
     done = subprocess.run(
@@ -52,12 +80,15 @@ def launch(folder, processes, *cases):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {case: [torch.load(folder / f"{case}-{processes}-{rank}.pt") for rank in range(processes)] for case in cases}
+    return {
+        case: [torch.load(folder / f"{case}-{processes}-{rank}.pt", weights_only=False) for rank in range(processes)]
+        for case in cases
+    }
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), 2, "equal", "noise")
+    return launch(tmp_path_factory.mktemp("two"), 2, "equal", "noise", "shuffled", "neighbours")
 
 
 def test_two_processes_equal_one(two_processes, tmp_path):
@@ -83,6 +114,29 @@ def assert_noise_is_added_once(runs):
 
 def test_trap_14_noise_is_added_once_by_two_processes(two_processes):
     assert_noise_is_added_once(two_processes["noise"])
+
+
+def test_trap_23_processes_with_different_data_are_refused(two_processes):
+    for message in two_processes["shuffled"]:
+        assert message.startswith(
+            "train_dataset must be the same on all processes, in the same order, got different ones on "
+        )
+
+
+def assert_one_user_moves_the_sum_by_at_most_c(runs):
+    for distances, couplings, batch in runs:
+        assert batch == 3 * len(runs)
+        assert 0.1 < distances.min() < distances.max() <= 1 + 1e-6
+        assert couplings.max() < 1e-12
+
+
+def test_one_user_moves_the_sum_of_two_processes_by_at_most_c(two_processes):
+    assert_one_user_moves_the_sum_by_at_most_c(two_processes["neighbours"])
+
+
+@pytest.mark.slow
+def test_one_user_moves_the_sum_of_four_processes_by_at_most_c(tmp_path):
+    assert_one_user_moves_the_sum_by_at_most_c(launch(tmp_path, 4, "neighbours")["neighbours"])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The examples of a step: the Poisson draw, and its micro-batches.
 
 - sampling: the draw, and its rate
+- same_data: whether all processes have the same examples in the same order
 - probe: a few examples for the checks before the first step
 - micro_batches: lengths, units of privacy, and the loader that cuts and collates a draw
 """

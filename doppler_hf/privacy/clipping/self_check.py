@@ -225,7 +225,8 @@ def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
     """Return the joint norm."""
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+    norms = (float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients.values())
+    return math.hypot(*norms)
 
 
 @contextlib.contextmanager
