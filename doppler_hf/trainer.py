@@ -6,8 +6,10 @@ piece noise turns the sum into `p.grad` (`training_step`). This is the privacy b
 `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.lock import WriterLock
+from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.gradient_recorder import GradientRecorder
-from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.ledger_callback import PrivacyCallback, leave_ledger_if_true, on_process_0
 from doppler_hf.run.optimizer import optimizer_of
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
@@ -77,6 +81,7 @@ class DopplerTrainer(Trainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
         )  # fmt: skip
         self._disable_dp = args.disable_dp
+        self._locks: dict[Path, WriterLock] = {}
         self._run: PrivateRun | None = None
         self._doppler_optimizer: DopplerOptimizer | None = None
         self._weight_filter = WeightFilterCallback(args.weight_filter)
@@ -116,9 +121,11 @@ class DopplerTrainer(Trainer):
         # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
         # discarded. `prepare` does not change a model that has been prepared.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        # A new plan: the arguments may have changed since the last run, and what that run spent counts.
-        self._run = self._new_run(checkpoint=checkpoint, earlier=self.privacy.earlier_ledger(checkpoint))
-        with self._run:
+        with contextlib.ExitStack() as running:
+            on_process_0(lambda: running.enter_context(self._writer_lock(self.args.output_dir)))
+            # A new plan: the arguments may have changed since the last run, and what that run spent counts.
+            self._run = self._new_run(checkpoint=checkpoint, earlier=self.privacy.earlier_ledger(checkpoint))
+            running.enter_context(self._run)
             return super()._inner_training_loop(**kwargs)
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
@@ -226,16 +233,31 @@ class DopplerTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the host does, with the filtered weights if there is a weight filter, and the ledger beside the model."""
-        with self._weight_filter.applied():
-            super().save_model(output_dir, _internal_call=_internal_call)
+        """Save as the host does, with the filtered weights if there is a weight filter, and the ledger beside the model.
+
+        Without a ledger of its own the trainer sets aside one that lies there and speaks for other weights.
+        """
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
         is_checkpoint = _internal_call and output_dir is not None
-        folder = self.args.output_dir if output_dir is None else output_dir
-        if is_checkpoint:
-            self._weight_filter.add_to_checkpoint(folder, self.args)
-        if not self.args.disable_dp:
-            self.privacy.save_beside_model(folder, self.args, self.state, is_checkpoint=is_checkpoint)
+        is_writer, home = self.is_world_process_zero(), folder.parent if is_checkpoint else folder
+        with contextlib.ExitStack() as saving:
+            if is_writer and (home / LEDGER_NAME).exists():
+                saving.enter_context(self._writer_lock(home))
+            before = stamps(folder)
+            with self._weight_filter.applied():
+                super().save_model(output_dir, _internal_call=_internal_call)
+            if is_checkpoint:
+                self._weight_filter.add_to_checkpoint(str(folder), self.args)
+            if is_writer and self.args.disable_dp:
+                leave_ledger_if_true(folder)
+            elif is_writer:
+                weights = hashes(folder, unless_as=before)
+                self.privacy.save_beside_model(folder, self.args, self.state, weights=weights, is_checkpoint=is_checkpoint)
+
+    def _writer_lock(self, folder: str | Path) -> WriterLock:
+        # One for each folder, so that what is saved during a run is not refused by the run itself.
+        return self._locks.setdefault(Path(folder).resolve(), WriterLock(folder))
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "optim": ("filters linalg", "numpy jaxtyping torch"),
     "privacy": ("linalg", "numpy jaxtyping torch opacus cryptography"),
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
-    "privacy/ledger": ("privacy.accounting", "jsonschema"),
+    "privacy/ledger": ("privacy.accounting", "jsonschema filelock"),
     "privacy/clipping/host_layers": ("privacy", "torch transformers peft"),
     "privacy/losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),

@@ -1,8 +1,9 @@
 """Check a privacy ledger: that it was not edited, and that its ε follows from what was released.
 
-Checked are the schema, the chain of hashes, whether the ledgers of the checkpoints beside it are earlier states of it, and
-every ε in it, recomputed from noise multiplier, sample rate and steps by every accountant. The exit code is 1 if any of
-this fails, if ε is above its target, or if the training was not private.
+Checked are the schema, the chain of hashes, whether the ledgers of the checkpoints beside it are earlier states of it,
+whether the weights beside it are those that the run has saved, and every ε in it, recomputed from noise multiplier, sample
+rate and steps by every accountant. The exit code is 1 if any of this fails, if ε is above its target, or if the training was
+not private.
 
 The chain reveals every edit except two: a tail that was cut off, and a file that was rewritten as a whole. Against these,
 keep the last hash (the head) in a place that cannot be changed, and give it as --head. No file can prove that the training
@@ -27,6 +28,7 @@ from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_t
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.record import Claim
 from doppler_hf.privacy.ledger.terms import terms_in_words
+from doppler_hf.privacy.ledger.weights import weight_files
 
 # The same code on another machine may add in another order.
 _SAME_VERSIONS_TOLERANCE: Final = 1e-6
@@ -60,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         *epsilon_mismatches(ledger),
         *budget_mismatches(ledger),
         *relative_mismatches(ledger, path.parent),
+        *weight_mismatches(ledger, path.parent),
         *([] if args.head is None else head_mismatches(ledger, args.head)),
     ]
     console.print(terms_table(ledger))
@@ -70,12 +73,15 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"The head is {ledger.head}", soft_wrap=True)
     if args.head is None:
         console.print("Without --head, a ledger that was cut off or rewritten as a whole goes unnoticed.")
+    if not (weights := weight_files(path.parent)):
+        console.print("No weights lie beside it, so that it is bound to none: copy them there to have them checked.")
     for mismatch in mismatches:
         console.print(f"- {mismatch}", markup=False, soft_wrap=True)
     if mismatches:
         console.print(f"NOT VERIFIED: {len(mismatches)} of the checks failed.")
         return 1
-    console.print(f"VERIFIED: {guarantee_in_words(ledger)}", markup=False, soft_wrap=True)
+    of_weights = f" Of the weights in {', '.join(weights)}." if weights else ""
+    console.print(f"VERIFIED: {guarantee_in_words(ledger)}{of_weights}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -142,6 +148,17 @@ def relative_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
                 f"{path} is no earlier state of the ledger in {folder}: one is of another run, or the latter was cut off."
             )
     return found
+
+
+def weight_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
+    """Return whether weights in `folder` are none of those that the run has saved."""
+    unknown = ledger.unknown_weights(folder)
+    if not unknown:
+        return []
+    return [
+        f"The ledger does not speak for {', '.join(unknown)} in {folder}: changed, or of another training. Put back the "
+        "weights that were saved with the ledger, and move others away."
+    ]
 
 
 def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:

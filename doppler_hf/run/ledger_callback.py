@@ -1,12 +1,12 @@
 """The callback for a run's ledger: a summary before training, ε during it, and the ledger with every checkpoint and model.
 
 It also guards the budget: steps are counted in the ledger before they are computed, and the run stops before a step that
-would exceed the target. Only process 0 reads and writes ledgers.
+would exceed the target. Only process 0 reads and writes ledgers, and only one run at a time writes that of a folder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -19,6 +19,8 @@ from doppler_hf.run.optimizer import filter_in_words, optimizer_in_words
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments
+
+_Outcome = TypeVar("_Outcome")
 
 
 class PrivacyCallback(TrainerCallback):
@@ -44,20 +46,15 @@ class PrivacyCallback(TrainerCallback):
         Raises:
             ValueError: If the checkpoint has the ledger of another run than the folder above it.
         """
-        found: list[Any] = [None]
-        if PartialState().is_main_process:
-            try:
-                # A second run of the same trainer continues the ledger of the first one, whether resumed or not.
-                earlier = [self.ledger.as_written()] if self.ledger is not None else []
-                if checkpoint is not None:
-                    earlier += ledgers_of(Path(checkpoint))
-                found = [latest(earlier) if earlier else None]
-            except ValueError as error:
-                found = [error]
-        (outcome,) = broadcast_object_list(found)
-        if isinstance(outcome, ValueError):
-            raise outcome
-        return outcome
+
+        def read() -> PrivacyLedger | None:
+            # A second run of the same trainer continues the ledger of the first one, whether resumed or not.
+            earlier = [self.ledger.as_written()] if self.ledger is not None else []
+            if checkpoint is not None:
+                earlier += ledgers_of(Path(checkpoint))
+            return latest(earlier) if earlier else None
+
+        return on_process_0(read)
 
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the ledger, or continue that of an earlier run, and print the summary."""
@@ -67,7 +64,7 @@ class PrivacyCallback(TrainerCallback):
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         self.filter_words = filter_in_words(args, kwargs["optimizer"].optimizer.low_pass_filter)
         if state.is_world_process_zero:
-            aside = set_aside(args.output_dir, unless_before=ledger)
+            aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
             print_summary(
                 run,
@@ -108,16 +105,36 @@ class PrivacyCallback(TrainerCallback):
         self._current_run().count_release()
 
     def save_beside_model(
-        self, folder: str, args: DopplerTrainingArguments, state: TrainerState, *, is_checkpoint: bool
+        self,
+        folder: Path,
+        args: DopplerTrainingArguments,
+        state: TrainerState,
+        *,
+        weights: Mapping[str, str],
+        is_checkpoint: bool,
     ) -> None:
-        """Put the ledger into the folder of a saved model, and set aside one of an earlier training there."""
-        if self.ledger is None or not state.is_world_process_zero:
+        """Bind the ledger to weights that were saved, and put it beside them.
+
+        Args:
+            folder: The folder of the weights. A ledger of an earlier training there is set aside.
+            args: The arguments.
+            state: The state of the training.
+            weights: The SHA-256 of the weight files that were written, by name.
+            is_checkpoint: Whether the folder is a checkpoint, which the host pushes to the hub next.
+        """
+        ledger = self.ledger
+        if ledger is None:
+            leave_ledger_if_true(folder)
             return
-        if is_checkpoint:  # The host pushes it to the hub next.
-            self.ledger.checkpoint(state.global_step)
-            self.ledger.save(args.output_dir)
-        set_aside(folder, unless_before=self.ledger)
-        self.ledger.save(folder)
+        if is_checkpoint:
+            ledger.checkpoint(state.global_step)
+        is_new = ledger.speak_for(weights)
+        if is_checkpoint:
+            ledger.save(args.output_dir)
+        set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
+        ledger.save(folder)
+        if is_new and not is_checkpoint:
+            print(f"The last hash of {folder / LEDGER_NAME}, which speaks for the weights beside it, is {ledger.head}.")
 
     def complete_log(self, logs: dict[str, float]) -> None:
         """Add ε so far to the log of an evaluation, and drop a training loss that is not reported (modified in place)."""
@@ -150,7 +167,44 @@ class PrivacyCallback(TrainerCallback):
             )
 
 
+def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
+    """Do something on process 0, and return its outcome on every process.
+
+    Raises:
+        ValueError: If process 0 refused; on every process, so that none waits for it.
+    """
+    found: list[Any] = [None]
+    if PartialState().is_main_process:
+        try:
+            found = [action()]
+        except ValueError as error:
+            found = [error]
+    (outcome,) = broadcast_object_list(found)
+    if isinstance(outcome, ValueError):
+        raise outcome
+    result: _Outcome = outcome
+    return result
+
+
 def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
-    """Return the ledgers of a checkpoint: its own, and that of its run, which may have continued after it."""
-    above = [checkpoint.parent] if (checkpoint.parent / LEDGER_NAME).exists() else []
-    return [PrivacyLedger.load(folder) for folder in (checkpoint, *above)]
+    """Return the ledgers of a checkpoint: its own, and that of its run, which may have continued after it.
+
+    Raises:
+        ValueError: If its own does not speak for its weights.
+    """
+    own = PrivacyLedger.load(checkpoint)
+    unknown = own.unknown_weights(checkpoint)
+    if unknown:
+        raise ValueError(
+            f"The weights in {checkpoint} must be those of its ledger, got others in {', '.join(unknown)}, whose training "
+            "is not accounted for. Put back what was saved, or load them with from_pretrained and train from the start."
+        )
+    above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
+    return [own, *above]
+
+
+def leave_ledger_if_true(folder: Path) -> None:
+    """Set the ledger of a folder aside if other weights than it speaks for were saved there."""
+    aside = set_aside(folder, unless=lambda ledger: not ledger.unknown_weights(folder))
+    if aside is not None:
+        print(f"The ledger of an earlier training in {folder} is now {aside.name}: it does not speak for these weights.")

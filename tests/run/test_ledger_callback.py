@@ -117,7 +117,6 @@ def test_only_process_0_writes(tmp_path):
     args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
     callback.on_step_begin(args, state, control)
     callback.on_pre_optimizer_step(args, state, control)
-    callback.save_beside_model(str(tmp_path / "out" / "checkpoint-1"), args, state, is_checkpoint=True)
     callback.on_train_end(args, state, control)
     assert callback.ledger.steps_run == 1
     assert not (tmp_path / "out").exists()
@@ -165,16 +164,31 @@ def test_a_damaged_ledger_does_not_stop_a_fresh_run(tmp_path):
         assert [path.read_text() for path in folder.glob("privacy_ledger.*.json")] == ['{"format_version": 1}']
 
 
-def test_two_runs_in_one_folder_stop_the_one_whose_ledger_is_gone(tmp_path):
-    second = trainer_of(tmp_path, max_steps=2)
-    first = trainer_of(tmp_path, max_steps=5, callbacks=[Stop(2, second.train)])
-    with pytest.raises(ValueError, match=r"ledger of another run.*use another output_dir") as refusal:
-        first.train()
-    assert first.state.global_step == 2
-    assert second.privacy.ledger.head in str(refusal.value)
-    assert first.privacy.ledger.head in str(refusal.value)
-    kept = [PrivacyLedger.load(path) for path in (tmp_path / "out").glob("privacy_ledger*.json")]
-    assert sorted(ledger.steps_run for ledger in kept) == [2, 2]
+def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
+    options = dict(save_strategy="steps", save_steps=1)
+    finished = trainer_of(tmp_path, max_steps=1, **options)
+    finished.train()
+    others = [
+        trainer_of(tmp_path, max_steps=2).train,
+        lambda: trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1")),
+        finished.save_model,
+        lambda: trainer_of(tmp_path, disable_dp=True, noise_multiplier=None, **options).train(),
+    ]
+
+    def refuse():
+        for other in others:
+            before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+            with pytest.raises(ValueError, match=r"another private run, which is still going on\. Use another output_dir"):
+                other()
+            assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+
+    first = trainer_of(tmp_path, max_steps=5, callbacks=[Stop(2, refuse)], **options)
+    first.train()
+    assert PrivacyLedger.load(tmp_path / "out").head == first.privacy.ledger.head
+    assert first.privacy.ledger.steps_run == 5
+    first.save_model(str((tmp_path / "out").absolute()))
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    others[0]()  # its turn now
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):

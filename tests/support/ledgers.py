@@ -25,13 +25,14 @@ def after(ledger, steps):
 
 
 def all_events(**overrides):
-    """A ledger with every event: 6 of 10 steps and a checkpoint, a crash while 7 are reserved, 3 more from step 6 on."""
+    """A ledger with every event: 6 of 10 steps and a checkpoint, a crash while 7 are reserved, 3 more, and a model."""
     ledger = after(PrivacyLedger.open(statement(steps_planned=10, **overrides)), 6)
     ledger.checkpoint(6)
     ledger.reserve(at_most=4)
     ledger = ledger.resume(statement(steps_planned=10, **overrides), from_step=6)
     after(ledger, 3)
     ledger.close()
+    ledger.speak_for({"model.safetensors": 64 * "a"})
     return ledger
 
 

@@ -6,6 +6,8 @@
 - file: the entries on disk
 - chain: the chain of hashes over the entries
 - terms: the terms in words, for `doppler-hf verify` and the model card
+- weights: the files of weights beside a ledger, and their hashes
+- lock: one writer at a time
 """
 
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME, PrivacyLedger, latest, set_aside

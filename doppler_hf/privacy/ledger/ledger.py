@@ -6,6 +6,7 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
     steps               at most this many steps may have been released; written before they are computed
     checkpoint          steps released, and ε
     closed              steps released, exactly, and ε by every accountant; reserved steps that were not run do not count
+    saved               the hashes of a model's weight files, which bind the ledger to them; see `weights`
 
 So after a crash at any moment the ledger never counts too few steps, and too many by one portion at most, a hundredth of the
 plan.
@@ -15,7 +16,7 @@ import hashlib
 import math
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Self, get_args
@@ -25,6 +26,7 @@ from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, Run
 from doppler_hf.privacy.ledger.statement import MECHANISM, NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
+from doppler_hf.privacy.ledger.weights import hashes, unknown_files
 
 LEDGER_NAME: Final = "privacy_ledger.json"
 
@@ -39,6 +41,7 @@ class PrivacyLedger:
         entries: The chain.
         runs: The launches of the training.
         claims: Every ε that the entries state.
+        saved: The weights that it speaks for: of every set of files that was saved their hashes, by name.
     """
 
     def __init__(self, record: LedgerRecord) -> None:
@@ -46,6 +49,7 @@ class PrivacyLedger:
         self.entries: Sequence[chain.Entry] = record.entries
         self.runs: Sequence[Run] = record.runs
         self.claims: Sequence[Claim] = record.claims
+        self.saved: Sequence[Mapping[str, str]] = record.saved
         self._is_training = False
 
     # --- written by a run ---------------------------------------------------------------------------------------------
@@ -112,6 +116,18 @@ class PrivacyLedger:
         epsilons = {name: _json_number(epsilon) for name, epsilon in self.epsilons().items()}
         self._record.add("closed", {"steps_run": self.steps_run, "epsilon": epsilons})
         self._is_training = False
+
+    def speak_for(self, weights: Mapping[str, str]) -> bool:
+        """Note that the run has saved these weights, and return whether that was new.
+
+        Args:
+            weights: The SHA-256 of the weight files that were written, by name.
+        """
+        # Not twice: the head, which may have been published, stays what it is when the same weights are saved again.
+        is_new = bool(unknown_files(weights, saved=self.saved))
+        if is_new:
+            self._record.add("saved", {"weights": dict(weights)})
+        return is_new
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -215,6 +231,10 @@ class PrivacyLedger:
             )
         write_entries(path, self.entries)
 
+    def unknown_weights(self, folder: Path) -> list[str]:
+        """Return the weight files of a folder that are none of those that this ledger speaks for."""
+        return unknown_files(hashes(folder), saved=self.saved)
+
     def is_prefix_of(self, other: "PrivacyLedger") -> bool:
         """Return whether `other` is this ledger, or continues it."""
         return other.entries[: len(self.entries)] == self.entries
@@ -251,12 +271,12 @@ def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
     return longest
 
 
-def set_aside(folder: str | Path, *, unless_before: PrivacyLedger) -> Path | None:
-    """Rename the ledger of `folder` after its head, so that it is not lost when another training begins one.
+def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) -> Path | None:
+    """Rename the ledger of `folder` after its head, so that it is neither lost nor taken for that of another training.
 
     Args:
         folder: The folder that may hold a ledger.
-        unless_before: The ledger to be written there. An earlier state of this one is not renamed.
+        unless: Tells whether the ledger there may stay.
 
     Returns:
         Its new path; None if it was not renamed.
@@ -269,7 +289,7 @@ def set_aside(folder: str | Path, *, unless_before: PrivacyLedger) -> Path | Non
     except ValueError:  # Damaged, or of another format: it is kept all the same.
         name = hashlib.sha256(path.read_bytes()).hexdigest()
     else:
-        if there.is_prefix_of(unless_before):
+        if unless(there):
             return None
         name = there.head
     aside = path.with_name(f"{path.stem}.{name[:8]}{path.suffix}")

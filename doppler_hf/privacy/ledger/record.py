@@ -68,6 +68,7 @@ class LedgerRecord:
         entries: The chain.
         runs: The launches so far.
         claims: Every ε that the entries state.
+        saved: The weights that were saved: of every set of files their hashes, by name.
 
     Raises:
         ValueError: If an entry cannot follow those before it.
@@ -77,6 +78,7 @@ class LedgerRecord:
         self.entries: list[chain.Entry] = []
         self.runs: list[Run] = []
         self.claims: list[Claim] = []
+        self.saved: list[Mapping[str, str]] = []
         for entry in entries:
             self.take(entry)
 
@@ -96,9 +98,11 @@ class LedgerRecord:
         else:
             if not self.runs:
                 _refuse(entry, "a ledger begins with 'opened'")
-            if self.runs[-1].is_closed:
+            if event == "saved":  # A model may be saved after the run too.
+                self.saved.append(entry["weights"])
+            elif self.runs[-1].is_closed:
                 _refuse(entry, "the run is closed")
-            if event == "steps":
+            elif event == "steps":
                 self._reserve(entry)
             else:
                 self._release(entry)

@@ -294,7 +294,7 @@ def test_the_file_reads_back(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / LEDGER_NAME]  # no temporary file stays
     written = document_in(tmp_path)
     events = [entry["event"] for entry in written["entries"]]
-    assert events == ["opened", *["steps"] * 6, "checkpoint", "steps", "resumed", *["steps"] * 3, "closed"]
+    assert events == ["opened", *["steps"] * 6, "checkpoint", "steps", "resumed", *["steps"] * 3, "closed", "saved"]
     assert written["entries"][0]["versions"].keys() == {
         "doppler_hf", "torch", "transformers", "opacus", "dp-accounting", "python",
     }  # fmt: skip
@@ -345,14 +345,18 @@ def test_what_is_in_the_file_was_synchronized_before_its_name(tmp_path, monkeypa
 
 def test_a_ledger_is_set_aside_under_its_head(tmp_path):
     old, new = PrivacyLedger.open(statement()), PrivacyLedger.open(statement())
-    assert set_aside(tmp_path, unless_before=new) is None
+
+    def put(ledger):
+        return set_aside(tmp_path, unless=lambda there: there.is_prefix_of(ledger))
+
+    assert put(new) is None
     old.save(tmp_path)
-    assert set_aside(tmp_path, unless_before=after(PrivacyLedger.load(tmp_path).resume(statement(), from_step=0), 1)) is None
-    aside = set_aside(tmp_path, unless_before=new)
+    assert put(after(PrivacyLedger.load(tmp_path).resume(statement(), from_step=0), 1)) is None
+    aside = put(new)
     assert aside == tmp_path / f"privacy_ledger.{old.head[:8]}.json"
     assert PrivacyLedger.load(aside).head == old.head
     (tmp_path / LEDGER_NAME).write_text('{"format_version": 1}')
-    damaged = set_aside(tmp_path, unless_before=new)
+    damaged = put(new)
     assert damaged.read_text() == '{"format_version": 1}'
     new.save(tmp_path)
     assert set(tmp_path.iterdir()) == {aside, damaged, tmp_path / LEDGER_NAME}
@@ -379,9 +383,9 @@ def test_the_schema_knows_the_statement():
         ("{", "no JSON"),
         ("[]", r"at \$, \[\] is not of type 'object'"),
         ("{}", "required property"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:2", "format_version": 2, "entries": []}', r"at \$.entries"),
-        ('{"format_version": 1, "num_examples": 24, "history": []}', "no privacy ledger of format 2"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:2", "format_version": 2, "format_version": 2}', "Names must be unique"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:3", "format_version": 3, "entries": []}', r"at \$.entries"),
+        ('{"format_version": 1, "num_examples": 24, "history": []}', "no privacy ledger of format 3"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:3", "format_version": 3, "format_version": 3}', "Names must be unique"),
         ('{"$schema": NaN}', "null, got NaN"),
         (b"\xff", "no JSON"),
     ],
@@ -460,10 +464,11 @@ def test_values_outside_their_range_are_refused_whatever_the_hashes(tmp_path, fi
         (lambda e: e[9].update(steps_run=6), r"Entry 9 \('resumed'.* 7 steps were counted"),
         (lambda e: e[9].update(from_step=8), "at step 8, but its ledger counts 7 steps"),
         (lambda e: e[9]["statement"].update(num_units=500, expected_batch_size=25), "num_units must be 1000, .* got 500"),
-        (lambda e: e[-1].update(steps_run=6), r"Entry 13 \('closed'.* 7 steps had been released and 10 were reserved"),
-        (lambda e: e[-1].update(steps_run=11), r"Entry 13 \('closed'.* 10 were reserved"),
-        (lambda e: e.append(dict(e[-1])), r"Entry 14 \('closed'.* the run is closed"),
-        (lambda e: e.append(dict(e[-2], steps_reserved=20)), r"Entry 14 \('steps'.* the run is closed"),
+        (lambda e: e[13].update(steps_run=6), r"Entry 13 \('closed'.* 7 steps had been released and 10 were reserved"),
+        (lambda e: e[13].update(steps_run=11), r"Entry 13 \('closed'.* 10 were reserved"),
+        (lambda e: e.append(dict(e[13])), r"Entry 15 \('closed'.* the run is closed"),
+        (lambda e: e.append(dict(e[12], steps_reserved=20)), r"Entry 15 \('steps'.* the run is closed"),
+        (lambda e: e.insert(0, dict(e[14])), r"Entry 0 \('saved'.* a ledger begins with 'opened'"),
         (lambda e: e[0]["statement"].update(sample_rate=0.04), "sample_rate 0.04 is not expected_batch_size / num_units"),
     ],
 )

@@ -1,0 +1,52 @@
+"""The files of a model's weights in a folder, and the hashes by which a ledger knows them.
+
+The hash of a file is the SHA-256 of its bytes, as `sha256sum` prints it and the hub shows it: another copy of the file has
+the same, other weights have not. Files are those from which transformers, PEFT and `DopplerTrainer` read PyTorch weights,
+the indices of sharded ones among them; the configuration beside them is not covered.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+# PEFT saves every adapter but the default one into a folder of its own.
+_PATTERNS: Final = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "weight_filter.pt",
+    "*/adapter_model.safetensors", "*/adapter_model.bin",
+)  # fmt: skip
+_NO_WEIGHTS: Final = ("training_args.bin",)
+
+Stamp = tuple[int, int, int]
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Return the weight files of a folder by their names in it. Those of its checkpoints are not among them."""
+    paths = sorted(path for pattern in _PATTERNS for path in folder.glob(pattern) if path.name not in _NO_WEIGHTS)
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: path for name, path in names.items() if not name.startswith("checkpoint-")}
+
+
+def stamps(folder: Path) -> dict[str, Stamp]:
+    """Return inode, size and time of change of every weight file, by which one can tell later whether it was written."""
+    found = {name: path.stat() for name, path in weight_files(folder).items()}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+def hashes(folder: Path, *, unless_as: Mapping[str, Stamp] | None = None) -> dict[str, str]:
+    """Return the SHA-256 of every weight file, or of those written since the stamps `unless_as` were taken."""
+    now = stamps(folder)
+    before = {} if unless_as is None else unless_as
+    written = [name for name in now if name not in before or before[name] != now[name]]
+    return {name: _sha256(folder / name) for name in written}
+
+
+def unknown_files(found: Mapping[str, str], *, saved: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the files in `found` that are not of the set of saved files that explains most of them; all if none does."""
+    of_sets = ([name for name, value in found.items() if files.get(name) != value] for files in saved)
+    return min(of_sets, key=len, default=list(found))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
