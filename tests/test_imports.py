@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from doppler_hf.extras import EXTRAS
-from tests.support.ledgers import all_events, write
+from doppler_hf.privacy.ledger.weights import hashes
+from tests.support.ledgers import all_events
 
 OPTIONAL = set(itertools.chain(*EXTRAS.values()))
 TRAINING = OPTIONAL | {"torch", "transformers", "accelerate", "opacus"}
@@ -61,7 +62,10 @@ def test_a_command_imports_what_it_needs(words):
 
 
 def test_a_ledger_is_checked_without_transformers(tmp_path):
-    write(tmp_path, all_events().entries)
+    ledger = all_events()
+    (tmp_path / "model.safetensors").write_text("weights")
+    ledger.speak_for(hashes(tmp_path))
+    ledger.save(tmp_path)
     modules = modules_after_command(["verify", str(tmp_path)])
     # Opacus computes two of the bounds, and brings torch.
     assert "opacus" in modules

@@ -50,6 +50,7 @@ _BREAKS_PRIVACY: Final = {
     "neftune_noise_alpha": "it hooks the embeddings of the whole batch",
     "dataloader_drop_last": "a Poisson draw has no last batch",
     "auto_find_batch_size": "it repeats steps whose outcome depends on the data",
+    "debug": "it prints what a layer makes of training examples, without noise",
     "include_num_input_tokens_seen": "the number of tokens drawn depends on the data and would be logged without noise",
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
@@ -176,6 +177,11 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
         raise ValueError(
             "Several GPUs in one process cannot be used with differential privacy: nn.DataParallel splits the batch where "
             "the engine cannot see it. Start with `accelerate launch`."
+        )
+    if not args.skip_memory_metrics:
+        raise ValueError(
+            "skip_memory_metrics must be True with differential privacy, got False: the memory that a step takes depends on "
+            "the examples drawn, and would be logged and saved without noise. Leave it out."
         )
     for name, reason in _BREAKS_PRIVACY.items():
         value = getattr(args, name)

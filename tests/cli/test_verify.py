@@ -12,6 +12,7 @@ from doppler_hf.privacy.accounting.accounting import get_epsilon
 from doppler_hf.privacy.ledger import ledger as ledger_module
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import set_aside
+from doppler_hf.privacy.ledger.weights import hashes
 from tests.privacy.ledger.test_ledger import objects, rehashed
 from tests.support.ledgers import after, all_events, document_in, statement, write
 
@@ -301,3 +302,27 @@ def test_the_file_is_only_read(written):
     check(folder)
     assert document_in(folder) == json.loads(text)
     assert [path.name for path in folder.iterdir()] == [LEDGER_NAME]
+
+
+# --- the weights beside it ------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
+    ledger = after(PrivacyLedger.open(statement()), 2)
+    for text in ("first", "second"):
+        (tmp_path / "model.safetensors").write_text(text)
+        ledger.save(tmp_path)
+        assert check(tmp_path) == 1
+        assert f"The ledger does not speak for model.safetensors in {tmp_path}: changed, or of another" in said(capsys)
+        assert ledger.speak_for(hashes(tmp_path))
+        assert not ledger.speak_for(hashes(tmp_path))
+    ledger.save(tmp_path)
+    for text in ("first", "second"):  # those of a checkpoint that the host has copied, or the last ones
+        (tmp_path / "model.safetensors").write_text(text)
+        assert check(tmp_path) == 0
+        assert "VERIFIED: " in (output := said(capsys))
+        assert output.endswith("by prv. Of the weights in model.safetensors.")
+    (tmp_path / "model.safetensors").unlink()
+    assert check(tmp_path) == 0
+    assert "No weights lie beside it, so that it is bound to none" in (output := said(capsys))
+    assert output.endswith("by prv.")

@@ -1,0 +1,162 @@
+"""Everything that a private run leaves behind follows from its arguments and its private gradients, and from nothing else.
+
+Two runs differ in their training examples and in their draws, and have the same private gradients: what they write, print
+and log must be the same, but for clocks and random names. What there is is listed too, so that a host that writes something
+new is noticed.
+"""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+
+from doppler_hf import GradientRecorder
+from doppler_hf.privacy import GaussianMechanism
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import arguments, trainer_of
+
+CLOCKS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime", "eval_samples_per_second",
+          "eval_steps_per_second"}  # fmt: skip
+IN_STATE = {
+    "best_global_step", "best_metric", "best_model_checkpoint", "epoch", "eval_steps", "global_step", "log_history",
+    "is_hyper_param_search", "is_local_process_zero", "is_world_process_zero", "logging_steps", "max_steps",
+    "num_input_tokens_seen", "num_train_epochs", "save_steps", "stateful_callbacks", "total_flos", "train_batch_size",
+    "trial_name", "trial_params",
+}  # fmt: skip
+IN_LOGS = {"grad_norm", "learning_rate", "epoch", "eval_loss", "epsilon", "total_flos", *CLOCKS}
+RECORDED = {"signal_power", "signal_power_error", "noise_power", "snr_before", "snr_after"}
+IN_CHECKPOINT = {"config.json", "privacy_ledger.json", "trainer_state.json", "training_args.bin"}
+FOR_RESUMING = {"optimizer.pt", "scheduler.pt"}
+
+
+class Logger(TrainerCallback):
+    """Keeps what a logger such as TensorBoard's is given."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(copy.deepcopy(logs))
+
+
+def examples(kind):
+    """Two sets of as many examples with the same columns, and nothing else in common."""
+    length, word = (3, 5) if kind == 0 else (13, 45)
+    rows = [[word + (number + column) % 5 for column in range(length)] for number in range(24)]
+    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * length, "labels": kind} for row in rows])
+
+
+def fixed(self, sums, *, step, subspaces=None):
+    """A private gradient of which nothing is known but its step and its shapes."""
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(value.shape, generator=generator) for name, value in sums.items()}
+
+
+def adapted():
+    return get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+
+
+def clockless(value):
+    """Without what the time of day decides, and the random name of a run, on which the hashes of a ledger hang."""
+    if isinstance(value, dict):
+        masked = CLOCKS | {"time", "run_id", "hash", "previous_hash"}
+        return {name: None if name in masked else clockless(inner) for name, inner in value.items()}
+    return [clockless(inner) for inner in value] if isinstance(value, list) else value
+
+
+def content(path):
+    if path.suffix == ".json":
+        return clockless(json.loads(path.read_text()))
+    return masked(path.read_text()) if path.suffix == ".md" else path.read_bytes()
+
+
+def masked(text):
+    """The same for what is printed."""
+    text = re.sub(r"[0-9a-f]{64}", "HASH", text)
+    return re.sub(rf"({'|'.join(CLOCKS)})('?: '?)[0-9.e+-]+", r"\1\2CLOCK", text)
+
+
+def written_by(kind, folder, monkeypatch, capsys, *, model, **options):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(GaussianMechanism, "privatize", fixed)
+    logger = Logger()
+    recorders = [] if "low_pass_filter" in options else [GradientRecorder(dimensions=16)]
+    torch.manual_seed(kind)
+    trainer = trainer_of(
+        folder, model=model(), data=examples(kind), callbacks=[logger, *recorders], output_dir="out",
+        max_steps=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, **options,
+    )  # fmt: skip
+    metrics = trainer.train().metrics
+    trainer.save_model()
+    trainer.save_state()
+    trainer.create_model_card()
+    files = {path.relative_to(folder).as_posix(): path for path in sorted((folder / "out").rglob("*")) if path.is_file()}
+    return {
+        "files": {name: content(path) for name, path in files.items()},
+        "sizes": {
+            name: path.stat().st_size for name, path in files.items() if path.suffix in (".pt", ".bin", ".safetensors")
+        },
+        "printed": masked(capsys.readouterr().out),
+        "logged": clockless(logger.logs),
+        "returned": clockless(metrics),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "also"),
+    [
+        ({}, {"model.safetensors"}, set()),
+        (dict(report_train_loss="private", per_sample_max_loss=5.0), {"model.safetensors"}, {"loss", "train_loss"}),
+        (dict(model=adapted), {"adapter_model.safetensors", "adapter_config.json"}, set()),
+        (
+            dict(low_pass_filter="optimal-fir:taps=2", weight_filter="momentum:beta=0.9"),
+            {"model.safetensors", "weight_filter.pt"},
+            set(),
+        ),
+        (dict(load_best_model_at_end=True, metric_for_best_model="loss"), {"model.safetensors"}, set()),
+    ],
+)  # fmt: skip
+def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, capsys, options, weights, also):
+    options = dict(model=tiny_bert, report_train_loss="none") | options
+    runs = []
+    for kind in range(2):
+        (tmp_path / str(kind)).mkdir()
+        runs.append(written_by(kind, tmp_path / str(kind), monkeypatch, capsys, **options))
+    one, other = runs
+    for what in one:
+        if isinstance(one[what], dict):
+            assert one[what].keys() == other[what].keys()
+            assert [name for name in one[what] if one[what][name] != other[what][name]] == []
+        assert one[what] == other[what]
+
+    checkpoint = {name.rpartition("/")[2] for name in one["files"] if name.startswith("out/checkpoint-2/")}
+    adapter = {"README.md"} if "adapter_config.json" in weights else set()
+    assert checkpoint == (IN_CHECKPOINT | FOR_RESUMING | weights | adapter) - ({"config.json"} if adapter else set())
+    state = one["files"]["out/checkpoint-2/trainer_state.json"]
+    assert state.keys() == IN_STATE
+    assert state["num_input_tokens_seen"] == state["total_flos"] == 0
+    logged = set().union(*one["logged"])
+    recorded = set() if "low_pass_filter" in options else RECORDED
+    assert logged == IN_LOGS | recorded | also
+    assert set().union(*state["log_history"]) <= IN_LOGS | recorded | also | {"step"}
+    clocks = {name for name in CLOCKS if name.startswith("train_")}
+    assert one["returned"].keys() == {"epoch"} | clocks | (also & {"train_loss"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (dict(skip_memory_metrics=False), r"skip_memory_metrics must be True .*, got False: .* Leave it out\."),
+        (dict(debug="underflow_overflow"), "debug=.* it prints what a layer makes of training examples"),
+        (dict(include_num_input_tokens_seen="all"), "the number of tokens drawn depends on the data"),
+    ],
+)
+def test_what_would_follow_from_the_draw_is_refused(tmp_path, overrides, reason):
+    with pytest.raises(ValueError, match=reason):
+        arguments(tmp_path, **overrides)
+    arguments(tmp_path, noise_multiplier=None, disable_dp=True, **overrides)

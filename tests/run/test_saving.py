@@ -1,0 +1,220 @@
+"""Whatever a trainer saves, the ledger beside it speaks for those weights, or is set aside."""
+
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import BertForSequenceClassification
+
+from doppler_hf.cli import main
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.weights import hashes
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import trainer_of
+
+CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
+PUBLIC = dict(disable_dp=True, noise_multiplier=None)
+
+
+def adapted(name="default"):
+    return get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]), adapter_name=name)
+
+
+def verified(folder):
+    return main(["verify", str(folder)]) == 0
+
+
+def double(path):
+    save_file({name: 2.0 * value for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def asides(folder):
+    return sorted(folder.glob("privacy_ledger.*.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "file"),
+    [
+        ({}, "model.safetensors"),
+        (dict(save_only_model=True), "model.safetensors"),
+        (dict(weight_filter="momentum:beta=0.9"), "model.safetensors"),
+        (
+            dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, metric_for_best_model="loss"),
+            "model.safetensors",
+        ),
+        (dict(model=adapted), "adapter_model.safetensors"),
+        (dict(model=lambda: adapted("second")), "second/adapter_model.safetensors"),
+    ],
+)
+def test_model_and_checkpoints_are_bound_to_their_ledgers(tmp_path, options, file):
+    model = options.pop("model", tiny_bert)()
+    trainer = trainer_of(tmp_path, model=model, **CHECKPOINTS | options)
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"):
+        assert file in hashes(folder)
+        assert verified(folder)
+        copy = shutil.copytree(folder, tmp_path / "copies" / folder.name)
+        assert verified(copy)
+        double(copy / file)
+        assert not verified(copy)
+
+
+def test_raw_weights_of_a_checkpoint_are_bound_too(tmp_path):
+    trainer_of(tmp_path, weight_filter="momentum:beta=0.9", **CHECKPOINTS).train()
+    path = tmp_path / "out" / "checkpoint-2" / "weight_filter.pt"
+    torch.save(torch.load(path), path.with_name("again.pt"))
+    shutil.copy(tmp_path / "out" / "checkpoint-4" / "weight_filter.pt", path)
+    assert not verified(path.parent)
+
+
+def test_shards_are_bound_with_their_index(tmp_path):
+    class InShards(BertForSequenceClassification):
+        def save_pretrained(self, *args, **options):
+            super().save_pretrained(*args, max_shard_size="8KB", **options)
+
+    trainer = trainer_of(tmp_path, model=InShards(tiny_bert().config))
+    trainer.train()
+    trainer.save_model()
+    found = sorted(hashes(tmp_path / "out"))
+    assert len(found) > 2
+    assert "model.safetensors.index.json" in found
+    assert verified(tmp_path / "out")
+    double(tmp_path / "out" / found[1])
+    assert not verified(tmp_path / "out")
+
+
+def test_a_public_run_into_the_folder_sets_the_ledgers_aside(tmp_path, capsys):
+    private = trainer_of(tmp_path, **CHECKPOINTS)
+    private.train()
+    private.save_model()
+    head = PrivacyLedger.load(tmp_path / "out").head
+    public = trainer_of(tmp_path, **PUBLIC, **CHECKPOINTS)
+    public.train()
+    public.save_model()
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"):
+        assert not (folder / LEDGER_NAME).exists()
+        assert len(asides(folder)) == 1
+        assert not verified(folder)
+        assert not verified(asides(folder)[0])
+    assert PrivacyLedger.load(asides(tmp_path / "out")[0]).head == head
+    assert "it does not speak for these weights" in capsys.readouterr().out
+    # Its checkpoints are its own now: they can be resumed without privacy, and not with it.
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    trainer_of(tmp_path, **PUBLIC, **CHECKPOINTS).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="saved without privacy"):
+        trainer_of(tmp_path, **CHECKPOINTS).train(resume_from_checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("options", [{}, PUBLIC])
+def test_a_trainer_that_has_not_trained_keeps_a_ledger_that_is_true(tmp_path, options):
+    private = trainer_of(tmp_path)
+    private.train()
+    private.save_model()
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "out")
+    idle = trainer_of(tmp_path, model=model, **options)
+    idle.save_model()
+    assert verified(tmp_path / "out")
+    model.classifier.weight.data.add_(1.0)
+    idle.save_model()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    assert len(asides(tmp_path / "out")) == 1
+
+
+def test_weights_that_lay_there_before_are_not_vouched_for(tmp_path, capsys):
+    trainer_of(tmp_path, **PUBLIC).save_model()
+    trainer = trainer_of(tmp_path, model=adapted())
+    trainer.train()
+    trainer.save_model()
+    capsys.readouterr()
+    assert not verified(tmp_path / "out")
+    assert f"does not speak for model.safetensors in {tmp_path / 'out'}" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "out" / "model.safetensors").unlink()
+    assert verified(tmp_path / "out")
+
+
+def test_a_run_into_the_folder_does_not_take_over_its_weights(tmp_path):
+    first = trainer_of(tmp_path)
+    first.train()
+    first.save_model()
+    second = trainer_of(tmp_path)
+    second.train()
+    assert not verified(tmp_path / "out")  # the weights there are still the first one's
+    second.save_model()
+    assert verified(tmp_path / "out")
+
+
+def test_a_model_saved_elsewhere_has_its_ledger(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "elsewhere"))
+    assert verified(tmp_path / "elsewhere")
+    assert PrivacyLedger.load(tmp_path / "out").is_prefix_of(PrivacyLedger.load(tmp_path / "elsewhere"))
+    trainer.save_model()
+    assert verified(tmp_path / "out")
+
+
+def test_the_head_is_printed_when_it_changes_and_stays_when_the_same_weights_are_saved_again(tmp_path, capsys):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    at_end = trainer.privacy.ledger.head
+    capsys.readouterr()
+    trainer.save_model()
+    head = trainer.privacy.ledger.head
+    assert head != at_end
+    assert f"is {head}." in capsys.readouterr().out
+    trainer.save_model()
+    assert "last hash" not in capsys.readouterr().out
+    assert PrivacyLedger.load(tmp_path / "out").head == head
+
+
+def test_a_checkpoint_with_other_weights_is_not_resumed(tmp_path):
+    trainer_of(tmp_path, **CHECKPOINTS).train()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
+    double(checkpoint / "model.safetensors")
+    with pytest.raises(ValueError, match=r"must be those of its ledger, got others in model\.safetensors"):
+        trainer_of(tmp_path, **CHECKPOINTS).train(resume_from_checkpoint=str(checkpoint))
+    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
+
+
+def test_only_process_0_writes_ledgers(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    entries, before = len(trainer.privacy.ledger.entries), (tmp_path / "out" / LEDGER_NAME).read_bytes()
+    monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
+    trainer.save_model()
+    assert len(trainer.privacy.ledger.entries) == entries
+    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
+
+
+class Hub:
+    """Takes what is uploaded, as the hub would, with the files that the host leaves out left out."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def create_repo(self, name, **options):
+        return type("Url", (), {"repo_id": f"me/{name}"})
+
+    def upload_folder(self, *, folder_path, ignore_patterns=(), path_in_repo=None, **options):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(folder_path, self.folder, ignore=shutil.ignore_patterns(*ignore_patterns))
+
+
+def test_what_is_pushed_is_bound_and_the_card_has_its_head(tmp_path, monkeypatch):
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    monkeypatch.setattr("transformers.modelcard.is_offline_mode", lambda: True, raising=False)
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    trainer.args.push_to_hub = True
+    trainer.save_model()
+    head = PrivacyLedger.load(hub.folder).head
+    assert head in (hub.folder / "README.md").read_text()
+    assert main(["verify", str(hub.folder), "--head", head]) == 0
+    assert verified(tmp_path / "out")
+    assert not list(hub.folder.glob("*.lock"))
+    assert "model.safetensors" in hashes(hub.folder)
