@@ -240,18 +240,24 @@ class DopplerTrainer(Trainer):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
         is_checkpoint = _internal_call and output_dir is not None
-        is_writer, home = self.is_world_process_zero(), folder.parent if is_checkpoint else folder
         with contextlib.ExitStack() as saving:
-            if is_writer and (home / LEDGER_NAME).exists():
-                saving.enter_context(self._writer_lock(home))
-            before = stamps(folder)
+            if self.is_world_process_zero():
+                saving.enter_context(self._ledger_kept(folder, is_checkpoint=is_checkpoint))
             with self._weight_filter.applied():
                 super().save_model(output_dir, _internal_call=_internal_call)
             if is_checkpoint:
                 self._weight_filter.add_to_checkpoint(str(folder), self.args)
-            if is_writer and self.args.disable_dp:
+
+    @contextlib.contextmanager
+    def _ledger_kept(self, folder: Path, *, is_checkpoint: bool) -> Iterator[None]:
+        """Bind the ledger to the weights that the block saves, or without one set aside what speaks for others."""
+        home = folder.parent if is_checkpoint else folder
+        with self._writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
+            before = stamps(folder)
+            yield
+            if self.args.disable_dp:
                 leave_ledger_if_true(folder)
-            elif is_writer:
+            else:
                 weights = hashes(folder, unless_as=before)
                 self.privacy.save_beside_model(folder, self.args, self.state, weights=weights, is_checkpoint=is_checkpoint)
 
