@@ -225,7 +225,7 @@ def test_ledger_lies_beside_the_model_and_in_every_checkpoint(tmp_path):
     for step in (2, 4):
         assert PrivacyLedger.load(tmp_path / "out" / f"checkpoint-{step}").steps_run == step
     written = json.loads((tmp_path / "out" / LEDGER_NAME).read_text())["entries"]
-    events = ["opened", "steps", "steps", "checkpoint", "steps", "steps", "checkpoint", "closed"]
+    events = ["opened", *2 * ["steps", "steps", "checkpoint", "saved"], "closed"]
     assert [entry["event"] for entry in written] == events
     assert written[-1]["steps_run"] == 4
     assert [(entry["step"], entry["steps_run"]) for entry in written if entry["event"] == "checkpoint"] == [(2, 2), (4, 4)]
