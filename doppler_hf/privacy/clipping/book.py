@@ -103,7 +103,8 @@ class Book:
 
 
 def reaches_others(gradient: PerSampleGradient, index: int) -> bool:
-    """Return whether any example but this one has a gradient. NaN is left to clipping."""
-    squares = gradient.squared_norms().clone()
+    """Return whether any example but this one has a gradient. NaN and infinities are left to clipping."""
+    squares = gradient.in_float64().squared_norms()
     squares[index] = 0.0
-    return bool((squares > 0.0).any())
+    # Between what is added to a norm of zero in float64, and the square of the smallest product of float32 numbers.
+    return bool(((squares > 2.0**-650) & squares.isfinite()).any())

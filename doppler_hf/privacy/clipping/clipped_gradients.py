@@ -7,10 +7,11 @@
 the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum is C in all four cases.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_matmul_precision
@@ -191,11 +192,15 @@ class ClippedGradients:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same
         # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
         # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        squares: dict[str, Tensor] = {}
-        for name, gradient in gradients.items():
-            square, group = gradient.squared_norms(), self._group_of[name]
-            squares[group] = squares[group] + square if group in squares else square
-        norms = torch.stack(tuple(squares.values())).sum(dim=0).sqrt()
+        squares = self._squared_norms(gradients.items())
+        # The norms and sums that float32 cannot hold are computed in float64, for these examples alone: to the others it
+        # makes no difference that they are there.
+        beyond = ~joint_norms(squares).isfinite()
+        any_beyond = bool(beyond.any())
+        if any_beyond:
+            again = self._squared_norms((name, of_some(gradient, beyond)) for name, gradient in gradients.items())
+            squares = {group: square.masked_scatter(beyond, again[group]) for group, square in squares.items()}
+        norms = joint_norms(squares)
 
         # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Its rows are
         # left out, since 0·NaN would still be NaN.
@@ -208,17 +213,41 @@ class ClippedGradients:
         layers = len(set(self._group_of.values()))
         bound = self._max_grad_norm / layers**0.5
         factors = {
-            group: clip_factors(square[finite].sqrt(), max_grad_norm=bound, clipping=self._clipping)
+            group: clip_factors(square.sqrt(), max_grad_norm=bound, clipping=self._clipping)
             for group, square in squares.items()
         }
         if weights is not None:  # at most 1 each: factor·norm stays within the bound
-            factors = {group: factor * weights[finite].to(factor) for group, factor in factors.items()}
+            factors = {group: factor * weights.to(factor) for group, factor in factors.items()}
+        within, beyond = finite & ~beyond, finite & beyond
         for name in tuple(gradients):
-            gradient = gradients.pop(name)  # so that its memory is freed
-            if num_non_finite:
-                gradient = gradient.of_examples(finite)
-            beta = 1 if name in self._sums else 0
-            if beta == 0:
-                self._sums[name] = self._empty_sum(name)
-            gradient.add_weighted(self._sums[name], factors[self._group_of[name]], beta=beta)
+            gradient, factor = gradients.pop(name), factors[self._group_of[name]]  # so that its memory is freed
+            if name not in self._sums:
+                self._sums[name], beta = self._empty_sum(name), 0
+            else:
+                beta = 1
+            if not any_beyond:
+                gradient.add_weighted(self._sums[name], factor, beta=beta)
+                continue
+            gradient.of_examples(within).add_weighted(self._sums[name], factor[within], beta=beta)
+            in_float64 = torch.zeros_like(self._sums[name], dtype=torch.float64)
+            of_some(gradient, beyond).add_weighted(in_float64, factor[beyond])
+            self._sums[name] += in_float64
         return norms
+
+    def _squared_norms(self, gradients: Iterable[tuple[str, PerSampleGradient]]) -> dict[str, Float[Tensor, " batch"]]:
+        """Return the squared norms by group."""
+        squares: dict[str, Tensor] = {}
+        for name, gradient in gradients:
+            square, group = gradient.squared_norms(), self._group_of[name]
+            squares[group] = squares[group] + square if group in squares else square
+        return squares
+
+
+def joint_norms(squares: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, " batch"]:
+    """Return the norms over all groups."""
+    return torch.stack(tuple(squares.values())).sum(dim=0).sqrt()
+
+
+def of_some(gradient: PerSampleGradient, examples: Bool[Tensor, " batch"]) -> PerSampleGradient:
+    """Return the gradients of some examples, in float64."""
+    return gradient.of_examples(examples).in_float64()

@@ -11,9 +11,12 @@ https://arxiv.org/abs/2210.00038).
 
 Sensitivity: row i of every tensor depends on example i alone, and the norm and the weighted sum are computed from the same
 tensors in float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. A ghost
-norm can lose digits when the outer products nearly cancel, so it is raised by a bound on the rounding.
+norm can lose digits when the outer products nearly cancel, so it is raised by a bound on the rounding. A norm whose squares
+leave the range of float32 comes out as infinity, and is computed again `in_float64`, whose range holds all that factors in
+float32 can give.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,6 +35,12 @@ NormRule = Literal["auto", "ghost", "direct"]
 MEMORY_COST = 50
 # The memory that a direct per-sample gradient may take, in units of its two factors.
 MEMORY_SLACK = 1.0
+# Sums of more products are computed in blocks of so many, so that their rounding does not add up: inner products of vectors,
+# at 3 % more time than in one go, and of the rows of Gram matrices.
+BLOCK = 1024
+ROW_BLOCK = 128
+# A square may be raised by so much for products that were too small for its dtype: by this share, and by its square.
+UNDERFLOW = 1e-9
 
 
 class PerSampleGradient(ABC):
@@ -39,11 +48,15 @@ class PerSampleGradient(ABC):
 
     @abstractmethod
     def squared_norms(self) -> Float[Tensor, " batch"]:
-        """Return ‖g_i‖² of every example, shape (batch,), in float64."""
+        """Return ‖g_i‖² of every example, shape (batch,), in float64; not finite if the range of the dtype is too small."""
 
     @abstractmethod
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "PerSampleGradient":
         """Return the gradients of the examples that are kept."""
+
+    @abstractmethod
+    def in_float64(self) -> "PerSampleGradient":
+        """Return the same gradients, whose norms and sums are computed in float64."""
 
     @abstractmethod
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
@@ -75,9 +88,13 @@ class Dense(PerSampleGradient):
         """Return the gradients of the examples that are kept."""
         return Dense(self.values[kept])
 
+    def in_float64(self) -> "Dense":
+        """Return the same gradients in float64."""
+        return Dense(self.values.double())
+
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + Σ w_i g_i (modified in place)."""
-        values = in_float32(self.values).reshape(len(self.values), -1)
+        values = in_float32(self.values).reshape(len(self.values), total.numel())
         total.view(-1).addmv_(values.t(), weights.to(values.dtype), beta=beta)
 
 
@@ -97,15 +114,16 @@ class OuterProducts(PerSampleGradient):
 
     def squared_norms(self) -> Float[Tensor, " batch"]:
         """Return Σ_st ⟨l_s, l_t⟩⟨r_s, r_t⟩ of every example, shape (batch,)."""
-        left, right = self.left, self.right
-        if left.shape[1] == 1:
-            return sum_of_squares(left) * sum_of_squares(right)
-        length = left.shape[2] + right.shape[2]
-        return squared_norm_from_grams(self.grams.of(left), self.grams.of(right), length=length)
+        lengths = (self.left.shape[2], self.right.shape[2])
+        return squared_norm_from_grams(self.grams.of(self.left), self.grams.of(self.right), lengths=lengths)
 
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "OuterProducts":
         """Return the gradients of the examples that are kept."""
         return OuterProducts(self.left[kept], self.right[kept])
+
+    def in_float64(self) -> "OuterProducts":
+        """Return the same gradients with factors in float64."""
+        return OuterProducts(self.left.double(), self.right.double())
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + Σ_i w_i Σ_t l_it r_itᵀ (modified in place)."""
@@ -135,11 +153,15 @@ class LookedUpRows(PerSampleGradient):
     def squared_norms(self) -> Float[Tensor, " batch"]:
         """Return Σ_st [id_s = id_t]⟨v_s, v_t⟩ of every example, shape (batch,)."""
         same_row = (self.ids.unsqueeze(2) == self.ids.unsqueeze(1)).to(in_float32(self.values).dtype)
-        return squared_norm_from_grams(gram_matrix(self.values), same_row, length=self.values.shape[2])
+        return squared_norm_from_grams(gram_matrix(self.values), same_row, lengths=(self.values.shape[2], 0))
 
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "LookedUpRows":
         """Return the gradients of the examples that are kept."""
         return LookedUpRows(self.ids[kept], self.values[kept])
+
+    def in_float64(self) -> "LookedUpRows":
+        """Return the same gradients with values in float64."""
+        return LookedUpRows(self.ids, self.values.double())
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total, with w_i v_it added to row id_it (modified in place)."""
@@ -174,13 +196,18 @@ class Tied(PerSampleGradient):
         """
         left, right, values = (in_float32(x) for x in (self.products.left, self.products.right, self.rows.values))
         ids = self.rows.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
-        cross = (left.gather(2, ids) * torch.bmm(right, values.mT)).sum(dim=(1, 2))
-        # The rounding allowances of the two norms cover that of the cross term, by 2xy ≤ x² + y².
-        return (self.products.squared_norms() + self.rows.squared_norms() + 2 * cross.double()).clamp(min=0.0)
+        cross = (left.gather(2, ids) * inner_products(right, values)).sum(dim=(1, 2), dtype=torch.float64)
+        # The allowances of the two norms cover rounding and underflow of the cross term, by 2xy ≤ x² + y²: both count the
+        # inner products over the same dimension, and one product more.
+        return (self.products.squared_norms() + self.rows.squared_norms() + 2 * cross).clamp(min=0.0)
 
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "Tied":
         """Return the gradients of the examples that are kept."""
         return Tied(self.products.of_examples(kept), self.rows.of_examples(kept))
+
+    def in_float64(self) -> "Tied":
+        """Return the same gradients with both parts in float64."""
+        return Tied(self.products.in_float64(), self.rows.in_float64())
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + the weighted sum of both parts (modified in place)."""
@@ -269,38 +296,73 @@ def same_memory(first: Tensor, second: Tensor) -> bool:
 def gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
     """Return ⟨x_s, x_t⟩ of every example."""
     factor = in_float32(factor)
-    return torch.bmm(factor, factor.mT)
+    return inner_products(factor, factor)
+
+
+def inner_products(first: Float[Tensor, "batch m dim"], second: Float[Tensor, "batch n dim"]) -> Float[Tensor, "batch m n"]:
+    """Return ⟨x_s, y_t⟩ of every example, off by at most `roundings(dim)` roundings of ‖x_s‖‖y_t‖."""
+    # Not `baddbmm`: it may begin with the sum so far, which every product of the block would then round again.
+    products = map(torch.bmm, first.split(BLOCK, dim=2), second.mT.split(BLOCK, dim=1))
+    total = next(products)
+    for product in products:
+        total += product
+    return total
+
+
+def roundings(length: int) -> int:
+    """Return how often a term of `inner_products` is rounded at most: in its block, and with each block that is added."""
+    return min(length, BLOCK) + max(math.ceil(length / BLOCK) - 1, 0)
 
 
 def squared_norm_from_grams(
-    left: Float[Tensor, "batch time time"], right: Float[Tensor, "batch time time"], *, length: int
+    left: Float[Tensor, "batch time time"], right: Float[Tensor, "batch time time"], *, lengths: tuple[int, int]
 ) -> Float[Tensor, " batch"]:
-    """Return Σ_st left_st right_st of every example, raised by a bound on its rounding.
+    """Return Σ_st left_st right_st of every example, raised by bounds on its rounding and underflow.
 
-    A sum of n products, one after the other, is off by at most n·eps/2 times the sum of their sizes (Higham 2002, §3.1).
-    If the terms of a gradient cancel, that error stays while the norm gets small, and with an underestimated norm the
-    example would contribute more than C. With S = Σ_t ‖l_t‖‖r_t‖, the size of the terms, the Gram matrices may be off by
-    length·eps/2·S² in the square, and the weighted sum, which adds up along time, by time·eps/2·S in the norm. In float32
-    this raises an ordinary norm by less than a hundredth.
+    If the terms of a gradient cancel, their rounding stays while the norm gets small, and with an underestimated norm the
+    example would contribute more than C. A sum in which each term is rounded k times, in whatever order, is off by at most
+    γ_k = ku/(1 − ku) times the sum of the terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1;
+    sums in blocks, §4.2). So the Gram entries are off by γ_p‖l_s‖‖l_t‖ and γ_q‖r_s‖‖r_t‖, where p and q stand for the
+    `roundings` of their lengths, and with S = Σ_t ‖l_t‖‖r_t‖
+
+        |Σ_st left_st right_st − ‖g‖²| ≤ γ_k S² ≤ ku/(1 − 2ku)·Ŝ²,    k = p + q + min(time, ROW_BLOCK),
+
+    as Ŝ² ≥ (1 − γ_p)(1 − γ_q)·S² is what the diagonals give. The weighted sum, which adds up along time, may be off by
+    time·u·S in the norm. In float32 and for S² = time·‖g‖², as of unrelated terms, both raise an ordinary norm by less than
+    a hundredth, up to 128 tokens and 150,000 words.
+
+    Products and sums below the smallest normal number τ may vanish: at most 2pτ of every entry of a Gram matrix, p its
+    length, and 2τ of every product of two entries, so 2τ·(p(Σ‖r_t‖)² + q(Σ‖l_t‖)² + time²) of the result. That is added
+    too. It matters only if the factors differ by twenty orders of magnitude; the result is then infinity.
 
     Args:
         left: One Gram matrix for each example.
         right: The other.
-        length: The sum of the lengths of the vectors whose Gram matrices these are.
+        lengths: The lengths of the vectors whose Gram matrices these are; 0 for a matrix that is exact.
     """
-    rounding = torch.finfo(left.dtype).eps / 2
-    sizes = (left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt().sum(dim=1).double()
-    squares = (left * right).sum(dim=(1, 2)).double() + length * rounding * sizes.square()
-    return (squares.clamp(min=0.0).sqrt() + left.shape[1] * rounding * sizes).square()
+    (p, q), time, info = lengths, left.shape[1], torch.finfo(left.dtype)
+    lost, rounding = 2 * info.smallest_normal, info.eps / 2
+    norms_left = (left.diagonal(dim1=1, dim2=2).double() + p * lost).sqrt()
+    norms_right = (right.diagonal(dim1=1, dim2=2).double() + q * lost).sqrt()
+    sizes = (norms_left * norms_right).sum(dim=1)
+    underflow = lost * (p * norms_right.sum(dim=1).square() + q * norms_left.sum(dim=1).square() + time**2)
+    ku = rounding * (roundings(p) + roundings(q) + min(time, ROW_BLOCK))
+    squares = ku / (1 - 2 * ku) * sizes.square() + underflow
+    for of_left, of_right in zip(left.split(ROW_BLOCK, dim=2), right.split(ROW_BLOCK, dim=2), strict=True):
+        squares += torch.linalg.vecdot(of_left, of_right).sum(dim=1, dtype=torch.float64)
+    squares = squares.clamp(min=0.0).masked_fill(underflow > UNDERFLOW * (squares + UNDERFLOW), math.inf)
+    return (squares.sqrt() + time * rounding * sizes).square()
 
 
 def sum_of_squares(values: Float[Tensor, "batch ..."]) -> Float[Tensor, " batch"]:
     """Return the sum of squares of every example, shape (batch,), in float64.
 
-    Four million equal numbers added in float32 are off by 0.3 %, so only short runs are, and their norms in float64.
+    Four million equal numbers added in float32 are off by 0.3 %, so only short runs are, and their norms in float64. Squares
+    and sums below the smallest normal number may vanish, which is made up for.
     """
-    values = in_float32(values).reshape(len(values), -1)
+    values = in_float32(values).reshape(len(values), math.prod(values.shape[1:]))
     if values.shape[1] % 64 or values.shape[1] < 4096:
         return torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
-    runs = torch.linalg.vector_norm(values.view(len(values), -1, 64), dim=2)
-    return torch.linalg.vector_norm(runs, dim=1, dtype=torch.float64).square()
+    runs = torch.linalg.vector_norm(values.view(len(values), values.shape[1] // 64, 64), dim=2)
+    lost = 2 * torch.finfo(values.dtype).smallest_normal * values.shape[1]
+    return torch.linalg.vector_norm(runs, dim=1, dtype=torch.float64).square() + lost

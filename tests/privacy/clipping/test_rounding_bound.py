@@ -300,6 +300,124 @@ def test_norms_whose_square_leaves_the_range_of_float32(name, scale, norm_rule):
     assert 0.0 <= norm <= C * (1 + SLACK)
 
 
+# Inputs and gradients of outputs, whose products are ordinary or large while their squares leave the range of float32.
+FAR_APART = [(1e17, 1e-23), (1e-23, 1e17), (1e30, 1e-28), (1e-35, 1e37), (1e22, 1.0), (1e-20, 1e-2), (1e15, 1e15)]
+
+
+class Vectors(nn.Module):
+    """One copy of a vector for each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8192))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def far_apart(name, large, small):
+    """Return a model, inputs of two examples, and the gradients of its outputs, of which the second's are ordinary."""
+    scales = torch.tensor([[large, small], [1.0, 1.0]]).view(2, 2, 1, 1).unbind(dim=1)
+    shapes = {"linear": (2, 6, 4, 5), "long": (2, 2, 8192, 3), "short": (2, 1, 8192, 3), "square": (2, 64, 8, 8)}
+    if name in shapes:
+        batch, time, features, outputs = shapes[name]
+        factors = normal(batch, time, features, seed=1), normal(batch, time, outputs, seed=2)
+        return nn.Linear(features, outputs, bias=False), factors[0] * scales[0], factors[1] * scales[1]
+    if name == "embedding":
+        return nn.Embedding(4, 5), torch.arange(6).remainder(4).repeat(2, 1), normal(2, 6, 5, seed=2) * scales[1]
+    if name == "vectors":
+        return Vectors(), normal(2, 3, 8192, seed=1) * scales[0], normal(2, 3, 8192, seed=2) * scales[1]
+    of_head, of_rows = normal(2, PAIRS, OUTPUTS, seed=2), normal(2, OUTPUTS, FEATURES, seed=3)
+    weights = (of_head * scales[1]).flatten(1), (of_rows * (scales[0] * scales[1])).flatten(1)
+    return Tied(), normal(2, PAIRS, FEATURES, seed=1) * scales[0], torch.cat(weights, dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "clipping", "granularity", "norm_rule"),
+    pairwise(
+        ["linear", "long", "short", "square", "embedding", "vectors", "tied"],
+        FAR_APART,
+        CLIPPINGS,
+        GRANULARITIES,
+        NORM_RULES,
+    ),
+)
+def test_factors_of_any_size_are_clipped_to_the_norm_of_their_product(name, scales, clipping, granularity, norm_rule):
+    model, inputs, weights = far_apart(name, *scales)
+    norm = norm_of(exact_gradients(model, inputs, weights))
+    options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule, max_grad_norm=C)
+    only_first = torch.tensor([1.0, 0.0]).view(2, *(1 for _ in weights.shape[1:]))
+    ours = contribution(model, lambda: (model(inputs) * weights * only_first).flatten(1).sum(dim=1), **options)
+    bound = min(C, norm) if clipping == "vanilla" else C * norm / (norm + 0.01)
+    assert bound * (1 - 1e-2) - 1e-9 <= ours <= bound * (1 + SLACK) + 1e-30
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "norm_rule"),
+    pairwise(
+        ["linear", "long", "embedding", "vectors", "tied"],
+        [*FAR_APART, (1e38, 1e30), (math.inf, 1.0), (1.0, math.nan)],
+        NORM_RULES,
+    ),
+)
+def test_an_example_of_any_size_leaves_the_others_as_they_are(name, scales, norm_rule):
+    """Only the rows of that example may be computed in another way."""
+    model, inputs, weights = far_apart(name, *scales)
+    with book_keeping(model, max_grad_norm=C, norm_rule=norm_rule) as clipped:
+        sums = []
+        for counted in ([1.0, 1.0], [1.0, 0.0], [0.0, 1.0]):
+            kept = torch.tensor(counted).view(2, *(1 for _ in weights.shape[1:])) > 0
+            clipped.backward(
+                (model(inputs * kept if name == "vectors" else inputs) * weights.where(kept, 0.0)).flatten(1).sum(dim=1)
+            )
+            sums.append({key: total.clone() for key, total in clipped.sums.items()})
+            clipped.reset()
+    both, first, second = sums
+    assert_same_sums(both, {key: first[key] + second[key] for key in both}, atol=1e-7, rtol=1e-6)
+
+
+def test_small_factors_leave_no_trace_in_the_bound_where_they_cancel():
+    """Two tokens of opposite sign and hidden size: the rest is what counts."""
+    model, inputs, weights = far_apart("linear", 1e17, 1e-23)
+    inputs, weights = inputs.repeat(1, 2, 1), in_pairs(weights, 1e3)
+    norm = norm_of(exact_gradients(model, inputs, weights))
+    only_first = torch.tensor([1.0, 0.0]).view(2, 1, 1)
+    options = dict(max_grad_norm=norm / 10, norm_rule="ghost")
+    ours = contribution(model, lambda: (model(inputs) * weights * only_first).flatten(1).sum(dim=1), **options)
+    assert norm / 10 * (1 - 1e-2) <= ours <= norm / 10 * (1 + SLACK)
+
+
+# --- long vectors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 1000, 1024, 1025, 4096, 151_936])
+@pytest.mark.parametrize("numbers", ["equal", "alternating", "normal"])
+def test_inner_products_are_rounded_no_more_than_is_allowed_for(length, numbers):
+    x, y = normal(1, 2, length, seed=1), normal(1, 3, length, seed=2)
+    if numbers != "normal":  # every partial sum is rounded alike
+        x, y = torch.full_like(x, 1 / 3), torch.full_like(y, 0.7)
+    if numbers == "alternating":
+        y[..., 1::2] *= -1
+    exact = x.double() @ y.double().mT
+    sizes = x.double().norm(dim=2).unsqueeze(2) * y.double().norm(dim=2).unsqueeze(1)
+    allowed = gradients.roundings(length) * torch.finfo(torch.float32).eps / 2
+    assert ((gradients.inner_products(x, y) - exact).abs() <= allowed * sizes).all()
+
+
+@pytest.mark.parametrize(("length", "most"), [(1, 1), (1024, 1024), (1025, 1025), (2049, 1026), (151_936, 1172)])
+def test_roundings_are_those_of_a_block_and_of_the_blocks(length, most):
+    assert gradients.roundings(length) == most
+
+
+@pytest.mark.parametrize("time", [16, 128])
+def test_a_large_vocabulary_does_not_swallow_an_ordinary_gradient(time):
+    """A language model's head: the allowance grows neither with the vocabulary nor above a hundredth."""
+    left, right = normal(1, time, 151_936, seed=1), normal(1, time, 768, seed=2)
+    exact = ((left.double() @ left.double().mT) * (right.double() @ right.double().mT)).sum()
+    ratio = float(gradients.OuterProducts(left, right).squared_norms().sqrt() / exact.sqrt())
+    assert 1 - SLACK <= ratio <= 1 + 1e-2
+
+
 def test_norms_are_taken_in_full_precision_whatever_the_user_allows(monkeypatch):
     """TF32 and bfloat16 products would round the factors of the norm and of the sum differently."""
     seen, gram_matrix = [], gradients.gram_matrix
