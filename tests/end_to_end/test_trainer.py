@@ -650,6 +650,34 @@ def test_the_loss_of_a_step_is_a_mean_however_it_is_cut(tmp_path):
     assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == [1.0]
 
 
+class Unfit(DopplerTrainer):
+    """Examples of three tokens have a loss of zero times `factor`."""
+
+    factor: float
+
+    def compute_per_sample_loss(self, model, inputs):
+        shortest = inputs["attention_mask"].sum(dim=1) == 3
+        return super().compute_per_sample_loss(model, inputs) * torch.where(shortest, 0.0 * self.factor, 1.0)
+
+
+@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
+@pytest.mark.parametrize(("report", "bf16"), [("private", False), ("none", True)])
+def test_examples_whose_loss_is_no_number_contribute_nothing_and_show_nowhere(tmp_path, report, bf16, granularity):
+    data, gradients = text_data(), []
+    assert sum(len(ids) == 3 for ids in data["input_ids"]) > 24 * 0.1  # the small one of the checks before the first step
+    for factor in (1.0, math.inf):
+        Unfit.factor, recorder = factor, Recorder()
+        trainer = trainer_of(
+            tmp_path / str(factor), cls=Unfit, data=data, noise_seed=0, report_train_loss=report, bf16=bf16,
+            clipping_granularity=granularity, callbacks=[recorder],
+        )  # fmt: skip
+        trainer.train()
+        logged = [value for logs in trainer.state.log_history for value in logs.values() if isinstance(value, float)]
+        assert np.isfinite(logged).all()
+        gradients.append(torch.stack(recorder.gradients))
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
 def test_weight_decay_is_for_matrices_alone(tmp_path):
     trainer = trainer_of(tmp_path, weight_decay=0.1)
     decays = {id(p): group["weight_decay"] for group in trainer.create_optimizer().param_groups for p in group["params"]}

@@ -25,6 +25,7 @@ class Book:
         repeated: Names of layers whose output has no batch and was repeated for each example.
         only_example: In a check, the one example whose loss is differentiated; gradients are then compared, not kept.
         coupled: Parameters at which that loss has a gradient in the place of another example.
+        is_conclusive: Whether all gradients in the places of others were finite in the check.
         is_in_forward: Whether the model is in a forward pass whose gradient is wanted.
     """
 
@@ -38,6 +39,7 @@ class Book:
         self.repeated: list[str] = []
         self.only_example: int | None = None
         self.coupled: set[Tensor] = set()
+        self.is_conclusive = True
         self.is_in_forward = False
         self._is_unwatched = False
 
@@ -66,6 +68,7 @@ class Book:
         self.copies.clear()
         self.repeated.clear()
         self.coupled.clear()
+        self.is_conclusive = True
 
     def passing(self, weight: Tensor) -> Tensor:
         """Return the weight for the gradient of a layer's input: in a check, noise in place of a weight of zeros."""
@@ -77,7 +80,13 @@ class Book:
         """Note one use of a parameter, or in a check compare it with the one example that has a loss."""
         if self.only_example is None:
             self.uses.setdefault(parameter, []).append(gradient)
-        elif reaches_others(gradient, self.only_example):
+            return
+        of_others = gradient.in_float64().squared_norms()
+        of_others[self.only_example] = 0.0
+        finite = of_others.isfinite()
+        self.is_conclusive &= bool(finite.all())
+        # Between what is added to a norm of zero in float64, and the square of the smallest product of float32 numbers.
+        if ((of_others > 2.0**-650) & finite).any():
             self.coupled.add(parameter)
 
     def note_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
@@ -100,11 +109,3 @@ class Book:
         copy = parameter.detach().view(shape).expand(self.batch_size, *shape).requires_grad_()
         self.copies.append((parameter, copy))
         return copy
-
-
-def reaches_others(gradient: PerSampleGradient, index: int) -> bool:
-    """Return whether any example but this one has a gradient. NaN and infinities are left to clipping."""
-    squares = gradient.in_float64().squared_norms()
-    squares[index] = 0.0
-    # Between what is added to a norm of zero in float64, and the square of the smallest product of float32 numbers.
-    return bool(((squares > 2.0**-650) & squares.isfinite()).any())

@@ -95,7 +95,8 @@ class BookKeepingEngine:
         try:
             if not self._is_checked and len(losses) > 1:
                 self._check_that_examples_are_apart(losses, trainable)
-                self._is_checked = True
+                # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
+                self._is_checked = book.is_conclusive
             self._back_propagate(losses.sum(), trainable)
             return {
                 name: combined(book.uses.pop(parameter), shape=parameter.shape)

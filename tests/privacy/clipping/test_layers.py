@@ -4,6 +4,8 @@ A net returns one row for each example. Its loss is the row's product with fixed
 that the gradients of the output depend on the output and differ between examples.
 """
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from tests.support.per_example import (
     assert_equals_loop,
     assert_equals_loop_or_is_refused,
     assert_matches,
+    book_keeping,
     gradients_of_each,
 )
 
@@ -308,6 +311,16 @@ def test_a_layer_is_not_taken_for_elementwise_because_its_effect_is_small(batch)
 def test_a_tensor_that_the_batch_shares_is_right_or_refused(batch):
     net = Net(lambda n, x: n.own(n.first(x), other=draw(6, 4, seed=7)), first=nn.Linear(3, 4), own=Mixture())
     assert_equals_loop_or_is_refused(ready(net), on(net, draw(batch, 6, 3)), batch, naming="own")
+
+
+def test_a_batch_that_is_not_finite_does_not_hide_a_tensor_that_the_batch_shares():
+    net = ready(Net(lambda n, x: n.own(x, other=draw(6, 4, seed=7)), own=Mixture()))
+    with book_keeping(net) as clipped:
+        x = draw(6, 6, 4)
+        x[2, 1, 1] = math.nan
+        assert not clipped.backward(net(x).flatten(1).sum(dim=1)).isfinite().all()
+        with pytest.raises(ValueError, match="no row per example"):
+            clipped.backward(net(draw(6, 6, 4)).flatten(1).sum(dim=1))
 
 
 def test_a_class_token_is_expanded_over_the_batch():

@@ -1,5 +1,7 @@
 """The check before the first step: it passes what is right, and stops what is wrong by name."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -116,6 +118,24 @@ def test_adapters_that_begin_at_zero_are_checked_all_the_same(monkeypatch):
                 parameter.zero_()
     with pytest.raises(ValueError, match=r"lora_A.* are wrong"):
         check(model, norm_rule="direct")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("engine", ["book_keeping", "opacus"])
+def test_an_example_without_a_finite_gradient_is_left_out(engine, index, bad):
+    model, x = nn.Linear(3, 2), torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    x[index] *= bad
+    together, alone = {"x": x}, [{"x": x[:1]}, {"x": x[1:]}]
+
+    def losses(inputs):
+        return model(inputs["x"]).square().sum(dim=1)
+
+    check_per_sample_gradients(model, losses, alone=alone, together=together, engine=engine)
+    with pytest.raises(ValueError, match="changes with the examples beside it"):  # that of the other one
+        check_per_sample_gradients(
+            model, lambda inputs: losses(inputs) * len(inputs["x"]), alone=alone, together=together, engine=engine
+        )
 
 
 def test_a_loss_that_looks_at_the_batch_is_found():

@@ -3,6 +3,8 @@
 A use is either right, by the loop over single examples, or refused with the name of what is to blame.
 """
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -249,6 +251,18 @@ def test_examples_that_are_mixed_in_front_of_weights_of_zero_are_refused(name):
     nn.init.zeros_(net.closed.weight)
     net.closed.weight.requires_grad_()
     assert_refused(net, on(net, draw(6, 6, 3)), 6, message="in the places of others at the parameter 'first.weight'")
+
+
+def test_a_batch_that_is_not_finite_does_not_hide_that_examples_are_mixed():
+    """NaN reaches the others with the mean; the engine looks again at the next micro-batch."""
+    layer = nn.Linear(3, 2)
+    with book_keeping(layer) as clipped:
+        for bad in (math.nan, math.inf):
+            y = layer(torch.tensor([[bad, 1.0, 1.0], [1.0, 2.0, 3.0], [0.0, 1.0, 0.0]]))
+            assert not clipped.backward((y - y.mean(dim=0)).square().sum(dim=1)).isfinite().any()
+        y = layer(draw(3, 3).float())
+        with pytest.raises(ValueError, match="in the places of others"):
+            clipped.backward((y - y.mean(dim=0)).square().sum(dim=1))
 
 
 def test_batch_norm_is_refused_even_frozen():
