@@ -82,7 +82,7 @@ def masked(examples):
 
 def test_rows_are_not_taken_for_examples(tmp_path):
     refused(
-        tmp_path, r"losses of 2 collated examples must have shape \(2,\), got \(4,\)\. .* one row for each", collator=twice
+        tmp_path, r"losses of 1 collated examples must have shape \(1,\), got \(2,\)\. .* one row for each", collator=twice
     )
 
 
