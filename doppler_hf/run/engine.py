@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from doppler_hf.privacy import ClippedGradients, PrivacyStatement, check_per_sample_gradients
 from doppler_hf.privacy.batching.probe import Probe
+from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.training_args import DopplerTrainingArguments
 
 Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
@@ -27,6 +29,11 @@ def attached_engine(
     Raises:
         ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
     """
+    base = without_adapters(model)
+    if isinstance(base, PreTrainedModel):
+        # The host sets it in the outer config, and a multimodal model reads the inner one. A layer that keeps its past in a
+        # cache computes something else at each call, and layers are called more than once.
+        base.config.get_text_config().use_cache = args.use_cache
     if args.grad_sample_self_check:
         check_per_sample_gradients(
             model,

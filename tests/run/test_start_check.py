@@ -15,6 +15,8 @@ from transformers import (
     HubertForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Phi3Config,
     Phi3ForSequenceClassification,
     TrainerCallback,
@@ -252,6 +254,25 @@ def test_the_mend_that_is_named_mends(tmp_path, name):
     trainer.data_collator = without_mask if name == "fnet" else pad
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def of_tokens(examples):
+    batch = pad(examples)
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+def test_a_multimodal_model_trains_without_a_cache_of_what_its_layers_saw(tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    text = sizes | dict(model_type="llama", vocab_size=50, num_key_value_heads=2, pad_token_id=0)
+    vision = sizes | dict(model_type="clip_vision_model", image_size=8, patch_size=4, projection_dim=16)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=49, vision_feature_layer=-1)
+    assert config.text_config.use_cache
+    trainer = trainer_of(tmp_path, model=LlavaForConditionalGeneration(config), max_steps=1)
+    trainer.data_collator = of_tokens
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert not trainer.model.config.text_config.use_cache
 
 
 # --- statistics of the data -----------------------------------------------------------------------------------------------
