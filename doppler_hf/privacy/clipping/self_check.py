@@ -163,7 +163,8 @@ def _reason(
         )
     return reason + (
         f"{place} depends on the length to which an example is padded. Pad all examples to one length when they are "
-        "tokenized (padding='max_length'), or replace the layer (for rotary embeddings: another rope_type)."
+        "tokenized or turned into features (padding='max_length'), or replace the layer (for rotary embeddings: another "
+        "rope_type)."
     )
 
 
