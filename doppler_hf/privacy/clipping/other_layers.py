@@ -46,6 +46,7 @@ class LayerWithoutRule:
         self._forward = module.forward
         # By the dimensions of the inputs: one layer may be called with tokens and with their mean.
         self._copy_shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]] | None] = {}
+        self._unbatched: set[tuple[int, ...]] = set()
         self._is_held_against_autograd = False
         self.fallback = ""
 
@@ -54,9 +55,10 @@ class LayerWithoutRule:
         values, spec = pytree.tree_flatten((args, kwargs))
         sizes = {len(value) if value.ndim else 1 for value in values if isinstance(value, Tensor)}
         own = dict(trainable_of(self._module))
-        if self._book.batch_size not in sizes or sizes - {1, self._book.batch_size}:
-            return self._without_batch(own, *args, **kwargs)
         dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
+        # Once without a batch, always: a later batch may have as many examples as there are positions.
+        if dimensions in self._unbatched or self._book.batch_size not in sizes or sizes - {1, self._book.batch_size}:
+            return self._without_batch(own, dimensions, *args, **kwargs)
         if dimensions not in self._copy_shapes:
             self._copy_shapes[dimensions] = self._try_copies(values, spec) if self._sampler is None else None
             self.fallback = self._describe()
@@ -73,10 +75,13 @@ class LayerWithoutRule:
             outputs[index] = tap
         return pytree.tree_unflatten(outputs, output_spec)
 
-    def _without_batch(self, own: Mapping[str, nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+    def _without_batch(self, own: Mapping[str, nn.Parameter], dimensions: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
         def output_of(parameters: Mapping[str, Tensor]) -> Any:
             with self._book.unwatched(), substituted(self._module, parameters):
-                return self._forward(*args, **kwargs)
+                output = self._forward(*args, **kwargs)
+            # Learned positions of shape (length, dimension), as Blenderbot's, are broadcast over the batch.
+            is_positions = isinstance(self._module, nn.Embedding) and isinstance(output, Tensor) and output.ndim == 2
+            return output.unsqueeze(0) if is_positions else output
 
         inputs = pytree.tree_leaves((args, kwargs))
         with torch.no_grad():
@@ -90,6 +95,7 @@ class LayerWithoutRule:
             return self._forward(*args, **kwargs)
         self.fallback = f"{type(self._module).__name__}: repeated for each example; {self._size()}"
         self._book.repeated.append(self._name)
+        self._unbatched.add(dimensions)
         return repeated(self._book, own, output_of)
 
     # --- copies -----------------------------------------------------------------------------------------------------
@@ -127,7 +133,7 @@ class LayerWithoutRule:
         finally:
             for module, training in was_training:
                 module.training = training
-        fits = all(
+        fits = len({len(together), *map(len, alone)}) == 1 and all(
             len(output) == 2 and is_close(output, torch.cat(singles))
             for output, *singles in zip(together, *alone, strict=True)
         )
@@ -200,7 +206,8 @@ class LayerWithoutRule:
         except LAYER_ERRORS as error:
             raise ValueError(
                 f"The layer {self._name!r} ({type(module).__name__}) has no rule, and functorch cannot compute the "
-                f"per-sample gradient of {', '.join(names)}. {error} Freeze them with requires_grad_(False)."
+                f"per-sample gradient of {', '.join(names)}. {error} Freeze them with requires_grad_(False), or, if the layer "
+                "has dropout, set that to 0."
             ) from error
 
     def _hold_against_autograd(
@@ -268,7 +275,8 @@ def is_close(first: Tensor, second: Tensor, *, slack: float = 1.0) -> bool:
     if first.shape != second.shape:
         return False
     rounding = slack * 100 * torch.finfo(first.dtype).eps
-    return torch.allclose(first, second, rtol=rounding, atol=rounding * float(first.abs().max()))
+    largest = float(first.abs().max()) if first.numel() else 0.0
+    return torch.allclose(first, second, rtol=rounding, atol=rounding * largest)
 
 
 def sampler_for(module: nn.Module, *, by_rules: bool) -> Callable[..., Any] | None:

@@ -12,15 +12,18 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from doppler_hf.privacy import ClippedGradients
 from tests.support.per_example import (
     CLIPPINGS,
     GRANULARITIES,
     NORM_RULES,
+    TOLERANCE,
     assert_equals_loop,
     assert_equals_loop_or_is_refused,
     assert_matches,
     book_keeping,
     gradients_of_each,
+    norms_of,
 )
 
 BATCH = 5
@@ -219,6 +222,26 @@ class OneResult(nn.Module):
         return nn.functional.linear(x, self.weight), None
 
 
+class EmptyResult(nn.Module):
+    """As layers that compress a long past return it of a short one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x * self.weight.exp(), x[..., :0]
+
+
+class ResultForEachRow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return [row * self.weight.exp() for row in x]
+
+
 class SmallRow(nn.Module):
     """A row of a table, by its index, and of little weight: nothing that acts elementwise, though it may look so."""
 
@@ -249,6 +272,7 @@ OWN = {
     "the mean, then tokens": Net(
         lambda n, x: n.own(n.own(n.first(x).mean(dim=1))[:, None] + n.first(x)), first=nn.Linear(3, 4), own=Exponential()
     ),
+    "a result and an empty one": Net(lambda n, x: n.own(n.first(x))[0], first=nn.Linear(3, 4), own=EmptyResult()),
     "buffer": Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=WithBuffer()),
     "activation": Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=nn.PReLU()),
 }
@@ -261,6 +285,44 @@ def test_a_layer_without_a_rule_is_right_and_named(name, norm_rule):
     assert "own" in fallbacks
     assert all(isinstance(text, str) for text in fallbacks.values())
     assert not {"first", "last"} & fallbacks.keys()
+
+
+class Positions(nn.Embedding):
+    """Of shape (length, dimension), as Blenderbot's."""
+
+    def forward(self, length):
+        return super().forward(torch.arange(length))
+
+
+class PositionsOfIds(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids + 2)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        Net(lambda n, x: n.first(x) + n.own(x.shape[1]), first=nn.Linear(3, 4), own=Positions(9, 4)),
+        Net(lambda n, x: n.first(x) + n.own(torch.arange(x.shape[1])), first=nn.Linear(3, 4), own=PositionsOfIds(9, 4)),
+    ],
+    ids=["of a length", "of indices"],
+)
+def test_positions_without_a_batch_are_right_in_every_batch(net):
+    """The second batch has as many examples as positions, which must not be taken for them; the third has one position."""
+    ready(net)
+    batches = [on(net, draw(*shape)) for shape in ((BATCH, 6, 3), (6, 6, 3), (6, 1, 3), (1, 1, 3))]
+    expected = [
+        norms_of(gradients_of_each(net, losses, size)) for losses, size in zip(batches, (BATCH, 6, 6, 1), strict=True)
+    ]
+    with ClippedGradients(net, max_grad_norm=1.0) as clipped:
+        for losses, norms in zip(batches, expected, strict=True):
+            torch.testing.assert_close(clipped.backward(losses(slice(None))), norms, **TOLERANCE)
+
+
+def test_a_layer_with_a_result_for_each_row_is_refused_by_name():
+    net = ready(Net(lambda n, x: torch.stack(n.own(n.first(x))), first=nn.Linear(3, 4), own=ResultForEachRow()))
+    with pytest.raises(ValueError, match=r"The layer 'own' \(ResultForEachRow\) has no rule"):
+        assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -81,6 +81,7 @@ RIGHT_OR_REFUSED = {
     "xlnet": (host.XLNetForSequenceClassification, host.XLNetConfig, XLNET),
     "funnel": (host.FunnelForSequenceClassification, host.FunnelConfig, FUNNEL),
     "bart": (host.BartForConditionalGeneration, host.BartConfig, BART),
+    "blenderbot": (host.BlenderbotForConditionalGeneration, host.BlenderbotConfig, BART),
     "opt": (host.OPTForCausalLM, host.OPTConfig, DECODER | OPT),
     "beit": (host.BeitForImageClassification, host.BeitConfig, IMAGE | dict(use_relative_position_bias=True)),
     "swin": (host.SwinForImageClassification, host.SwinConfig, SWIN | dict(patch_size=1)),
