@@ -96,7 +96,12 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             inputs["labels"] = labels
     outputs = model(**inputs)
     logits = outputs.get("logits") if isinstance(outputs, dict) else None
-    if labels is None or logits is None:
+    if labels is None:
+        raise ValueError(
+            f"There is no per-example loss for {type(base_model).__name__} without `labels`. Give each example labels. The "
+            "host removes those that the model's forward does not name: set remove_unused_columns=False."
+        )
+    if logits is None:
         raise _no_rule(base_model)
     if any(name.endswith("router_logits") for name in outputs):
         raise ValueError(

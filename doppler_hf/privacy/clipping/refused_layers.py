@@ -52,6 +52,6 @@ def refuse_layers(model: nn.Module) -> None:
             )
         if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             raise ValueError(
-                f"The layer {name!r} ({kind}) has no per-sample gradients. Freeze it with requires_grad_(False), or replace it "
-                "by its namesake in opacus.layers."
+                f"The layer {name!r} ({kind}) has no per-sample gradients. Freeze it with requires_grad_(False), or replace "
+                "it by its namesake in opacus.layers."
             )

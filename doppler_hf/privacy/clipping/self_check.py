@@ -154,7 +154,7 @@ def _reason(
             "mixes no examples (no MixUp, CutMix or packing), and pad on the right."
         )
     layer = first_difference(model, losses_of, alone[0], together)
-    place = "the loss" if layer is None else f"the output of the layer {layer}"
+    place = "the loss" if layer is None else f"the output of {layer}"
     doubled = {name: torch.cat([value, value]) if is_batched(value) else value for name, value in alone[0].items()}
     if relative_change(doubled, [alone[0], alone[0]]) > off / 100:
         return reason + (
@@ -198,7 +198,7 @@ def first_difference(
         part = cut_to(output, expected.shape)
         size = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
         if part.shape == expected.shape and not torch.allclose(part, expected, rtol=1e-3, atol=1e-4 * size, equal_nan=True):
-            return f"{name!r} ({classes[name]})"
+            return f"the layer {name!r} ({classes[name]})" if name else f"the model ({classes[name]})"
     return None
 
 

@@ -1,0 +1,69 @@
+"""The survey of architectures tells what trains from what is refused, and holds a refusal against plain autograd."""
+
+import json
+
+import pytest
+
+from scripts.experiments import architectures
+
+
+def surveyed(tmp_path, *names):
+    """Survey the models, and return their lines by name."""
+    output = tmp_path / "out.jsonl"
+    architectures.main([f"--output={output}", "--models", *names])
+    return {line["model"]: line for line in map(json.loads, output.read_text().splitlines())}
+
+
+def test_one_model_trains_and_another_is_refused_truly(tmp_path, monkeypatch, capsys):
+    names = ("BertForSequenceClassification", "FNetForMaskedLM")
+    lines = surveyed(tmp_path, *names)
+    assert {name: architectures.verdict(line) for name, line in lines.items()} == {
+        names[0]: "trained",
+        names[1]: "refused truly",
+    }
+    assert max(lines[names[0]]["truth"]["by"].values()) < 1e-12
+    by = lines[names[1]]["truth"]["by"]
+    assert by["padded"] > 0.1 > 1e-12 > by["beside"]
+    printed = capsys.readouterr().out
+    assert "| trained | 1 | 0 | 1 |" in printed
+    assert "| refused truly | 0 | 1 | 1 |" in printed
+
+    # What the file holds is not run again, and counts.
+    monkeypatch.setattr(architectures, "in_own_process", lambda name, timeout: pytest.fail(f"{name} was done already"))
+    assert surveyed(tmp_path, *names) == lines
+    assert capsys.readouterr().out.strip() == printed[printed.index("| |") :].strip()
+
+
+def test_a_model_that_takes_too_long_costs_its_own_line_only(tmp_path):
+    line = architectures.in_own_process("BertForSequenceClassification", timeout=0.01)
+    assert line == {"model": "BertForSequenceClassification", "result": "failed", "reason": "no answer within 0.01 s"}
+
+
+def test_an_unknown_model_is_refused_in_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"^error: --models must be of .*, got 'BertModel'\."):
+        surveyed(tmp_path, "BertModel")
+
+
+VERDICTS = {
+    "BlenderbotForCausalLM": "trained",
+    "GPT2LMHeadModel": "trained",
+    "LlamaForTokenClassification": "trained",
+    "SwitchTransformersForConditionalGeneration": "trained",
+    "T5ForConditionalGeneration": "trained",
+    "ViTForImageClassification": "trained",
+    "ConvBertForMaskedLM": "refused truly",
+    "CanineForTokenClassification": "refused truly",
+    "IBertForMaskedLM": "refused for statistics of the data",
+    "DeepseekV4ForCausalLM": "refused for a layer without a rule",
+    "GptOssForCausalLM": "refused for a layer without a rule",
+    "LayoutLMv2ForSequenceClassification": "not built",
+}
+
+
+@pytest.mark.slow
+def test_a_dozen_architectures(tmp_path):
+    lines = surveyed(tmp_path, *VERDICTS)
+    assert {name: architectures.verdict(line) for name, line in lines.items()} == VERDICTS
+    # What is left of a mixture of experts trains when its experts are frozen, as the messages say.
+    assert lines["GptOssForCausalLM"]["mended"]["reason"] == ""
+    assert "model.layers.*.mlp.experts.gate_up_proj" in lines["GptOssForCausalLM"]["mended"]["frozen"]
