@@ -7,8 +7,8 @@ from itertools import combinations, product
 def pairwise(*choices, strength=2):
     """Return cases, of one value of each choice, such that any two values of two choices meet in one of them.
 
-    Greedy: the next case is the one of the whole product with the most pairs that have not met yet, and the first of these,
-    so that the cases are the same every time.
+    Greedy, and the same every time: the next case begins with the first values that have not met yet, and each further one is
+    the value that meets most others for the first time.
 
     Args:
         *choices: The values of each choice, which must be hashable.
@@ -18,9 +18,21 @@ def pairwise(*choices, strength=2):
         >>> pairwise("ab", (1, 2), "xy")
         [('a', 1, 'x'), ('a', 2, 'y'), ('b', 1, 'y'), ('b', 2, 'x')]
     """
-    met_by = {case: set(combinations(enumerate(case), strength)) for case in product(*choices)}
-    missing, cases = set().union(*met_by.values()), []
+    places = combinations(range(len(choices)), strength)
+    missing = dict.fromkeys(
+        tuple(zip(some, values, strict=True)) for some in places for values in product(*(choices[place] for place in some))
+    )  # a dictionary for its order
+    cases = []
     while missing:
-        cases.append(max(met_by, key=lambda case: len(met_by[case] & missing)))
-        missing -= met_by[cases[-1]]
+        case = dict(next(iter(missing)))
+        for place in (place for place in range(len(choices)) if place not in case):
+            others = list(combinations(case.items(), strength - 1))
+
+            def first_met(value, place=place, others=others):
+                return sum(tuple(sorted((*some, (place, value)), key=lambda item: item[0])) in missing for some in others)
+
+            case[place] = max(choices[place], key=first_met)
+        for some in combinations(sorted(case.items(), key=lambda item: item[0]), strength):
+            missing.pop(some, None)
+        cases.append(tuple(case[place] for place in range(len(choices))))
     return cases
