@@ -28,12 +28,17 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def arrays_are_checked_where_modules_are_tested(request):
+    """Leave whole trainings alone: they pass the same arrays again and again, and a third of their time would be checks."""
+    folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
+    jaxtyping.config.update("jaxtyping_disable", folder in {"end_to_end", "audit", "cli", "scripts"})
+
+
 @pytest.fixture
-def unchecked_arrays():
+def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
     """Leave wrong arrays to what functions themselves refuse, as outside of the tests, where nobody checks types first."""
     jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def trainer_for(case, folder, *, cls=DopplerTrainer, collator=None, model=None, 
     )
 
 
-def result_of(case, *, pairs=3):
+def result_of(case, *, pairs=2):
     """Return the outcome of the neighbour test of one case."""
     with tempfile.TemporaryDirectory() as folder:
         return neighbour_distances(trainer_for(case, folder), pairs=pairs, tolerance=1e-6)

@@ -90,6 +90,7 @@ def test_options_go_before_the_recipe_too_and_fields_after_it(recipe, capsys, tm
     assert "canaries │ 37 dirac" in shown
 
 
+@pytest.mark.slow
 def test_repeated_runs_are_quiet(recipe, tmp_path, capsys):
     words = ["--runs", "5", "--noise_multiplier=50", "--per_device_train_batch_size=5", "--confidence=0.999999"]
     coins = 0

@@ -72,6 +72,7 @@ def test_of_two_processes_one_is_refused_and_every_step_is_counted(tmp_path, res
     assert main(["verify", str(folder)]) == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_holds_nothing(tmp_path):
     killed, output = start(tmp_path)
     wait_for_step(tmp_path, killed, output)

@@ -14,6 +14,7 @@ def surveyed(tmp_path, *names):
     return {line["model"]: line for line in map(json.loads, output.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_one_model_trains_and_another_is_refused_truly(tmp_path, monkeypatch, capsys):
     names = ("BertForSequenceClassification", "FNetForMaskedLM")
     lines = surveyed(tmp_path, *names)

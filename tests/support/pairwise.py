@@ -7,8 +7,8 @@ from itertools import combinations, product
 def pairwise(*choices, strength=2):
     """Return cases, of one value of each choice, such that any two values of two choices meet in one of them.
 
-    Greedy, and the same every time: the next case begins with the first values that have not met yet, and each further one is
-    the value that meets most others for the first time.
+    Greedy, and the same every time: the next case begins with the first values that have not met yet, and each further one
+    is the value that meets most others for the first time.
 
     Args:
         *choices: The values of each choice, which must be hashable.
