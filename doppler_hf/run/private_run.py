@@ -265,9 +265,11 @@ class PrivateRun:
         assert self._clipped is not None
         # Sensitivity: each row is clipped to C, so an example that has two rows would contribute 2C.
         if len(losses) != size:
+            # Not their numbers: the size of a draw is private, and messages end in logs.
             raise ValueError(
-                f"The losses of a micro-batch must be {size}, one for each of its examples, got {len(losses)}. Let the "
-                "collator return one row for each example, and compute_per_sample_loss one loss."
+                "The losses of a micro-batch must be one for each of its examples, got "
+                f"{'more' if len(losses) > size else 'fewer'}. Let the collator return one row for each example, and "
+                "compute_per_sample_loss one loss."
             )
         weights = None if weight == 1.0 else torch.full((size,), weight, device=losses.device)
         self._clipped.backward(losses, weights=weights)

@@ -100,8 +100,10 @@ def check_per_sample_gradients(
         # A norm that is too small would let an example contribute more than the bound, one too large only less.
         lowest, highest = norm_alone * (1 - tolerance), norm_alone * (1 + max(tolerance, NORM_ALLOWANCE)) + UNDERFLOW
         if math.isfinite(norm_alone) and not lowest <= norm <= highest:
+            # Neither of the norms: both are about one private example, and messages end in logs.
+            size = "smaller" if norm < lowest else "larger"
             raise ValueError(
-                f"The norm of an example's gradient must be that of autograd, got {norm:.6g} for {norm_alone:.6g} from "
+                f"The norm of an example's gradient must be that of autograd, got a {size} one from "
                 f"engine={engine!r}, so that an example's contribution is not bounded. Try the other engine."
             )
 

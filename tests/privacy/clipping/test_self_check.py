@@ -147,3 +147,15 @@ def test_a_loss_that_looks_at_the_batch_is_found():
 
     with pytest.raises(ValueError, match="depends on other examples"):
         check(model, losses=losses)
+
+
+@pytest.mark.parametrize(("factor", "word"), [(0.25, "smaller"), (4.0, "larger")])
+def test_a_wrong_norm_is_found_although_the_sum_is_right(monkeypatch, factor, word):
+    for form in (Dense, OuterProducts):
+        right = form.squared_norms
+        monkeypatch.setattr(form, "squared_norms", lambda self, right=right: factor * right(self))
+    with pytest.raises(
+        ValueError, match=f"must be that of autograd, got a {word} one from engine='book_keeping'"
+    ) as refusal:
+        check(build("roberta", torch.float32))
+    assert not any(digit in str(refusal.value) for digit in "0123456789")  # the norm of an example is private
