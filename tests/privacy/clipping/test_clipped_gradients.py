@@ -323,7 +323,7 @@ def test_losses_must_be_one_per_example():
     refused(model, r"shape \(batch,\), one per example, got \(4, 1\)", lambda m: m(torch.randn(4, 3)))
     refused(
         model,
-        "losses must be 4, the batch size with which the model was called, got 2",
+        "losses must be as many as the rows with which the model was called, got another number",
         lambda m: m(torch.randn(4, 3))[:2, 0],
     )
 
