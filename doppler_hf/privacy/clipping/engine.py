@@ -89,8 +89,8 @@ class BookKeepingEngine:
         if batch_size != len(losses):
             # Not their numbers: the size of a draw is private, and messages end in logs.
             raise ValueError(
-                "losses must be as many as the rows with which the model was called, got another number. Call the model once "
-                "with the whole micro-batch, and return one loss per example."
+                "losses must be as many as the rows with which the model was called, got another number. Call the model "
+                "once with the whole micro-batch, and return one loss per example."
             )
         trainable = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         try:
