@@ -72,7 +72,8 @@ class Book:
 
     def passing(self, weight: Tensor) -> Tensor:
         """Return the weight for the gradient of a layer's input: in a check, noise in place of a weight of zeros."""
-        if self.only_example is None or weight.any():
+        # Of most weights the first row tells, and all of them need not be read.
+        if self.only_example is None or weight[:1].any() or weight.any():
             return weight
         return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
 
@@ -81,8 +82,8 @@ class Book:
         if self.only_example is None:
             self.uses.setdefault(parameter, []).append(gradient)
             return
-        of_others = gradient.in_float64().squared_norms()
-        of_others[self.only_example] = 0.0
+        others = torch.arange(self.batch_size) != self.only_example
+        of_others = gradient.of_examples(others).in_float64().squared_norms()
         finite = of_others.isfinite()
         self.is_conclusive &= bool(finite.all())
         # Between what is added to a norm of zero in float64, and the square of the smallest product of float32 numbers.
