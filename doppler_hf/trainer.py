@@ -160,7 +160,7 @@ class DopplerTrainer(Trainer):
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         pieces = list(itertools.islice(epoch_iterator, num_batches))
-        self.private_run.begin_draw(len(pieces))
+        self.private_run.begin_draw(pieces, step=self.state.global_step)
         return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
@@ -219,7 +219,7 @@ class DopplerTrainer(Trainer):
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = self._doppler_optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         # A second run keeps the optimizer's states, with its own noise.
-        self._doppler_optimizer.noise_std = run.mechanism.noise_std(0)
+        self._doppler_optimizer.noise_std = run.settled_noise_std
         return self.optimizer
 
     # --- what is evaluated, saved and logged --------------------------------------------------------------------------

@@ -31,9 +31,9 @@ MAY_IMPORT = {
     "filters": ("", ARRAYS),
     "linalg": ("", "torch jaxtyping"),
     "optim": ("filters linalg", "numpy jaxtyping torch"),
-    "privacy": ("linalg", "numpy jaxtyping torch opacus cryptography"),
+    "privacy": ("linalg filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
-    "privacy/ledger": ("privacy.accounting", "jsonschema filelock"),
+    "privacy/ledger": ("privacy.accounting filters.noise_shape", "jsonschema filelock"),
     "privacy/clipping/host_layers": ("privacy", "torch transformers peft"),
     "privacy/losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),
@@ -161,7 +161,7 @@ def test_public_names():
     assert all(hasattr(doppler_hf, name) for name in doppler_hf.__all__)
     assert not hasattr(doppler_hf, "no_such_name")
     assert sorted(doppler_hf.filters.__all__) == [
-        "FilterFigures", "LowPassFilter", "PAPER_FILTERS", "PowerEstimate", "auto_filter", "autocorrelation",
+        "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter", "autocorrelation",
         "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter", "butterworth", "chebyshev1",
         "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output",
         "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",

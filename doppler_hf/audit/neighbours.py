@@ -238,6 +238,7 @@ def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> Dopp
     args = copy.copy(args)
     changes = {
         "output_dir": folder, "max_steps": steps, "learning_rate": 0.0, "target_epsilon": None, "noise_multiplier": 1.0,
+        "noise_shape": "white",
         "eval_strategy": IntervalStrategy.NO, "save_strategy": SaveStrategy.NO, "logging_strategy": IntervalStrategy.NO,
         "load_best_model_at_end": False, "push_to_hub": False, "disable_tqdm": True, "eval_on_start": False,
     }  # fmt: skip

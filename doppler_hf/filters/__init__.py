@@ -3,6 +3,7 @@
 - low_pass_filter: what a filter is
 - design: presets, designs, coefficients
 - grammar: how one is written
+- noise_shape: the noise over time, white or shaped
 - response: impulse, step, frequency, delay, noise gain
 - snr: what a filter is worth for a signal
 - figures: its figures, in one row
@@ -32,6 +33,7 @@ from doppler_hf.filters.fir import (
 )
 from doppler_hf.filters.grammar import parse_name
 from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
+from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.filters.response import frequency_response, group_delay, impulse_response, noise_gain, step_response
 from doppler_hf.filters.snr import convergence_noise_factor, signal_to_noise_ratio
 from doppler_hf.filters.spectrum import (
@@ -45,7 +47,7 @@ from doppler_hf.filters.spectrum import (
 )
 
 __all__ = [
-    "PAPER_FILTERS", "FilterFigures", "LowPassFilter", "PowerEstimate", "auto_filter", "autocorrelation",
+    "PAPER_FILTERS", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter", "autocorrelation",
     "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter", "butterworth", "chebyshev1",
     "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output", "estimate_autocorrelation",
     "estimate_power", "filter_figures", "frequency_response", "from_coefficients", "group_delay", "impulse_response",

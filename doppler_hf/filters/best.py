@@ -5,7 +5,8 @@ autocorrelation of h at lag i - j. With κ = Hb and H = QU (Q orthonormal, U tri
 
     maximize (Qᵀc · x) / (x · x)    subject to    e · x = Σa,
 
-and the maximum is in the plane of Qᵀc and e, in closed form. So only the poles are searched. They are written as
+and the maximum is in the plane of Qᵀc and e, in closed form. Noise that is not white goes through h as well: H = QU is then
+the response to it, and U⁻ᵀu stands for Qᵀc. So only the poles are searched. They are written as
 reflection coefficients, which are free in (-1, 1) for exactly the stable polynomials (Levinson-Durbin recursion).
 
 Source: DOPPLER, equation "snr_opt".
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from doppler_hf.filters.design import from_coefficients
 from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.filters.snr import check_autocorrelation
 
 Objective = Literal["snr", "bound"]
@@ -39,7 +41,13 @@ SEARCH_RANGE: Final = 8.0
 RANDOM_STARTS: Final = 24
 
 
-def best_filter(autocorrelation: Float64[np.ndarray, " lags"], order: int, *, objective: Objective = "snr") -> LowPassFilter:
+def best_filter(
+    autocorrelation: Float64[np.ndarray, " lags"],
+    order: int,
+    *,
+    objective: Objective = "snr",
+    noise: NoiseShape = WHITE,
+) -> LowPassFilter:
     r"""Find the filter of an order with the greatest SNR as T → ∞: of unit gain, stable, and with a positive step response.
 
     Unit gain alone does not bound the SNR: a filter that spreads its weight over ever more lags, by a pole close to 1, has
@@ -51,6 +59,7 @@ def best_filter(autocorrelation: Float64[np.ndarray, " lags"], order: int, *, ob
         order: n_a = n_b of the filter, from 0 to lags - 1.
         objective: ``"snr"`` as in the paper; ``"bound"`` for SNR · S_T, on which the bound depends at its best learning
             rate and which κ ∝ c maximizes (see `doppler_hf.filters.snr`).
+        noise: The shape of the noise that the filter is to remove; white in the paper.
 
     Returns:
         The best filter found from a fixed set of starting points: the same each time.
@@ -72,32 +81,32 @@ def best_filter(autocorrelation: Float64[np.ndarray, " lags"], order: int, *, ob
         raise ValueError(f"order must be an integer from 0 to {lags - 1}, one less than the lags known, got {order}.")
     starts = [np.zeros(order), *np.random.default_rng(0).normal(size=(RANDOM_STARTS, order))] if order else [np.zeros(0)]
     # Among poles alone, then, where the b that goes with them has a step response that is not positive, among both.
-    searches = [_search_poles(start, autocorrelation, objective) for start in starts]
-    b, a = max(searches, key=lambda found: _value(*found, autocorrelation, objective))
+    searches = [_search_poles(start, autocorrelation, objective, noise) for start in starts]
+    b, a = max(searches, key=lambda found: _value(*found, autocorrelation, objective, noise))
     if _lowest_step(b, a, lags) <= 0:
-        both = [_search_both(start, autocorrelation, objective) for start in starts]
+        both = [_search_both(start, autocorrelation, objective, noise) for start in starts]
         allowed = [found for found in both if _lowest_step(*found, lags) > 0]
         if not allowed:
             raise ValueError(
                 f"No filter of order {order} with a positive step response suits this autocorrelation. Try another order."
             )
-        b, a = max(allowed, key=lambda found: _value(*found, autocorrelation, objective))
+        b, a = max(allowed, key=lambda found: _value(*found, autocorrelation, objective, noise))
     return from_coefficients(tuple(b), tuple(a))
 
 
-def _search_poles(start: Array, autocorrelation: Array, objective: Objective) -> tuple[Array, Array]:
+def _search_poles(start: Array, autocorrelation: Array, objective: Objective, noise: NoiseShape) -> tuple[Array, Array]:
     def loss(search: Array) -> float:
         a = _feedback(search, len(autocorrelation))
-        return -_value(_best_feed_forward(a, autocorrelation, objective), a, autocorrelation, objective)
+        return -_value(_best_feed_forward(a, autocorrelation, objective, noise), a, autocorrelation, objective, noise)
 
     if len(start):
         bounds = [(-SEARCH_RANGE, SEARCH_RANGE)] * len(start)
         start = scipy.optimize.minimize(loss, start, method="L-BFGS-B", bounds=bounds).x
     a = _feedback(start, len(autocorrelation))
-    return _best_feed_forward(a, autocorrelation, objective), a
+    return _best_feed_forward(a, autocorrelation, objective, noise), a
 
 
-def _search_both(start: Array, autocorrelation: Array, objective: Objective) -> tuple[Array, Array]:
+def _search_both(start: Array, autocorrelation: Array, objective: Objective, noise: NoiseShape) -> tuple[Array, Array]:
     lags, order = len(autocorrelation), len(start)
 
     def coefficients(search: Array) -> tuple[Array, Array]:
@@ -106,7 +115,7 @@ def _search_both(start: Array, autocorrelation: Array, objective: Objective) -> 
         return np.append(search[order:], a.sum() - search[order:].sum()), a
 
     def loss(search: Array) -> float:
-        return -_value(*coefficients(search), autocorrelation, objective)
+        return -_value(*coefficients(search), autocorrelation, objective, noise)
 
     def margin(search: Array) -> Array:
         b, a = coefficients(search)
@@ -130,11 +139,12 @@ def _feedback(search: Array, lags: int) -> Array:
     return a * (LAST_LAG ** (1 / lags)) ** np.arange(len(a))
 
 
-def _best_feed_forward(a: Array, autocorrelation: Array, objective: Objective) -> Array:
+def _best_feed_forward(a: Array, autocorrelation: Array, objective: Objective, noise: NoiseShape) -> Array:
     response = _kappa(np.ones(1), a, len(autocorrelation))
     columns = scipy.linalg.toeplitz(response, np.zeros(len(a)))
-    q, u = np.linalg.qr(columns)
-    signal = q[: len(autocorrelation)].T @ autocorrelation
+    u = np.linalg.qr(scipy.signal.lfilter([1.0], noise.c, columns, axis=0), mode="r")
+    passed = columns[: len(autocorrelation)].T @ autocorrelation
+    signal = scipy.linalg.solve_triangular(u, passed, trans="T")
     gain = scipy.linalg.solve_triangular(u, np.ones(len(a)), trans="T")
     along, norm = float(signal @ gain) / float(np.linalg.norm(gain)), float(np.linalg.norm(signal))
     # A filter matched to the signal may have no positive gain at frequency zero; what is best for the SNR always has.
@@ -149,10 +159,11 @@ def _kappa(b: Array, a: Array, lags: int) -> Array:
     return np.asarray(scipy.signal.lfilter(b, a, np.eye(1, 4 * lags + len(b))[0]))
 
 
-def _value(b: Array, a: Array, autocorrelation: Array, objective: Objective) -> float:
+def _value(b: Array, a: Array, autocorrelation: Array, objective: Objective, noise: NoiseShape) -> float:
     kappa = _kappa(b, a, len(autocorrelation))
-    signal, noise = float(kappa[: len(autocorrelation)] @ autocorrelation), float(kappa @ kappa)
-    return signal / noise if objective == "snr" else math.copysign(signal**2, signal) / noise
+    signal = float(kappa[: len(autocorrelation)] @ autocorrelation)
+    power = float(np.sum(np.square(scipy.signal.lfilter([1.0], noise.c, kappa))))
+    return signal / power if objective == "snr" else math.copysign(signal**2, signal) / power
 
 
 def _lowest_step(b: Array, a: Array, lags: int) -> float:

@@ -15,6 +15,7 @@ import scipy.signal
 from jaxtyping import Complex128, Float64
 
 from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
+from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
 # Below this gain (-180 dB) a delay would be the ratio of two rounding errors.
 _REMOVED: Final = 1e-9
@@ -70,16 +71,20 @@ def step_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " st
     return np.asarray(scipy.signal.lfilter(filter.b, filter.a, np.ones(steps)))
 
 
-def noise_gain(filter: LowPassFilter) -> float:
-    r"""Return the share of white noise power that passes, Σ_{τ≥0} κ_τ² over the infinite response.
+def noise_gain(filter: LowPassFilter, noise: NoiseShape = WHITE) -> float:
+    r"""Return the noise power that passes, in units of white noise of the same σ: ‖c‖² Σ (κ * g)², or Σ κ² for white noise.
 
     It is summed in blocks of at least 4096 steps until one adds less than 1e-18 of the sum. The slowest pole that is
     accepted, 1 - 1e-6, loses 0.8 % of its energy in a block, so that what is left out is below 1.3e-16 of the sum, the
     rounding of a float64. The sum stays accurate for long filters without feedback, where a Lyapunov equation is
     ill-conditioned.
 
+    Args:
+        filter: The filter.
+        noise: The shape of the noise, whose response g goes ahead of κ.
+
     Returns:
-        Variance of the settled output per variance of the input: 1 for no filter, (1 - β)/(1 + β) for momentum.
+        Variance of the settled output per σ²: for white noise 1 without a filter, (1 - β)/(1 + β) for momentum.
 
     Example:
         >>> round(noise_gain(LowPassFilter(b=(0.1,), a=(1.0, -0.9))), 9)
@@ -88,7 +93,8 @@ def noise_gain(filter: LowPassFilter) -> float:
     Source:
         DOPPLER, equation "snr" (its denominator, per step).
     """
-    return float(sum(np.sum(kappa**2) for kappa in impulse_blocks(filter.b, filter.a)))
+    response = impulse_blocks(filter.b, np.convolve(filter.a, noise.c).tolist())
+    return noise.norm**2 * float(sum(np.sum(kappa**2) for kappa in response))
 
 
 def frequency_response(

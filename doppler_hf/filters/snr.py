@@ -22,14 +22,20 @@ Source: DOPPLER, equations "snr" and "snr_opt", Theorem "Convergence", Section "
 """
 
 import numpy as np
+import scipy.signal
 from jaxtyping import Float64
 
 from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.filters.response import impulse_response, noise_gain
 
 
 def signal_to_noise_ratio(
-    filter: LowPassFilter, autocorrelation: Float64[np.ndarray, " lags"], steps: int | None = None
+    filter: LowPassFilter,
+    autocorrelation: Float64[np.ndarray, " lags"],
+    steps: int | None = None,
+    *,
+    noise: NoiseShape = WHITE,
 ) -> float:
     r"""Return the paper's normalized SNR of a filter, for a gradient of the given autocorrelation.
 
@@ -37,9 +43,10 @@ def signal_to_noise_ratio(
         filter: The filter.
         autocorrelation: c_0 ... c_{lags-1} of the signal, c_0 = 1/2 by the paper's convention, shape (lags,); 0 beyond.
         steps: Length of the run T, at least 1; None for the limit T → ∞.
+        noise: The shape of the noise, whose power is counted for the same σ; the paper's is white.
 
     Returns:
-        The SNR: 1/2 for no filter.
+        The SNR: 1/2 for no filter and white noise.
 
     Raises:
         ValueError: If the autocorrelation is empty or not finite, or steps is less than 1.
@@ -54,16 +61,21 @@ def signal_to_noise_ratio(
     check_autocorrelation(autocorrelation)
     if steps is None:
         kappa = impulse_response(filter, len(autocorrelation))
-        return float(kappa @ autocorrelation) / noise_gain(filter)
+        return float(kappa @ autocorrelation) / noise_gain(filter, noise)
     # Lag τ occurs in T - τ of the T outer sums.
     kappa = impulse_response(filter, steps)
     lags = min(steps, len(autocorrelation))
     occurrences = np.arange(steps, 0, -1)
-    return float((occurrences * kappa)[:lags] @ autocorrelation[:lags]) / float(occurrences @ kappa**2)
+    of_noise = noise.norm * np.asarray(scipy.signal.lfilter([1.0], noise.c, kappa))
+    return float((occurrences * kappa)[:lags] @ autocorrelation[:lags]) / float(occurrences @ of_noise**2)
 
 
 def convergence_noise_factor(
-    filter: LowPassFilter, autocorrelation: Float64[np.ndarray, " lags"], steps: int | None = None
+    filter: LowPassFilter,
+    autocorrelation: Float64[np.ndarray, " lags"],
+    steps: int | None = None,
+    *,
+    noise: NoiseShape = WHITE,
 ) -> float:
     r"""Return by how much the filter scales the noise term of the convergence bound: 1 / (2 SNR), 1 for no filter.
 
@@ -71,6 +83,7 @@ def convergence_noise_factor(
         filter: The filter.
         autocorrelation: As for `signal_to_noise_ratio`, shape (lags,).
         steps: Length of the run T, at least 1; None for the limit T → ∞.
+        noise: The shape of the noise.
 
     Returns:
         The factor of η L (d σ_DP² + σ_SGD²/B), relative to DP-SGD without a filter: below 1 is better.
@@ -85,7 +98,7 @@ def convergence_noise_factor(
     Source:
         DOPPLER, Theorem "Convergence".
     """
-    ratio = signal_to_noise_ratio(filter, autocorrelation, steps)
+    ratio = signal_to_noise_ratio(filter, autocorrelation, steps, noise=noise)
     if ratio <= 0:
         raise ValueError(f"The SNR must be positive for the bound, got {ratio:.6g}: {filter} cancels the signal.")
     return 1 / (2 * ratio)

@@ -42,8 +42,8 @@ class GradientRecorder(TrainerCallback):
 
     Raises:
         ValueError: If `dimensions` is out of range, or `kind` unknown. When training begins, if the run's gradients are not
-            private, its noise is not white (GaLore), its filter changes, it has fewer parameters than dimensions, or
-            several processes with `record_raw`.
+            private, its noise is not white (GaLore, or shaped), its filter changes, it has fewer parameters than dimensions,
+            or several processes with `record_raw`.
 
     Example:
         >>> recorder = GradientRecorder(dimensions=64)
@@ -129,6 +129,10 @@ class GradientRecorder(TrainerCallback):
             raise ValueError(
                 "GradientRecorder assumes white noise, which GaLore (optim_target_modules) does not have. Record a run "
                 "without it."
+            )
+        if args.noise_shape != "white":
+            raise ValueError(
+                f"GradientRecorder assumes white noise, got noise_shape={args.noise_shape!r}. Record a run without it."
             )
         if self.record_raw and args.world_size > 1:
             raise ValueError(

@@ -86,9 +86,8 @@ class PrivacyCallback(TrainerCallback):
                 )
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Set the sampler's epoch."""
-        sampler = self._current_run().sampler
-        sampler.set_epoch(state.global_step // sampler.steps_per_epoch)
+        """Tell the sampler at which step its next draw is."""
+        self._current_run().begin_epoch(step=state.global_step)
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps, on disk before the first of them is computed.

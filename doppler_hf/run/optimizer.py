@@ -39,7 +39,7 @@ def optimizer_of(
     targets = args.optim_target_modules
     projected = {} if targets is None else target_parameters(model, targets)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    noise_std = run.mechanism.noise_std(0)
+    noise_std = run.settled_noise_std
     dimension = sum(p.numel() for _, p in named)
     groups = (
         {

@@ -16,6 +16,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 # What a calibrated σ follows from, in the words of the statement.
 _CALIBRATED_FOR: Final = (
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
+    "noise_shape",
 )  # fmt: skip
 
 
@@ -56,6 +57,7 @@ def planned_statement(
             expected_batch_size=sampler.expected_batch_size,
             sample_rate=sampler.sample_rate,
             noise_multiplier=noise_multiplier,
+            noise_shape=args.noise_shape,
             per_sample_max_grad_norm=args.per_sample_max_grad_norm,
             clipping=args.clipping,
             clipping_granularity=args.clipping_granularity,
@@ -81,7 +83,8 @@ def planned_statement(
             return again
         if steps > first_step:
             ahead, spent = steps - first_step, earlier.history
-    joint = calibrated(args, sample_rate=sampler.sample_rate, delta=delta, steps=ahead, spent=spent)
+    turns = Releases.in_turns(1.0, sampler.sample_rate, ahead, groups=sampler.groups)
+    joint = calibrated(args, sample_rate=turns.sample_rate, delta=delta, steps=turns.steps, spent=spent)
     return under(joint / math.sqrt(1.0 - share))
 
 

@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from doppler_hf.filters import NoiseShape
+from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, lengths_of, units_of
 from doppler_hf.privacy.batching.probe import probe_of
 from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
+from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.generators import fill_worker, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.engine import attached_engine
@@ -84,9 +87,11 @@ class PrivateRun:
             lengths=lengths_of(train_dataset),
             units=None if column is None else units_of(train_dataset, column=column),
             max_examples_per_unit=args.max_examples_per_unit,
+            groups=NoiseShape.parse(args.noise_shape).bands,
             seed=args.noise_seed,
         )
         state = Path(checkpoint or "") / TRAINER_STATE_NAME
+        self._first_step = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0
         self.statement = planned_statement(
             args,
             sampler=self.sampler,
@@ -95,11 +100,12 @@ class PrivateRun:
             ),
             records_raw=bool(self._raw_recorders),
             earlier=earlier,
-            first_step=TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0,
+            first_step=self._first_step,
         )
         self.mechanism: Mechanism = self._gaussian(
             self.statement.noise_multiplier,
             args.per_sample_max_grad_norm,
+            shape=NoiseShape.parse(args.noise_shape),
             # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
             draw_ahead=args.device.type != "cpu",
         )
@@ -111,11 +117,15 @@ class PrivateRun:
         self.ledger: PrivacyLedger | None = None
         self.affordable_steps = 0
 
-    def _gaussian(self, noise_multiplier: float, max_norm: float, *, draw_ahead: bool = False) -> GaussianMechanism:
+    def _gaussian(
+        self, noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE, draw_ahead: bool = False
+    ) -> GaussianMechanism:
         return GaussianMechanism(
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_norm,
             expected_batch_size=self.sampler.expected_batch_size,
+            shape=shape,
+            first_step=self._first_step,
             generator=self._args.noise_generator,
             floating_point_safe=self._args.floating_point_safe,
             draw_ahead=draw_ahead,
@@ -188,13 +198,18 @@ class PrivateRun:
         """Layers without a rule in the engine, by name, and how their gradient is computed."""
         return {} if self._clipped is None else self._clipped.fallbacks
 
+    @property
+    def settled_noise_std(self) -> float:
+        """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
+        return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
+
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, from the sampler and the mechanism themselves."""
-        rate = self.sampler.sample_rate
-        release = self.mechanism.releases(steps, sample_rate=rate)
+        rate, groups = self.sampler.sample_rate, self.sampler.groups
+        release = self.mechanism.releases(steps, sample_rate=rate, groups=groups)
         if self.private_loss is None:
             return release
-        of_loss = self.private_loss.mechanism.releases(steps, sample_rate=rate)
+        of_loss = self.private_loss.mechanism.releases(steps, sample_rate=rate, groups=groups)
         return release._replace(noise_multiplier=joint_noise_multiplier(release.noise_multiplier, of_loss.noise_multiplier))
 
     def begin(self, *, step: int) -> PrivacyLedger:
@@ -229,27 +244,42 @@ class PrivateRun:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def begin_draw(self, pieces: int) -> None:
+    def begin_epoch(self, *, step: int) -> None:
+        """Tell the sampler at which step its next draw is; of a resumed run the host drops those before the checkpoint."""
+        dropped = step % self.sampler.steps_per_epoch if step == self._first_step else 0
+        self.sampler.begin_at(step - dropped)
+
+    def begin_draw(self, pieces: Sequence[OfStep], *, step: int) -> None:
         """Begin a draw; what was added for one that the host left half done is dropped, and never released.
 
         Args:
-            pieces: How many pieces of it the host has taken from the loader; 0 at its end.
+            pieces: Its pieces, as the host has taken them from the loader; none at its end.
+            step: Optimizer step, counted from 0.
 
         Raises:
-            ValueError: If that is not the number of pieces into which the sampler cuts a draw.
+            ValueError: If they are not as many as those into which the sampler cuts a draw.
+            RuntimeError: If they were drawn for another step.
         """
         assert self._clipped is not None
         # Sensitivity: a release is about one draw, whole and alone. Part of another would let an example count twice, and a
         # piece for a draw would let an example move the others between pieces.
-        if pieces not in (0, self.sampler.micro_batches):
+        if len(pieces) not in (0, self.sampler.micro_batches):
             raise ValueError(
-                f"gradient_accumulation_steps must stay {self.sampler.micro_batches} during a private run, got {pieces} "
-                "pieces of a draw. Set it before train()."
+                f"gradient_accumulation_steps must stay {self.sampler.micro_batches} during a private run, got "
+                f"{len(pieces)} pieces of a draw. Set it before train()."
             )
+        # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
+        # next. A draw at another step than its own would bring it back too early.
+        for piece in pieces:
+            if piece.step != step:
+                raise RuntimeError(
+                    f"A draw for step {piece.step} was taken at step {step}, so that a unit could take part more often than "
+                    "is accounted for. Leave the order of steps to the trainer."
+                )
         self._clipped.reset()
         if self.private_loss is not None:
             self.private_loss.reset()
-        self._pieces_left = pieces
+        self._pieces_left = len(pieces)
 
     def add(self, losses: Float[Tensor, " batch"], *, size: int, weight: float) -> None:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw.

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from doppler_hf.filters import LowPassFilter, parse_name
+from doppler_hf.filters import LowPassFilter, NoiseShape, parse_name
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy.accounting.accounting import Accountant
@@ -84,6 +84,11 @@ class DopplerTrainingArguments(TrainingArguments):
         "gradient_accumulation_steps pieces of a draw is cut further to fit. Lengths count before the collator rounds "
         "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass.",
     )
+    noise_shape: str = HfArg(
+        default="white",
+        help="Shape of the noise over the steps: white, or banded:bands=4, whose noise of one step takes back part of that "
+        "of the three before, so that less of it stays in the weights. It keeps bands - 1 gradients of memory.",
+    )
     low_pass_filter: str = HfArg(
         default="none",
         help="Filter over time on the private gradient: none, momentum, first-order-v1, first-order-v2, "
@@ -146,6 +151,7 @@ class DopplerTrainingArguments(TrainingArguments):
         """Check the arguments, as HF does those that it has."""
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
+        self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         self.low_pass_filter = canonical(self.low_pass_filter)
         if self.weight_filter is not None:
             self.weight_filter = str(LowPassFilter.parse(self.weight_filter))

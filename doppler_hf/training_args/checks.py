@@ -113,6 +113,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     momentum = f"b={1 - args.adam_beta1:.6g};a=1,{-args.adam_beta1:.6g}"
     # Argument → whether it has an effect, the reason if not, and the mend.
     effects = {
+        "noise_shape": (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon"),
         "max_examples_per_unit": (args.privacy_unit_column, "if every example is a unit", "Set privacy_unit_column"),
         "per_sample_max_loss": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
         "train_loss_budget": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
@@ -129,6 +130,11 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value != default_of(args, name) and not has_effect:
             raise ValueError(f"{name}={value!r} has no effect {reason}. {mend}, or leave it out.")
+    if args.noise_shape != "white" and args.low_pass_filter.startswith("optimal-fir"):
+        raise ValueError(
+            f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "
+            "estimated from gradients whose noise is taken for white. Leave one of them out."
+        )
     if args.optim != default_of(args, "optim"):
         name = OptimizerNames(args.optim).value
         galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""

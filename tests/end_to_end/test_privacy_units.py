@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
-from doppler_hf.privacy.batching.micro_batches import WeightedExamples, collate_piece, units_of
+from doppler_hf.privacy.batching.micro_batches import DrawnExamples, collate_piece, units_of
+from doppler_hf.privacy.batching.sampling import OfStep
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder, arguments, trainer_of
 
@@ -150,14 +151,17 @@ def test_a_plain_list_has_no_column():
 def test_weights_stay_with_their_examples(max_tokens):
     data = text_data(10)
     weights = np.array([0.25] * 4 + [0.5] * 4 + [1.0] * 2, dtype=np.float32)
-    weighted = WeightedExamples(data, weights)
+    weighted = DrawnExamples(data, weights)
     order = sorted(range(10), key=lambda index: (weights[index], len(data[index]["input_ids"])))
-    for examples in (weighted.__getitems__(order), [weighted[index] for index in order]):
-        batches = collate_piece(examples, collator=pad, max_tokens=max_tokens, is_weighted=True)
+    for drawn in (weighted, DrawnExamples(data.to_list(), weights)):
+        batches = collate_piece(
+            drawn.__getitems__(OfStep(order, step=5)), collator=pad, max_tokens=max_tokens, is_weighted=True
+        )
+        assert batches.step == 5
         assert [batch.weight for batch in batches for _ in range(batch.size)] == weights[order].tolist()
         assert torch.cat([batch.inputs["labels"] for batch in batches]).tolist() == [data[i]["labels"] for i in order]
         assert len(batches) == 3 if max_tokens is None else len(batches) > 3
-    assert collate_piece([], collator=pad, max_tokens=max_tokens, is_weighted=True) == []
+    assert collate_piece(OfStep([], step=0), collator=pad, max_tokens=max_tokens, is_weighted=True) == []
 
 
 # --- sensitivity ----------------------------------------------------------------------------------------------------------

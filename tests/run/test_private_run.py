@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -40,6 +41,7 @@ class SteppedNoise:
     """A mechanism whose noise differs between steps: all that the trainer may rely on is the protocol."""
 
     expected_batch_size = 8
+    shape = NoiseShape()
 
     def __init__(self, like):
         self._like, self.closed = like, False
@@ -51,8 +53,8 @@ class SteppedNoise:
         assert not subspaces
         return {name: torch.full_like(total, self.noise_std(step)) for name, total in sums.items()}
 
-    def releases(self, steps, *, sample_rate):
-        return self._like.releases(steps, sample_rate=sample_rate)
+    def releases(self, steps, *, sample_rate, groups):
+        return self._like.releases(steps, sample_rate=sample_rate, groups=groups)
 
     def describe(self):
         return self._like.describe()

@@ -28,6 +28,21 @@ class Releases(NamedTuple):
     sample_rate: float
     steps: int
 
+    @classmethod
+    def in_turns(cls, noise_multiplier: float, sample_rate: float, steps: int, *, groups: int) -> "Releases":
+        """Return what steps release in which b groups of units take turns, as if they were those of one group.
+
+        A unit is drawn in its turns only, ⌈T/b⌉ at most, each time with probability b·q (Choquette-Choo et al. 2023,
+        https://arxiv.org/abs/2306.08153, Theorem 4).
+
+        Args:
+            noise_multiplier: σ.
+            sample_rate: q, the probability with which a unit is drawn at a step, over its groups.
+            steps: T.
+            groups: b; 1 for draws from all units at every step.
+        """
+        return cls(noise_multiplier, groups * sample_rate, math.ceil(steps / groups))
+
 
 def default_delta(num_examples: int) -> float:
     """Return δ = N^−1.1, the paper's choice."""

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 from torch.utils.data import DataLoader, Dataset
 
-from doppler_hf.privacy.batching.sampling import PoissonSampler
+from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler
 
 LENGTH_COLUMN = "input_ids"
 
@@ -36,28 +36,28 @@ class MicroBatch(NamedTuple):
     weight: float
 
 
-class WeightedExamples(Dataset[tuple[Any, float]]):
-    """A data set whose every example comes with its weight.
+class DrawnExamples(Dataset[Any]):
+    """A data set whose examples come with their weights, and in lists that know the step of their draw.
 
     Args:
-        examples: A `datasets.Dataset`.
-        weights: One weight per example, shape (num_examples,).
+        examples: The training set.
+        weights: One weight per example, shape (num_examples,); None for none.
     """
 
-    def __init__(self, examples: Any, weights: Float[np.ndarray, " num_examples"]) -> None:
+    def __init__(self, examples: Any, weights: Float[np.ndarray, " num_examples"] | None) -> None:
         self._examples, self._weights = examples, weights
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return len(self._examples)
 
-    def __getitem__(self, index: int) -> tuple[Any, float]:
-        """Return one example and its weight."""
-        return self._examples[index], float(self._weights[index])
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Any, float]]:
+    def __getitems__(self, indices: OfStep) -> OfStep:
         """Return several examples with their weights: `datasets` reads them faster together."""
-        return list(zip(self._examples.__getitems__(indices), self._weights[indices].tolist(), strict=True))
+        together = getattr(self._examples, "__getitems__", None)
+        examples = [self._examples[index] for index in indices] if together is None else together(indices)
+        if self._weights is not None:
+            examples = list(zip(examples, self._weights[indices].tolist(), strict=True))
+        return OfStep(examples, step=indices.step)
 
 
 def lengths_of(dataset: Any) -> list[int] | None:
@@ -156,27 +156,27 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
 
 
 def collate_piece(
-    examples: Sequence[Any],
+    examples: OfStep,
     *,
     collator: Callable[[Sequence[Any]], dict[str, Any]],
     max_tokens: int | None,
     is_weighted: bool = False,
-) -> list[MicroBatch]:
+) -> OfStep:
     """Return the micro-batches of one piece of a draw; none for an empty piece, since collators expect an example.
 
     Args:
         examples: The piece, in the order of the draw.
         collator: A function that makes a batch of a list of examples.
         max_tokens: The most padded tokens of a micro-batch, or None for a single micro-batch of any size.
-        is_weighted: Whether each example comes with its weight, as in `WeightedExamples`.
+        is_weighted: Whether each example comes with its weight, as in `DrawnExamples`.
     """
-    if not is_weighted:
-        return [MicroBatch(collator(part), len(part), 1.0) for part in parts_of(examples, max_tokens=max_tokens)]
-    return [
+    by_weight = itertools.groupby(examples, key=operator.itemgetter(1)) if is_weighted else [(1.0, examples)]
+    micro_batches = (
         MicroBatch(collator(part), len(part), weight)
-        for weight, group in itertools.groupby(examples, key=operator.itemgetter(1))
-        for part in parts_of([example for example, _ in group], max_tokens=max_tokens)
-    ]
+        for weight, group in by_weight
+        for part in parts_of([example for example, _ in group] if is_weighted else list(examples), max_tokens=max_tokens)
+    )
+    return OfStep(micro_batches, step=examples.step)
 
 
 def parts_of(examples: Sequence[Any], *, max_tokens: int | None) -> list[Sequence[Any]]:
@@ -223,7 +223,7 @@ class PrivateLoader(DataLoader[Any]):
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
         collate = functools.partial(collate_piece, max_tokens=max_tokens, is_weighted=sampler.weights is not None)
         super().__init__(
-            dataset if sampler.weights is None else WeightedExamples(dataset, sampler.weights),
+            DrawnExamples(dataset, sampler.weights),
             batch_sampler=sampler,
             collate_fn=functools.partial(collate, collator=collator),
             **options,

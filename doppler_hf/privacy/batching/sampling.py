@@ -3,15 +3,32 @@
 A unit is one example, or all examples of one user. The accountant's theorem covers this sampling only: no shuffle, no
 fixed-size batches, and no sampler that another layer shards again. One draw belongs to one optimizer step. It is cut into
 micro-batches only to fit into memory.
+
+Noise that is shaped over b steps needs units that take part at most once in b steps (`filters.noise_shape`). Sampling is
+then cyclic: each unit belongs to one of b groups, the groups take turns, and in its turn a unit is drawn with probability
+b·q.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from doppler_hf.privacy.bits import bit_stream
+
+
+class OfStep(list[Any]):
+    """A list that knows the optimizer step to which it belongs: indices of a draw, its examples, its micro-batches.
+
+    Attributes:
+        step: Counted from 0.
+    """
+
+    def __init__(self, items: Iterable[Any], *, step: int) -> None:
+        super().__init__(items)
+        self.step = step
 
 
 class PoissonSampler(Sampler[list[int]]):
@@ -32,17 +49,19 @@ class PoissonSampler(Sampler[list[int]]):
             of its examples. By default every example is a unit.
         max_examples_per_unit: The most examples drawn with a unit; of more, each draw takes that many at random. None for
             no limit.
+        groups: b of cyclic sampling, 1 for none. A unit takes part in step t only if its group is t mod b.
         seed: None for draws from the operating system's entropy. An integer makes them reproducible, for tests only.
 
     Attributes:
         num_units: N, the number of units.
+        groups: As given.
         lengths: As given, shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
         weights: Each example's share of its unit's contribution, 1 / (examples drawn with the unit), shape
             (num_examples,); None if every example is a unit.
 
     Raises:
-        ValueError: If the expected batch size is outside [1, N], `lengths` or `units` have another size than the data set,
+        ValueError: If the expected batch size is outside [1, N/b], `lengths` or `units` have another size than the data set,
             the numbers of `units` have gaps, or the limit is below 1 or without units.
 
     Example:
@@ -62,8 +81,11 @@ class PoissonSampler(Sampler[list[int]]):
         lengths: Sequence[int] | None = None,
         units: Sequence[int] | None = None,
         max_examples_per_unit: int | None = None,
+        groups: int = 1,
         seed: int | None = None,
     ) -> None:
+        if groups < 1:
+            raise ValueError(f"groups must be at least 1, got {groups}.")
         if micro_batches < 1:
             raise ValueError(f"micro_batches must be at least 1, got {micro_batches}.")
         if not 0 <= rank < world_size:
@@ -89,9 +111,20 @@ class PoissonSampler(Sampler[list[int]]):
                 f"{expected_batch_size} (per_device_train_batch_size × gradient_accumulation_steps × processes). "
                 "Lower one of these factors."
             )
+        if groups * expected_batch_size > self.num_units:
+            raise ValueError(
+                f"{groups} groups that take turns need {groups} × the expected batch size of {expected_batch_size} units, "
+                f"got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch."
+            )
+        self.groups = groups
         self._shard = np.arange(rank, self.num_units, world_size)
+        # Sensitivity: a unit's group is its own secret coin, so that one unit more or less does not move the others to other
+        # groups, as it would if they were counted off. Whatever the group, the accountant's bound is the same; so it holds
+        # for the mixture of all of them.
+        words = bit_stream(seed, purpose="groups", rank=rank).bits(len(self._shard), step=0)
+        self._group_of = (words % np.uint64(groups)).astype(np.int64)
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
-        self._epoch = 0
+        self._next_step = 0
 
     def _grouped(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the number of examples of each unit, where each begins, and the examples, sorted by unit."""
@@ -113,7 +146,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     @property
     def sample_rate(self) -> float:
-        """Probability q = B/N with which each unit is drawn at each step."""
+        """Probability q = B/N with which a unit is drawn at a step, over its groups if there are several."""
         return self.expected_batch_size / self.num_units
 
     @property
@@ -126,20 +159,21 @@ class PoissonSampler(Sampler[list[int]]):
         """Whether the draws cannot be reproduced, which the amplification by sampling requires."""
         return self._stream.is_secret
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Only reproducible draws depend on it."""
-        self._epoch = epoch
+    def begin_at(self, step: int) -> None:
+        """Set the optimizer step of the next iteration's first draw. Groups and reproducible draws depend on it."""
+        self._next_step = step
 
     def draw(self, step: int) -> np.ndarray:
         """Return the examples of one draw of this process's shard, by index, in any order.
 
         Args:
-            step: Optimizer step, counted from 0. Only reproducible draws depend on it.
+            step: Optimizer step, counted from 0. Groups and reproducible draws depend on it.
         """
-        # Each unit's coin is its own 53-bit uniform compared with q, so it depends neither on the other units nor on their
+        # Each unit's coin is its own 53-bit uniform compared with b·q, so it depends neither on the other units nor on their
         # number in the shard: exactly the independent inclusion that amplification by sampling assumes. The shards are
         # disjoint, so a unit takes part at most once a step over all processes.
-        drawn = self._shard[self.coins(len(self._shard), step=step) < self.sample_rate]
+        turn = self._shard[self._group_of == step % self.groups]
+        drawn = turn[self.coins(len(turn), step=step) < self.groups * self.sample_rate]
         if self.weights is not None:
             drawn = self._examples_of(drawn, step=step)
         # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
@@ -165,11 +199,11 @@ class PoissonSampler(Sampler[list[int]]):
         return (self._stream.bits(count, step=step) >> np.uint64(11)) * 2.0**-53
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the micro-batches of one epoch; some may be empty."""
-        for step in range(self.steps_per_epoch):
-            drawn = self.draw(self._epoch * self.steps_per_epoch + step)
-            for micro_batch in np.array_split(drawn, self.micro_batches):
-                yield micro_batch.tolist()
+        """Yield the micro-batches of one epoch, each `OfStep`; some may be empty."""
+        first, self._next_step = self._next_step, self._next_step + self.steps_per_epoch
+        for step in range(first, first + self.steps_per_epoch):
+            for micro_batch in np.array_split(self.draw(step), self.micro_batches):
+                yield OfStep(micro_batch.tolist(), step=step)
 
     def __len__(self) -> int:
         """Return the number of micro-batches per epoch on this process."""

@@ -82,6 +82,7 @@ class Book:
         if self.only_example is None:
             self.uses.setdefault(parameter, []).append(gradient)
             return
+        assert self.batch_size is not None
         others = torch.arange(self.batch_size) != self.only_example
         of_others = gradient.of_examples(others).in_float64().squared_norms()
         finite = of_others.isfinite()

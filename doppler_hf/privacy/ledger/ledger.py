@@ -25,7 +25,7 @@ from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_e
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, Run
-from doppler_hf.privacy.ledger.statement import MECHANISM, NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
+from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
 
 LEDGER_NAME: Final = "privacy_ledger.json"
@@ -190,15 +190,19 @@ class PrivacyLedger:
         statement = self.statement
         if statement.target_epsilon is None or not self.private:
             return steps
-        return get_steps(
+        # Steps of a turn that has begun cost nothing more.
+        done = self.steps_run - self.runs[-1].steps_before
+        before, after = statement.releases(done), statement.releases(done + steps)
+        turns = get_steps(
             target_epsilon=statement.target_epsilon,
-            noise_multiplier=statement.effective_noise_multiplier,
-            sample_rate=statement.sample_rate,
+            noise_multiplier=after.noise_multiplier,
+            sample_rate=after.sample_rate,
             delta=statement.target_delta,
             accountant=statement.accountant,
             spent=self.history,
-            at_most=steps,
+            at_most=after.steps - before.steps,
         )
+        return min(steps, (before.steps + turns) * statement.groups - done)
 
     # --- the file -----------------------------------------------------------------------------------------------------
 
@@ -244,7 +248,7 @@ class PrivacyLedger:
             # Two runs that begin in the same second with the same arguments must differ.
             "run_id": secrets.token_hex(8),
             "statement": asdict(statement),
-            "mechanism": MECHANISM,
+            "mechanism": statement.mechanism,
             "neighbouring_relation": NEIGHBOURING_RELATION,
             "role_of_num_units": ROLE_OF_NUM_UNITS,
             "not_covered": list(statement.not_covered),

@@ -2,15 +2,20 @@
 
 A step draws each of N units with probability q = B/N, clips a unit's contribution to norm C, and adds noise σC. With a
 private training loss it also releases the sum of clipped losses with noise of its own. Both together are one Gaussian
-mechanism with 1/σ₀² = 1/σ² + 1/σ_L². The accountant bounds T steps of it, for add/remove neighbours.
+mechanism with 1/σ₀² = 1/σ² + 1/σ_L². The accountant bounds T steps of it, for add/remove neighbours. If the noise is shaped
+over b steps, b groups of units take turns, and the accountant bounds ⌈T/b⌉ turns at b times the rate.
 """
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, joint_noise_multiplier
 
 MECHANISM: Final = "Poisson-subsampled Gaussian; filter, optimizer and projection are post-processing"
+MECHANISM_IN_TURNS: Final = (
+    "Banded matrix factorization with cyclic Poisson sampling; filter, optimizer and projection are post-processing"
+)
 NEIGHBOURING_RELATION: Final = "add or remove one unit"
 ROLE_OF_NUM_UNITS: Final = "public, not protected"
 
@@ -36,6 +41,7 @@ class PrivacyStatement:
         expected_batch_size: B, in units, over all processes.
         sample_rate: q = B/N.
         noise_multiplier: σ, the noise on the gradient in units of C.
+        noise_shape: Its shape over the steps, as in `filters.NoiseShape`.
         per_sample_max_grad_norm: C.
         clipping: The clipping function.
         clipping_granularity: One norm over all parameters, or one for each layer.
@@ -56,6 +62,7 @@ class PrivacyStatement:
     expected_batch_size: int
     sample_rate: float
     noise_multiplier: float
+    noise_shape: str
     per_sample_max_grad_norm: float
     clipping: Literal["automatic", "vanilla"]
     clipping_granularity: Literal["flat", "per_layer"]
@@ -68,6 +75,22 @@ class PrivacyStatement:
     steps_planned: int
     private: bool
     noise_source: str
+
+    @property
+    def groups(self) -> int:
+        """The number b of groups of units that take turns; 1 if all units are drawn from at every step."""
+        return NoiseShape.parse(self.noise_shape).bands
+
+    @property
+    def mechanism(self) -> str:
+        """The mechanism in one line."""
+        return MECHANISM if self.groups == 1 else MECHANISM_IN_TURNS
+
+    @property
+    def noise_shape_in_words(self) -> str:
+        """The shape of the noise, and what it asks of the sampling."""
+        once = "independent from step to step" if self.groups == 1 else f"each unit takes part once in {self.groups} steps"
+        return f"{self.noise_shape}: {once}"
 
     @property
     def effective_noise_multiplier(self) -> float:
@@ -97,4 +120,4 @@ class PrivacyStatement:
 
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, in the accountant's terms."""
-        return Releases(self.effective_noise_multiplier, self.sample_rate, steps)
+        return Releases.in_turns(self.effective_noise_multiplier, self.sample_rate, steps, groups=self.groups)

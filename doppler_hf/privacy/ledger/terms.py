@@ -6,6 +6,7 @@ from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return the mechanism and its numbers, each with its name."""
     statement, first = ledger.statement, ledger.entries[0]
+    what = "steps" if all(run.statement.groups == 1 for run in ledger.runs) else "turns of a unit"
     return [
         ("mechanism", first["mechanism"]),
         ("neighbouring data sets", first["neighbouring_relation"]),
@@ -13,9 +14,10 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("number of units N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
         ("expected batch size B", f"{statement.expected_batch_size:,}"),
         *(
-            (f"noise multiplier σ, sampling rate q of {steps:,} steps", f"{sigma:.6g}, {rate:.6g}")
+            (f"noise multiplier σ, sampling rate q of {steps:,} {what}", f"{sigma:.6g}, {rate:.6g}")
             for sigma, rate, steps in ledger.history
         ),
+        ("noise over time", statement.noise_shape_in_words),
         ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
         ("training loss", statement.train_loss_in_words),
         ("noise source", statement.noise_source),

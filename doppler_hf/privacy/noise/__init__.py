@@ -1,6 +1,7 @@
 """From clipped sums to a private gradient.
 
 - mechanism: what a mechanism is; the Gaussian one
+- shaped: noise that takes back part of that of the steps before
 - gaussian: normals from secret words
 - ahead: the noise of the next step, prepared in the background
 - subspace_noise: less noise, if the optimizer reads a subspace only

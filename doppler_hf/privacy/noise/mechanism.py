@@ -3,8 +3,8 @@
     g_t = (1/B)·(Σ_{i∈draw} clip(∇fᵢ, C) + 𝒩(0, σ²C²·I))                                    (Algorithm 2, line 5)
 
 B is the *expected* batch size, never the drawn one, which depends on the data. The other side of the privacy boundary reads
-one float a step from the mechanism, `noise_std`. Another mechanism may draw noise that is not white, or not independent from
-step to step; see `Mechanism`. For gradients that are read in a subspace only, see `subspace_noise`.
+one float a step from the mechanism, `noise_std`. The noise may be white, or shaped over the steps (`filters.noise_shape`).
+For gradients that are read in a subspace only, see `subspace_noise`.
 """
 
 import functools
@@ -17,9 +17,11 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.ahead import NoiseAhead
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
+from doppler_hf.privacy.noise.shaped import ShapedNoise
 from doppler_hf.privacy.noise.subspace_noise import bases_of, coordinates_of, lift_into, projected, stretches_of
 
 
@@ -28,9 +30,11 @@ class Mechanism(Protocol):
 
     Attributes:
         expected_batch_size: B, over all processes.
+        shape: The shape of the noise over the steps.
     """
 
     expected_batch_size: int
+    shape: NoiseShape
 
     def noise_std(self, step: int) -> float:
         """Return the standard deviation of the noise per coordinate of the mean gradient of step `step`, taken alone."""
@@ -40,8 +44,8 @@ class Mechanism(Protocol):
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
 
-    def releases(self, steps: int, *, sample_rate: float) -> Releases:
-        """Return what `steps` steps release, in the accountant's terms, for draws of this rate."""
+    def releases(self, steps: int, *, sample_rate: float, groups: int) -> Releases:
+        """Return what `steps` steps release, in the accountant's terms; see `GaussianMechanism.releases`."""
 
     def describe(self) -> str:
         """Return the source of the noise in one line."""
@@ -61,6 +65,9 @@ class GaussianMechanism:
         noise_multiplier: σ, the noise's standard deviation in units of the clip norm. 0 adds no noise.
         max_grad_norm: C, the bound on one example's contribution.
         expected_batch_size: B, over all processes.
+        shape: The shape of the noise over the steps. White noise is independent from step to step; the other needs units
+            that take part at most once in `shape.bands` steps, and keeps one gradient less than that of memory.
+        first_step: The step at which shaped noise begins. Its steps are to be taken one after the other.
         generator: The source of random words: "csprng" protects against attackers who see every step's gradient,
             "philox" against those who see the last model only.
         floating_point_safe: Whether each normal is the sum of four, against attacks on floating-point noise.
@@ -87,6 +94,8 @@ class GaussianMechanism:
         noise_multiplier: float,
         max_grad_norm: float,
         expected_batch_size: int,
+        shape: NoiseShape = WHITE,
+        first_step: int = 0,
         generator: NoiseGenerator = "csprng",
         floating_point_safe: bool = False,
         draw_ahead: bool = False,
@@ -101,6 +110,11 @@ class GaussianMechanism:
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
+        self.shape = shape
+        # Of the white noise z. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
+        self._white_std = noise_multiplier * max_grad_norm * shape.norm
+        self._first_step = self._next_step = first_step
+        self._shaped = None if shape.is_white else ShapedNoise(shape)
         self._generator: NoiseGenerator = generator
         self._floating_point_safe = floating_point_safe
         self._seed = seed
@@ -109,7 +123,7 @@ class GaussianMechanism:
         if draw_ahead and seed is None and noise_multiplier > 0.0:
             self._ahead = NoiseAhead(
                 functools.partial(noise_stream, generator),
-                std=noise_multiplier * max_grad_norm,
+                std=self._white_std,
                 floating_point_safe=floating_point_safe,
             )
             # The thread has a reference to the store only, so that a mechanism without references ends its thread.
@@ -136,18 +150,33 @@ class GaussianMechanism:
         raise TypeError("A GaussianMechanism holds secret noise and cannot be pickled or copied. Make a new one instead.")
 
     def noise_std(self, step: int) -> float:
-        """Return the standard deviation of the noise per coordinate of the mean gradient, σC/B (the paper's σ_DP).
+        """Return the standard deviation of the noise per coordinate of the mean gradient.
 
-        In a subspace it is the same per coordinate there, up to the rounding of P.
+        Of white noise it is σC/B, the paper's σ_DP. In a subspace it is the same per coordinate, up to the rounding of P.
 
         Args:
-            step: Optimizer step; this mechanism's noise is the same in all of them.
+            step: Optimizer step. White noise is the same in all of them, the other rises for some steps at first.
         """
-        return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
+        white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
+        return white * self.shape.std(step - self._first_step)
 
-    def releases(self, steps: int, *, sample_rate: float) -> Releases:
-        """Return what `steps` steps release: as many Gaussians of noise multiplier σ, over draws of rate q."""
-        return Releases(self.noise_multiplier, sample_rate, steps)
+    def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
+        """Return what `steps` steps release: a Gaussian of noise multiplier σ for each turn of a unit.
+
+        Args:
+            steps: How many steps.
+            sample_rate: q, the probability with which a unit is drawn at a step, over its groups.
+            groups: How many groups of units take turns.
+
+        Raises:
+            ValueError: If a unit can take part again before its noise has passed.
+        """
+        if groups < self.shape.bands:
+            raise ValueError(
+                f"Noise of the shape {self.shape} needs units that take part at most once in {self.shape.bands} steps, got "
+                f"{groups} groups that take turns. Give the sampler as many groups as the shape has bands."
+            )
+        return Releases.in_turns(self.noise_multiplier, sample_rate, steps, groups=groups)
 
     def describe(self) -> str:
         """Return the source of the noise in one line."""
@@ -159,6 +188,8 @@ class GaussianMechanism:
             noise_multiplier=self.noise_multiplier,
             max_grad_norm=self.max_grad_norm,
             expected_batch_size=self.expected_batch_size,
+            shape=self.shape,
+            first_step=self._first_step,
             floating_point_safe=self._floating_point_safe,
             seed=seed,
         )
@@ -180,13 +211,20 @@ class GaussianMechanism:
         Returns:
             The private mean gradient by parameter name, the same on every process, in the tensors that were passed. In a
             subspace it is P·(PᵀS + noise)/B for m ≤ n and (S·P + noise)·Pᵀ/B for m > n, so that PᵀG (or G·P) is the noisy
-            projected mean.
+            projected mean. Shaped noise fills the whole gradient in any case: what it remembers of earlier steps was in
+            other subspaces.
 
         Raises:
             ValueError: If a subspace is of no parameter or of another shape, or the columns of a P are not orthonormal, by
                 name. No sum has been modified then, and no noise drawn.
-            RuntimeError: If the thread that draws ahead has failed. Nothing must be released then.
+            RuntimeError: If the thread that draws ahead has failed, or steps of shaped noise do not follow each other.
+                Nothing must be released then.
         """
+        if self._shaped is not None and step != self._next_step:
+            raise RuntimeError(
+                f"Steps of shaped noise must follow each other: the next one is {self._next_step}, got {step}. Make a new "
+                "mechanism for a new run."
+            )
         # Sensitivity: adding or removing one example changes the sum over all processes by a Δ of at most C in the joint
         # ℓ₂ norm, because each example is on one process only and contributes one clipped gradient. In a subspace
         # ‖PᵀΔ‖ ≤ ‖P‖₂·‖Δ‖ ≤ stretch·‖Δ‖, and the noise there is `stretch` times as large: in units of the noise the joint
@@ -197,7 +235,7 @@ class GaussianMechanism:
         # added exactly once whatever the number of processes, and every replica receives the same bits.
         distributed = dist.is_available() and dist.is_initialized()
         is_noisy = self.noise_multiplier > 0.0 and (not distributed or dist.get_rank() == 0)
-        bases = bases_of(subspaces, sums)
+        bases = bases_of(subspaces, sums) if self._shaped is None else {}
         stretches = stretches_of(bases, distributed=distributed)
         if is_noisy and self._ahead is not None:
             coordinates = sum(coordinates_of(total, bases.get(name)) for name, total in sums.items())
@@ -206,21 +244,30 @@ class GaussianMechanism:
             basis = bases.get(name)
             released = total if basis is None else projected(total, basis)
             if is_noisy:
-                self._add_noise(released, stretch=stretches.get(name, 1.0), step=step)
+                self._add_noise(released, name=name, stretch=stretches.get(name, 1.0), step=step)
             if distributed:
                 dist.all_reduce(released)
             released.div_(self.expected_batch_size)
             if basis is not None:
                 lift_into(total, released, basis)
+        self._next_step = step + 1
         return dict(sums)
 
-    def _add_noise(self, values: Float[Tensor, "..."], *, stretch: float, step: int) -> None:
-        """Add 𝒩(0, (stretch·σC)²) to every coordinate (modified in place)."""
+    def _add_noise(self, values: Float[Tensor, "..."], *, name: str, stretch: float, step: int) -> None:
+        """Add the noise of the step to a parameter's sum (modified in place)."""
+        add_white = functools.partial(self._add_white_noise, stretch=stretch, step=step)
+        if self._shaped is None:
+            add_white(values)
+        else:
+            values.add_(self._shaped.next(name, like=values, add_white=add_white))
+
+    def _add_white_noise(self, values: Float[Tensor, "..."], *, stretch: float, step: int) -> None:
+        """Add 𝒩(0, (stretch·σC‖c‖)²) to every coordinate (modified in place)."""
         # Noise that is not prepared is drawn here, from another stream than the thread's: every coordinate gets its own.
         prepared = 0 if self._ahead is None else self._ahead.add_to(values, scale=stretch)
         add_gaussian_noise(
             values.view(-1)[prepared:],
-            std=self.noise_multiplier * self.max_grad_norm * stretch,
+            std=self._white_std * stretch,
             stream=self._stream,
             step=step,
             floating_point_safe=self._floating_point_safe,

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 
 from doppler_hf.privacy.batching.micro_batches import check_token_budget, collate_piece, cut_by_tokens, lengths_of
+from doppler_hf.privacy.batching.sampling import OfStep
 from tests.support.tiny import pad, text_data
 
 
@@ -48,7 +49,7 @@ def test_a_long_example_is_padded_with_nobody():
 
 
 def test_a_piece_is_one_micro_batch_or_as_many_as_the_budget_needs():
-    examples = sorted(text_data(10), key=lambda example: len(example["input_ids"]))
+    examples = OfStep(sorted(text_data(10), key=lambda example: len(example["input_ids"])), step=3)
     (piece,) = collate_piece(examples, collator=pad, max_tokens=None)
     whole = piece.inputs
     assert piece.weight == 1.0
@@ -61,7 +62,7 @@ def test_a_piece_is_one_micro_batch_or_as_many_as_the_budget_needs():
 
 @pytest.mark.parametrize("max_tokens", [None, 8])
 def test_an_empty_piece_never_reaches_the_collator(max_tokens):
-    assert collate_piece([], collator=pad, max_tokens=max_tokens) == []
+    assert collate_piece(OfStep([], step=0), collator=pad, max_tokens=max_tokens) == []
 
 
 def test_lengths_are_those_of_the_tokens():

@@ -13,7 +13,7 @@ def draws(sampler, steps):
     """Whole draws, put together from their micro-batches, over as many epochs as it takes."""
     found, epoch = [], 0
     while len(found) < steps:
-        sampler.set_epoch(epoch)
+        sampler.begin_at(epoch * sampler.steps_per_epoch)
         batches = list(sampler)
         found += [
             sum(batches[start : start + sampler.micro_batches], [])
@@ -91,7 +91,7 @@ def test_no_epoch_repeats_a_draw_of_another():
     sampler = PoissonSampler(num_examples=200, expected_batch_size=50, seed=0)
     seen = []
     for epoch in range(3):
-        sampler.set_epoch(epoch)
+        sampler.begin_at(epoch * sampler.steps_per_epoch)
         seen += [tuple(draw) for draw in sampler]
     assert len(set(seen)) == len(seen) == 12
 

@@ -1,0 +1,151 @@
+r"""The shape of privacy noise over time: white, or pushed to high frequencies, where a low-pass filter removes it.
+
+With a strategy c = (1, c_1, …, c_{b-1}) and white z_t of variance σ²‖c‖², the noise of step t is
+
+    y_t = z_t - Σ_{k=1}^{b-1} c_k y_{t-k},    that is  y = C⁻¹ z,    C the banded Toeplitz matrix whose first column is c.
+
+Privacy is about CG + Cy, and Cy is white. If every unit takes part at most once in b steps, its contributions to CG stand in
+disjoint rows, each of norm ‖c‖ times that of its gradient: the Gaussian mechanism of noise multiplier σ, once in b steps
+(Choquette-Choo et al. 2023, https://arxiv.org/abs/2306.08153). What the weights see is y, filtered and summed. A c with
+Σc > 1 makes that sum smaller by 1/Σc: the noise of one step takes back part of that of the steps before.
+
+The strategy used here is the series of (1 - x)^(-1/2), cut to b terms: whole, it is the best Toeplitz factor of the prefix
+sum up to lower-order terms (Henzinger et al. 2023; Kalinin & Lampert 2024, https://arxiv.org/abs/2405.13763).
+"""
+
+import itertools
+import math
+import operator
+import re
+from dataclasses import dataclass
+from typing import Final, final
+
+import numpy as np
+import scipy.signal
+from jaxtyping import Float64
+
+from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS
+
+_FORMS: Final = "'white', 'banded:bands=4' or 'banded:c=1,0.5,0.375'"
+
+
+@final
+@dataclass(frozen=True)
+class NoiseShape:
+    r"""The strategy of a banded factorization; one band is white noise.
+
+    Args:
+        c: Its coefficients 1, c_1 ... c_{b-1}.
+
+    Raises:
+        ValueError: If there is no coefficient, one is not a finite number, the first is not 1, the last is 0, or the noise
+            would grow from step to step: a root of z^{b-1} + c_1 z^{b-2} + ... outside the unit circle.
+
+    Example:
+        >>> NoiseShape.parse("banded:bands=3").c
+        (1.0, 0.5, 0.375)
+        >>> print(NoiseShape())
+        white
+    """
+
+    c: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "c", tuple(map(float, self.c)))
+        if not self.c or self.c[0] != 1.0:
+            raise ValueError(
+                f"The strategy c of a noise shape must begin with 1, got {self.c}. Divide it by its first entry."
+            )
+        if not all(map(math.isfinite, self.c)):
+            raise ValueError(f"The strategy c of a noise shape must be finite, got {self.c}. Leave out what is not.")
+        if self.c[-1] == 0.0:
+            raise ValueError(
+                f"The strategy c of a noise shape must not end with 0, got {self.c}. Leave it out: a band without effect "
+                "costs privacy."
+            )
+        modulus = max(np.abs(np.roots(self.c)), default=0.0)
+        if modulus > MAX_POLE_MODULUS:
+            raise ValueError(
+                f"The noise of the strategy c={self.c} must not grow with the steps, got a pole of modulus {modulus:.9g}. "
+                "Let the coefficients fall."
+            )
+
+    @classmethod
+    def banded(cls, bands: int) -> "NoiseShape":
+        """Return the strategy of b bands from the series of (1 - x)^(-1/2): 1, 1/2, 3/8, 5/16, ...
+
+        Raises:
+            ValueError: If `bands` is below 1.
+        """
+        if bands < 1:
+            raise ValueError(f"bands must be at least 1, got {bands}. 1 is white noise.")
+        # c_k = (2k choose k) / 4^k
+        return cls(tuple(itertools.accumulate(((2 * k - 1) / (2 * k) for k in range(1, bands)), operator.mul, initial=1.0)))
+
+    @classmethod
+    def parse(cls, text: str) -> "NoiseShape":
+        """Return the shape of a name: white, banded:bands=4, or banded:c=1,0.5,0.375.
+
+        Raises:
+            ValueError: If it is none of these.
+        """
+        compact = re.sub(r"\s", "", text)
+        if compact == "white":
+            return cls()
+        try:
+            if found := re.fullmatch(r"banded:bands=(\d+)", compact):
+                return cls.banded(int(found[1]))
+            if found := re.fullmatch(r"banded:c=(.+)", compact):
+                coefficients = tuple(map(float, found[1].split(",")))
+                return cls(coefficients)
+        except ValueError as error:
+            raise ValueError(f"noise_shape={text!r} is no shape of noise: {error}") from error
+        raise ValueError(f"noise_shape must be one of {_FORMS}, got {text!r}.")
+
+    @property
+    def bands(self) -> int:
+        """The number b of bands: a unit takes part in at most one of b steps."""
+        return len(self.c)
+
+    @property
+    def norm(self) -> float:
+        """‖c‖, by which the white noise is larger than without shaping."""
+        return math.hypot(*self.c)
+
+    @property
+    def is_white(self) -> bool:
+        """Whether the noise of different steps is independent."""
+        return self.bands == 1
+
+    def response(self, steps: int) -> Float64[np.ndarray, " steps"]:
+        """Return g_0 ... g_{steps-1} of 1/c(x): y_t = Σ_τ g_τ z_{t-τ}, shape (steps,)."""
+        return np.asarray(scipy.signal.lfilter([1.0], self.c, np.eye(1, steps)[0]))
+
+    def spectrum(self, frequencies: Float64[np.ndarray, " frequencies"]) -> Float64[np.ndarray, " frequencies"]:
+        """Return the power density of the settled noise, in units of white noise of the same σ: ‖c‖² / |c(e^{-iω})|².
+
+        Args:
+            frequencies: As fractions of Nyquist, in [0, 1], shape (frequencies,).
+        """
+        return np.asarray(np.abs(self.norm / scipy.signal.freqz(self.c, worN=frequencies, fs=2)[1]) ** 2)
+
+    def std(self, step: int) -> float:
+        """Return the standard deviation of the noise of one step alone, in units of white noise of the same σ.
+
+        Args:
+            step: Counted from 0, where the recursion begins. It rises for some b steps, and is constant then.
+        """
+        # The response falls by its largest pole, so that what comes after so many bands does not show in a float.
+        response = self.response(min(step + 1, 64 * self.bands))
+        return self.norm * float(np.linalg.norm(response))
+
+    def __str__(self) -> str:
+        """Return its name: white, banded:bands=4, or its coefficients."""
+        if self.is_white:
+            return "white"
+        if self == NoiseShape.banded(self.bands):
+            return f"banded:bands={self.bands}"
+        return "banded:c=" + ",".join(map(repr, self.c))
+
+
+WHITE: Final = NoiseShape()

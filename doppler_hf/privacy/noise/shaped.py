@@ -1,0 +1,46 @@
+"""The recursion of shaped noise, y_t = z_t - Σ_{k=1}^{b-1} c_k y_{t-k}, which remembers b - 1 steps of noise.
+
+What it remembers is secret: with it, later noise could be told from the gradients. It is never saved, and a run that is
+resumed begins a new recursion, which the ledger accounts for as such.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from doppler_hf.filters.noise_shape import NoiseShape
+
+
+class ShapedNoise:
+    """The noise of all steps so far, as far as the next one depends on it: b - 1 tensors for each parameter.
+
+    Args:
+        shape: The strategy c.
+    """
+
+    def __init__(self, shape: NoiseShape) -> None:
+        self._c = shape.c
+        self._past: dict[str, list[Float[Tensor, ...]]] = {}  # of each parameter, the last step first
+
+    def next(
+        self, name: str, *, like: Float[Tensor, "..."], add_white: Callable[[Float[Tensor, "..."]], None]
+    ) -> Float[Tensor, "..."]:
+        """Return the noise of the next step of a parameter.
+
+        Args:
+            name: The parameter.
+            like: A tensor of its shape, dtype and device.
+            add_white: A function that adds white noise z_t to a tensor.
+        """
+        # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
+        # of a slightly other z, and not a function of the data.
+        past, order = self._past.setdefault(name, []), len(self._c) - 1
+        # The oldest one is overwritten: its own term first.
+        y = past.pop().mul_(-self._c[order]) if len(past) == order else torch.zeros_like(like)
+        for coefficient, before in zip(self._c[1:], past, strict=False):
+            y.sub_(before, alpha=coefficient)
+        add_white(y)
+        past.insert(0, y)
+        return y
