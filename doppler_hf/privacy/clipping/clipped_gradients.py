@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_matmul_precision
@@ -198,7 +198,9 @@ class ClippedGradients:
         beyond = ~joint_norms(squares).isfinite()
         any_beyond = bool(beyond.any())
         if any_beyond:
-            again = self._squared_norms((name, of_some(gradient, beyond)) for name, gradient in gradients.items())
+            again = self._squared_norms(
+                (name, gradient.of_examples(beyond).in_float64()) for name, gradient in gradients.items()
+            )
             squares = {group: square.masked_scatter(beyond, again[group]) for group, square in squares.items()}
         norms = joint_norms(squares)
 
@@ -230,7 +232,7 @@ class ClippedGradients:
                 continue
             gradient.of_examples(within).add_weighted(self._sums[name], factor[within], beta=beta)
             in_float64 = torch.zeros_like(self._sums[name], dtype=torch.float64)
-            of_some(gradient, beyond).add_weighted(in_float64, factor[beyond])
+            gradient.of_examples(beyond).in_float64().add_weighted(in_float64, factor[beyond])
             self._sums[name] += in_float64
         return norms
 
@@ -246,8 +248,3 @@ class ClippedGradients:
 def joint_norms(squares: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, " batch"]:
     """Return the norms over all groups."""
     return torch.stack(tuple(squares.values())).sum(dim=0).sqrt()
-
-
-def of_some(gradient: PerSampleGradient, examples: Bool[Tensor, " batch"]) -> PerSampleGradient:
-    """Return the gradients of some examples, in float64."""
-    return gradient.of_examples(examples).in_float64()

@@ -17,8 +17,9 @@ float32 can give.
 """
 
 import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,12 +52,16 @@ class PerSampleGradient(ABC):
         """Return ‖g_i‖² of every example, shape (batch,), in float64; not finite if the range of the dtype is too small."""
 
     @abstractmethod
+    def each(self, change: Callable[[Tensor], Tensor]) -> "PerSampleGradient":
+        """Return the same form, of every tensor's image."""
+
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "PerSampleGradient":
         """Return the gradients of the examples that are kept."""
+        return self.each(operator.itemgetter(kept))
 
-    @abstractmethod
     def in_float64(self) -> "PerSampleGradient":
         """Return the same gradients, whose norms and sums are computed in float64."""
+        return self.each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
     @abstractmethod
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
@@ -84,13 +89,9 @@ class Dense(PerSampleGradient):
         """Return ‖g_i‖², shape (batch,)."""
         return self._squares
 
-    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "Dense":
-        """Return the gradients of the examples that are kept."""
-        return Dense(self.values[kept])
-
-    def in_float64(self) -> "Dense":
-        """Return the same gradients in float64."""
-        return Dense(self.values.double())
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Dense":
+        """Return the same form, of the values' image."""
+        return Dense(change(self.values))
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + Σ w_i g_i (modified in place)."""
@@ -117,13 +118,9 @@ class OuterProducts(PerSampleGradient):
         lengths = (self.left.shape[2], self.right.shape[2])
         return squared_norm_from_grams(self.grams.of(self.left), self.grams.of(self.right), lengths=lengths)
 
-    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "OuterProducts":
-        """Return the gradients of the examples that are kept."""
-        return OuterProducts(self.left[kept], self.right[kept])
-
-    def in_float64(self) -> "OuterProducts":
-        """Return the same gradients with factors in float64."""
-        return OuterProducts(self.left.double(), self.right.double())
+    def each(self, change: Callable[[Tensor], Tensor]) -> "OuterProducts":
+        """Return the same form, of both factors' images."""
+        return OuterProducts(change(self.left), change(self.right))
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + Σ_i w_i Σ_t l_it r_itᵀ (modified in place)."""
@@ -155,13 +152,9 @@ class LookedUpRows(PerSampleGradient):
         same_row = (self.ids.unsqueeze(2) == self.ids.unsqueeze(1)).to(in_float32(self.values).dtype)
         return squared_norm_from_grams(gram_matrix(self.values), same_row, lengths=(self.values.shape[2], 0))
 
-    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "LookedUpRows":
-        """Return the gradients of the examples that are kept."""
-        return LookedUpRows(self.ids[kept], self.values[kept])
-
-    def in_float64(self) -> "LookedUpRows":
-        """Return the same gradients with values in float64."""
-        return LookedUpRows(self.ids, self.values.double())
+    def each(self, change: Callable[[Tensor], Tensor]) -> "LookedUpRows":
+        """Return the same form, of the images of rows and values."""
+        return LookedUpRows(change(self.ids), change(self.values))
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total, with w_i v_it added to row id_it (modified in place)."""
@@ -201,13 +194,9 @@ class Tied(PerSampleGradient):
         # inner products over the same dimension, and one product more.
         return (self.products.squared_norms() + self.rows.squared_norms() + 2 * cross).clamp(min=0.0)
 
-    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "Tied":
-        """Return the gradients of the examples that are kept."""
-        return Tied(self.products.of_examples(kept), self.rows.of_examples(kept))
-
-    def in_float64(self) -> "Tied":
-        """Return the same gradients with both parts in float64."""
-        return Tied(self.products.in_float64(), self.rows.in_float64())
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Tied":
+        """Return the same form, of both parts' images."""
+        return Tied(self.products.each(change), self.rows.each(change))
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + the weighted sum of both parts (modified in place)."""
