@@ -2,7 +2,7 @@
 
 - optimizer: Algorithm 3: `update` for one tensor, and `step` for all
 - checks: what it refuses
-- filter_stage, low_pass, adaptive_fir: its filter: a fixed one, and one that follows the gradients
+- low_pass, adaptive_fir: its filter: a fixed one, and one that follows the gradients
 - galore: its subspaces
 - one_pass: `update` in one pass over memory
 - rounding, state: bfloat16 second moments; checkpoints without loss

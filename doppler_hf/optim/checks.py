@@ -5,8 +5,9 @@ from typing import Any, Final
 
 import torch
 
-from doppler_hf.optim.filter_stage import FilterStage
+from doppler_hf.optim.adaptive_fir import OptimalFIR
 from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTOR_SOURCES, PROJECTORS, has_projected
+from doppler_hf.optim.low_pass import FixedFilter
 from doppler_hf.optim.state import BASES
 
 RANK_WITHOUT_EFFECT: Final = "rank must be below the shorter side of some matrix, got {}, and no parameter is one. Lower it."
@@ -15,7 +16,7 @@ GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale"
 
 def check_constants(
     *,
-    low_pass_filter: FilterStage,
+    low_pass_filter: FixedFilter | OptimalFIR,
     base: str,
     beta2: float,
     eps: float,
@@ -58,7 +59,7 @@ def check_constants(
 
 
 def check_group(
-    group: dict[str, Any], *, own: set[str], low_pass_filter: FilterStage, state_dtype: torch.dtype | None
+    group: dict[str, Any], *, own: set[str], low_pass_filter: FixedFilter | OptimalFIR, state_dtype: torch.dtype | None
 ) -> None:
     """Refuse a parameter group with options outside their range, or without effect.
 

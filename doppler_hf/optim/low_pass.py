@@ -11,8 +11,9 @@ In float32 the rounding of the states grows with the order and with 1/cutoff: ab
 the paper, 1e-2 for a Butterworth filter of order 4 at 0.02 of Nyquist. Prefer a lower order to a very low cutoff.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import Any, Final, final
 
 import torch
 from jaxtyping import Float
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.linalg import in_float32
+from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 
 
 def low_pass(
@@ -94,3 +96,50 @@ def padded_coefficients(low_pass_filter: LowPassFilter) -> tuple[tuple[float, ..
     """
     b, a = low_pass_filter.b, low_pass_filter.a
     return b, a + (0.0,) * (len(b) - len(a))
+
+
+@final
+class FixedFilter:
+    """A `LowPassFilter` as `DopplerOptimizer` asks it; an `OptimalFIR`, which follows the gradients, answers the same.
+
+    It keeps its states with each parameter's. A step of a parameter begins (`begin`, which returns c_t), then `advance` makes
+    m_t of g_t, for the whole or slice by slice; the step of a group ends with `end`. Only a fixed filter, which is linear
+    with coefficients that stay, may have its states rotated, or be compiled.
+
+    Attributes:
+        order: How many tensors it keeps for each parameter.
+    """
+
+    is_fixed: Final = True
+
+    def __init__(self, low_pass_filter: LowPassFilter) -> None:
+        self.order = low_pass_filter.order
+        self._coefficients = padded_coefficients(low_pass_filter)
+
+    def new_group(self) -> dict[str, Any]:
+        """Return what it adds to the options of a parameter group: nothing."""
+        return {}
+
+    def new_state(self, zeros: Callable[[], Tensor]) -> dict[str, Any]:
+        """Return the states of filter and step response; the latter too, since a parameter may begin later than others."""
+        return {"filter_states": [zeros() for _ in range(self.order)], "bias_states": [0.0] * self.order}
+
+    def coefficients(self, group: dict[str, Any]) -> Coefficients:
+        """Return the last argument of `advance` for the parameters of a group: (b, a)."""
+        return self._coefficients
+
+    def begin(self, state: dict[str, Any], group: dict[str, Any], *, noise_std: float) -> float:
+        """Begin a step of one parameter, whose state is modified in place, and return c_t, what `advance` makes of ones."""
+        b, a = self._coefficients
+        return bias_correction(state["bias_states"], b=b, a=a)
+
+    @staticmethod
+    def advance(
+        grad: Float[Tensor, "*shape"], tensors: ParameterTensors, coefficients: Coefficients
+    ) -> Float[Tensor, "*shape"]:
+        """Return m_t from g_t, in float32 at least (the states modified in place)."""
+        b, a = coefficients
+        return low_pass(grad, tensors.filter_states, b=b, a=a)
+
+    def end(self, group: dict[str, Any], states: Sequence[dict[str, Any]], *, noise_std: float) -> None:
+        """End a step of a group with these states of its parameters: nothing is left to do."""

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from doppler_hf.filters import LowPassFilter
-from doppler_hf.optim.filter_stage import FixedFilter
-from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
+from doppler_hf.optim.low_pass import FixedFilter, bias_correction, low_pass, padded_coefficients
 from doppler_hf.optim.optimizer import DopplerOptimizer
 from doppler_hf.optim.state import dense, full_dtype, loaded
 

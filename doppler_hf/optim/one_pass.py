@@ -74,7 +74,7 @@ class StepConstants:
     """What a step is made with, apart from the tensors. The corrections of the zero start have been taken into it.
 
     Attributes:
-        advance: Of the filter; see `filter_stage`.
+        advance: Of the filter; see `low_pass.FixedFilter`.
         coefficients: Of the filter, and the last argument of `advance`.
         beta2: Decay of the second moment.
         step_size: lr / c_t, and √k_t times that where there is a second moment; k_t = 1 - β₂ᵗ.

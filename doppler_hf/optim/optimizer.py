@@ -26,7 +26,6 @@ from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.linalg import in_float32, is_wide, project
 from doppler_hf.optim.adaptive_fir import OptimalFIR
 from doppler_hf.optim.checks import RANK_WITHOUT_EFFECT, check_constants, check_group
-from doppler_hf.optim.filter_stage import filter_stage
 from doppler_hf.optim.galore import (
     PROJECTOR_SOURCES,
     BasisChange,
@@ -38,6 +37,7 @@ from doppler_hf.optim.galore import (
     is_projected,
     renew_basis,
 )
+from doppler_hf.optim.low_pass import FixedFilter
 from doppler_hf.optim.one_pass import Advance, OnePass, ParameterTensors, StepConstants
 from doppler_hf.optim.rounding import store
 from doppler_hf.optim.state import BASES, Base, dense, full_dtype, loaded, refuse_other_group, refuse_other_state
@@ -175,7 +175,7 @@ class DopplerOptimizer(Optimizer):
         state_dtype: torch.dtype | None = None,
         compiled: bool | None = None,
     ) -> None:
-        self._filter = filter_stage(low_pass_filter)
+        self._filter = FixedFilter(low_pass_filter) if isinstance(low_pass_filter, LowPassFilter) else low_pass_filter
         check_constants(
             low_pass_filter=self._filter,
             base=base,

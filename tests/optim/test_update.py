@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.optim.filter_stage import FixedFilter
-from doppler_hf.optim.low_pass import low_pass, padded_coefficients
+from doppler_hf.optim.low_pass import FixedFilter, low_pass, padded_coefficients
 from doppler_hf.optim.one_pass import ParameterTensors, StepConstants
 from doppler_hf.optim.optimizer import update
 

@@ -35,7 +35,6 @@ CHECKED = (
 # What is called for every parameter or layer of every step: a check is some 40 µs, and there are a million in the suite.
 TOO_BUSY = (
     "doppler_hf.linalg",
-    "doppler_hf.optim.filter_stage",
     "doppler_hf.optim.one_pass",
     "doppler_hf.optim.optimizer",
     "doppler_hf.privacy.clipping.engine",

@@ -5,7 +5,6 @@
 - book: the notes of the layers for it
 - factored: the forms of a per-sample gradient
 - torch_layers, host_layers, other_layers: rules for the layers of torch, of transformers and PEFT, and for all others
-- unbatched: functions of parameters alone, whose output has no batch
 - refused_layers: layers that mix examples
 - self_check: a comparison of the engine with plain autograd
 """

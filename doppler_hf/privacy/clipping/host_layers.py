@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.book import Book, repeated
 from doppler_hf.privacy.clipping.refused_layers import substituted
 from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
-from doppler_hf.privacy.clipping.unbatched import repeated
 
 
 def dora(

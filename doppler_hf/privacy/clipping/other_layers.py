@@ -6,7 +6,7 @@
 * **Opacus's samplers**, for torch's layers without a rule here, or for all layers with the engine "opacus";
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
 
-Functions of parameters alone, whose output has no batch, are treated in `unbatched.repeated`.
+Functions of parameters alone, whose output has no batch, are treated in `book.repeated`.
 """
 
 import warnings
@@ -20,9 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.book import Book, repeated
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
-from doppler_hf.privacy.clipping.unbatched import repeated
 
 # The errors that a layer may raise when it is called in a way for which it was not written.
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
