@@ -61,7 +61,7 @@ def test_the_core_trains_without_the_extras(tmp_path):
         ledger = PrivacyLedger.load(tmp_path / kind / LEDGER_NAME)
         assert (ledger.private, ledger.steps_run) == (True, 2)
         assert (tmp_path / kind / "model.safetensors").exists()
-        assert "differential privacy: end" in (tmp_path / kind / "README.md").read_text()
+        assert "## Differential privacy" in (tmp_path / kind / "README.md").read_text()
 
 
 def test_require_names_all_that_is_missing(monkeypatch):

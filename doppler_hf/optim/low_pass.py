@@ -102,9 +102,9 @@ def padded_coefficients(low_pass_filter: LowPassFilter) -> tuple[tuple[float, ..
 class FixedFilter:
     """A `LowPassFilter` as `DopplerOptimizer` asks it; an `OptimalFIR`, which follows the gradients, answers the same.
 
-    It keeps its states with each parameter's. A step of a parameter begins (`begin`, which returns c_t), then `advance` makes
-    m_t of g_t, for the whole or slice by slice; the step of a group ends with `end`. Only a fixed filter, which is linear
-    with coefficients that stay, may have its states rotated, or be compiled.
+    It keeps its states with each parameter's. A step of a parameter begins (`begin`, which returns c_t), then `advance`
+    turns g_t into m_t, for the whole or slice by slice; the step of a group ends with `end`. Only a fixed filter, which is
+    linear with coefficients that stay, may have its states rotated, or be compiled.
 
     Attributes:
         order: How many tensors it keeps for each parameter.

@@ -6,16 +6,11 @@ hyper-parameters.
 
 import re
 from pathlib import Path
-from typing import Final
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import terms_in_words
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.training_args import DopplerTrainingArguments
-
-# Comments in Markdown: the text between them is replaced when the section is written again.
-_BEGIN: Final = "<!-- differential privacy: begin, written from the privacy ledger -->"
-_END: Final = "<!-- differential privacy: end -->"
 
 
 def privacy_section(ledger: PrivacyLedger) -> str:
@@ -64,37 +59,9 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 
 
 def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, filter_words: str) -> None:
-    """Add the optimizer and the section on privacy to a card of the host."""
+    """Add the optimizer and the section on privacy to a card that the host has just written anew."""
     weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
     optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}"
     # In the place of the optimizer that the host's own arguments name.
     text = re.sub(r"^- optimizer: .*$", lambda _: f"- optimizer: {optimizer}", path.read_text("utf-8"), flags=re.MULTILINE)
-    path.write_text(text, "utf-8")
-    add_privacy_section(path, ledger)
-
-
-def add_privacy_section(path: str | Path, ledger: PrivacyLedger) -> None:
-    """Write the section into a Markdown file, in the place of an earlier one or else at its end.
-
-    Nothing else in the file changes.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If an earlier section in it has lost its beginning or its end.
-    """
-    path = Path(path)
-    text = path.read_bytes().decode("utf-8")  # which keeps the line ends
-    newline = "\r\n" if "\r\n" in text else "\n"
-    section = f"{_BEGIN}\n{privacy_section(ledger)}{_END}".replace("\n", newline)
-    begin, end = text.find(_BEGIN), text.find(_END)
-    if text.count(_BEGIN) != text.count(_END) or text.count(_BEGIN) > 1 or end < begin:
-        raise ValueError(
-            f"{path} must have the lines {_BEGIN!r} and {_END!r} once each, in this order, or not at all, got "
-            f"{text.count(_BEGIN)} and {text.count(_END)} of them. Delete the section with these lines to have it rewritten."
-        )
-    if begin < 0:
-        gap = newline * (0 if not text else 1 if text.endswith(newline) else 2)
-        text = f"{text}{gap}{section}{newline}"
-    else:
-        text = text[:begin] + section + text[end + len(_END) :]
-    path.write_bytes(text.encode("utf-8"))
+    path.write_text(f"{text.rstrip()}\n\n{privacy_section(ledger)}", "utf-8")

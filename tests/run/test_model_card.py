@@ -1,12 +1,11 @@
 """The card says what the ledger says, and writing it touches nothing else in the file."""
 
-import pytest
-
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
-from doppler_hf.run.model_card import add_privacy_section, privacy_section
+from doppler_hf.run.model_card import complete_card, privacy_section
 from tests.support.ledgers import after, all_events, statement
+from tests.support.trainers import arguments
 
-CARD = "---\nlicense: mit\n---\n\n# A model\n\n## Differential privacy\n\nOur own words.\n\n## Usage\n\nσ | ε\n"
+CARD = "---\nlicense: mit\n---\n\n# A model\n\n- seed: 42\n- optimizer: the host's\n\n## Usage\n\nσ | ε\n"
 
 
 def rows(section):
@@ -59,42 +58,10 @@ def test_units_with_a_cap_and_a_private_loss_are_described():
     assert "counted ahead" in table["steps"]
 
 
-@pytest.mark.parametrize("card", [CARD, CARD.rstrip("\n"), "", CARD.replace("\n", "\r\n")])
-def test_the_section_is_added_replaced_and_repeated_without_a_trace(tmp_path, card):
+def test_the_section_ends_the_card_and_nothing_but_the_optimizer_changes(tmp_path):
     path, ledger = tmp_path / "README.md", all_events(private=False)
-    path.write_bytes(card.encode())
-    add_privacy_section(path, ledger)
-    once = path.read_bytes().decode()
-    newline = "\r\n" if "\r\n" in card else "\n"
-    section = privacy_section(ledger).replace("\n", newline)
-    assert once.startswith(card)
-    assert once.count(section) == 1
-    assert once.endswith(newline)
-    assert "\n" not in once.replace(newline, "")
-    add_privacy_section(path, ledger)
-    assert path.read_bytes().decode() == once
-    # Somebody wrote on below it; a later run has another ledger.
-    path.write_bytes((once + "The end." + newline).encode())
-    later = all_events(private=False)
-    add_privacy_section(str(path), later)
-    expected = once.replace(section, privacy_section(later).replace("\n", newline))
-    assert path.read_bytes().decode() == expected + "The end." + newline
-    assert ledger.head not in path.read_text()
-
-
-@pytest.mark.parametrize("kept", [0, 1])
-def test_a_section_that_lost_an_end_is_refused_and_the_file_left_alone(tmp_path, kept):
-    path, ledger = tmp_path / "README.md", all_events(private=False)
-    path.write_text("")
-    add_privacy_section(path, ledger)
-    frame = [line for line in path.read_text().splitlines() if line.startswith("<!--")]
-    for text in (frame[kept], "\n".join(reversed(frame)), "\n".join(2 * frame)):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="Delete the section"):
-            add_privacy_section(path, ledger)
-        assert path.read_text() == text
-
-
-def test_a_missing_card_is_not_made_up(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        add_privacy_section(tmp_path / "README.md", all_events(private=False))
+    path.write_text(CARD)
+    complete_card(path, arguments(tmp_path), ledger=ledger, filter_words="none, noise power × 1")
+    optimizer = "- optimizer: adam_bc, of doppler_hf; filter: none, noise power × 1"
+    expected = CARD.replace("- optimizer: the host's", optimizer) + "\n" + privacy_section(ledger)
+    assert path.read_text() == expected
