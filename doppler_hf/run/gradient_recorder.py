@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.filters import LowPassFilter, corrected_output, estimate_power, step_response
-from doppler_hf.run.projection import KINDS, TABLE_WIDTH, Kind, Projection
+from doppler_hf.run.projection import TABLE_WIDTH, Projection
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -31,19 +31,18 @@ class GradientRecorder(TrainerCallback):
 
     Args:
         dimensions: k, the number of values kept of a gradient. The estimate of the signal's power has a relative standard
-            deviation of at most about √(2/k) over the seed, unless few coordinates hold most of it ("projection").
-        kind: The kind of map to these values: ``"projection"`` or ``"coordinates"``.
+            deviation of at most about √(2/k) over the seed, unless few coordinates hold most of it.
         record_raw: Whether to keep the clipped gradient before noise too. It is NOT private, as the ledger then states.
-        seed: The seed of the projection, or of the choice of coordinates. It is public, and independent of the noise.
+        seed: The seed of the projection. It is public, and independent of the noise.
 
     Attributes:
         noise_std: Standard deviation of the noise in each number recorded, σ_DP √(d/k); 0 before training.
         low_pass_filter: The run's filter.
 
     Raises:
-        ValueError: If `dimensions` is out of range, or `kind` unknown. When training begins, if the run's gradients are not
-            private, its noise is not white (GaLore, or shaped), its filter changes, it has fewer parameters than dimensions,
-            or several processes with `record_raw`.
+        ValueError: If `dimensions` is out of range. When training begins, if the run's gradients are not private, its noise
+            is not white (GaLore, or shaped), its filter changes, it has fewer parameters than dimensions, or several
+            processes with `record_raw`.
 
     Example:
         >>> recorder = GradientRecorder(dimensions=64)
@@ -52,13 +51,10 @@ class GradientRecorder(TrainerCallback):
         >>> frequencies, density = power_spectral_density(recorder.private)
     """
 
-    def __init__(self, *, dimensions: int = 256, kind: Kind = "projection", record_raw: bool = False, seed: int = 0) -> None:
+    def __init__(self, *, dimensions: int = 256, record_raw: bool = False, seed: int = 0) -> None:
         if not 1 <= dimensions <= TABLE_WIDTH:
             raise ValueError(f"dimensions must lie in [1, {TABLE_WIDTH}], got {dimensions}.")
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
         self.dimensions = dimensions
-        self.kind: Kind = kind
         self.record_raw = record_raw
         self.seed = seed
         self.noise_std = 0.0
@@ -98,7 +94,6 @@ class GradientRecorder(TrainerCallback):
             private=self.private,
             raw=self._series(self._raw),
             record_raw=self.record_raw,
-            kind=self.kind,
             seed=self.seed,
             noise_std=self.noise_std,
             b=self.low_pass_filter.b,
@@ -111,7 +106,6 @@ class GradientRecorder(TrainerCallback):
         with np.load(path, allow_pickle=False) as file:
             recorder = cls(
                 dimensions=file["private"].shape[1],
-                kind=file["kind"].item(),
                 record_raw=file["record_raw"].item(),
                 seed=file["seed"].item(),
             )
@@ -150,7 +144,7 @@ class GradientRecorder(TrainerCallback):
         number = sum(p.numel() for p in self._parameters.values())
         if self.dimensions > number:
             raise ValueError(f"dimensions must be at most the {number} trained parameters, got {self.dimensions}.")
-        self._projection = Projection(number, dimensions=self.dimensions, kind=self.kind, seed=self.seed)
+        self._projection = Projection(number, dimensions=self.dimensions, seed=self.seed)
         self.noise_std = optimizer.noise_std * (number / self.dimensions) ** 0.5
         self.low_pass_filter = optimizer.low_pass_filter
         self._private, self._raw, self._steps_logged = [], [], 0

@@ -1,28 +1,23 @@
-r"""A small linear image of a gradient: a count sketch, or some of its coordinates.
+r"""A small linear image of a gradient: a count sketch.
 
-A gradient of d coordinates becomes k = `dimensions` numbers, y = P g, with P of one of two kinds:
+A gradient of d coordinates becomes k = `dimensions` numbers, y = P g: every coordinate is added to one of k sums under a
+sign of its own, y_j = Σ_{i: h(i)=j} ε_i g_i (Charikar, Chen and Farach-Colton's count sketch). Coordinate i is in column
+i mod W of a table of width W = min(d, 2^17 - 1). Its sign is the product of a random one for the row and one for the column,
+and the column determines the sum. So P needs one pass over the gradient and d/W + 2W random numbers.
 
-- "projection": every coordinate is added to one of k sums under a sign of its own, y_j = Σ_{i: h(i)=j} ε_i g_i (Charikar,
-  Chen and Farach-Colton's count sketch). Coordinate i is in column i mod W of a table of width W = min(d, 2^17 - 1). Its
-  sign is the product of a random one for the row and one for the column, and the column determines the sum. So P needs
-  one pass over the gradient and d/W + 2W random numbers.
-- "coordinates": k of the coordinates, drawn without replacement, times √(d/k).
-
-Both have E‖P g‖² = ‖g‖² over the public seed. Each coordinate goes into one sum at most, so P turns white noise of standard
-deviation σ into independent noise of total power d σ²: each number has the standard deviation σ √(d/k), in a "projection"
-up to how evenly d coordinates divide by k. P is linear: the filtered gradient's image is the filtered image.
+E‖P g‖² is ‖g‖² over the public seed. Each coordinate goes into one sum, so P turns white noise of standard deviation σ into
+independent noise of total power d σ²: each number has the standard deviation σ √(d/k), up to how evenly d coordinates divide
+by k. P is linear: the filtered gradient's image is the filtered image.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Final, Literal, final, get_args
+from collections.abc import Sequence
+from typing import Final, final
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Kind = Literal["projection", "coordinates"]
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 # A Mersenne prime: no layer's width divides it, so that a matrix's rows and columns do not line up with the table's.
 TABLE_WIDTH: Final = 2**17 - 1
 
@@ -31,38 +26,20 @@ TABLE_WIDTH: Final = 2**17 - 1
 class Projection:
     """The map from a gradient of d coordinates to k numbers; see the module."""
 
-    def __init__(self, number: int, *, dimensions: int, kind: Kind, seed: int) -> None:
+    def __init__(self, number: int, *, dimensions: int, seed: int) -> None:
         # Not torch's generator, from which the model's dropout is drawn.
         generator = np.random.default_rng(seed)
         self._dimensions = dimensions
-        self._scale = 1.0
-        self._is_sketch = kind == "projection"
-        if self._is_sketch:
-            self._width = min(number, TABLE_WIDTH)
-            rows = -(-number // self._width)
-            self._row_signs = torch.from_numpy(generator.choice([-1.0, 1.0], rows).astype(np.float32))
-            self._column_signs = torch.from_numpy(generator.choice([-1.0, 1.0], self._width).astype(np.float32))
-            # Each sum has as many columns as the others, up to one.
-            self._sums = torch.from_numpy(generator.permutation(self._width) % dimensions)
-        else:
-            self._chosen = torch.from_numpy(np.sort(generator.choice(number, dimensions, replace=False)))
-            self._scale = (number / dimensions) ** 0.5
+        self._width = min(number, TABLE_WIDTH)
+        rows = -(-number // self._width)
+        self._row_signs = torch.from_numpy(generator.choice([-1.0, 1.0], rows).astype(np.float32))
+        self._column_signs = torch.from_numpy(generator.choice([-1.0, 1.0], self._width).astype(np.float32))
+        # Each sum has as many columns as the others, up to one.
+        self._sums = torch.from_numpy(generator.permutation(self._width) % dimensions)
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Float[Tensor, "..."]]) -> Float[np.ndarray, " dimensions"]:
         """Return P g in float32, where g is the concatenation of these tensors."""
-        image = self._sketch(tensors) if self._is_sketch else self._coordinates(tensors)
-        return image.cpu().numpy()
-
-    def _coordinates(self, tensors: Iterable[Float[Tensor, "..."]]) -> Float[Tensor, " dimensions"]:
-        first, kept = 0, []
-        for tensor in tensors:
-            here = (self._chosen >= first) & (self._chosen < first + tensor.numel())
-            kept.append(tensor.reshape(-1)[(self._chosen[here] - first).to(tensor.device)].cpu())
-            first += tensor.numel()
-        return torch.cat(kept).float() * self._scale
-
-    def _sketch(self, tensors: Sequence[Float[Tensor, "..."]]) -> Float[Tensor, " dimensions"]:
         table = torch.zeros(self._width, device=tensors[0].device)
         first = 0
         for tensor in tensors:
@@ -78,7 +55,8 @@ class Projection:
             self._add(table, flat[begun + whole * self._width :], at=first + begun + whole * self._width)
             first += len(flat)
         signed = table * self._column_signs.to(table)
-        return torch.zeros(self._dimensions, device=table.device).index_add_(0, self._sums.to(table.device), signed)
+        image = torch.zeros(self._dimensions, device=table.device).index_add_(0, self._sums.to(table.device), signed)
+        return image.cpu().numpy()
 
     def _add(self, table: Float[Tensor, " width"], part: Float[Tensor, " part"], *, at: int) -> None:
         """Add part of a row, which begins with coordinate `at` (table modified in place)."""

@@ -15,8 +15,8 @@ from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
 from tests.support.trainers import Recorder, trainer_of
 
 
-def projection(number, *, kind="projection", seed=0, dimensions=8):
-    return Projection(number, dimensions=dimensions, kind=kind, seed=seed)
+def projection(number, *, seed=0, dimensions=8):
+    return Projection(number, dimensions=dimensions, seed=seed)
 
 
 def matrix(number, **options):
@@ -47,10 +47,9 @@ def test_a_projection_adds_every_coordinate_to_one_sum_under_a_sign():
 
 
 @pytest.mark.usefixtures("width")
-@pytest.mark.parametrize("kind", ["projection", "coordinates"])
-def test_a_gradient_in_pieces_is_the_gradient_in_one(kind):
-    image, gradient = projection(60, kind=kind), torch.arange(60.0) ** 1.5
-    expected = matrix(60, kind=kind) @ gradient.double().numpy()
+def test_a_gradient_in_pieces_is_the_gradient_in_one():
+    image, gradient = projection(60), torch.arange(60.0) ** 1.5
+    expected = matrix(60) @ gradient.double().numpy()
     for sizes in ([60], [1, 59], [13, 13, 34], [5, 40, 2, 13], [26, 30, 4]):
         pieces = list(gradient.split(sizes))
         pieces[-1] = pieces[-1].view(2, -1) if len(pieces[-1]) % 2 == 0 else pieces[-1]
@@ -58,22 +57,14 @@ def test_a_gradient_in_pieces_is_the_gradient_in_one(kind):
 
 
 @pytest.mark.usefixtures("width")
-@pytest.mark.parametrize("kind", ["projection", "coordinates"])
-def test_norms_are_kept_in_the_mean_over_seeds(kind):
+def test_norms_are_kept_in_the_mean_over_seeds():
     # The worst that a table can be given: its rows are all alike.
     gradient = torch.tensor([3.0, *[1.0] * 59])
-    squares = [np.sum(projection(60, kind=kind, seed=seed)([gradient]).astype(float) ** 2) for seed in range(2000)]
+    squares = [np.sum(projection(60, seed=seed)([gradient]).astype(float) ** 2) for seed in range(2000)]
     error = np.std(squares) / math.sqrt(2000)
     # Five and a half standard errors: 4e-8 of false alarm.
     assert abs(np.mean(squares) - 68) < 5.5 * error
     assert error < 2
-
-
-def test_coordinates_are_chosen_ones():
-    chosen = matrix(60, kind="coordinates")
-    assert np.count_nonzero(chosen) == 8
-    np.testing.assert_allclose(chosen[chosen != 0], math.sqrt(60 / 8), rtol=1e-6, atol=0)
-    assert np.count_nonzero(chosen.sum(axis=0)) == 8
 
 
 def test_the_seed_says_which_and_the_global_generator_is_left_alone():
@@ -106,14 +97,13 @@ class Sums:
         return self.privatize(sums, **options)
 
 
-@pytest.mark.parametrize("kind", ["projection", "coordinates"])
-def test_every_private_gradient_is_recorded_and_filtered_as_by_the_optimizer(tmp_path, kind):
-    recorder, witness = GradientRecorder(dimensions=32, kind=kind), Recorder()
+def test_every_private_gradient_is_recorded_and_filtered_as_by_the_optimizer(tmp_path):
+    recorder, witness = GradientRecorder(dimensions=32), Recorder()
     trainer = trainer_of(
         tmp_path, callbacks=[recorder, witness], low_pass_filter="second-order", base_optimizer="sgd", max_steps=5
     )
     trainer.train()
-    image = projection(len(witness.gradients[0]), kind=kind, dimensions=32)
+    image = projection(len(witness.gradients[0]), dimensions=32)
     private = np.stack([image([gradient]) for gradient in witness.gradients])
     assert recorder.private.shape == (5, 32)
     np.testing.assert_allclose(recorder.private, private, rtol=1e-4, atol=1e-4)
@@ -156,7 +146,7 @@ def test_the_raw_gradient_is_what_the_noise_is_added_to(tmp_path, monkeypatch):
     loaded = GradientRecorder.load(path)
     for name in ("private", "filtered", "raw"):
         np.testing.assert_array_equal(getattr(loaded, name), getattr(recorder, name))
-    for name in ("dimensions", "kind", "record_raw", "seed", "noise_std", "low_pass_filter"):
+    for name in ("dimensions", "record_raw", "seed", "noise_std", "low_pass_filter"):
         assert getattr(loaded, name) == getattr(recorder, name)
 
 
@@ -209,7 +199,6 @@ def test_a_second_training_begins_a_new_recording(tmp_path):
     [
         ({"dimensions": 0}, r"dimensions must lie in \[1, 131071\], got 0"),
         ({"dimensions": 2**17}, r"dimensions must lie in \[1, 131071\], got 131072"),
-        ({"kind": "pca"}, "kind must be one of projection, coordinates, got 'pca'"),
     ],
 )
 def test_a_recorder_of_nothing_is_refused(options, message):
