@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar, Final, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -55,7 +55,6 @@ class OptimalFIR:
 
     taps: int
     update_gap: int = DEFAULT_UPDATE_GAP
-    is_fixed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.taps, Integral) or self.taps < 2:

@@ -13,7 +13,7 @@ the paper, 1e-2 for a Butterworth filter of order 4 at 0.02 of Nyquist. Prefer a
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -109,8 +109,6 @@ class FixedFilter:
     Attributes:
         order: How many tensors it keeps for each parameter.
     """
-
-    is_fixed: Final = True
 
     def __init__(self, low_pass_filter: LowPassFilter) -> None:
         self.order = low_pass_filter.order

@@ -176,19 +176,6 @@ class DopplerOptimizer(Optimizer):
         compiled: bool | None = None,
     ) -> None:
         self._filter = FixedFilter(low_pass_filter) if isinstance(low_pass_filter, LowPassFilter) else low_pass_filter
-        check_constants(
-            low_pass_filter=self._filter,
-            base=base,
-            beta2=beta2,
-            eps=eps,
-            floor=floor,
-            noise_std=noise_std,
-            basis_change=basis_change,
-            projector=projector,
-            projector_source=projector_source,
-            state_dtype=state_dtype,
-            compiled=compiled,
-        )
         # These are attributes and no group options: load_state_dict replaces the groups by those of the checkpoint,
         # and with them it would silently put back the noise_std of an earlier run, which is wrong as soon as the
         # privacy arguments have changed.
@@ -203,6 +190,7 @@ class DopplerOptimizer(Optimizer):
         self.noise_std = noise_std
         self.eps = eps
         self._floor = floor
+        check_constants(self, floor=floor)
         options = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, options | {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale})
         if rank is not None and not any(has_projected(group) for group in self.param_groups):
@@ -226,7 +214,7 @@ class DopplerOptimizer(Optimizer):
         super().add_param_group(param_group)
         added = self.param_groups[-1]  # only now are its parameters a list, and the defaults in it
         try:
-            check_group(added, own=own, low_pass_filter=self._filter, state_dtype=self.state_dtype)
+            check_group(self, added, own=own)
         except ValueError:
             del self.param_groups[-1]
             raise
@@ -363,7 +351,7 @@ class DopplerOptimizer(Optimizer):
     @functools.cached_property
     def _one_pass(self) -> OnePass:
         numel = sum(p.numel() for group in self.param_groups for p in group["params"])
-        is_worth_it = self._filter.is_fixed and numel >= WORTH_COMPILING
+        is_worth_it = isinstance(self.low_pass_filter, LowPassFilter) and numel >= WORTH_COMPILING
         return OnePass(update, compiled=is_worth_it if self.compiled is None else self.compiled)
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
