@@ -19,12 +19,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.ledger.lock import WriterLock
-from doppler_hf.privacy.ledger.weights import hashes, stamps
+from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.gradient_recorder import GradientRecorder
-from doppler_hf.run.ledger_callback import PrivacyCallback, leave_ledger_if_true, on_process_0
+from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import optimizer_of
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
@@ -81,16 +79,17 @@ class DopplerTrainer(Trainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
         )  # fmt: skip
         self._disable_dp = args.disable_dp
-        self._locks: dict[Path, WriterLock] = {}
         self._run: PrivateRun | None = None
         self._doppler_optimizer: DopplerOptimizer | None = None
         self._weight_filter = WeightFilterCallback(args.weight_filter)
+        # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
+        self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
         # Before the privacy callback: a run that it refuses to resume must not enter the ledger.
         self.add_callback(self._weight_filter)
         if not args.disable_dp:
             checks.refuse_of_trainer(compute_loss_func, self.optimizer or optimizer_cls_and_kwargs, train_dataset)
             checks.refuse_loss_of_batch(type(self), base=DopplerTrainer)
-            self.privacy = PrivacyCallback(lambda: self.private_run)
+            self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
     # --- the run ------------------------------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ class DopplerTrainer(Trainer):
         # discarded. `prepare` does not change a model that has been prepared.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
         with contextlib.ExitStack() as running:
-            on_process_0(lambda: running.enter_context(self._writer_lock(self.args.output_dir)))
+            on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
             # A new plan: the arguments may have changed since the last run, and what that run spent counts.
             self._run = self._new_run(checkpoint=checkpoint, earlier=self.privacy.earlier_ledger(checkpoint))
             running.enter_context(self._run)
@@ -242,28 +241,12 @@ class DopplerTrainer(Trainer):
         is_checkpoint = _internal_call and output_dir is not None
         with contextlib.ExitStack() as saving:
             if self.is_world_process_zero():
-                saving.enter_context(self._ledger_kept(folder, is_checkpoint=is_checkpoint))
+                step = self.state.global_step if is_checkpoint else None
+                saving.enter_context(self._ledger_keeper.beside_model(folder, self.args, checkpoint_step=step))
             with self._weight_filter.applied():
                 super().save_model(output_dir, _internal_call=_internal_call)
             if is_checkpoint:
                 self._weight_filter.add_to_checkpoint(str(folder), self.args)
-
-    @contextlib.contextmanager
-    def _ledger_kept(self, folder: Path, *, is_checkpoint: bool) -> Iterator[None]:
-        """Bind the ledger to the weights that the block saves, or without one set aside what speaks for others."""
-        home = folder.parent if is_checkpoint else folder
-        with self._writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
-            before = stamps(folder)
-            yield
-            if self.args.disable_dp:
-                leave_ledger_if_true(folder)
-            else:
-                weights = hashes(folder, unless_as=before)
-                self.privacy.save_beside_model(folder, self.args, self.state, weights=weights, is_checkpoint=is_checkpoint)
-
-    def _writer_lock(self, folder: str | Path) -> WriterLock:
-        # One for each folder, so that what is saved during a run is not refused by the run itself.
-        return self._locks.setdefault(Path(folder).resolve(), WriterLock(folder))
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.
@@ -286,13 +269,12 @@ class DopplerTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the host's model card, with the optimizer in use and a section on privacy."""
         super().create_model_card(*args, **kwargs)
-        if not self.args.disable_dp and self.is_world_process_zero():
-            self.privacy.complete_card(self.args)
+        if self.is_world_process_zero():
+            self._ledger_keeper.complete_card(self.args)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""
-        if not self.args.disable_dp:
-            self.privacy.complete_log(logs)
-            for recorder in self._recorders():
-                recorder.add_estimates(logs)
+        self._ledger_keeper.complete_log(logs)
+        for recorder in self._recorders():
+            recorder.add_estimates(logs)
         super().log(logs, start_time)

@@ -4,7 +4,8 @@ It also guards the budget: steps are counted in the ledger before they are compu
 would exceed the target. Only process 0 reads and writes ledgers, and only one run at a time writes that of a folder.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
+from doppler_hf.privacy.ledger.lock import WriterLock
+from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, optimizer_in_words
 from doppler_hf.run.private_run import PrivateRun
@@ -33,6 +36,7 @@ class PrivacyCallback(TrainerCallback):
 
     def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
         self._current_run = current_run
+        self._locks: dict[Path, WriterLock] = {}
         self.filter_words = ""
         self.ledger: PrivacyLedger | None = None
 
@@ -103,37 +107,43 @@ class PrivacyCallback(TrainerCallback):
         """Count the release of the private gradient, which callbacks can read from here on."""
         self._current_run().count_release()
 
-    def save_beside_model(
-        self,
-        folder: Path,
-        args: DopplerTrainingArguments,
-        state: TrainerState,
-        *,
-        weights: Mapping[str, str],
-        is_checkpoint: bool,
-    ) -> None:
-        """Bind the ledger to weights that were saved, and put it beside them.
+    def writer_lock(self, folder: str | Path) -> WriterLock:
+        """Return the lock of a folder: always the same, so that what is saved during a run is not refused by the run."""
+        return self._locks.setdefault(Path(folder).resolve(), WriterLock(folder))
+
+    @contextlib.contextmanager
+    def beside_model(
+        self, folder: Path, args: DopplerTrainingArguments, *, checkpoint_step: int | None = None
+    ) -> Iterator[None]:
+        """Bind the ledger to the weights that the block saves, and put it beside them.
 
         Args:
-            folder: The folder of the weights. A ledger of an earlier training there is set aside.
+            folder: The folder of the weights. A ledger there that does not speak for them is set aside.
             args: The arguments.
-            state: The state of the training.
-            weights: The SHA-256 of the weight files that were written, by name.
-            is_checkpoint: Whether the folder is a checkpoint, which the host pushes to the hub next.
+            checkpoint_step: The optimizer step if the folder is a checkpoint, which the host pushes to the hub next.
         """
-        ledger = self.ledger
-        if ledger is None:
-            leave_ledger_if_true(folder)
-            return
-        if is_checkpoint:
-            ledger.checkpoint(state.global_step)
-        is_new = ledger.speak_for(weights)
-        if is_checkpoint:
-            ledger.save(args.output_dir)
-        set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
-        ledger.save(folder)
-        if is_new and not is_checkpoint:
-            print(f"The last hash of {folder / LEDGER_NAME}, which speaks for the weights beside it, is {ledger.head}.")
+        home = folder if checkpoint_step is None else folder.parent
+        with self.writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
+            before = stamps(folder)
+            yield
+            ledger = self.ledger
+            if ledger is None:
+                aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
+                if aside is not None:
+                    print(
+                        f"The ledger of an earlier training in {folder} is now {aside.name}: it does not speak for these "
+                        "weights."
+                    )
+                return
+            if checkpoint_step is not None:
+                ledger.checkpoint(checkpoint_step)
+            is_new = ledger.speak_for(hashes(folder, unless_as=before))
+            if checkpoint_step is not None:
+                ledger.save(args.output_dir)
+            set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
+            ledger.save(folder)
+            if is_new and checkpoint_step is None:
+                print(f"The last hash of {folder / LEDGER_NAME}, which speaks for the weights beside it, is {ledger.head}.")
 
     def complete_log(self, logs: dict[str, float]) -> None:
         """Add ε so far to the log of an evaluation, and drop a training loss that is not reported (modified in place)."""
@@ -200,10 +210,3 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
     return [own, *above]
-
-
-def leave_ledger_if_true(folder: Path) -> None:
-    """Set the ledger of a folder aside if other weights than it speaks for were saved there."""
-    aside = set_aside(folder, unless=lambda ledger: not ledger.unknown_weights(folder))
-    if aside is not None:
-        print(f"The ledger of an earlier training in {folder} is now {aside.name}: it does not speak for these weights.")
