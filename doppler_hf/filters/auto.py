@@ -26,6 +26,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import scipy.optimize
+
 from doppler_hf.filters.design import PAPER_FILTERS, butterworth, positive_integer
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.spectrum import check_noise
@@ -96,12 +98,8 @@ def _steps_at_full_speed(steps: int, learning_rates: Sequence[float] | None) -> 
 
 
 def _best_delay(target: float) -> float:
-    """Return the root D ≥ 0 of D (2D + 1)² = target, by bisection between 0 and where 4 D³ alone exceeds it."""
-    low, high = 0.0, (target / 4) ** (1 / 3)
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if middle * (2 * middle + 1) ** 2 < target else (low, middle)
-    return high
+    """Return the root D ≥ 0 of D (2D + 1)² = target, between 0 and where 4 D³ alone exceeds it."""
+    return float(scipy.optimize.brentq(lambda delay: delay * (2 * delay + 1) ** 2 - target, 0.0, (target / 4) ** (1 / 3)))
 
 
 def _three_digits_up(value: float) -> float:
