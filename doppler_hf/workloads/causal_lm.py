@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -11,7 +11,7 @@ from doppler_hf.workloads.arguments import refuse_without_effect
 from doppler_hf.workloads.data_sources import load_texts
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora
-from doppler_hf.workloads.workload import Workload, load_tokenizer, seed_new_weights
+from doppler_hf.workloads.workload import Workload, load_tokenizer
 
 
 @dataclass
@@ -54,7 +54,7 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
     Raises:
         ValueError: If a split, a file, the column or the model is missing, or the hub cannot be reached.
     """
-    seed_new_weights(training_args)
+    set_seed(training_args.seed)  # for new weights, such as a head's; noise and draws do not follow it
     splits = load_texts(
         args.dataset_name,
         args.dataset_dir,

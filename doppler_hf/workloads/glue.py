@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -10,7 +10,7 @@ from doppler_hf.workloads.data_sources import glue_task, load_glue
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from doppler_hf.workloads.workload import Workload, load_tokenizer, name_classes, seed_new_weights
+from doppler_hf.workloads.workload import Workload, load_tokenizer, name_classes
 
 
 @dataclass
@@ -50,7 +50,7 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
 
     from doppler_hf.workloads.metrics import glue_compute_metrics
 
-    seed_new_weights(training_args)
+    set_seed(training_args.seed)  # for new weights, such as a head's; noise and draws do not follow it
     task = glue_task(args.task_name)
     splits = load_glue(args.task_name, args.dataset_dir)
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification, set_seed
 from transformers.hf_argparser import HfArg
 from transformers.models.vit import ViTImageProcessorPil
 
@@ -12,7 +12,7 @@ from doppler_hf.workloads.arguments import refuse_without_effect
 from doppler_hf.workloads.data_sources import load_images
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora
-from doppler_hf.workloads.workload import Workload, name_classes, seed_new_weights
+from doppler_hf.workloads.workload import Workload, name_classes
 
 
 @dataclass
@@ -57,7 +57,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     """
     from doppler_hf.workloads.metrics import accuracy_from_logits
 
-    seed_new_weights(training_args)
+    set_seed(training_args.seed)  # for new weights, such as a head's; noise and draws do not follow it
     splits = load_images(args.dataset_name, args.dataset_dir)
     label_names = splits["train"].features["label"].names
     if args.model_name_or_path is None:

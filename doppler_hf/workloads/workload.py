@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import AutoTokenizer, EvalPrediction, set_seed
-
-from doppler_hf.training_args import DopplerTrainingArguments
+from transformers import AutoTokenizer, EvalPrediction
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,11 +47,6 @@ class Workload:
             "processing_class": self.processing_class,
             "compute_metrics": self.compute_metrics,
         }
-
-
-def seed_new_weights(training_args: DopplerTrainingArguments) -> None:
-    """Let new weights, such as a head's, follow the public seed. Noise and draws do not."""
-    set_seed(training_args.seed)
 
 
 def load_tokenizer(name_or_path: str) -> Any:
