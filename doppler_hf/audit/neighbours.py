@@ -86,9 +86,7 @@ class NeighbourResult:
             "distances": self.distances.tolist(),
             "couplings": self.couplings.tolist(),
         }
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(values) + "\n")
-        os.replace(temporary, path)
+        path.write_text(json.dumps(values) + "\n")
         return path
 
 

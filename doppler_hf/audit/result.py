@@ -1,7 +1,6 @@
 """The outcome of an audit: a lower bound on ε beside the claim, and the scores and coins that it rests on."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +85,7 @@ class AuditResult:
             "included": self.included.tolist(),
             "scores": self.scores.tolist(),
         }
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(values, ensure_ascii=False) + "\n")
-        os.replace(temporary, path)
+        path.write_text(json.dumps(values, ensure_ascii=False) + "\n")
         return path
 
 

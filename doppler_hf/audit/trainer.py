@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
 from doppler_hf.audit.replay import NoiseReplay
@@ -41,6 +41,7 @@ class AuditTrainer(DopplerTrainer, ABC):
     Attributes:
         included: The coins, shape (num_canaries,).
         scores: The attacker's score of each canary, shape (num_canaries,); higher is more likely included.
+        replayed_noise: The guess at the noise's generator that reproduced it, or None.
 
     Raises:
         ValueError: If the run has no noise or several processes, or canaries cannot be put into the training set.
@@ -94,8 +95,8 @@ class AuditTrainer(DopplerTrainer, ABC):
         self.data_collator = partial(collate_with_canaries, collator=self.data_collator)
         # The host keeps the columns that the model's forward names, and labels.
         self.label_names = [*self.label_names, CANARY_COLUMN]
-        self._watcher = _Watcher(self)
-        self.add_callback(self._watcher)
+        self.replayed_noise: str | None = None
+        self.add_callback(_Watcher(self))
 
     @abstractmethod
     def choose_rows(
@@ -165,11 +166,6 @@ class AuditTrainer(DopplerTrainer, ABC):
         assert self.privacy.ledger is not None
         return self.privacy.ledger.epsilons()
 
-    @property
-    def replayed_noise(self) -> str | None:
-        """The guess at the noise's generator that reproduced it, or None."""
-        return self._watcher.replayed_noise
-
 
 class _Watcher(TrainerCallback):
     """Passes what the run releases on to the attacker."""
@@ -178,27 +174,18 @@ class _Watcher(TrainerCallback):
         self._trainer = trainer
         self._replay: NoiseReplay | None = None
 
-    @property
-    def replayed_noise(self) -> str | None:
-        return None if self._replay is None else self._replay.source
-
-    def on_train_begin(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: DopplerTrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._replay = NoiseReplay(args.seed, mechanism=self._trainer.private_run.mechanism)
         self._trainer.begin_attack()
 
-    def on_pre_optimizer_step(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self._replay is not None
         named = self._trainer.model.named_parameters()
         gradients = {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
         self._trainer.see_gradient(self._replay.without_noise(gradients, step=state.global_step))
+        self._trainer.replayed_noise = self._replay.source
 
-    def on_train_end(
-        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.end_attack()
 
 
