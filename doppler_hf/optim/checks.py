@@ -63,8 +63,8 @@ def check_group(optimizer: "DopplerOptimizer", group: dict[str, Any], *, own: se
         raise ValueError(f"rank must be a whole number of at least 1, got {rank}. Leave it out for no projection.")
     if rank is not None and isinstance(optimizer.low_pass_filter, OptimalFIR):
         raise ValueError(
-            f"rank must be None for {optimizer.low_pass_filter}, which compares gradients of different steps, some of them in "
-            f"another basis, got {rank}. Leave it out, or take a fixed filter."
+            f"rank must be None for {optimizer.low_pass_filter}, which compares gradients of different steps, some of them "
+            f"in another basis, got {rank}. Leave it out, or take a fixed filter."
         )
     if not (isinstance(group["update_proj_gap"], int) and group["update_proj_gap"] >= 1):
         raise ValueError(f"update_proj_gap must be a whole number of at least 1, got {group['update_proj_gap']}.")

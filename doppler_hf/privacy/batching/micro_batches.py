@@ -221,10 +221,10 @@ class PrivateLoader(DataLoader[Any]):
         if max_tokens is not None:
             check_token_budget(sampler.lengths, max_tokens=max_tokens)
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
-        collate = functools.partial(collate_piece, max_tokens=max_tokens, is_weighted=sampler.weights is not None)
+        is_weighted = sampler.weights is not None
         super().__init__(
             DrawnExamples(dataset, sampler.weights),
             batch_sampler=sampler,
-            collate_fn=functools.partial(collate, collator=collator),
+            collate_fn=functools.partial(collate_piece, collator=collator, max_tokens=max_tokens, is_weighted=is_weighted),
             **options,
         )
