@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "privacy": ("linalg filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
     "privacy/ledger": ("privacy.accounting filters.noise_shape", "jsonschema filelock"),
-    "privacy/clipping/host_layers": ("privacy", "torch transformers peft"),
+    "privacy/clipping/host_layers": ("privacy", "jaxtyping torch transformers peft"),
     "privacy/losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),
     "run": ("filters optim privacy training_args", f"{ARRAYS} torch transformers accelerate rich"),

@@ -163,7 +163,7 @@ def rotated(
     """
     change = new.T @ old
 
-    def along_basis(matrix: Tensor, state: Tensor) -> Tensor:
+    def along_basis(matrix: Float[Tensor, "r r"], state: Float[Tensor, "_ _"]) -> Float[Tensor, "_ _"]:
         return (matrix @ state if wide else state @ matrix.T).to(matrix.dtype)
 
     moved = [along_basis(change, state.to(change.dtype)).to(state.dtype) for state in states]

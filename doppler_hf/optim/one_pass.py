@@ -86,10 +86,10 @@ class StepConstants:
     advance: "Advance"
     coefficients: "Coefficients" = ()
     beta2: float = 0.0
-    step_size: float | Tensor = 0.0
-    decay: float | Tensor = 1.0
-    noise_var: float | Tensor = 0.0
-    floor: float | Tensor = 0.0
+    step_size: float | Float[Tensor, ""] = 0.0
+    decay: float | Float[Tensor, ""] = 1.0
+    noise_var: float | Float[Tensor, ""] = 0.0
+    floor: float | Float[Tensor, ""] = 0.0
 
     def with_tensors(self, dtype: torch.dtype, device: torch.device) -> "StepConstants":
         """Return the same with tensors for what differs from step to step; floats would be constants of a program."""

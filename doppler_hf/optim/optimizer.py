@@ -89,7 +89,13 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
         tensors.weight.copy_(x)
 
 
-def subtract(x: Tensor, numerator: Tensor, divisor: Tensor | None, *, factor: float | Tensor) -> None:
+def subtract(
+    x: Float[Tensor, "*shape"],
+    numerator: Float[Tensor, "*shape"],
+    divisor: Float[Tensor, "*shape"] | None,
+    *,
+    factor: float | Float[Tensor, ""],
+) -> None:
     """Take factor · numerator / divisor, or without the latter, from x (modified in place), in one pass for a float."""
     if isinstance(factor, Tensor):
         x.sub_(factor * (numerator if divisor is None else numerator / divisor))

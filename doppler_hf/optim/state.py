@@ -7,6 +7,7 @@ that would round the float32 state to 8 bits, so state is copied from the checkp
 from typing import Any, Final, Literal, get_args
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.optim.galore import PROJECTOR_SOURCES, ProjectorSource
@@ -15,7 +16,7 @@ Base = Literal["sgd", "adam", "adam_bc"]
 BASES: Final[tuple[Base, ...]] = get_args(Base)
 
 
-def dense(grad: Tensor) -> Tensor:
+def dense(grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return the gradient itself.
 
     Raises:

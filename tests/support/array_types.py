@@ -25,7 +25,10 @@ CHECKED = (
     "doppler_hf.privacy.bits",
     "doppler_hf.privacy.clipping.clipped_gradients",
     "doppler_hf.privacy.clipping.factored",
+    "doppler_hf.privacy.clipping.host_layers",
+    "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.self_check",
+    "doppler_hf.privacy.clipping.torch_layers",
     "doppler_hf.privacy.losses",
     "doppler_hf.privacy.noise",
     "doppler_hf.run",
@@ -37,6 +40,8 @@ TOO_BUSY = (
     "doppler_hf.linalg",
     "doppler_hf.optim.one_pass",
     "doppler_hf.optim.optimizer",
+    "doppler_hf.optim.state",
+    "doppler_hf.privacy.clipping.book",
     "doppler_hf.privacy.clipping.engine",
 )
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -72,7 +73,7 @@ class Book:
         self.coupled.clear()
         self.is_conclusive = True
 
-    def passing(self, weight: Tensor) -> Tensor:
+    def passing(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the weight for the gradient of a layer's input: in a check, noise in place of a weight of zeros."""
         # Of most weights the first row tells, and all of them need not be read.
         if self.only_example is None or weight[:1].any() or weight.any():
@@ -93,21 +94,23 @@ class Book:
         if ((of_others > 2.0**-650) & finite).any():
             self.coupled.add(parameter)
 
-    def note_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
-        """Note a use whose gradient is Σ_t left_t right_tᵀ; both of shape (batch, time, ·)."""
+    def note_product(
+        self, parameter: Tensor, left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"]
+    ) -> None:
+        """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
         rule: NormRule = "ghost" if parameter in self._embedded else self._norm_rule
         self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=rule, grams=self._grams))
 
-    def note_sum(self, parameter: Tensor | None, terms: Tensor) -> None:
-        """Note a use whose gradient is the sum over time of `terms`, shape (batch, time, *shape), if it is trained."""
+    def note_sum(self, parameter: Float[Tensor, "*shape"] | None, terms: Float[Tensor, "batch time *shape"]) -> None:
+        """Note a use whose gradient is the sum over time of `terms`, if the parameter is trained."""
         if parameter is not None and parameter.requires_grad:
             self.note(parameter, Dense(in_float32(terms).sum(dim=1)))
 
-    def note_copy(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Note the gradient of a parameter's copies, of any shape with the batch in front."""
+    def note_copy(self, parameter: Tensor, gradient: Float[Tensor, "batch ..."]) -> None:
+        """Note the gradient of a parameter's copies, one for each example."""
         self.note(parameter, Dense(in_float32(gradient).reshape(len(gradient), *parameter.shape)))
 
-    def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+    def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "batch ..."]:
         """Return a stand-in for the parameter with one copy per example, shape (batch, *shape)."""
         assert self.batch_size is not None
         copy = parameter.detach().view(shape).expand(self.batch_size, *shape).requires_grad_()
@@ -117,7 +120,7 @@ class Book:
 
 def repeated(
     book: Book, parameters: Mapping[str, nn.Parameter], output_of: Callable[[Mapping[str, Tensor]], Tensor]
-) -> Tensor:
+) -> Float[Tensor, "batch ..."]:
     """Return a function of parameters alone, shape (1, …), once for each example, shape (batch, …).
 
     Such an output, of learned positions or T5's position bias, is broadcast over the batch later. Here each example's
@@ -134,7 +137,7 @@ class _Repeated(torch.autograd.Function):
         output_of: Callable[[Mapping[str, Tensor]], Tensor],
         names: tuple[str, ...],
         *parameters: nn.Parameter,
-    ) -> Tensor:
+    ) -> Float[Tensor, "batch ..."]:
         assert book.batch_size is not None
         ctx.book, ctx.parameters = book, parameters
         with torch.enable_grad():
@@ -144,7 +147,7 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: Float[Tensor, "batch ..."]) -> tuple[None, ...]:
         # Linear in the gradient of the output, so every example's is back-propagated separately.
         gradients = torch.autograd.grad(ctx.output, ctx.leaves, grad.unsqueeze(1), is_grads_batched=True, retain_graph=True)
         for parameter, gradient in zip(ctx.parameters, gradients, strict=True):

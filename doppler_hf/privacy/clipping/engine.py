@@ -111,7 +111,9 @@ class BookKeepingEngine:
             book.only_example = None
             self._not_batched.clear()
 
-    def _back_propagate(self, loss: Tensor, trainable: Mapping[str, nn.Parameter], *, retain_graph: bool = False) -> None:
+    def _back_propagate(
+        self, loss: Float[Tensor, ""], trainable: Mapping[str, nn.Parameter], *, retain_graph: bool = False
+    ) -> None:
         """Fill the book, and leave no ordinary gradients."""
         book = self._book
         book.uses.clear()
@@ -125,7 +127,7 @@ class BookKeepingEngine:
             if parameter.grad is not None:
                 raise ValueError(self._unexplained(name))
 
-    def _check_that_examples_are_apart(self, losses: Tensor, trainable: Mapping[str, nn.Parameter]) -> None:
+    def _check_that_examples_are_apart(self, losses: Float[Tensor, " batch"], trainable: Mapping[str, nn.Parameter]) -> None:
         """Check that the losses of the first and the last example have no gradient in other examples' rows of any layer.
 
         A first dimension that equals the batch size need not be the batch, and a loss may depend on the whole batch. Both
@@ -209,7 +211,7 @@ class BookKeepingEngine:
             self._cleanup.callback(module.__dict__.__setitem__, method, before)
 
 
-def leaves_of(losses: Tensor) -> set[Tensor]:
+def leaves_of(losses: Float[Tensor, " batch"]) -> set[Tensor]:
     """Return the tensors whose `.grad` a backward pass would write."""
     leaves, seen, ahead = set(), set(), [losses.grad_fn]
     while ahead:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -17,15 +18,15 @@ from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
 def dora(
     book: Book,
     module: Any,
-    x: Tensor,
+    x: Float[Tensor, "batch *time q"],
     *,
     lora_A: nn.Module,
     lora_B: nn.Module,
     scaling: float,
     base_layer: Any,
-    base_result: Tensor | None = None,
+    base_result: Float[Tensor, "batch *time p"] | None = None,
     adapter_name: str = "default",
-) -> Tensor:
+) -> Float[Tensor, "batch *time p"]:
     """Compute Y = m/n · (W x + s·BA x) − W x, n the row norms of W + s·BA, without their gradient (Liu et al. 2024, §4.3).
 
     PEFT adds this to W x. Its own forward flattens m, so that there could not be one copy per example.
@@ -60,7 +61,7 @@ def has_relative_bias(module: nn.Module) -> bool:
 
 def relative_bias(
     book: Book, name: str, module: Any, compute_bias: Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> Tensor:
+) -> Float[Tensor, "rows heads queries keys"]:
     """Return the bias of shape (1, heads, length, length), once for each example.
 
     The look-up inside has no batch dimension, and its first dimension may equal the batch size by chance.
@@ -69,7 +70,7 @@ def relative_bias(
     if not book.is_watching:
         return compute_bias(*args, **kwargs)
 
-    def bias_of(parameters: Mapping[str, Tensor]) -> Tensor:
+    def bias_of(parameters: Mapping[str, Tensor]) -> Float[Tensor, "1 heads queries keys"]:
         with book.unwatched(), substituted(table, parameters):
             return compute_bias(*args, **kwargs)
 

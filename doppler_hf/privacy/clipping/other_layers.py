@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from opacus.grad_sample import GradSampleHooks
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -171,8 +172,8 @@ class LayerWithoutRule:
 
     def per_sample_gradients(
         self, values: Sequence[Any], spec: Any, names: Sequence[str], gradients: Sequence[Tensor]
-    ) -> Mapping[str, Tensor]:
-        """Return the gradient of each example by parameter, shape (batch, *shape), from the gradients of the outputs."""
+    ) -> Mapping[str, Float[Tensor, "batch ..."]]:
+        """Return the gradient of each example by parameter, from the gradients of the outputs."""
         module = self._module
         args, kwargs = pytree.tree_unflatten(list(values), spec)
         if self._sampler is not None and len(args) == len(gradients) == 1 and not kwargs:
@@ -211,7 +212,7 @@ class LayerWithoutRule:
 
     def _hold_against_autograd(
         self,
-        of_examples: Mapping[str, Tensor],
+        of_examples: Mapping[str, Float[Tensor, "batch ..."]],
         own: Mapping[str, Tensor],
         args: Any,
         kwargs: Any,
@@ -234,7 +235,7 @@ class LayerWithoutRule:
         # Gradients of zero, as before weights of zero, would agree whatever the layer does.
         self._is_held_against_autograd = any(bool(gradient.any()) for gradient in gradients)
 
-    def note(self, name: str, values: Tensor) -> None:
+    def note(self, name: str, values: Float[Tensor, "batch *shape"]) -> None:
         """Note the per-sample gradient of one of the layer's parameters."""
         self._book.note_copy(self._module.get_parameter(name), values)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -23,24 +24,31 @@ from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows
 Rule = Callable[..., Any]
 
 
-def over_time(x: Tensor, dims: int = 1) -> Tensor:
+def over_time(x: Float[Tensor, "batch ..."], dims: int = 1) -> Float[Tensor, "batch time ..."]:
     """Return x of shape (batch, …, *last) as (batch, time, *last), where the last part has `dims` dimensions."""
     return x.reshape(x.shape[0], -1, *x.shape[x.ndim - dims :])
 
 
-def linear(book: Book, module: nn.Linear, input: Tensor) -> Tensor:
+def linear(book: Book, module: nn.Linear, input: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x Wᵀ + b."""
     return _Linear.apply(input, module.weight, module.bias, book, False)
 
 
-def transposed_linear(book: Book, module: Any, x: Tensor) -> Tensor:
+def transposed_linear(book: Book, module: Any, x: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x W + b: transformers' Conv1D, the linear layer of GPT-2."""
     return _Linear.apply(x, module.weight, module.bias, book, True)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, book: Book, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Float[Tensor, "batch *time q"],
+        weight: Float[Tensor, "_ _"],
+        bias: Float[Tensor, " p"] | None,
+        book: Book,
+        transposed: bool,
+    ) -> Float[Tensor, "batch *time p"]:
         ctx.weight, ctx.bias, ctx.book, ctx.transposed = weight, bias, book, transposed
         ctx.save_for_backward(x if weight.requires_grad else None)
         output = F.linear(x, weight.t() if transposed else weight, bias)
@@ -49,7 +57,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Float[Tensor, "batch *time p"]) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         if ctx.weight.requires_grad:
             pair = (over_time(grad), over_time(x))
@@ -61,7 +69,7 @@ class _Linear(torch.autograd.Function):
         return torch.matmul(grad, weight.t() if ctx.transposed else weight), None, None, None, None
 
 
-def embedding(book: Book, module: nn.Embedding, input: Tensor) -> Tensor:
+def embedding(book: Book, module: nn.Embedding, input: Int[Tensor, "rows *time"]) -> Float[Tensor, "batch *time dim"]:
     """Compute Y = W[ids]; indices of shape (1, …), such as positions, are looked up once for each example."""
     if input.shape[0] == 1:
         assert book.batch_size is not None
@@ -71,14 +79,16 @@ def embedding(book: Book, module: nn.Embedding, input: Tensor) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int | None, book: Book) -> Tensor:
+    def forward(
+        ctx: Any, weight: Float[Tensor, "rows dim"], ids: Int[Tensor, "batch *time"], padding_idx: int | None, book: Book
+    ) -> Float[Tensor, "batch *time dim"]:
         ctx.weight, ctx.padding_idx, ctx.book = weight, padding_idx, book
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: Float[Tensor, "batch *time dim"]) -> tuple[None, ...]:
         ids, values = ctx.saved_tensors[0].reshape(len(grad), -1), over_time(grad)
         if ctx.padding_idx is not None:
             values = values.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0.0)
@@ -86,7 +96,7 @@ class _Embedding(torch.autograd.Function):
         return (None,) * 4
 
 
-def layer_norm(book: Book, module: nn.LayerNorm, input: Tensor) -> Tensor:
+def layer_norm(book: Book, module: nn.LayerNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w + b, x̂ = (x − mean)/std over the last dimensions."""
     if input.is_cuda and torch.is_autocast_enabled("cuda"):
         input = input.float()  # as autocast does for the public function
@@ -97,7 +107,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...], eps: float, book: Book
-    ) -> Tensor:
+    ) -> Float[Tensor, "batch *rest"]:
         ctx.weight, ctx.bias, ctx.shape, ctx.book = weight, bias, shape, book
         output, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
@@ -105,7 +115,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Float[Tensor, "batch *rest"]) -> tuple[Tensor | None, ...]:
         x, mean, rstd = ctx.saved_tensors
         dims = len(ctx.shape)
         if ctx.weight.requires_grad:
@@ -120,14 +130,16 @@ class _LayerNorm(torch.autograd.Function):
         return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None, None
 
 
-def rms_norm(book: Book, module: nn.RMSNorm, input: Tensor) -> Tensor:
+def rms_norm(book: Book, module: nn.RMSNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w, x̂ = x/√mean(x²) over the last dimensions."""
     shape = tuple(module.normalized_shape)
     normalized = F.rms_norm(input, shape, None, module.eps)
     return normalized * book.one_per_example(module.weight, (1,) * (input.ndim - 1 - len(shape)) + shape)
 
 
-def group_norm(book: Book, module: nn.GroupNorm, input: Tensor) -> Tensor:
+def group_norm(
+    book: Book, module: nn.GroupNorm, input: Float[Tensor, "batch channels *positions"]
+) -> Float[Tensor, "batch channels *positions"]:
     """Compute Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
     if input.is_cuda and torch.is_autocast_enabled("cuda"):
         input = input.float()
@@ -136,7 +148,9 @@ def group_norm(book: Book, module: nn.GroupNorm, input: Tensor) -> Tensor:
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, book: Book) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, book: Book
+    ) -> Float[Tensor, "batch channels *positions"]:
         ctx.weight, ctx.bias, ctx.groups, ctx.book = weight, bias, groups, book
         ctx.sizes = (x.shape[0], x.shape[1], x[0, 0].numel())  # batch, channels, positions
         batch, channels, positions = ctx.sizes
@@ -146,7 +160,7 @@ class _GroupNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Float[Tensor, "batch channels *positions"]) -> tuple[Tensor | None, ...]:
         x, mean, rstd = ctx.saved_tensors
         batch, channels, _ = ctx.sizes
         if ctx.weight.requires_grad:
@@ -161,7 +175,9 @@ class _GroupNorm(torch.autograd.Function):
         return torch.ops.aten.native_group_norm_backward(*arguments)[0], None, None, None, None, None
 
 
-def conv2d(book: Book, module: nn.Conv2d, input: Tensor) -> Tensor:
+def conv2d(
+    book: Book, module: nn.Conv2d, input: Float[Tensor, "batch channels height width"]
+) -> Float[Tensor, "batch filters rows columns"]:
     """Compute a convolution: a linear layer of the patches, with the positions of the output as its time."""
     geometry = (module.stride, module.padding, module.dilation, module.groups)
     return _Conv2d.apply(input, module.weight, module.bias, geometry, book)
@@ -169,14 +185,16 @@ def conv2d(book: Book, module: nn.Conv2d, input: Tensor) -> Tensor:
 
 class _Conv2d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, book: Book) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, book: Book
+    ) -> Float[Tensor, "batch filters rows columns"]:
         ctx.weight, ctx.bias, ctx.geometry, ctx.book = weight, bias, geometry, book
         ctx.save_for_backward(x)
         return F.conv2d(x, weight, bias, *geometry)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Float[Tensor, "batch filters rows columns"]) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         if ctx.weight.requires_grad:
