@@ -66,8 +66,6 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
         tokenizer = load_tokenizer(args.model_name_or_path)
         model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype)
-    # On the left, padding would shift absolute positions by an amount that depends on the other examples.
-    tokenizer.padding_side = "right"
     model = add_lora(model, lora_args, task_type="CAUSAL_LM")
 
     max_length = min(args.max_seq_length, tokenizer.model_max_length)

@@ -50,10 +50,12 @@ class Workload:
 
 
 def load_tokenizer(name_or_path: str) -> Any:
-    """Load a tokenizer that can pad. GPT-2 and its kind are pretrained on unpadded text."""
+    """Load a tokenizer that pads, on the right. GPT-2 and its kind are pretrained on unpadded text."""
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    # On the left, padding would shift absolute positions by an amount that depends on the other examples.
+    tokenizer.padding_side = "right"
     return tokenizer
 
 

@@ -10,7 +10,7 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetDict
 from peft import PeftModel
 from sklearn.datasets import load_digits
-from transformers import EvalPrediction, GPT2TokenizerFast
+from transformers import AutoTokenizer, EvalPrediction, GPT2TokenizerFast
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.workloads import causal_lm, glue, images, recipe
@@ -197,6 +197,16 @@ def test_glue(common, tmp_path):
     (folder / "validation_matched.parquet").unlink()
     workload, _ = parse_recipe([*flags, *common])
     assert list(workload.eval_datasets) == ["eval_mismatched"]
+
+
+def test_glue_pads_on_the_right_whatever_the_tokenizer_was_saved_with(common, tmp_path):
+    bert = write_bert(tmp_path / "bert")
+    AutoTokenizer.from_pretrained(bert, padding_side="left").save_pretrained(bert)
+    flags = ["--task_name=rte", f"--dataset_dir={write_glue(tmp_path / 'rte', 'rte')}", f"--model_name_or_path={bert}"]
+    workload, _ = parse_recipe([*flags, *common])
+    batch = workload.data_collator([workload.train_dataset[row] for row in range(8)])
+    assert not batch["attention_mask"].all()  # some are padded
+    assert batch["attention_mask"][:, 0].all()
 
 
 def test_glue_regression_with_the_mean_head_on_adapters(common, tmp_path):
