@@ -87,8 +87,7 @@ class DopplerTrainer(Trainer):
         # Before the privacy callback: a run that it refuses to resume must not enter the ledger.
         self.add_callback(self._weight_filter)
         if not args.disable_dp:
-            checks.refuse_of_trainer(compute_loss_func, self.optimizer or optimizer_cls_and_kwargs, train_dataset)
-            checks.refuse_loss_of_batch(type(self), base=DopplerTrainer)
+            checks.refuse_of_trainer(self, base=DopplerTrainer)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.filters import autocorrelation_from_products, optimal_fir
+from doppler_hf.filters import autocorrelation_from_products, optimal_fir, parse_name
 from doppler_hf.linalg import in_float32
 from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 
@@ -61,6 +61,11 @@ class OptimalFIR:
             raise ValueError(f"taps must be a whole number of at least 2, got {self.taps}. One tap is no filter.")
         if not isinstance(self.update_gap, Integral) or self.update_gap < 1:
             raise ValueError(f"update_gap must be a whole number of at least 1, got {self.update_gap}.")
+
+    @classmethod
+    def parse(cls, name: str) -> "OptimalFIR":
+        """Return the filter of a name in the grammar, as ``optimal-fir:taps=8``."""
+        return cls(**{key: int(value) for key, value in parse_name(name)[1].items()})
 
     @property
     def order(self) -> int:

@@ -17,11 +17,7 @@ GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale"
 
 
 def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> None:
-    """Refuse what is outside its range or without effect: the optimizer's constants, and the floor that was given.
-
-    Raises:
-        ValueError: If there is any; with the value and the mend.
-    """
+    """Refuse what is outside its range or without effect: the optimizer's constants, and the floor that was given."""
     for name, choices in (
         ("base", BASES),
         ("basis_change", BASIS_CHANGES),
@@ -50,11 +46,7 @@ def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> No
 
 
 def check_group(optimizer: "DopplerOptimizer", group: dict[str, Any], *, own: set[str]) -> None:
-    """Refuse a parameter group with options outside their range, or without effect; `own` are those that it was given.
-
-    Raises:
-        ValueError: If there is any; with the value and the mend.
-    """
+    """Refuse a parameter group with options outside their range, or without effect; `own` are those that it was given."""
     for name in ("lr", "weight_decay"):
         if not 0 <= group[name] < math.inf:
             raise ValueError(f"{name} must be a finite number ≥ 0, got {group[name]}.")

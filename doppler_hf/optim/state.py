@@ -17,11 +17,7 @@ BASES: Final[tuple[Base, ...]] = get_args(Base)
 
 
 def dense(grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return the gradient itself.
-
-    Raises:
-        ValueError: If it is sparse.
-    """
+    """Return the gradient itself, and refuse a sparse one."""
     if grad.layout != torch.strided:
         raise ValueError(
             f"A gradient must be dense, as the noise in it is, got {grad.layout}. Build the embedding with sparse=False."
@@ -51,11 +47,7 @@ def loaded(saved: dict[str, Any], *, like: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> None:
-    """Refuse a parameter group of a checkpoint that is not of a `DopplerOptimizer` with this rank and kind of filter.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Refuse a parameter group of a checkpoint that is not of a `DopplerOptimizer` with this rank and kind of filter."""
     if "rank" not in saved_group:
         raise ValueError(
             f"A group of the checkpoint has the options {sorted(saved_group)} and was not written by DopplerOptimizer. Load "
@@ -75,11 +67,7 @@ def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> No
 def refuse_other_state(
     saved: dict[str, Any], *, base: Base, order: int, filter_name: str, projector_source: ProjectorSource
 ) -> None:
-    """Refuse a parameter's state in a checkpoint that is not of a `DopplerOptimizer` of this kind.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Refuse a parameter's state in a checkpoint that is not of a `DopplerOptimizer` of this kind."""
     if not {"base", "filter_states", "bias_states"} <= saved.keys():
         raise ValueError(
             f"The checkpoint holds {sorted(saved)} for a parameter and was not written by DopplerOptimizer. Load one that "

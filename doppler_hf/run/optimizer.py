@@ -78,9 +78,9 @@ def chosen_filter(
         noise_std: Standard deviation of the noise per coordinate of the mean gradient.
         dimension: Number of trained parameters d.
     """
-    word, values = parse_name(args.low_pass_filter)
+    word, _ = parse_name(args.low_pass_filter)
     if word == "optimal-fir":
-        return OptimalFIR(**{name: int(value) for name, value in values.items()})
+        return OptimalFIR.parse(args.low_pass_filter)
     if word != "auto":
         return LowPassFilter.parse(args.low_pass_filter)
     return auto_filter(

@@ -173,9 +173,7 @@ class DopplerTrainingArguments(TrainingArguments):
 
 def canonical(low_pass_filter: str) -> str:
     """Return the shortest name of a filter in the grammar; `auto` is its own."""
-    word, values = parse_name(low_pass_filter)
+    word, _ = parse_name(low_pass_filter)
     if word == "auto":
         return word
-    if word == "optimal-fir":
-        return str(OptimalFIR(**{name: int(value) for name, value in values.items()}))
-    return str(LowPassFilter.parse(low_pass_filter))
+    return str((OptimalFIR if word == "optimal-fir" else LowPassFilter).parse(low_pass_filter))

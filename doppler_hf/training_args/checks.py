@@ -197,29 +197,27 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             raise ValueError(f"{name}={value!r} cannot be used with differential privacy: {reason}. {mend}.")
 
 
-def refuse_of_trainer(compute_loss_func: Any, optimizer: Any, train_dataset: Any) -> None:
-    """Refuse those of the trainer's own arguments that would void the guarantee, or have no effect."""
-    if compute_loss_func is not None:
+def refuse_of_trainer(trainer: Any, *, base: Any) -> None:
+    """Refuse those of the trainer's own arguments and methods that would void the guarantee, or have no effect."""
+    if trainer.compute_loss_func is not None:
         raise ValueError(
             "compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
             "compute_per_sample_loss instead, which returns one loss per example."
         )
-    if optimizer is not None:
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError(
             "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` to its "
             "scheduler alone, (None, scheduler), and set base_optimizer."
         )
-    if train_dataset is not None and not has_length(train_dataset):
+    if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         raise ValueError(
-            f"{type(train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without streaming."
+            f"{type(trainer.train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "
+            "streaming."
         )
-
-
-def refuse_loss_of_batch(trainer: Any, *, base: Any) -> None:
-    """Refuse a trainer with a loss of its own for the whole batch, which a private run would never call."""
-    if trainer.compute_loss is not base.compute_loss and trainer.compute_per_sample_loss is base.compute_per_sample_loss:
+    own = type(trainer)
+    if own.compute_loss is not base.compute_loss and own.compute_per_sample_loss is base.compute_per_sample_loss:
         raise ValueError(
-            f"{trainer.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
+            f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."
         )
 

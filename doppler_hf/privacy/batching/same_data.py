@@ -35,14 +35,7 @@ def digest_of(dataset: Any, sampler: PoissonSampler) -> str:
 
 
 def refuse_different_data(digests: Sequence[str]) -> None:
-    """Refuse processes with different data.
-
-    Args:
-        digests: Of each process, in the order of their ranks.
-
-    Raises:
-        ValueError: If two of them differ.
-    """
+    """Refuse processes with different data, by the digests of all in the order of their ranks."""
     # Sensitivity: an example that stands at one number here and at another there is in two shards, and is drawn twice.
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])

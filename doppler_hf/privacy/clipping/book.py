@@ -118,7 +118,7 @@ class Book:
         return copy
 
 
-def repeated(
+def output_per_example(
     book: Book, parameters: Mapping[str, nn.Parameter], output_of: Callable[[Mapping[str, Tensor]], Tensor]
 ) -> Float[Tensor, "batch ..."]:
     """Return a function of parameters alone, shape (1, …), once for each example, shape (batch, …).
@@ -126,10 +126,10 @@ def repeated(
     Such an output, of learned positions or T5's position bias, is broadcast over the batch later. Here each example's
     gradient is back-propagated through the function separately.
     """
-    return _Repeated.apply(book, output_of, tuple(parameters), *parameters.values())
+    return _OutputPerExample.apply(book, output_of, tuple(parameters), *parameters.values())
 
 
-class _Repeated(torch.autograd.Function):
+class _OutputPerExample(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

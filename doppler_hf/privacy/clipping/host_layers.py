@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from doppler_hf.privacy.clipping.book import Book, repeated
+from doppler_hf.privacy.clipping.book import Book, output_per_example
 from doppler_hf.privacy.clipping.refused_layers import substituted
 from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
 
@@ -75,4 +75,4 @@ def relative_bias(
             return compute_bias(*args, **kwargs)
 
     book.repeated.append(name)
-    return repeated(book, {"weight": table.weight}, bias_of)
+    return output_per_example(book, {"weight": table.weight}, bias_of)

@@ -6,7 +6,7 @@
 * **Opacus's samplers**, for torch's layers without a rule here, or for all layers with the engine "opacus";
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
 
-Functions of parameters alone, whose output has no batch, are treated in `book.repeated`.
+Functions of parameters alone, whose output has no batch, are treated in `book.output_per_example`.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.book import Book, repeated
+from doppler_hf.privacy.clipping.book import Book, output_per_example
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
 
 # The errors that a layer may raise when it is called in a way for which it was not written.
@@ -96,7 +96,7 @@ class LayerWithoutRule:
         self.fallback = f"{type(self._module).__name__}: repeated for each example; {self._size()}"
         self._book.repeated.append(self._name)
         self._unbatched.add(dimensions)
-        return repeated(self._book, own, output_of)
+        return output_per_example(self._book, own, output_of)
 
     # --- copies -----------------------------------------------------------------------------------------------------
 

@@ -27,11 +27,7 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
 
 
 def refuse_layers(model: nn.Module) -> None:
-    """Refuse layers that mix examples, write values that no noise covers, are compiled, or have no per-sample gradients.
-
-    Raises:
-        ValueError: If there is such a layer. The message has its name and what to do instead.
-    """
+    """Refuse layers that mix examples, write values that no noise covers, are compiled, or have no per-sample gradients."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
