@@ -40,20 +40,7 @@ class CausalLMArguments:
 
 
 def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
-    """Load the data and the model, and tokenize.
-
-    Args:
-        args: The texts, the model, and where they come from.
-        lora_args: The adapters.
-        training_args: The trainer's arguments: seed, column of units, and the order of processes, of which the first
-            tokenizes and the others read its cache.
-
-    Returns:
-        The model and the tokenized splits, unpadded, with every token as a label.
-
-    Raises:
-        ValueError: If a split, a file, the column or the model is missing, or the hub cannot be reached.
-    """
+    """Load the data and the model, and tokenize, as `glue.build` does; every token is a label."""
     set_seed(training_args.seed)  # for new weights, such as a head's; noise and draws do not follow it
     splits = load_texts(
         args.dataset_name,

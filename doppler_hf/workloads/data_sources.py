@@ -5,10 +5,10 @@ scikit-learn's built-in `digits`. Every loader returns a `DatasetDict` of the tr
 on, with the columns in use only. GLUE's test splits are left out, because they have no labels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,16 +86,10 @@ def load_glue(task_name: str, dataset_dir: str | None = None) -> "DatasetDict":
     Raises:
         ValueError: If the task, a file or a column is missing, or the hub cannot be reached.
     """
-    require("recipes")
-    from datasets import DatasetDict, Value, load_dataset
-
     task = glue_task(task_name)
-    if dataset_dir is None:
-        with hub_or_folder(GLUE_HUB_NAME, "--dataset_dir"):
-            splits = load_dataset(GLUE_HUB_NAME, task_name)
-        splits = DatasetDict({name: splits[name] for name in ("train", *task.validation_splits)})
-    else:
-        splits = _load_folder(Path(dataset_dir), task.validation_splits)
+    splits = _load(GLUE_HUB_NAME, task_name, dataset_dir=dataset_dir, evaluation_splits=task.validation_splits)
+    from datasets import Value
+
     _require_columns(splits, (*task.text_columns, "label"))
     # The loss of a regression needs floating targets, whichever numbers a file holds.
     return splits.cast_column("label", Value("float32")) if task.is_regression else splits
@@ -114,24 +108,15 @@ def load_images(dataset_name: str, dataset_dir: str | None = None) -> "DatasetDi
     Raises:
         ValueError: If the data set, a file or a column is missing, or the hub cannot be reached.
     """
-    require("recipes")
-    from datasets import DatasetDict, load_dataset
-
-    if dataset_dir is not None:
-        splits = _load_folder(Path(dataset_dir), ("test",))
-    elif dataset_name == "digits":
+    if dataset_dir is None and dataset_name == "digits":
         return _load_digits()
-    elif dataset_name in IMAGE_HUB_NAMES:
-        hub_name = IMAGE_HUB_NAMES[dataset_name]
-        with hub_or_folder(hub_name, "--dataset_dir"):
-            splits = load_dataset(hub_name)
-        splits = DatasetDict({name: splits[name] for name in ("train", "test")})
-    else:
+    if dataset_dir is None and dataset_name not in IMAGE_HUB_NAMES:
         raise ValueError(
             f"dataset_name must be one of {', '.join(IMAGE_DATASETS)}, got {dataset_name!r}. For other images give a local "
             "folder with --dataset_dir."
         )
-    return _as_images(splits)
+    hub_name = IMAGE_HUB_NAMES.get(dataset_name, dataset_name)
+    return _as_images(_load(hub_name, dataset_dir=dataset_dir, evaluation_splits=("test",)))
 
 
 def load_texts(
@@ -159,26 +144,31 @@ def load_texts(
     Raises:
         ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
     """
-    require("recipes")
-    from datasets import DatasetDict, load_dataset
-
-    if dataset_dir is not None:
-        splits = _load_folder(Path(dataset_dir), ("validation",))
-    else:
-        with hub_or_folder(dataset_name, "--dataset_dir"):
-            splits = load_dataset(dataset_name, dataset_config, split={"train": "train", "validation": validation_split})
+    split = {"train": "train", "validation": validation_split}
+    splits = _load(dataset_name, dataset_config, dataset_dir=dataset_dir, evaluation_splits=("validation",), split=split)
     _require_columns(splits, (text_column,))
     texts = splits.select_columns([text_column])
     if unit_column is not None:
-        _require_columns(DatasetDict({"train": splits["train"]}), (unit_column,))
+        _require_columns({"train": splits["train"]}, (unit_column,))
         texts["train"] = splits["train"].select_columns([text_column, unit_column])
     return texts
 
 
-def _load_folder(folder: Path, evaluation_splits: Sequence[str]) -> "DatasetDict":
-    """Read `train`, and those of `evaluation_splits` that the folder has: at least one."""
-    from datasets import load_dataset
+def _load(
+    hub_name: str, *config: str | None, dataset_dir: str | None, evaluation_splits: Sequence[str], **options: Any
+) -> "DatasetDict":
+    """Load `train` and `evaluation_splits` from the hub, or those of the latter that a folder has: at least one."""
+    require("recipes")
+    from datasets import DatasetDict, load_dataset
 
+    if dataset_dir is not None:
+        return load_dataset("parquet", data_files=_files_of(Path(dataset_dir), evaluation_splits))
+    with hub_or_folder(hub_name, "--dataset_dir"):
+        splits = load_dataset(hub_name, *config, **options)
+    return DatasetDict({name: splits[name] for name in ("train", *evaluation_splits)})
+
+
+def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[str]]:
     if not folder.is_dir():
         raise ValueError(f"--dataset_dir must be a folder, got {folder}. Give one with train.parquet.")
     files = {}
@@ -192,10 +182,10 @@ def _load_folder(folder: Path, evaluation_splits: Sequence[str]) -> "DatasetDict
     if len(files) == 1:
         wanted = " or ".join(f"{split}.parquet" for split in evaluation_splits)
         raise ValueError(f"--dataset_dir {folder} has no {wanted}. Add the file.")
-    return load_dataset("parquet", data_files=files)
+    return files
 
 
-def _require_columns(splits: "DatasetDict", columns: Sequence[str]) -> None:
+def _require_columns(splits: Mapping[str, Any], columns: Sequence[str]) -> None:
     for name, split in splits.items():
         for column in columns:
             if column not in split.column_names:
@@ -227,6 +217,7 @@ def _load_digits() -> "DatasetDict":
     Of each digit every fifth image, in the order of scikit-learn, is a test image: 1,442 for training and 355 for
     evaluation, the same on every machine.
     """
+    require("recipes")
     from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
     from sklearn.datasets import load_digits
 

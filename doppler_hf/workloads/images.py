@@ -42,18 +42,10 @@ class ImageArguments:
 
 
 def build(args: ImageArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
-    """Load the data, and load or build the model.
+    """Load the data, and load or build the model, as `glue.build` does.
 
-    Args:
-        args: The images, the model, and where they come from.
-        lora_args: The adapters.
-        training_args: The trainer's arguments, in which `remove_unused_columns` is turned off (modified in place).
-
-    Returns:
-        The model and the splits, whose images are converted when a batch asks for them.
-
-    Raises:
-        ValueError: If the data set, a file, a column or the model is missing, or the hub cannot be reached.
+    Images are converted when a batch asks for them, for which `remove_unused_columns` is turned off in `training_args`
+    (modified in place).
     """
     from doppler_hf.workloads.metrics import accuracy_from_logits
 
@@ -78,7 +70,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
         images = [image.convert(mode) for image in rows["image"]]
         return {**processor(images, return_tensors="pt"), "labels": rows["label"]}
 
-    # Images are converted when a batch is read, so that the trainer must not drop the column that they come from.
+    # The trainer must not drop the column that they come from.
     training_args.remove_unused_columns = False
     splits = splits.with_transform(to_pixel_values)
     return Workload(

@@ -17,10 +17,6 @@ def digest_of(dataset: Any, sampler: PoissonSampler) -> str:
 
     A shuffle moves nearly all examples, so that some are enough; they are evenly spaced. Examples that differ from one look
     to the next, by augmentation at random, do not count.
-
-    Args:
-        dataset: The training set.
-        sampler: Its sampler.
     """
     digest = hashlib.sha256(f"{sampler.num_examples}".encode())
     for values in (sampler.lengths, sampler.weights, getattr(dataset, "indices", None)):
