@@ -57,7 +57,6 @@ def plot_learning_curves(
         (line,) = axes.plot(epochs[0], values.mean(axis=0), label=label)
         axes.fill_between(epochs[0], values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel="epoch", ylabel=ylabel, title=title)
-    axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     _write(figure, path)
 
@@ -105,7 +104,6 @@ def plot_planned_runs(
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
-        axes.grid(alpha=0.3)
     panels[0].legend(title="epochs")
     figure.suptitle(title)
     _write(figure, path)
@@ -141,8 +139,6 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     step.set(xlabel="step t", ylabel="c_t", title="step response: divisor of the bias correction", ylim=(0, None))
     gain.set(xlabel="frequency (fraction of Nyquist)", ylabel="|H| (dB)", title="gain (dotted: half the power)")
     delay.set(xlabel="frequency (fraction of Nyquist)", ylabel="steps", title="group delay")
-    for axes in (impulse, step, gain, delay):
-        axes.grid(alpha=0.3)
     widest = max(map(len, filters))
     figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
     _write(figure, path)
@@ -172,7 +168,6 @@ def plot_paper_filters(path: str | Path) -> None:
             xlabel="frequency (fraction of Nyquist)", ylabel="gain |H|", title=f"{title}: frequency", ylim=(0, None)
         )
         for axes in (time, frequency):
-            axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
     _write(figure, path)
 
@@ -205,7 +200,6 @@ def plot_spectra(
     time.set(xlabel="lag τ (steps)", ylabel="autocorrelation φ_τ / φ_0", title="time")
     frequency.set(xlabel="frequency (fraction of Nyquist)", ylabel="PSD in units of the noise's", title="frequency")
     for axes in (time, frequency):
-        axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(title)
     _write(figure, path)
@@ -232,8 +226,6 @@ def plot_neighbours(distances: np.ndarray, couplings: np.ndarray, path: str | Pa
     others.axhline(2.0**-24, color="grey", linewidth=1.0, linestyle=":", label="rounding of one float32")
     others.set(xlabel="pairs, in ascending order", ylabel="change of the others (C)", title="and what the others contribute")
     others.legend(fontsize="small")
-    for axes in (whole, others):
-        axes.grid(alpha=0.3)
     _write(figure, path)
 
 
@@ -246,6 +238,8 @@ def _new_figure(width: float, height: float) -> Any:
 
 
 def _write(figure: Any, path: str | Path) -> None:
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)

@@ -59,11 +59,7 @@ def optimizer_of(
         eps=args.adam_epsilon,
         floor=args.adam_bc_floor,
         noise_std=noise_std,
-        update_proj_gap=galore.update_proj_gap,
-        scale=galore.scale,
-        basis_change=galore.basis_change,
-        projector=galore.projector,
-        projector_source=galore.projector_source,
+        **{name: value for name, value in vars(galore).items() if name != "rank"},  # which some groups have
     )
 
 
