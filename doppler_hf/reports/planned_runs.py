@@ -283,26 +283,25 @@ def alternatives(
         data set and some noise reaches the ε.
     """
 
-    def calibrated(batch_size: int, steps: int) -> PlannedRun | None:
+    def calibrated(batch_size: int, length: float) -> PlannedRun | None:
         try:
-            noise_multiplier = get_noise_multiplier(
-                target_epsilon=target_epsilon,
-                target_delta=delta,
-                sample_rate=batch_size / run.num_examples,
-                steps=steps,
+            return PlanRequest(
+                num_examples=run.num_examples,
+                epsilon=target_epsilon,
+                epochs=length,
+                batch_size=batch_size,
+                delta=delta,
                 accountant=accountant,
-            )
+                max_grad_norm=run.max_grad_norm,
+            ).solve()
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None
-        return PlannedRun(run.num_examples, batch_size, steps, noise_multiplier, run.max_grad_norm)
 
     batch_sizes = {max(1, round(factor * run.expected_batch_size)) for factor in BATCH_SIZE_FACTORS}
     table = {}
     for length in [factor * epochs for factor in EPOCH_FACTORS]:
         runs = (
-            run
-            if (length, batch_size) == (epochs, run.expected_batch_size)
-            else calibrated(batch_size, math.ceil(length * _steps_per_epoch(run.num_examples, batch_size)))
+            run if (length, batch_size) == (epochs, run.expected_batch_size) else calibrated(batch_size, length)
             for batch_size in sorted(batch_sizes)
             if batch_size < run.num_examples or batch_size == run.expected_batch_size
         )
