@@ -22,9 +22,6 @@ def numbered_rows(
         canaries: The number of the canary that each row is, or `ORDINARY`.
         unit_column: The column that tells the units of privacy apart, or None. Each canary becomes a unit of its own.
 
-    Returns:
-        The data set with the column `CANARY_COLUMN`.
-
     Raises:
         ValueError: If the data set is of another kind, or has such a column.
     """

@@ -129,9 +129,6 @@ def log_likelihood_ratio(
         x: The observations, in units of one contribution.
         sigma: σ, in the same units.
         sample_rate: q, in (0, 1].
-
-    Returns:
-        log(1 − q + q·exp((x − ½)/σ²)), increasing in x.
     """
     shifted = np.log(sample_rate) + (x - 0.5) / sigma**2
     return shifted if sample_rate == 1.0 else np.logaddexp(np.log1p(-sample_rate), shifted)

@@ -105,9 +105,6 @@ def momentum(beta: float) -> LowPassFilter:
     Args:
         beta: Decay, in [0, 1): Adam's β₁.
 
-    Returns:
-        The filter b = (1 - β,), a = (1, -β).
-
     Raises:
         ValueError: If beta lies outside [0, 1).
 

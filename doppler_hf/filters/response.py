@@ -28,9 +28,6 @@ def impulse_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, "
         filter: The filter.
         steps: How many weights, at least 1.
 
-    Returns:
-        κ_0 ... κ_{steps-1}, shape (steps,).
-
     Raises:
         ValueError: If steps is less than 1.
 

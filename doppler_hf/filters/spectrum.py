@@ -139,9 +139,6 @@ def corrected_output(
         filter: The filter, with states of zero before the first step.
         series: One row for each step, shape (steps, dimension).
 
-    Returns:
-        m̂, shape (steps, dimension).
-
     Raises:
         ValueError: If the series is empty or not finite.
 
@@ -163,9 +160,6 @@ def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarra
     Args:
         filter: The filter.
         steps: How many steps from the first on, at least 1.
-
-    Returns:
-        The noise gain at each step, shape (steps,).
 
     Raises:
         ValueError: If steps is less than 1.

@@ -30,9 +30,6 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
         argv: A script's command line: the path of a YAML recipe, flags, or both. The flag `--workload glue`, `causal_lm`
             or `images` sets the kind; by default it is the only one that has all arguments.
 
-    Returns:
-        The workload, and the arguments for its trainer.
-
     Raises:
         ValueError: If no kind has all the arguments or several have, the recipe cannot be read, a name is unknown, or
             data or model are missing.

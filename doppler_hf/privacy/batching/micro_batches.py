@@ -65,9 +65,6 @@ def lengths_of(dataset: Any) -> list[int] | None:
 
     Args:
         dataset: A `datasets.Dataset`. The answer for another data set, which would have to be read whole, is None.
-
-    Returns:
-        Lengths, shape (num_examples,), or None.
     """
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or LENGTH_COLUMN not in columns:

@@ -32,9 +32,6 @@ def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clippi
         norms: Per-sample gradient norms, shape (batch,), finite.
         max_grad_norm: C.
         clipping: The clipping function.
-
-    Returns:
-        Factors, shape (batch,), with factor·norm ≤ C.
     """
     if clipping == "vanilla":
         return (max_grad_norm / norms).clamp(max=1.0)
