@@ -131,10 +131,10 @@ def neighbour_distances(
         trainer.model.train = lambda mode=True: trainer.model
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             trainer.train()
-    moved = [witness.distances_and_couplings() for witness in watched.witnesses]
+    distances, couplings = np.max([witness.moved for witness in watched.witnesses], axis=0).T
     return NeighbourResult(
-        distances=np.max([distances for distances, _ in moved], axis=0),
-        couplings=np.max([couplings for _, couplings in moved], axis=0),
+        distances=distances,
+        couplings=couplings,
         draw_sizes=np.full(pairs, size),
         expected_batch_size=trainer.private_run.sampler.expected_batch_size,
         tolerance=tolerance,
@@ -175,13 +175,17 @@ class Coins:
 
 
 class Witness:
-    """A mechanism that watches the sums that reach another one, and releases zeros."""
+    """A mechanism that watches the sums that reach another one, and releases zeros.
+
+    Attributes:
+        moved: Of every pair of draws the distance and the coupling, in units of the bound.
+    """
 
     def __init__(self, mechanism: Mechanism, *, max_norm: float) -> None:
         self._mechanism, self._max_norm = mechanism, max_norm
         self.expected_batch_size = mechanism.expected_batch_size
         self._waiting: list[dict[str, Tensor]] = []
-        self._moved: list[tuple[float, float]] = []
+        self.moved: list[tuple[float, float]] = []
 
     def privatize(
         self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, subspaces: Mapping[str, Float[Tensor, "..."]] = {}
@@ -197,17 +201,12 @@ class Witness:
             self._waiting = []
             change = {name: both[name].double() - others[name] for name in both}
             rest = {name: change[name] - alone[name] for name in both}
-            self._moved.append((norm_of(change) / self._max_norm, norm_of(rest) / self._max_norm))
+            self.moved.append((norm_of(change) / self._max_norm, norm_of(rest) / self._max_norm))
         return {name: torch.zeros_like(total) for name, total in sums.items()}
 
     def __getattr__(self, name: str) -> Any:
         """Answer everything else as the mechanism does."""
         return getattr(self._mechanism, name)
-
-    def distances_and_couplings(self) -> tuple[list[float], list[float]]:
-        """Return both for every pair, in units of the bound."""
-        distances, couplings = zip(*self._moved, strict=True)
-        return list(distances), list(couplings)
 
 
 class ScriptedRun:

@@ -39,14 +39,8 @@ class Workload:
 
     def for_trainer(self) -> dict[str, Any]:
         """Return the keywords that a `Trainer` takes of it."""
-        return {
-            "model": self.model,
-            "train_dataset": self.train_dataset,
-            "eval_dataset": self.eval_dataset,
-            "data_collator": self.data_collator,
-            "processing_class": self.processing_class,
-            "compute_metrics": self.compute_metrics,
-        }
+        others = {name: value for name, value in vars(self).items() if name != "eval_datasets"}
+        return others | {"eval_dataset": self.eval_dataset}
 
 
 def load_tokenizer(name_or_path: str) -> Any:
