@@ -39,14 +39,14 @@ class DopplerTrainer(Trainer):
         model: As in `Trainer`; so are the others, in its order.
         args: `DopplerTrainingArguments`.
         train_dataset: As in `Trainer`; it must have a length.
-        optimizers: (None, scheduler); the optimizer is made from `args`.
+        optimizers: (None, None) with privacy, where the optimizer is made from `args`; see `create_scheduler` of the host.
 
     Attributes:
         privacy: Holds the `ledger` of the training, and `epsilon()` so far; only with privacy.
 
     Raises:
         ValueError: If something would break the guarantee: an iterable training set, `compute_loss_func`, an optimizer of
-            your own, or a model with layers that mix examples.
+            your own or a scheduler made for one, or a model with layers that mix examples.
 
     Example:
         >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)

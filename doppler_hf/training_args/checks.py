@@ -206,8 +206,13 @@ def refuse_of_trainer(trainer: Any, *, base: Any) -> None:
         )
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError(
-            "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` to its "
-            "scheduler alone, (None, scheduler), and set base_optimizer."
+            "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
+            "base_optimizer."
+        )
+    if trainer.lr_scheduler is not None:
+        raise ValueError(
+            f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning rate of the "
+            "optimizer that it was made for, and DopplerTrainer makes another. Override create_scheduler instead."
         )
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         raise ValueError(

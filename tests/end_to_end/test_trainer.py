@@ -439,6 +439,17 @@ def test_learning_rate_schedule_and_weight_decay_reach_the_optimizer(tmp_path):
     assert sorted(group["weight_decay"] for group in trainer.optimizer.param_groups) == [0.0, 0.1]
 
 
+def test_a_scheduler_of_the_users_own_reaches_the_optimizer(tmp_path):
+    class Stairs(DopplerTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
+            return self.lr_scheduler
+
+    trainer = trainer_of(tmp_path, cls=Stairs, max_steps=4)
+    trainer.train()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([2.5e-3, 2.5e-3])
+
+
 def test_it_learns_when_there_is_little_noise(tmp_path):
     trainer = trainer_of(
         tmp_path, data=text_data(200), noise_multiplier=0.1, per_device_train_batch_size=50, max_steps=40,
@@ -593,6 +604,10 @@ def test_what_could_bypass_privacy_is_refused(tmp_path):
         DopplerTrainer(**options, compute_loss_func=lambda *args, **kwargs: None)
     with pytest.raises(ValueError, match="would bypass low_pass_filter"):
         DopplerTrainer(**options, optimizers=(torch.optim.SGD(options["model"].parameters(), lr=0.1), None))
+    # Its learning rate would be logged, and another one used.
+    of_another = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(options["model"].parameters(), lr=0.1), step_size=1)
+    with pytest.raises(ValueError, match="scheduler in `optimizers` must be None, got StepLR"):
+        DopplerTrainer(**options, optimizers=(None, of_another))
     with pytest.raises(ValueError, match="cannot be Poisson-sampled"):
         DopplerTrainer(**(options | {"train_dataset": text_data().to_iterable_dataset()}))
     with pytest.raises(ValueError, match="args must be DopplerTrainingArguments, got TrainingArguments"):
