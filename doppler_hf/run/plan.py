@@ -45,6 +45,8 @@ def planned_statement(
     """
     # The host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against.
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
+    if steps < 1:
+        raise ValueError(f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps.")
     delta = default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
     share = 0.0 if args.train_loss_budget is None else args.train_loss_budget
     column = args.privacy_unit_column

@@ -39,6 +39,11 @@ def test_a_new_run_is_calibrated_to_its_target(tmp_path):
     assert 0.999 * 3.0 <= total(plan, None, 100) <= 3.0
 
 
+def test_a_run_without_a_step_is_refused_by_the_name_of_its_argument(tmp_path):
+    with pytest.raises(ValueError, match=r"num_train_epochs must be positive, got 0\. Set it or max_steps\."):
+        plan_of(tmp_path, max_steps=-1, num_train_epochs=0)
+
+
 def test_a_run_that_is_resumed_keeps_its_noise(tmp_path):
     plan = plan_of(tmp_path)
     earlier = ledger_after(40, plan)
