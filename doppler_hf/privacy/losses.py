@@ -98,8 +98,10 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     logits = outputs.get("logits") if isinstance(outputs, dict) else None
     if labels is None:
         raise ValueError(
-            f"There is no per-example loss for {type(base_model).__name__} without `labels`. Give each example labels. The "
-            "host removes those that the model's forward does not name: set remove_unused_columns=False."
+            f"There is no per-example loss for {type(base_model).__name__} without `labels`. Give each example labels, or "
+            "a collator that makes them, such as DataCollatorForLanguageModeling. The host removes those that the model's "
+            "forward does not name: set remove_unused_columns=False. If the task's labels have another name, as in question "
+            "answering, override compute_per_sample_loss."
         )
     if logits is None:
         raise _no_rule(base_model)

@@ -255,7 +255,8 @@ def test_labels_are_needed(tmp_path):
     inputs = pad_tokens(token_rows("causal_lm"))
     del inputs["labels"]
     with pytest.raises(
-        ValueError, match=r"no per-example loss for GPT2LMHeadModel without `labels`\. .*remove_unused_columns"
+        ValueError,
+        match=r"no per-example loss for GPT2LMHeadModel without `labels`\. .*remove_unused_columns.*compute_per_sample_loss",
     ):
         trainer_of(tmp_path, model).compute_per_sample_loss(model, inputs)
 
