@@ -29,6 +29,7 @@ def attached_engine(
     Raises:
         ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
     """
+    refuse_trainable(model)
     base = without_adapters(model)
     if isinstance(base, PreTrainedModel):
         # The host sets it in the outer config, and a multimodal model reads the inner one. A layer that keeps its past in a
@@ -53,6 +54,19 @@ def attached_engine(
     ) as clipped:
         run_once(clipped, model, losses_of=losses_of, inputs=probe.three)
         yield clipped
+
+
+def refuse_trainable(model: nn.Module) -> None:
+    """Refuse a model of which nothing is trained, or whose trained parameters have too small a range."""
+    trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ValueError("The model must have a trainable parameter, got none. Set requires_grad for some.")
+    half = next((name for name, dtype in trainable.items() if dtype == torch.float16), None)
+    if half is not None:
+        raise ValueError(
+            f"Trained parameters must not be in float16, got {half!r}: gradients of single examples leave its range. Load "
+            "the model with dtype=torch.float32, or torch.bfloat16."
+        )
 
 
 def run_once(clipped: ClippedGradients, model: nn.Module, *, losses_of: Losses, inputs: dict[str, Any]) -> None:

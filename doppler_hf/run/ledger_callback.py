@@ -21,7 +21,7 @@ from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, optimizer_in_words
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
-from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 _Outcome = TypeVar("_Outcome")
 
@@ -63,10 +63,13 @@ class PrivacyCallback(TrainerCallback):
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the ledger, or continue that of an earlier run, and print the summary."""
         run, step = self._current_run(), state.global_step
-        # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
-        self.ledger = ledger = run.begin(step=step)
+        ledger = run.begin(step=step)
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
-        self.filter_words = filter_in_words(args, kwargs["optimizer"].optimizer.low_pass_filter)
+        optimizer = kwargs["optimizer"].optimizer
+        checks.refuse_another_optimizer(optimizer)
+        self.filter_words = filter_in_words(args, optimizer.low_pass_filter)
+        # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
+        self.ledger = ledger
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 from transformers.training_args import OptimizerNames
 
+from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 
@@ -211,8 +212,8 @@ def refuse_of_trainer(trainer: Any, *, base: Any) -> None:
         )
     if trainer.lr_scheduler is not None:
         raise ValueError(
-            f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning rate of the "
-            "optimizer that it was made for, and DopplerTrainer makes another. Override create_scheduler instead."
+            f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning "
+            "rate of the optimizer that it was made for, and DopplerTrainer makes another. Override create_scheduler instead."
         )
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         raise ValueError(
@@ -224,6 +225,15 @@ def refuse_of_trainer(trainer: Any, *, base: Any) -> None:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."
+        )
+
+
+def refuse_another_optimizer(optimizer: Any) -> None:
+    """Refuse what a `create_optimizer` of the user's own has made instead of the optimizer of the arguments."""
+    if not isinstance(optimizer, DopplerOptimizer):
+        raise ValueError(
+            f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}, which would "
+            "bypass low_pass_filter and base_optimizer. Let it return super().create_optimizer()."
         )
 
 

@@ -40,6 +40,58 @@ def refused(tmp_path, match, *, collator=None, **options):
     assert not (tmp_path / "out" / "privacy_ledger.json").exists()
 
 
+# --- the model and its optimizer ------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused(tmp_path):
+    refused(
+        tmp_path, r"must have a trainable parameter, got none\. Set requires_grad", model=tiny_bert().requires_grad_(False)
+    )
+
+
+def test_a_model_in_float16_is_refused_for_its_range(tmp_path):
+    refused(
+        tmp_path, r"must not be in float16, got 'bert\..*Load the model with dtype=torch\.float32", model=tiny_bert().half()
+    )
+
+
+def test_a_frozen_part_may_be_in_float16(tmp_path):
+    model = tiny_bert()
+    model.bert.requires_grad_(False).embeddings.word_embeddings.half()
+    model.bert.embeddings.word_embeddings.register_forward_hook(lambda _, inputs, output: output.float())
+    trainer_of(tmp_path, model=model, max_steps=1).train()
+
+
+class PlainSGD(DopplerTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+class WrittenOver(PlainSGD):
+    def create_optimizer(self, model=None):
+        DopplerTrainer.create_optimizer(self, model)
+        return super().create_optimizer(model)
+
+
+class LowerHead(DopplerTrainer):
+    def create_optimizer(self, model=None):
+        super().create_optimizer(model)
+        self.optimizer.param_groups[-1]["lr"] = 1e-4
+        return self.optimizer
+
+
+@pytest.mark.parametrize("cls", [PlainSGD, WrittenOver])
+def test_an_optimizer_of_the_users_own_is_refused_however_it_comes_in(tmp_path, cls):
+    refused(tmp_path, r"create_optimizer must make a DopplerOptimizer in a private run, got SGD", cls=cls)
+
+
+def test_groups_of_the_optimizer_may_be_changed(tmp_path):
+    trainer = trainer_of(tmp_path, cls=LowerHead, lr_scheduler_type="constant", max_steps=2)
+    trainer.train()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [1e-2, 1e-4]
+
+
 # --- the collator ---------------------------------------------------------------------------------------------------------
 
 
