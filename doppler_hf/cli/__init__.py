@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Final
 
 from doppler_hf.extras import MissingExtraError
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Differentially private fine-tuning with DOPPLER: plan a run, and check what it claims.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"doppler_hf {version('doppler_hf')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows --script are the words of a script that is not ours.
@@ -58,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.description = module.__doc__
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        assert chosen is not None, "argparse requires a command"
+        # By the parser of the command, whose usage names the flags that there are.
+        commands.choices[chosen].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(args.run(args))
     except (ValueError, MissingExtraError) as error:

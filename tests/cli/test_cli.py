@@ -1,6 +1,7 @@
 """The command: its table, its help, its flags, and how mistakes end."""
 
 import importlib
+import importlib.metadata
 import runpy
 import sys
 import tomllib
@@ -62,6 +63,22 @@ def test_unknown_words_end_with_exit_code_2(words, capsys):
         main(words)
     assert ended.value.code == 2
     assert "doppler-hf" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_shows_the_usage_of_its_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--num-examples", "400", "--steps", "6"])
+    shown = capsys.readouterr().err
+    assert "usage: doppler-hf plan" in shown
+    assert "--max-steps" in shown
+    assert "unrecognized arguments: --steps 6" in shown
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"doppler_hf {importlib.metadata.version('doppler_hf')}\n"
 
 
 class Recorder:
