@@ -59,9 +59,11 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 
 
 def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, filter_words: str) -> None:
-    """Add the optimizer and the section on privacy to a card that the host has just written anew."""
+    """Add the optimizer, a heading for ε and the section on privacy to a card that the host has just written anew."""
     weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
     optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}"
     # In the place of the optimizer that the host's own arguments name.
     text = re.sub(r"^- optimizer: .*$", lambda _: f"- optimizer: {optimizer}", path.read_text("utf-8"), flags=re.MULTILINE)
+    # The host's table of evaluations heads a column by what follows the first "_" in its name, and "epsilon" has none.
+    text = re.sub(r"^(\| Training Loss \|.*\| ) ", r"\1ε", text, flags=re.MULTILINE)
     path.write_text(f"{text.rstrip()}\n\n{privacy_section(ledger)}", "utf-8")

@@ -250,6 +250,16 @@ def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_pat
         assert "ADAMW" not in card
 
 
+def test_every_column_of_the_model_card_has_a_heading(tmp_path):
+    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    for _ in range(2):
+        trainer.create_model_card()
+        (header,) = [line for line in (tmp_path / "out" / "README.md").read_text().splitlines() if "| Step |" in line]
+        headings = [heading.strip() for heading in header.strip("|").split("|")]
+        assert headings == ["Training Loss", "Epoch", "Step", "Validation Loss", "ε"]
+
+
 def test_summary_and_model_card_name_galore(tmp_path, capsys):
     galore = dict(optim_target_modules=["query", "key"], optim_args="rank=2")
     trainer = trainer_of(tmp_path, base_optimizer="adam", **galore)
