@@ -157,8 +157,10 @@ class DopplerTrainer(Trainer):
         """Return the pieces of one draw. Their tokens are not counted, since no loss may be scaled by their number."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        pieces = list(itertools.islice(epoch_iterator, num_batches))
-        self.private_run.begin_draw(pieces, step=self.state.global_step)
+        run = self.private_run
+        # A finished run that is resumed inside an epoch: the host would make one step more before it looks whether to stop.
+        pieces = list(itertools.islice(epoch_iterator, num_batches if run.affordable_steps > 0 else 0))
+        run.begin_draw(pieces, step=self.state.global_step)
         return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:

@@ -368,6 +368,19 @@ def test_steps_undone_by_a_crash_count_and_the_run_stops_within_its_budget(tmp_p
     assert resumed.state.global_step < 8
 
 
+@pytest.mark.parametrize("max_steps", [3, 4])
+def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, max_steps):
+    """As by a job that is started again: at the end of an epoch, of three steps, and inside one."""
+    options = dict(max_steps=max_steps, save_strategy="steps", save_steps=1, logging_strategy="epoch")
+    finished = trainer_of(tmp_path, **options)
+    finished.train()
+    again = trainer_of(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == max_steps
+    assert again.privacy.epsilon() == finished.privacy.epsilon()
+    torch.testing.assert_close(weights(again), weights(finished), rtol=0, atol=0)
+
+
 def test_a_spent_budget_refuses_to_go_on(tmp_path):
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=4, save_strategy="steps", save_steps=2)
     trainer_of(tmp_path, **options).train()
