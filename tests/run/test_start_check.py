@@ -134,6 +134,22 @@ def masked(examples):
     return batch | {"input_ids": batch["input_ids"].masked_fill(hidden, 4)}
 
 
+class Detached(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return super().compute_per_sample_loss(model, inputs).detach()
+
+
+class Listed(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return list(super().compute_per_sample_loss(model, inputs))
+
+
+@pytest.mark.usefixtures("unchecked_arrays")
+@pytest.mark.parametrize(("cls", "kind"), [(Detached, "one without a gradient"), (Listed, "a list")])
+def test_losses_that_are_no_tensor_of_the_graph_are_refused(tmp_path, cls, kind):
+    refused(tmp_path, rf"must return a tensor that is attached to the graph, got {kind}\.", cls=cls)
+
+
 def test_rows_are_not_taken_for_examples(tmp_path):
     refused(
         tmp_path, r"losses of 1 collated examples must have shape \(1,\), got \(2,\)\. .* one row for each", collator=twice

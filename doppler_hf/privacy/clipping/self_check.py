@@ -109,12 +109,18 @@ def check_per_sample_gradients(
             )
 
 
-def refuse_number_of_losses(losses: Tensor, number: int) -> None:
-    """Refuse more or fewer losses than examples.
+def refuse_number_of_losses(losses: Any, number: int) -> None:
+    """Refuse more or fewer losses than examples, and what has no gradient.
 
     Raises:
-        ValueError: If `losses` are not of shape (number,).
+        ValueError: If `losses` are not a tensor of shape (number,) that is attached to the graph.
     """
+    if not isinstance(losses, Tensor) or not losses.requires_grad:
+        kind = "one without a gradient" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise ValueError(
+            f"compute_per_sample_loss must return a tensor that is attached to the graph, got {kind}. Return one loss for "
+            "each example, without detach(), item() or torch.no_grad()."
+        )
     if losses.shape != (number,):
         raise ValueError(
             f"The losses of {number} collated examples must have shape ({number},), got {tuple(losses.shape)}. Let the "
