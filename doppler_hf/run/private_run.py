@@ -77,6 +77,7 @@ class PrivateRun:
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
         self._pieces_left = 0
+        self._is_released = False
         column = args.privacy_unit_column
         self.sampler = PoissonSampler(
             num_examples=len(train_dataset),
@@ -237,8 +238,18 @@ class PrivateRun:
         return self.ledger if self.ledger.reserve(at_most=self.affordable_steps) else None
 
     def count_release(self) -> None:
-        """Count one step as released."""
+        """Count one step as released.
+
+        Raises:
+            RuntimeError: If the gradient of this step is not the mechanism's.
+        """
         assert self.ledger is not None
+        if not self._is_released:
+            raise RuntimeError(
+                "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, without "
+                "noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
+            )
+        self._is_released = False
         self.ledger.record_step()
         self.affordable_steps -= 1
 
@@ -277,6 +288,7 @@ class PrivateRun:
                     "is accounted for. Leave the order of steps to the trainer."
                 )
         self._clipped.reset()
+        self._is_released = False
         if self.private_loss is not None:
             self.private_loss.reset()
         self._pieces_left = len(pieces)
@@ -332,5 +344,6 @@ class PrivateRun:
         for name, gradient in self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases).items():
             parameters[name].grad = gradient.to(parameters[name].dtype)
         optimizer.noise_std = self.mechanism.noise_std(step)
+        self._is_released = True
         self._clipped.reset()
         return None if self.private_loss is None else self.private_loss.release(step=step)

@@ -213,7 +213,7 @@ def refuse_of_trainer(trainer: Any, *, base: Any) -> None:
     if trainer.lr_scheduler is not None:
         raise ValueError(
             f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning "
-            "rate of the optimizer that it was made for, and DopplerTrainer makes another. Override create_scheduler instead."
+            "rate of the optimizer that it was made for, and DopplerTrainer makes another. Override create_scheduler."
         )
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         raise ValueError(

@@ -237,3 +237,19 @@ def test_the_engine_clips_and_the_loss_is_reported_as_stated(tmp_path):
     assert recorder.gradients[0].norm() <= 1.0 + 1e-6
     assert trainer.privacy.ledger.statement.per_sample_max_grad_norm == 1.0
     assert not any("loss" in entry for entry in trainer.state.log_history)
+
+
+def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path):
+    class Raw(DopplerTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            (micro_batch,) = inputs
+            loss = self.compute_per_sample_loss(model, micro_batch.inputs).mean()
+            loss.backward()
+            return loss.detach()
+
+    args = arguments(tmp_path, gradient_accumulation_steps=1)
+    trainer = Raw(model=tiny_bert(), args=args, train_dataset=text_data(), data_collator=pad)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises((RuntimeError, ValueError), match="must come from DopplerTrainer.training_step"):
+        trainer.train()
+    assert all(map(torch.equal, trainer.model.parameters(), before))
