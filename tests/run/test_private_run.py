@@ -250,6 +250,6 @@ def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path)
     args = arguments(tmp_path, gradient_accumulation_steps=1)
     trainer = Raw(model=tiny_bert(), args=args, train_dataset=text_data(), data_collator=pad)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    with pytest.raises((RuntimeError, ValueError), match="must come from DopplerTrainer.training_step"):
+    with pytest.raises(RuntimeError, match=r"must come from DopplerTrainer\.training_step"):
         trainer.train()
     assert all(map(torch.equal, trainer.model.parameters(), before))

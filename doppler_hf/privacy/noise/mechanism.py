@@ -235,7 +235,9 @@ class GaussianMechanism:
         # added exactly once whatever the number of processes, and every replica receives the same bits.
         distributed = dist.is_available() and dist.is_initialized()
         is_noisy = self.noise_multiplier > 0.0 and (not distributed or dist.get_rank() == 0)
-        bases = bases_of(subspaces, sums) if self._shaped is None else {}
+        bases = bases_of(subspaces, sums)
+        if self._shaped is not None:
+            bases = {}
         stretches = stretches_of(bases, distributed=distributed)
         if is_noisy and self._ahead is not None:
             coordinates = sum(coordinates_of(total, bases.get(name)) for name, total in sums.items())

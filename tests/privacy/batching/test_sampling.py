@@ -118,3 +118,69 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         PoissonSampler(**(dict(num_examples=10, expected_batch_size=5) | arguments))
+
+
+# --- groups that take turns -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [2, 3, 8])
+def test_a_unit_takes_part_in_the_turns_of_its_group_only(groups):
+    sampler = PoissonSampler(num_examples=200, expected_batch_size=20, groups=groups)
+    turns = [set() for _ in range(200)]
+    for step in range(40 * groups):
+        for unit in sampler.draw(step):
+            turns[unit].add(step % groups)
+    assert max(map(len, turns)) == 1
+    assert sum(map(len, turns)) > 190
+
+
+def test_groups_are_even_and_the_rate_is_that_of_all_steps():
+    groups, units, batch = 4, 100_000, 5000
+    sampler = PoissonSampler(num_examples=units, expected_batch_size=batch, groups=groups)
+    sizes = np.bincount(sampler._group_of, minlength=groups)
+    assert scipy.stats.chisquare(sizes).pvalue > 1e-6
+    for step in range(groups):
+        expected = groups * batch / units * sizes[step]
+        spread = np.sqrt(expected * (1 - groups * batch / units))
+        assert abs(len(sampler.draw(step)) - expected) < 5.5 * spread  # 4e-8 each
+
+
+def test_a_units_group_is_its_own_coin():
+    few, many = (PoissonSampler(num_examples=n, expected_batch_size=10, groups=4, seed=1) for n in (100, 101))
+    assert np.array_equal(few._group_of, many._group_of[:100])  # counted off, one unit more in front would move all
+    secret = [PoissonSampler(num_examples=100, expected_batch_size=10, groups=4)._group_of.tolist() for _ in range(2)]
+    assert secret[0] != secret[1]  # equal with probability 1e-60
+
+
+def test_one_group_draws_as_without_groups_to_the_bit():
+    plain, grouped = (PoissonSampler(num_examples=300, expected_batch_size=30, seed=2, **g) for g in ({}, {"groups": 1}))
+    assert [plain.draw(step).tolist() for step in range(9)] == [grouped.draw(step).tolist() for step in range(9)]
+
+
+def test_steps_go_on_from_epoch_to_epoch_though_groups_do_not_divide_them():
+    sampler = PoissonSampler(num_examples=100, expected_batch_size=15, micro_batches=2, groups=4)  # 7 steps an epoch
+    steps = [piece.step for _ in range(3) for piece in sampler]
+    assert steps == [step for step in range(21) for _ in range(2)]
+    sampler.begin_at(5)
+    assert next(iter(sampler)).step == 5
+
+
+def test_units_and_groups_go_together():
+    units = np.repeat(np.arange(50), 4)
+    sampler = PoissonSampler(num_examples=200, expected_batch_size=10, groups=5, units=units, max_examples_per_unit=3)
+    drawn = [sampler.draw(step) for step in range(50)]
+    for step, examples in enumerate(drawn):
+        assert {sampler._group_of[unit] for unit in units[examples]} <= {step % 5}
+        assert set(np.bincount(units[examples])) <= {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": 0}, "groups must be at least 1, got 0"),
+        ({"groups": 6}, "6 groups that take turns need 6 × the expected batch size of 20 units, got 100"),
+    ],
+)
+def test_groups_that_no_draw_can_fill_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        PoissonSampler(num_examples=100, expected_batch_size=20, **options)

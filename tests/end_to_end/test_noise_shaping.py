@@ -1,0 +1,154 @@
+"""Shaped noise through the real trainer: turns are kept, the ledger counts them, and what else must follow, follows."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from doppler_hf import DopplerTrainer, GradientRecorder
+from doppler_hf.privacy import PrivacyLedger, get_epsilon
+from doppler_hf.privacy.accounting import Releases
+from tests.support.tiny import pad, text_data
+from tests.support.trainers import arguments, trainer_of
+
+SHAPE = "banded:bands=3"
+
+
+class Turns(TrainerCallback):
+    """Watches who takes part in which step, and what the optimizer is told about the noise."""
+
+    def __init__(self, trainer):
+        self.taken, self.stds, self.trainer = [], [], trainer
+        begin = trainer.get_batch_samples
+
+        def watched(iterator, num_batches, device):
+            pieces, count = begin(iterator, num_batches, device)
+            labels = [x for piece in pieces for micro_batch in piece for x in micro_batch.inputs["unit"].tolist()]
+            self.taken.append(labels)
+            return pieces, count
+
+        trainer.get_batch_samples = watched
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.stds.append(optimizer.optimizer.noise_std)
+
+
+class Numbered(DopplerTrainer):
+    """Every example carries its number through the collator; its loss does not read it."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        return super().compute_per_sample_loss(model, {name: value for name, value in inputs.items() if name != "unit"})
+
+
+def numbered(examples):
+    units = torch.tensor([example["unit"] for example in examples])
+    plain = [{name: value for name, value in example.items() if name != "unit"} for example in examples]
+    return {**pad(plain), "unit": units}
+
+
+def shaped_trainer(tmp_path, **options):
+    options = dict(noise_shape=SHAPE, remove_unused_columns=False, per_device_train_batch_size=2, max_steps=11) | options
+    data = text_data(24).add_column("unit", list(range(24)))
+    trainer = trainer_of(tmp_path, cls=Numbered, data=data, **options)
+    trainer.data_collator = numbered
+    watched = Turns(trainer)
+    trainer.add_callback(watched)
+    return trainer, watched
+
+
+def apart(taken):
+    """The least number of steps from one part that a unit takes to its next."""
+    steps = {unit: [step for step, units in enumerate(taken) if unit in units] for unit in range(24)}
+    return min((int(np.diff(s).min()) for s in steps.values() if len(s) > 1), default=None)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_unit_comes_back_before_its_turn(tmp_path, workers):
+    trainer, watched = shaped_trainer(tmp_path, dataloader_num_workers=workers)
+    trainer.train()
+    assert len(watched.taken) >= 11
+    assert apart(watched.taken) == 3
+    run = trainer.private_run
+    sigma, rate = run.statement.noise_multiplier, run.sampler.sample_rate
+    assert run.ledger.history == [Releases(sigma, 3 * rate, 4)]
+    assert watched.stds == [run.mechanism.noise_std(step) for step in range(11)]
+    assert watched.stds[0] < watched.stds[2]
+
+
+def test_an_epoch_that_a_callback_ends_early_does_not_bring_a_unit_back_too_early(tmp_path):
+    class EndEarly(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step % 4 == 0
+
+    trainer, watched = shaped_trainer(tmp_path, num_train_epochs=3)
+    trainer.add_callback(EndEarly())
+    trainer.train()
+    drawn = [units for units in watched.taken if units]
+    assert apart(watched.taken) is None or apart(watched.taken) >= 3, drawn
+
+
+def test_a_calibrated_run_meets_its_target_and_its_ledger_says_how(tmp_path, capsys):
+    trainer, _ = shaped_trainer(tmp_path, target_epsilon=3.0, noise_multiplier=None)
+    trainer.train()
+    statement = trainer.private_run.statement
+    spent = get_epsilon(
+        noise_multiplier=statement.noise_multiplier, sample_rate=3 * statement.sample_rate, steps=4,
+        delta=statement.target_delta,
+    )  # fmt: skip
+    assert 3.0 * (1 - 2e-3) < spent == trainer.privacy.epsilon() <= 3.0
+    trainer.save_model()
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    assert ledger.statement.noise_shape == SHAPE
+    assert "Banded matrix factorization" in ledger.entries[0]["mechanism"]
+    assert "each unit takes part once in 3 steps" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_a_resumed_run_begins_new_turns_which_add_up(tmp_path):
+    trainer, _ = shaped_trainer(tmp_path, max_steps=5, save_strategy="steps", save_steps=5)
+    trainer.train()
+    resumed, watched = shaped_trainer(tmp_path, max_steps=11)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
+    run = resumed.private_run
+    sigma, rate = run.statement.noise_multiplier, run.sampler.sample_rate
+    assert run.ledger.history == [Releases(sigma, 3 * rate, 2 + 2)]  # of 5 and of 6 steps
+    assert watched.stds == [run.mechanism.noise_std(step) for step in range(5, 11)]
+    assert watched.stds[0] == pytest.approx(run.mechanism.noise_multiplier / 4 * run.mechanism.shape.norm)
+    assert apart(watched.taken[-6:]) in (None, 3)
+
+
+def test_the_budget_guard_counts_turns(tmp_path):
+    trainer, _ = shaped_trainer(tmp_path, max_steps=8, target_epsilon=3.0, noise_multiplier=None)
+    trainer.train()
+    ledger = trainer.privacy.ledger
+    # 8 steps are three turns; the ninth belongs to the third turn, and costs nothing.
+    assert ledger.affordable_steps(5) == 1
+    assert ledger.epsilon(further_steps=1) == ledger.epsilon() < ledger.epsilon(further_steps=2)
+
+
+def test_one_band_trains_as_white_to_the_bit(tmp_path):
+    weights = []
+    for shape in ("white", "banded:bands=1"):
+        trainer = trainer_of(tmp_path / shape.split(":")[0], noise_shape=shape, noise_seed=1, seed=0)
+        trainer.train()
+        weights.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+    assert all((left == right).all() for left, right in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(noise_shape="pink"), "noise_shape must be one of"),
+        (dict(noise_shape=SHAPE, low_pass_filter="optimal-fir:taps=4"), "cannot be used with noise_shape"),
+        (dict(noise_shape=SHAPE, noise_multiplier=0.0), "noise_shape='banded:bands=3' has no effect"),
+    ],
+)
+def test_what_does_not_go_with_shaped_noise_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **options)
+
+
+def test_too_many_bands_and_a_recorder_are_refused_before_a_ledger_is_written(tmp_path):
+    with pytest.raises(ValueError, match="4 groups that take turns need 4 × the expected batch size of 8 units, got 24"):
+        trainer_of(tmp_path, noise_shape="banded:bands=4").train()
+    with pytest.raises(ValueError, match="GradientRecorder assumes white noise"):
+        trainer_of(tmp_path, noise_shape=SHAPE, callbacks=[GradientRecorder(dimensions=4)]).train()

@@ -1,0 +1,134 @@
+"""The shape of noise over time against linear algebra and SciPy."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.signal
+import scipy.special
+
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    NoiseShape,
+    best_filter,
+    convergence_noise_factor,
+    impulse_response,
+    noise_gain,
+    signal_to_noise_ratio,
+)
+
+SHAPES = [NoiseShape(), NoiseShape.banded(2), NoiseShape.banded(4), NoiseShape((1.0, 0.6, -0.2)), NoiseShape.banded(16)]
+
+
+def matrix(shape, steps):
+    column = np.zeros(steps)
+    column[: min(steps, shape.bands)] = shape.c[:steps]
+    return scipy.linalg.toeplitz(column, np.zeros(steps))
+
+
+def test_the_series_is_that_of_the_inverse_square_root():
+    series = scipy.special.binom(2 * np.arange(12), np.arange(12)) / 4.0 ** np.arange(12)
+    np.testing.assert_allclose(NoiseShape.banded(12).c, series, rtol=1e-14)
+    np.testing.assert_allclose(np.convolve(series, series)[:12], np.ones(12), rtol=1e-14)  # (1 - x)^(-1/2) squared
+    assert NoiseShape.banded(300).bands == 300  # (600 choose 300) is no float
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_response_and_deviation_are_those_of_the_inverse_matrix(shape):
+    inverse = np.linalg.inv(matrix(shape, 40))
+    np.testing.assert_allclose(shape.response(40), inverse[:, 0], atol=1e-13)
+    covariance = shape.norm**2 * inverse @ inverse.T
+    np.testing.assert_allclose([shape.std(step) for step in range(40)], np.sqrt(np.diag(covariance)), rtol=1e-12)
+    settled = shape.norm * np.linalg.norm(shape.response(20_000))
+    assert shape.std(10**9) == pytest.approx(settled, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_spectrum_holds_the_variance(shape):
+    frequencies = (np.arange(4000) + 0.5) / 4000
+    assert np.mean(shape.spectrum(frequencies)) == pytest.approx(shape.std(10**9) ** 2, rel=1e-9)
+    # What the weights of a long run see is the sum of the noise, which is that of frequency 0.
+    assert shape.spectrum(np.zeros(1))[0] == pytest.approx((shape.norm / sum(shape.c)) ** 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["none", "momentum", "second-order", "f4"])
+def test_noise_gain_is_the_energy_of_both_responses(shape, name):
+    both = scipy.signal.lfilter(PAPER_FILTERS[name].b, PAPER_FILTERS[name].a, shape.response(20_000))
+    assert noise_gain(PAPER_FILTERS[name], shape) == pytest.approx(shape.norm**2 * np.sum(both**2), rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("steps", [None, 7, 200])
+def test_the_snr_counts_the_noise_that_is_there(shape, steps):
+    momentum, signal = PAPER_FILTERS["momentum"], 0.5 * 0.9 ** np.arange(80)
+    length = 20_000 if steps is None else steps
+    kappa = impulse_response(momentum, length)
+    of_noise = shape.norm * scipy.signal.lfilter([1.0], shape.c, kappa)
+    weights = np.ones(length) if steps is None else np.arange(length, 0, -1.0)
+    lags = min(length, 80)
+    expected = np.sum(weights[:lags] * kappa[:lags] * signal[:lags]) / np.sum(weights * of_noise**2)
+    found = signal_to_noise_ratio(momentum, signal, steps, noise=shape)
+    assert found == pytest.approx(expected, rel=1e-10)
+    assert convergence_noise_factor(momentum, signal, steps, noise=shape) == pytest.approx(1 / (2 * found))
+
+
+def test_for_white_noise_nothing_changes():
+    signal = 0.5 * 0.8 ** np.arange(40)
+    for low_pass_filter in PAPER_FILTERS.values():
+        assert noise_gain(low_pass_filter, NoiseShape()) == noise_gain(low_pass_filter)
+        assert signal_to_noise_ratio(low_pass_filter, signal, noise=NoiseShape()) == signal_to_noise_ratio(
+            low_pass_filter, signal
+        )
+    assert best_filter(signal, 1, noise=NoiseShape()) == best_filter(signal, 1)
+
+
+@pytest.mark.parametrize("objective", ["snr", "bound"])
+def test_the_best_filter_is_best_for_its_own_noise(objective):
+    signal, shape = 0.5 * 0.8 ** np.arange(40), NoiseShape.banded(4)
+
+    def worth(low_pass_filter, noise):
+        ratio = signal_to_noise_ratio(low_pass_filter, signal, noise=noise)
+        return ratio if objective == "snr" else ratio * float(impulse_response(low_pass_filter, 40) @ signal)
+
+    for_white = best_filter(signal, 1, objective=objective)
+    for_shaped = best_filter(signal, 1, objective=objective, noise=shape)
+    assert worth(for_shaped, shape) > 1.01 * worth(for_white, shape)
+    assert worth(for_white, NoiseShape()) > 1.01 * worth(for_shaped, NoiseShape())
+
+
+def test_without_poles_the_best_taps_solve_a_linear_system():
+    # SNR · S_T is (κ·c)² / κᵀRκ, which R⁻¹c maximizes, R the autocorrelation of the noise.
+    signal, shape = np.array([0.5, 0.3, 0.2]), NoiseShape.banded(3)
+    response = shape.response(4000)
+    covariance = scipy.linalg.toeplitz([response[lag:] @ response[: len(response) - lag] for lag in range(3)])
+    taps = np.linalg.solve(covariance, signal)
+    best = best_filter(signal, 2, objective="bound", noise=shape)
+    value = [np.square(kappa @ signal) / (kappa @ covariance @ kappa) for kappa in (taps, np.array([1.0, 0.0, 0.0]))]
+    ratio = signal_to_noise_ratio(best, signal, noise=shape) * shape.norm**2
+    assert ratio * float(impulse_response(best, 3) @ signal) >= (1 - 1e-6) * value[0] > value[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("white", "white"), ("banded:bands=1", "white"), (" banded : bands = 4", "banded:bands=4"),
+        ("banded:c=1,0.5,0.375", "banded:bands=3"), ("banded:c=1,0.3", "banded:c=1.0,0.3"),
+    ],
+)  # fmt: skip
+def test_names_are_read_and_written(text, name):
+    assert str(NoiseShape.parse(text)) == name
+    assert NoiseShape.parse(name) == NoiseShape.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pink", "must be one of"), ("banded", "must be one of"), ("banded:bands=-1", "must be one of"),
+        ("banded:bands=0", "bands must be at least 1, got 0"), ("banded:c=0.5,1", "must begin with 1"),
+        ("banded:c=1,nan", "must be finite"), ("banded:c=1,x", "could not convert"), ("banded:c=1,0", "must not end with 0"),
+        ("banded:c=1,1", "pole of modulus 1"), ("banded:c=1,-1.5", "must not grow"),
+    ],
+)  # fmt: skip
+def test_what_is_no_shape_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        NoiseShape.parse(text)
