@@ -45,7 +45,7 @@ MAY_IMPORT = {
         "extras training_args privacy.losses",
         f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml",
     ),
-    "audit": ("trainer training_args run privacy", f"{ARRAYS} torch transformers datasets"),
+    "audit": ("trainer training_args run privacy filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": ("extras filters privacy training_args trainer audit workloads reports", "rich numpy"),
     "__main__": ("cli", ""),
     "__init__": ("trainer training_args run", ""),

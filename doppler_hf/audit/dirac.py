@@ -6,8 +6,8 @@ C′·eᵢ, so that coordinate i of the private gradient, in units of C′/B, is
     x ~ 𝒩(0, σ²) without the canary,    x ~ (1 − q)·𝒩(0, σ²) + q·𝒩(1, σ²) with it,
 
 with σ in units of C′ and q the sample rate: exactly the pair of distributions that the accountant bounds. Over the steps the
-best score is the sum of log(1 − q + q·exp((x − ½)/σ²)). C′ is C for vanilla clipping, a little less for automatic clipping,
-and C/√L for each of L layers.
+best score is the sum of log(1 − q + q·exp((x − ½)/σ²)); of shaped noise the attacker reads the turns, see `Turns`. C′ is C
+for vanilla clipping, a little less for automatic clipping, and C/√L for each of L layers.
 """
 
 import functools
@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import scipy.special
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from doppler_hf.audit.result import CanaryKind, Method
 from doppler_hf.audit.trainer import AuditTrainer
+from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
 
 # The name of the canaries' weights in the model.
@@ -53,6 +55,7 @@ class DiracAuditTrainer(AuditTrainer):
         self._numbers: Tensor | None = None
         self._looked_up: Tensor | None = None
         self._contribution = 0.0
+        self._turns = Turns(0, shape=NoiseShape(), sample_rate=1.0)
         super().__init__(model=model, args=args, **kwargs)
 
     def choose_rows(
@@ -101,34 +104,84 @@ class DiracAuditTrainer(AuditTrainer):
         norm = torch.tensor([self._stretch], dtype=torch.float64)
         bound = self.args.per_sample_max_grad_norm / parts**0.5
         self._contribution = float(norm * clip_factors(norm, max_grad_norm=bound, clipping=self.args.clipping))
+        shape, sampler = self.private_run.mechanism.shape, self.private_run.sampler
+        self._turns = Turns(len(self.included), shape=shape, sample_rate=shape.bands * sampler.sample_rate)
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
-        """Add the log-likelihood ratio of every canary's coordinate."""
-        run = self.private_run
-        unit = self._contribution / run.statement.expected_batch_size
-        self.scores += log_likelihood_ratio(
-            gradients[f"{TABLE}.weight"].flatten().double().cpu().numpy() / unit,
-            sigma=run.mechanism.noise_std(self.state.global_step) / unit,
-            sample_rate=run.statement.sample_rate,
-        )
+        """Read every canary's coordinate."""
+        mechanism, step = self.private_run.mechanism, self.state.global_step
+        unit = self._contribution / mechanism.expected_batch_size
+        white = mechanism.noise_std(step) / mechanism.shape.std(step) * mechanism.shape.norm
+        self._turns.see(gradients[f"{TABLE}.weight"].flatten().double().cpu().numpy() / unit, sigma=white / unit)
 
     def end_attack(self) -> None:
-        """Do nothing: the gradients were all that this attack reads."""
+        """Score every canary by its log-likelihood ratio."""
+        self.scores = self._turns.scores()
 
     @property
     def _stretch(self) -> float:
         return STRETCH * max(self.args.per_sample_max_grad_norm, 1.0)
 
 
-def log_likelihood_ratio(
-    x: Float[np.ndarray, " canaries"], *, sigma: float, sample_rate: float
-) -> Float[np.ndarray, " canaries"]:
-    """Return log of ((1 − q)·𝒩(0, σ²) + q·𝒩(1, σ²)) / 𝒩(0, σ²) at x.
+class Turns:
+    """The log-likelihood ratios of canaries over a run, in which each takes part in the turns of its group only.
+
+    The attacker takes the shaping back: C·(gradients) has white noise, and a contribution in step t stands in its rows t to
+    t + b − 1, in proportion to c. Which group a canary is in is secret, so the ratio is the mean over all groups. For white
+    noise b is 1, and every step is a turn.
 
     Args:
-        x: The observations, in units of one contribution.
-        sigma: σ, in the same units.
+        canaries: Their number.
+        shape: The shape of the noise.
+        sample_rate: The probability with which a canary is drawn in its turn.
+    """
+
+    def __init__(self, canaries: int, *, shape: NoiseShape, sample_rate: float) -> None:
+        self._c, self._sample_rate = shape.c, sample_rate
+        self._seen: list[Float[np.ndarray, " canaries"]] = []  # as far as the next row needs them, the last one first
+        # Of the turns that have more rows to come ⟨μ, y⟩, ‖μ‖² and the group, the oldest first.
+        self._open: list[tuple[Float[np.ndarray, " canaries"], float, int]] = []
+        self._by_group = np.zeros((shape.bands, canaries))
+        self._steps = 0
+
+    def see(self, x: Float[np.ndarray, " canaries"], *, sigma: float) -> None:
+        """Read one step.
+
+        Args:
+            x: The gradient at the canaries, in units of one contribution.
+            sigma: Standard deviation of the noise before it is shaped, in the same units.
+        """
+        self._seen = [x, *self._seen[: len(self._c) - 1]]
+        row = sum((c * values for c, values in zip(self._c, self._seen, strict=False)), np.zeros_like(x))
+        self._open.append((np.zeros_like(x), 0.0, self._steps % len(self._c)))
+        self._steps += 1
+        self._open = [
+            (matched + c * row / sigma**2, squares + (c / sigma) ** 2, group)
+            for c, (matched, squares, group) in zip(reversed(self._c[: len(self._open)]), self._open, strict=True)
+        ]
+        if len(self._open) == len(self._c):
+            self._close()
+
+    def scores(self) -> Float[np.ndarray, " canaries"]:
+        """Return the log-likelihood ratio of every canary; turns that the end has cut short count as far as they went."""
+        while self._open:
+            self._close()
+        return np.asarray(scipy.special.logsumexp(self._by_group, axis=0) - np.log(len(self._by_group)))
+
+    def _close(self) -> None:
+        matched, squares, group = self._open.pop(0)
+        self._by_group[group] += log_likelihood_ratio(matched, squares, sample_rate=self._sample_rate)
+
+
+def log_likelihood_ratio(
+    matched: Float[np.ndarray, " canaries"], squares: float, *, sample_rate: float
+) -> Float[np.ndarray, " canaries"]:
+    """Return log of ((1 − q)·𝒩(0, I) + q·𝒩(μ, I)) / 𝒩(0, I) at y: log(1 − q + q·exp(⟨μ, y⟩ − ‖μ‖²/2)).
+
+    Args:
+        matched: ⟨μ, y⟩.
+        squares: ‖μ‖².
         sample_rate: q, in (0, 1].
     """
-    shifted = np.log(sample_rate) + (x - 0.5) / sigma**2
+    shifted = np.log(sample_rate) + matched - squares / 2
     return shifted if sample_rate == 1.0 else np.logaddexp(np.log1p(-sample_rate), shifted)

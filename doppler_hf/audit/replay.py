@@ -39,7 +39,7 @@ class NoiseReplay:
     """
 
     def __init__(self, seed: int, *, mechanism: Mechanism) -> None:
-        self._seed, self._mechanism = seed, mechanism
+        self._seed, self._mechanism, self._reproduced = seed, mechanism, mechanism.reproducible(seed)
         self._state = torch.Generator().manual_seed(seed).get_state()
         self._candidates: dict[str, Callable[[Gradients, int], Gradients | None]] = {
             f"torch's generator, seeded with {seed}": self._of_torch,
@@ -66,7 +66,7 @@ class NoiseReplay:
 
     def _of_the_mechanism(self, gradients: Gradients, step: int) -> Gradients:
         zeros = {name: torch.zeros(gradient.shape, device=gradient.device) for name, gradient in gradients.items()}
-        return self._mechanism.reproducible(self._seed).privatize(zeros, step=step)
+        return self._reproduced.privatize(zeros, step=step)
 
     def _of_torch(self, gradients: Gradients, step: int) -> Gradients | None:
         """Return the noise of torch's CPU generator, seeded once, or in every step with the seed or the seed + step."""

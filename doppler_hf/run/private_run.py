@@ -246,8 +246,8 @@ class PrivateRun:
         assert self.ledger is not None
         if not self._is_released:
             raise RuntimeError(
-                "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, without "
-                "noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
+                "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "
+                "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
             )
         self._is_released = False
         self.ledger.record_step()

@@ -8,10 +8,12 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import itertools
 import json
 
 import numpy as np
 import pytest
+import scipy.linalg
 import scipy.stats
 import torch
 from datasets import Dataset
@@ -28,10 +30,12 @@ from doppler_hf.audit import (
     audit_repeatedly,
 )
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, numbered_rows
-from doppler_hf.audit.dirac import STRETCH, log_likelihood_ratio
+from doppler_hf.audit.dirac import STRETCH, Turns, log_likelihood_ratio
 from doppler_hf.audit.replay import MOST_COMPARED
 from doppler_hf.audit.result import lower_bounds
+from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
+from doppler_hf.privacy.accounting import Releases
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.noise import mechanism as mechanism_module
 from doppler_hf.privacy.noise.gaussian import noise_stream
@@ -167,7 +171,28 @@ def test_log_likelihood_ratio():
     without, shifted = scipy.stats.norm(0, sigma), scipy.stats.norm(1, sigma)
     for rate in (0.01, 0.3, 1.0):
         expected = np.log(((1 - rate) * without.pdf(x) + rate * shifted.pdf(x)) / without.pdf(x))
-        np.testing.assert_allclose(log_likelihood_ratio(x, sigma=sigma, sample_rate=rate), expected, rtol=1e-9, atol=1e-12)
+        found = log_likelihood_ratio(x / sigma**2, 1 / sigma**2, sample_rate=rate)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_turns_are_read_as_their_densities_say():
+    # T = 5, b = 3, one canary: the mean over groups of the densities over all patterns of coins.
+    shape, rate, sigma, steps = NoiseShape.banded(3), 0.3, 0.8, 5
+    strategy = scipy.linalg.toeplitz(np.pad(shape.c, (0, steps - 3)), np.zeros(steps))
+    observed = np.random.default_rng(0).normal(size=(4, steps))
+    ratio = np.zeros(4)
+    for group in range(3):
+        turns = range(group, steps, 3)
+        for coins in itertools.product([0, 1], repeat=len(turns)):
+            taken = np.zeros(steps)
+            taken[list(turns)] = coins
+            mean, chance = strategy @ taken, np.prod([rate if coin else 1 - rate for coin in coins]) / 3
+            white = observed @ strategy.T
+            ratio += chance * np.exp((np.square(white) - np.square(white - mean)).sum(axis=1) / (2 * sigma**2))
+    attack = Turns(4, shape=shape, sample_rate=rate)
+    for step in range(steps):
+        attack.see(observed[:, step], sigma=sigma)
+    np.testing.assert_allclose(attack.scores(), np.log(ratio), rtol=1e-10)
 
 
 # --- planted bugs ---------------------------------------------------------------------------------------------------------
@@ -261,6 +286,42 @@ def everything(self, step):
 def test_no_poisson_sampling_is_caught(draw, batch, steps, monkeypatch, tmp_path):
     monkeypatch.setattr(PoissonSampler, "draw", draw)
     assert audited(tmp_path, per_device_train_batch_size=batch, max_steps=steps).contradicts_claim
+
+
+# --- shaped noise ---------------------------------------------------------------------------------------------------------
+
+# Nearly every canary takes part in all turns of its group. Which group that is the attacker has to find out too.
+SHAPED = dict(
+    noise_shape="banded:c=1,0.99,0.98,0.97,0.96,0.95,0.94,0.93", max_steps=64, per_device_train_batch_size=610,
+    noise_multiplier=2.5,
+)  # fmt: skip
+
+
+def test_audit_of_shaped_noise_is_below_the_claim_and_near_it(tmp_path):
+    result = audited(tmp_path, **SHAPED)
+    assert not result.contradicts_claim
+    assert 0.1 * result.claimed_epsilon < result.lower_bound < result.claimed_epsilon
+
+
+def test_white_noise_that_is_not_raised_by_the_norm_of_the_strategy_is_caught(monkeypatch, tmp_path):
+    # ‖c‖ is 1.44 for twelve bands.
+    monkeypatch.setattr(NoiseShape, "norm", property(lambda self: 1.0))
+    shaped = SHAPED | dict(
+        noise_shape="banded:bands=12", max_steps=12, per_device_train_batch_size=410, noise_multiplier=0.5
+    )
+    assert audited(tmp_path, **shaped).contradicts_claim
+
+
+def test_groups_that_are_not_kept_are_caught(monkeypatch, tmp_path):
+    monkeypatch.setattr(PoissonSampler, "draw", everything)
+    assert audited(tmp_path, **SHAPED).contradicts_claim
+
+
+def test_turns_that_are_accounted_as_draws_of_all_units_are_caught(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        Releases, "in_turns", classmethod(lambda cls, sigma, rate, steps, *, groups: cls(sigma, rate, steps))
+    )
+    assert audited(tmp_path, **SHAPED).contradicts_claim
 
 
 # --- mislabelled examples -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from doppler_hf import DopplerTrainer, GradientRecorder
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting import Releases
 from tests.support.tiny import pad, text_data
-from tests.support.trainers import arguments, trainer_of
+from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of
 
 SHAPE = "banded:bands=3"
 
@@ -114,6 +114,20 @@ def test_a_resumed_run_begins_new_turns_which_add_up(tmp_path):
     assert watched.stds == [run.mechanism.noise_std(step) for step in range(5, 11)]
     assert watched.stds[0] == pytest.approx(run.mechanism.noise_multiplier / 4 * run.mechanism.shape.norm)
     assert apart(watched.taken[-6:]) in (None, 3)
+
+
+def test_noise_after_a_restart_owes_nothing_to_that_before(tmp_path):
+    recorders = [Recorder(), Recorder()]
+    options = dict(cls=NoSignal, noise_shape=SHAPE, per_device_train_batch_size=2)
+    trainer_of(tmp_path, callbacks=[recorders[0]], max_steps=5, save_strategy="steps", save_steps=5, **options).train()
+    resumed = trainer_of(tmp_path, callbacks=[recorders[1]], max_steps=8, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
+    before, after = (torch.stack(recorder.gradients).numpy() for recorder in recorders)
+    correlations = np.corrcoef(np.concatenate([before, after]))
+    bound = 5.5 / np.sqrt(before.shape[1])  # 4e-8 each
+    assert np.abs(correlations[:5, 5:]).max() < bound < -correlations[4, 3]
+    # Nor is a step of the first run repeated, and the recursion begins anew: a less noisy step.
+    assert after[0].std() < 0.95 * before[-1].std()
 
 
 def test_the_budget_guard_counts_turns(tmp_path):
