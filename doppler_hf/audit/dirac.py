@@ -55,7 +55,7 @@ class DiracAuditTrainer(AuditTrainer):
         self._numbers: Tensor | None = None
         self._looked_up: Tensor | None = None
         self._contribution = 0.0
-        self._turns = Turns(0, shape=NoiseShape(), sample_rate=1.0)
+        self._turns: Turns | None = None
         super().__init__(model=model, args=args, **kwargs)
 
     def choose_rows(
@@ -109,6 +109,7 @@ class DiracAuditTrainer(AuditTrainer):
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
         """Read every canary's coordinate."""
+        assert self._turns is not None
         mechanism, step = self.private_run.mechanism, self.state.global_step
         unit = self._contribution / mechanism.expected_batch_size
         white = mechanism.noise_std(step) / mechanism.shape.std(step) * mechanism.shape.norm
@@ -116,7 +117,8 @@ class DiracAuditTrainer(AuditTrainer):
 
     def end_attack(self) -> None:
         """Score every canary by its log-likelihood ratio."""
-        self.scores = self._turns.scores()
+        assert self._turns is not None
+        self.scores[:] = self._turns.scores()
 
     @property
     def _stretch(self) -> float:
