@@ -121,9 +121,11 @@ class DopplerTrainer(Trainer):
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
+            earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
             # A new plan: the arguments may have changed since the last run, and what that run spent counts.
-            self._run = self._new_run(checkpoint=checkpoint, earlier=self.privacy.earlier_ledger(checkpoint))
+            self._run = self._new_run(checkpoint=checkpoint, earlier=earlier)
             running.enter_context(self._run)
+            running.callback(lambda: self.privacy.end_run(self.args, self.state, model=self.model))
             return super()._inner_training_loop(**kwargs)
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
@@ -229,23 +231,29 @@ class DopplerTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
-        with self._weight_filter.applied():
+        with self._ledger_keeper.evaluating(self.model), self._weight_filter.applied():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the host does, with the filtered weights if there is a weight filter, and the ledger beside the model.
 
-        Without a ledger of its own the trainer sets aside one that lies there and speaks for other weights.
+        Without a ledger that speaks for the model, the trainer sets aside one that lies there and speaks for other weights.
         """
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
         is_checkpoint = _internal_call and output_dir is not None
-        with contextlib.ExitStack() as saving:
+        speaks = self._ledger_keeper.speaks_for(self.model)  # of the raw weights, for which the filtered ones stand in next
+        with self._weight_filter.applied(), contextlib.ExitStack() as saving:
             if self.is_world_process_zero():
-                step = self.state.global_step if is_checkpoint else None
-                saving.enter_context(self._ledger_keeper.beside_model(folder, self.args, checkpoint_step=step))
-            with self._weight_filter.applied():
-                super().save_model(output_dir, _internal_call=_internal_call)
+                beside = self._ledger_keeper.beside_model(
+                    folder,
+                    self.args,
+                    model=self.model,
+                    speaks=speaks,
+                    checkpoint_step=self.state.global_step if is_checkpoint else None,
+                )
+                saving.enter_context(beside)
+            super().save_model(output_dir, _internal_call=_internal_call)
             if is_checkpoint:
                 self._weight_filter.add_to_checkpoint(str(folder), self.args)
 
@@ -271,11 +279,11 @@ class DopplerTrainer(Trainer):
         """Write the host's model card, with the optimizer in use and a section on privacy."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            self._ledger_keeper.complete_card(self.args)
+            self._ledger_keeper.complete_card(self.args, model=self.model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""
-        self._ledger_keeper.complete_log(logs)
+        self._ledger_keeper.complete_log(logs, model=self.model)
         for recorder in self._recorders():
             recorder.add_estimates(logs)
         super().log(logs, start_time)

@@ -64,7 +64,7 @@ def test_a_command_imports_what_it_needs(words):
 def test_a_ledger_is_checked_without_transformers(tmp_path):
     ledger = all_events()
     (tmp_path / "model.safetensors").write_text("weights")
-    ledger.speak_for(hashes(tmp_path))
+    ledger.speak_for(hashes(tmp_path), parameters=64 * "b")
     ledger.save(tmp_path)
     modules = modules_after_command(["verify", str(tmp_path)])
     # Opacus computes two of the bounds, and brings torch.

@@ -26,6 +26,7 @@ from rich.table import Table
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
 from doppler_hf.privacy.ledger.file import package_versions
+from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.record import Claim
 from doppler_hf.privacy.ledger.terms import terms_in_words
 from doppler_hf.privacy.ledger.weights import weight_files
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         console.print("Without --head, a ledger that was cut off or rewritten as a whole goes unnoticed.")
     if not (weights := weight_files(path.parent)):
         console.print("No weights lie beside it, so that it is bound to none: copy them there to have them checked.")
+    for line in other_trainings(ledger, path.parent):
+        console.print(line, markup=False, soft_wrap=True)
     for mismatch in mismatches:
         console.print(f"- {mismatch}", markup=False, soft_wrap=True)
     if mismatches:
@@ -130,12 +133,7 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
 
 def relative_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
     """Return the checkpoints in `folder` whose ledger is no earlier state of this one, or of one set aside."""
-    family = [ledger]
-    for aside in sorted(folder.glob(f"{Path(LEDGER_NAME).stem}.*{Path(LEDGER_NAME).suffix}")):
-        try:
-            family.append(PrivacyLedger.load(aside))
-        except ValueError:
-            continue  # No checkpoint can be an earlier state of a file that is no ledger.
+    family = [ledger, *ledgers_in(folder).values()]
     found = []
     for path in sorted(folder.glob(f"checkpoint-*/{LEDGER_NAME}")):
         try:
@@ -159,6 +157,18 @@ def weight_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
         f"The ledger does not speak for {', '.join(unknown)} in {folder}: changed, or of another training. Put back the "
         "weights that were saved with the ledger, and move others away."
     ]
+
+
+def other_trainings(ledger: PrivacyLedger, folder: Path) -> list[str]:
+    """Return a line for every ledger in `folder` of another training than this one's, and what they mean for its ε."""
+    lines = []
+    for path, other in ledgers_in(folder).items():
+        if other.is_prefix_of(ledger) or ledger.is_prefix_of(other):
+            continue
+        name, delta = other.statement.accountant, other.statement.target_delta
+        epsilon = recompute(other.history, name, private=other.private, delta=delta)
+        lines.append(f"{path.name} is of another training: ε = {epsilon:.4g} at δ = {delta:.3g}, by {name}.")
+    return [*lines, "If they used the same data, ε of all of them add up, and so do their δ."] if lines else []
 
 
 def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:

@@ -5,6 +5,7 @@
 - engine: the self-check, the engine of per-sample gradients, and its first pass
 - optimizer: the optimizer of the arguments, with the filter that they name or that is chosen for the run
 - ledger_callback: the ledger during training, and the guard of the budget
+- parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
 - weight_filter_callback: the filter on the weights, and its part of a checkpoint
 - gradient_recorder: a small image of every private gradient

@@ -1,7 +1,9 @@
 """The callback for a run's ledger: a summary before training, ε during it, and the ledger with every checkpoint and model.
 
 It also guards the budget: steps are counted in the ledger before they are computed, and the run stops before a step that
-would exceed the target. Only process 0 reads and writes ledgers, and only one run at a time writes that of a folder.
+would exceed the target. A ledger speaks for the parameters that its training has left or saved: for others nothing is
+claimed, and who trains on from these in its folder continues it. Only process 0 reads and writes ledgers, and only one run
+at a time writes that of a folder.
 """
 
 import contextlib
@@ -11,14 +13,16 @@ from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.ledger.ledger import latest, set_aside
+from doppler_hf.privacy.ledger.ledger import latest, ledgers_in, set_aside
 from doppler_hf.privacy.ledger.lock import WriterLock
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, optimizer_in_words
+from doppler_hf.run.parameters import parameters_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments, checks
@@ -39,13 +43,23 @@ class PrivacyCallback(TrainerCallback):
         self._locks: dict[Path, WriterLock] = {}
         self.filter_words = ""
         self.ledger: PrivacyLedger | None = None
+        self._is_running = False
 
     def epsilon(self) -> float:
         """Return an upper bound on ε spent so far; 0 before training."""
         return 0.0 if self.ledger is None else self.ledger.epsilon()
 
-    def earlier_ledger(self, checkpoint: str | None) -> PrivacyLedger | None:
+    def speaks_for(self, model: nn.Module) -> bool:
+        """Return whether the training goes on, or has left or saved the model with these parameters."""
+        return self.ledger is not None and (self._is_running or parameters_digest(model) in self.ledger.parameters)
+
+    def earlier_ledger(self, checkpoint: str | None, *, folder: str, model: nn.Module) -> PrivacyLedger | None:
         """Return the ledger that the next run continues, the same on every process, or None.
+
+        Args:
+            checkpoint: The folder from which the run is resumed, or None.
+            folder: The folder of the run. A ledger there that speaks for the model is continued.
+            model: The model with which the run begins.
 
         Raises:
             ValueError: If the checkpoint has the ledger of another run than the folder above it.
@@ -56,6 +70,8 @@ class PrivacyCallback(TrainerCallback):
             earlier = [self.ledger.as_written()] if self.ledger is not None else []
             if checkpoint is not None:
                 earlier += ledgers_of(Path(checkpoint))
+            if not earlier:
+                earlier = ledgers_of_model(Path(folder), model)
             return latest(earlier) if earlier else None
 
         return on_process_0(read)
@@ -70,6 +86,7 @@ class PrivacyCallback(TrainerCallback):
         self.filter_words = filter_in_words(args, optimizer.low_pass_filter)
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
+        self._is_running = True
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
@@ -84,6 +101,11 @@ class PrivacyCallback(TrainerCallback):
                 print(
                     f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "
                     "its ε and that of this run add up."
+                )
+            if step == 0 and (counted := ledger.runs[-1].steps_before):
+                print(
+                    f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, "
+                    "make a new trainer with another output_dir."
                 )
             remaining = run.statement.steps_planned - step
             if run.affordable_steps < remaining:
@@ -116,21 +138,35 @@ class PrivacyCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def beside_model(
-        self, folder: Path, args: DopplerTrainingArguments, *, checkpoint_step: int | None = None
+        self,
+        folder: Path,
+        args: DopplerTrainingArguments,
+        *,
+        model: nn.Module,
+        speaks: bool,
+        checkpoint_step: int | None = None,
     ) -> Iterator[None]:
-        """Bind the ledger to the weights that the block saves, and put it beside them.
+        """Bind the ledger to the weights that the block saves, and put it beside them, if it speaks for the model.
 
         Args:
             folder: The folder of the weights. A ledger there that does not speak for them is set aside.
             args: The arguments.
+            model: The model as it is saved.
+            speaks: Whether `speaks_for` is true of the model before a weight filter is applied.
             checkpoint_step: The optimizer step if the folder is a checkpoint, which the host pushes to the hub next.
         """
         home = folder if checkpoint_step is None else folder.parent
         with self.writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
             before = stamps(folder)
             yield
-            ledger = self.ledger
-            if ledger is None:
+            ledger, weights = self.ledger, hashes(folder, unless_as=before)
+            # Files are what they were, whatever became of a part of the model that is not in them.
+            if ledger is None or not (speaks or ledger.has_saved(weights)):
+                if ledger is not None:
+                    print(
+                        f"The parameters saved in {folder} are not those that the private training left, so that its ledger "
+                        "does not speak for them. Save the model before you change it, and what you make of it elsewhere."
+                    )
                 aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
                 if aside is not None:
                     print(
@@ -140,7 +176,7 @@ class PrivacyCallback(TrainerCallback):
                 return
             if checkpoint_step is not None:
                 ledger.checkpoint(checkpoint_step)
-            is_new = ledger.speak_for(hashes(folder, unless_as=before))
+            is_new = ledger.speak_for(weights, parameters=parameters_digest(model))
             if checkpoint_step is not None:
                 ledger.save(args.output_dir)
             set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
@@ -148,18 +184,26 @@ class PrivacyCallback(TrainerCallback):
             if is_new and checkpoint_step is None:
                 print(f"The last hash of {folder / LEDGER_NAME}, which speaks for the weights beside it, is {ledger.head}.")
 
-    def complete_log(self, logs: dict[str, float]) -> None:
+    @contextlib.contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Speak for the model after the block as before: to evaluate it, the host may convert it, without training data."""
+        speaks = self.speaks_for(model)
+        yield
+        if speaks:
+            self._leave(model)
+
+    def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
         """Add ε so far to the log of an evaluation, and drop a training loss that is not reported (modified in place)."""
-        # Without a ledger nobody knows what the model's training has spent: it may have been loaded.
-        if self.ledger is not None and any(name.startswith("eval_") for name in logs):
+        # Of another model nobody knows what its training has spent: it may have been loaded.
+        if any(name.startswith("eval_") for name in logs) and self.speaks_for(model):
             logs["epsilon"] = self.epsilon()
         if self.ledger is not None and self.ledger.statement.train_loss == "none":  # zeros
             logs.pop("loss", None)
             logs.pop("train_loss", None)
 
-    def complete_card(self, args: DopplerTrainingArguments) -> None:
-        """Add the optimizer and a section on privacy to the host's model card; before training do nothing."""
-        if self.ledger is not None:
+    def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
+        """Add the optimizer and a section on privacy to the host's model card, if the ledger speaks for the model."""
+        if self.ledger is not None and self.speaks_for(model):
             complete_card(Path(args.output_dir) / "README.md", args, ledger=self.ledger, filter_words=self.filter_words)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -169,6 +213,7 @@ class PrivacyCallback(TrainerCallback):
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""
+        self._leave(kwargs["model"])
         if self.ledger is not None and state.is_world_process_zero:
             self.ledger.close()
             self.ledger.save(args.output_dir)
@@ -177,6 +222,17 @@ class PrivacyCallback(TrainerCallback):
                 f"{self.ledger.steps_run} steps. See {Path(args.output_dir) / LEDGER_NAME}, whose last hash is "
                 f"{self.ledger.head}."
             )
+
+    def end_run(self, args: DopplerTrainingArguments, state: TrainerState, *, model: nn.Module) -> None:
+        """Note, on disk too, the parameters with which the training was left, by its end or an interruption."""
+        if self._is_running and self.ledger is not None:
+            self._is_running = False
+            if self._leave(model) and state.is_world_process_zero:
+                self.ledger.save(args.output_dir)
+
+    def _leave(self, model: nn.Module) -> bool:
+        # Before the first step they are the user's own, with which another training may begin.
+        return self.ledger is not None and self.ledger.steps_run > 0 and self.ledger.leave(parameters_digest(model))
 
 
 def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
@@ -199,7 +255,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
 
 
 def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
-    """Return the ledgers of a checkpoint: its own, and that of its run, which may have continued after it.
+    """Return the ledgers of a checkpoint: its own, and those of its run, which may have continued after it.
 
     Raises:
         ValueError: If its own does not speak for its weights.
@@ -212,4 +268,11 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
             "is not accounted for. Put back what was saved, or load them with from_pretrained and train from the start."
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
-    return [own, *above]
+    return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
+
+
+def ledgers_of_model(folder: Path, model: nn.Module) -> list[PrivacyLedger]:
+    """Return the ledger in a folder that speaks for the model, with those that continue it; none if there is none."""
+    digest, there = parameters_digest(model), list(ledgers_in(folder).values())
+    first = next((ledger for ledger in there if digest in ledger.parameters), None)
+    return [] if first is None else [ledger for ledger in there if first.is_prefix_of(ledger)]

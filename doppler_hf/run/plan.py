@@ -116,5 +116,5 @@ def budget_spent(epsilon: float, args: DopplerTrainingArguments) -> ValueError:
     """Return the error of a run for which too little of its budget is left."""
     return ValueError(
         f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. Raise target_epsilon to "
-        "continue."
+        "continue, or begin anew with an untrained model and a new trainer."
     )

@@ -110,6 +110,28 @@ def test_checkpoints_are_earlier_states(tmp_path, capsys):
     assert "checkpoint-2" not in output
 
 
+def test_ledgers_that_were_set_aside_are_named(tmp_path, capsys):
+    ledger = after(PrivacyLedger.open(statement()), 2)
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 0
+    assert "another training" not in said(capsys)
+    for other in (after(PrivacyLedger.open(statement(target_delta=1e-6)), 3), PrivacyLedger.open(statement(private=False))):
+        set_aside(tmp_path, unless=lambda there: False)
+        other.save(tmp_path)
+    after(ledger, 1)
+    set_aside(tmp_path, unless=lambda there: False)
+    ledger.save(tmp_path)
+    names = {path.name for path in tmp_path.glob("privacy_ledger.*.json")}
+    assert len(names) == 3
+    assert check(tmp_path) == 0
+    output = said(capsys)
+    epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=3, delta=1e-6)
+    assert f".json is of another training: ε = {epsilon:.4g} at δ = 1e-06, by prv." in output
+    assert ".json is of another training: ε = inf at δ = 1e-05, by prv." in output
+    assert output.count("of another training") == 2  # the third is an earlier state of this one
+    assert "If they used the same data, ε of all of them add up, and so do their δ." in output
+
+
 # --- edits ----------------------------------------------------------------------------------------------------------------
 
 
@@ -183,8 +205,8 @@ def test_every_edit_of_a_byte_is_found_unless_it_says_the_same(written, tmp_path
 @pytest.mark.parametrize(
     "edit",
     [
-        *(lambda entries, index=index: entries.pop(index) for index in range(14)),
-        *(lambda entries, index=index: entries.insert(index, entries.pop(index + 1)) for index in range(14)),
+        *(lambda entries, index=index: entries.pop(index) for index in range(15)),
+        *(lambda entries, index=index: entries.insert(index, entries.pop(index + 1)) for index in range(15)),
         lambda entries: entries.insert(2, entries[1]),
         lambda entries: entries.reverse(),
         lambda entries: entries.clear(),
@@ -202,7 +224,7 @@ def test_entries_taken_out_or_moved_are_found(written, tmp_path, edit):
 
 def test_a_tail_that_was_cut_off_is_found_with_the_head(written, tmp_path, capsys):
     head = json.loads(written[1])["entries"][-1]["hash"]
-    for length in range(1, 15):
+    for length in range(1, 16):
         write(tmp_path, json.loads(written[1])["entries"][:length])
         assert check(tmp_path) == 0
         assert check(tmp_path, "--head", head) == 1
@@ -314,8 +336,8 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
         ledger.save(tmp_path)
         assert check(tmp_path) == 1
         assert f"The ledger does not speak for model.safetensors in {tmp_path}: changed, or of another" in said(capsys)
-        assert ledger.speak_for(hashes(tmp_path))
-        assert not ledger.speak_for(hashes(tmp_path))
+        assert ledger.speak_for(hashes(tmp_path), parameters=64 * "b")
+        assert not ledger.speak_for(hashes(tmp_path), parameters=64 * "b")
     ledger.save(tmp_path)
     for text in ("first", "second"):  # those of a checkpoint that the host has copied, or the last ones
         (tmp_path / "model.safetensors").write_text(text)

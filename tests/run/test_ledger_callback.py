@@ -3,10 +3,11 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from accelerate import PartialState
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import BertForSequenceClassification, TrainerCallback, TrainerControl, TrainerState
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
@@ -16,7 +17,7 @@ from doppler_hf.run import ledger_callback as callbacks_module
 from doppler_hf.run.ledger_callback import PrivacyCallback, ledgers_of
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import after, statement
-from tests.support.tiny import text_data
+from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
 
@@ -41,6 +42,10 @@ def said(capsys):
 
 def events(folder):
     return [entry["event"] for entry in json.loads((folder / LEDGER_NAME).read_text())["entries"]]
+
+
+def earlier(trainer, checkpoint=None):
+    return trainer.privacy.earlier_ledger(checkpoint, folder=trainer.args.output_dir, model=trainer.model)
 
 
 # --- ahead of the steps ---------------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ def test_a_kill_within_a_step_counts_it(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 6  # portions of 3
-    assert events(tmp_path / "out") == ["opened", "steps", "steps"]
+    assert events(tmp_path / "out") == ["opened", "steps", "steps", "left"]
 
 
 def callback_of_a_run(tmp_path, ledger, *, affordable_steps):
@@ -105,7 +110,7 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.privacy.ledger.steps_run == 4
-    assert trainer.privacy.earlier_ledger(None).steps_run == 6
+    assert earlier(trainer).steps_run == 6
     trainer.args.max_steps = 2
     trainer.train()
     assert trainer.privacy.ledger.steps_run == 8
@@ -117,7 +122,8 @@ def test_only_process_0_writes(tmp_path):
     args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
     callback.on_step_begin(args, state, control)
     callback.on_pre_optimizer_step(args, state, control)
-    callback.on_train_end(args, state, control)
+    callback.on_train_end(args, state, control, model=tiny_bert())
+    callback.end_run(args, state, model=tiny_bert())
     assert callback.ledger.steps_run == 1
     assert not (tmp_path / "out").exists()
 
@@ -129,10 +135,10 @@ def test_every_process_goes_on_from_what_process_0_has_read(tmp_path, monkeypatc
     PartialState()
     monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
     monkeypatch.setattr(callbacks_module, "broadcast_object_list", lambda objects: [theirs])
-    assert callback.earlier_ledger(None) is theirs
+    assert callback.earlier_ledger(None, folder="", model=tiny_bert()) is theirs
     monkeypatch.setattr(callbacks_module, "broadcast_object_list", lambda objects: [ValueError("refused on process 0")])
     with pytest.raises(ValueError, match="refused on process 0"):
-        callback.earlier_ledger(None)
+        callback.earlier_ledger(None, folder="", model=tiny_bert())
 
 
 # --- whose ledger it is ---------------------------------------------------------------------------------------------------
@@ -152,6 +158,93 @@ def test_a_fresh_run_sets_the_earlier_ledger_aside_and_says_that_both_add_up(tmp
     # Checkpoint 2 is the new run's, checkpoint 4 still the old one's.
     assert PrivacyLedger.load(tmp_path / "out" / "checkpoint-2").is_prefix_of(new)
     assert PrivacyLedger.load(tmp_path / "out" / "checkpoint-4").is_prefix_of(old)
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def of_file(name):
+    return lambda trainer: BertForSequenceClassification.from_pretrained(Path(trainer.args.output_dir) / name)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (lambda trainer: trainer.model, {}),
+        (lambda trainer: trainer.model, dict(weight_filter="momentum:beta=0.9")),
+        (lambda trainer: trainer.model, dict(callbacks=[Stop(3, interrupt)])),
+        (of_file("."), {}),
+        (of_file("checkpoint-2"), {}),
+        (of_file("checkpoint-2"), dict(weight_filter="momentum:beta=0.9")),
+    ],
+)
+def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys, model, options):
+    first = trainer_of(tmp_path, save_strategy="steps", save_steps=2, **options)
+    try:
+        first.train()
+        first.save_model()
+    except KeyboardInterrupt:
+        pass
+    before = PrivacyLedger.load(tmp_path / "out")
+    capsys.readouterr()
+    second = trainer_of(tmp_path, model=model(first))
+    second.train()
+    assert f"earlier training is continued: its {before.steps_run} steps count" in said(capsys)
+    second.save_model()
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    assert before.is_prefix_of(ledger)
+    assert ledger.steps_run == before.steps_run + 4
+    assert not list((tmp_path / "out").glob("privacy_ledger.*.json"))
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_a_notebook_cell_run_again_does_not_overrun_the_budget(tmp_path):
+    options = dict(noise_multiplier=None, target_epsilon=3.0, accountant="rdp")
+    first = trainer_of(tmp_path, **options)
+    first.train()
+    before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
+    with pytest.raises(ValueError, match=r"budget is spent.* or begin anew with an untrained model and a new trainer\."):
+        trainer_of(tmp_path, model=first.model, **options).train()
+    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
+    trainer_of(tmp_path, **options).train()
+    assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
+
+
+def test_a_ledger_that_was_set_aside_is_continued_with_its_model(tmp_path):
+    first = trainer_of(tmp_path)
+    first.train()
+    trainer_of(tmp_path, max_steps=3).train()
+    again = trainer_of(tmp_path, model=first.model)
+    again.train()
+    assert first.privacy.ledger.is_prefix_of(again.privacy.ledger)
+    assert again.privacy.ledger.steps_run == 8
+    # From the same weights once more: what has gone on from them counts too.
+    assert earlier(first).steps_run == 4
+    once_more = trainer_of(tmp_path, model=first.model)
+    assert earlier(once_more).steps_run == 8
+
+
+def test_a_model_whose_training_was_stopped_before_its_first_step_is_as_new(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Watchful)
+    trainer.killed_in_step = 0
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert events(tmp_path / "out") == ["opened", "steps"]
+    assert earlier(trainer_of(tmp_path, model=trainer.model)) is None
+
+
+@pytest.mark.parametrize("max_steps", [3, 4])
+def test_the_ledger_of_a_finished_run_that_is_resumed_counts_no_step(tmp_path, max_steps):
+    """As by a job that is started again: at the end of an epoch, of three steps, and inside one."""
+    options = dict(max_steps=max_steps, save_strategy="steps", save_steps=1)
+    first = trainer_of(tmp_path, **options)
+    first.train()
+    first.save_model()
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model()
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    assert first.privacy.ledger.is_prefix_of(ledger)
+    assert ledger.steps_run == max_steps
+    assert all(run.is_closed for run in ledger.runs)
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
@@ -199,7 +292,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="are of different runs"):
         trainer_of(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
-    assert len(ledgers_of(tmp_path / "out" / "checkpoint-4")) == 2
+    own, above, aside = ledgers_of(tmp_path / "out" / "checkpoint-4")
+    assert own.is_prefix_of(aside)
+    assert not own.is_prefix_of(above)
 
 
 def test_a_damaged_ledger_is_not_resumed(tmp_path):
@@ -236,7 +331,7 @@ def test_the_callback_itself_refuses_a_spent_budget(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, **options)
     run = trainer.private_run
     assert run.statement == spent
-    run._earlier = trainer.privacy.earlier_ledger(str(tmp_path / "out" / "checkpoint-2"))
+    run._earlier = earlier(trainer, str(tmp_path / "out" / "checkpoint-2"))
     with pytest.raises(ValueError, match=r"budget is spent: ε = .* of target_epsilon = 3.0. Raise target_epsilon"):
         trainer.privacy.on_train_begin(trainer.args, TrainerState(global_step=2), TrainerControl(), model=trainer.model)
     assert trainer.privacy.ledger is None

@@ -6,12 +6,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.weights import hashes
-from tests.support.tiny import tiny_bert
+from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import trainer_of
 
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
@@ -143,6 +143,120 @@ def test_a_run_into_the_folder_does_not_take_over_its_weights(tmp_path):
     second.train()
     assert not verified(tmp_path / "out")  # the weights there are still the first one's
     second.save_model()
+    assert verified(tmp_path / "out")
+
+
+def trained_otherwise(trainer, folder):
+    """Train the trainer's model on its data without privacy."""
+    options = dict(max_steps=1, learning_rate=1e-2, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True)
+    args = TrainingArguments(output_dir=str(folder), **options)
+    Trainer(trainer.model, args, pad, trainer.train_dataset).train()
+
+
+def converted(trainer, folder):
+    trainer.model.half()
+
+
+def merged(trainer, folder):
+    trainer.model = trainer.model.merge_and_unload()
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [(tiny_bert, trained_otherwise), (adapted, trained_otherwise), (tiny_bert, converted), (adapted, merged)],
+)
+def test_a_model_that_was_changed_after_its_training_is_not_vouched_for(tmp_path, capsys, model, change):
+    trainer = trainer_of(tmp_path, model=model(), **CHECKPOINTS)
+    trainer.train()
+    trainer.save_model()
+    head = trainer.privacy.ledger.head
+    kept = shutil.copytree(tmp_path / "out", tmp_path / "kept")
+    capsys.readouterr()
+    change(trainer, tmp_path / "public")
+    trainer.save_model(str(tmp_path / "changed"))
+    assert "are not those that the private training left" in capsys.readouterr().out
+    assert not list((tmp_path / "changed").glob("privacy_ledger*"))
+    trainer.save_model()
+    assert trainer.privacy.ledger.head == head
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    assert PrivacyLedger.load(asides(tmp_path / "out")[0]).head == head
+    assert verified(kept)
+
+
+def test_files_that_were_saved_before_are_vouched_for_whatever_the_model_is_now(tmp_path):
+    trainer = trainer_of(tmp_path, model=adapted())
+    trainer.train()
+    trainer.save_model()
+    trainer.model.merge_adapter()  # The adapter, which is all that is saved, stays what it is.
+    trainer.save_model(str(tmp_path / "elsewhere"))
+    assert verified(tmp_path / "elsewhere")
+    assert PrivacyLedger.load(tmp_path / "elsewhere").head == PrivacyLedger.load(tmp_path / "out").head
+
+
+def test_nothing_is_claimed_for_a_model_that_was_trained_otherwise(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    card = tmp_path / "out" / "README.md"
+    trainer.create_model_card()
+    assert trainer.evaluate()["epsilon"] > 0.0
+    assert "## Differential privacy" in card.read_text()
+    card.unlink()
+    trained_otherwise(trainer, tmp_path / "public")
+    trainer.create_model_card()
+    assert "epsilon" not in trainer.evaluate()
+    assert "rivacy" not in card.read_text()
+
+
+def test_a_resumed_run_counts_what_a_ledger_set_aside_has_counted(tmp_path):
+    trainer = trainer_of(tmp_path, **CHECKPOINTS)
+    trainer.train()
+    trained_otherwise(trainer, tmp_path / "public")
+    trainer.save_model()
+    resumed = trainer_of(tmp_path, **CHECKPOINTS)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert resumed.privacy.ledger.steps_run == 4 + 2
+
+
+class At(TrainerCallback):
+    """Does something to the model at the end of step 3, or of the training."""
+
+    def __init__(self, *, step_3=None, end=None):
+        self.step_3, self.end = step_3, end
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3 and self.step_3 is not None:
+            self.step_3(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if self.end is not None:
+            self.end(model)
+
+
+def interrupt(model):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(callbacks=[At(step_3=interrupt)]),
+        dict(callbacks=[At(step_3=interrupt)], weight_filter="momentum:beta=0.9"),
+        dict(weight_filter="momentum:beta=0.9"),
+        dict(callbacks=[At(end=lambda model: model.classifier.bias.data.zero_())]),
+        dict(bf16_full_eval=True),
+        dict(bf16_full_eval=True, weight_filter="momentum:beta=0.9"),
+    ],
+)
+def test_what_a_run_or_an_evaluation_does_to_the_model_is_vouched_for(tmp_path, options):
+    trainer = trainer_of(tmp_path, **options)
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        # As the file is, so that a process which is killed next has taken it down.
+        assert PrivacyLedger.load(tmp_path / "out").head == trainer.privacy.ledger.head
+    trainer.evaluate()
+    trainer.save_model()
+    assert "model.safetensors" in hashes(tmp_path / "out")
     assert verified(tmp_path / "out")
 
 

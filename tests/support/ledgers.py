@@ -32,7 +32,8 @@ def all_events(**overrides):
     ledger = ledger.resume(statement(steps_planned=10, **overrides), from_step=6)
     after(ledger, 3)
     ledger.close()
-    ledger.speak_for({"model.safetensors": 64 * "a"})
+    ledger.leave(64 * "b")
+    ledger.speak_for({"model.safetensors": 64 * "a"}, parameters=64 * "b")
     return ledger
 
 

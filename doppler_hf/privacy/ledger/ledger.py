@@ -6,12 +6,14 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
     steps               at most this many steps may have been released; written before they are computed
     checkpoint          steps released, and ε
     closed              steps released, exactly, and ε by every accountant; reserved steps that were not run do not count
-    saved               the hashes of a model's weight files, which bind the ledger to them; see `weights`
+    left                the digest of the model's parameters when the run ended, cleanly or not
+    saved               the same of a model that was saved, and the hashes of its weight files; see `weights`
 
 So after a crash at any moment the ledger never counts too few steps, and too many by one portion at most, a hundredth of the
 plan.
 """
 
+import contextlib
 import hashlib
 import math
 import os
@@ -42,6 +44,7 @@ class PrivacyLedger:
         runs: The launches of the training.
         claims: Every ε that the entries state.
         saved: The weights that it speaks for: of every set of files that was saved their hashes, by name.
+        parameters: The models that it speaks for: digests of their parameters, as the training has left or saved them.
     """
 
     def __init__(self, record: LedgerRecord) -> None:
@@ -50,6 +53,7 @@ class PrivacyLedger:
         self.runs: Sequence[Run] = record.runs
         self.claims: Sequence[Claim] = record.claims
         self.saved: Sequence[Mapping[str, str]] = record.saved
+        self.parameters: Sequence[str] = record.parameters
         self._is_training = False
 
     # --- written by a run ---------------------------------------------------------------------------------------------
@@ -117,16 +121,24 @@ class PrivacyLedger:
         self._record.add("closed", {"steps_run": self.steps_run, "epsilon": epsilons})
         self._is_training = False
 
-    def speak_for(self, weights: Mapping[str, str]) -> bool:
+    def leave(self, parameters: str) -> bool:
+        """Note the digest of the parameters with which the run leaves the model, and return whether it was new."""
+        is_new = parameters not in self.parameters
+        if is_new:
+            self._record.add("left", {"parameters": parameters})
+        return is_new
+
+    def speak_for(self, weights: Mapping[str, str], *, parameters: str) -> bool:
         """Note that the run has saved these weights, and return whether that was new.
 
         Args:
             weights: The SHA-256 of the weight files that were written, by name.
+            parameters: The digest of the parameters that they hold.
         """
         # Not twice: the head, which may have been published, stays what it is when the same weights are saved again.
-        is_new = bool(unknown_files(weights, saved=self.saved))
+        is_new = not self.has_saved(weights)
         if is_new:
-            self._record.add("saved", {"weights": dict(weights)})
+            self._record.add("saved", {"parameters": parameters, "weights": dict(weights)})
         return is_new
 
     # --- read ---------------------------------------------------------------------------------------------------------
@@ -235,6 +247,10 @@ class PrivacyLedger:
             )
         write_entries(path, self.entries)
 
+    def has_saved(self, weights: Mapping[str, str]) -> bool:
+        """Return whether files with these hashes, by name, were saved together."""
+        return not unknown_files(weights, saved=self.saved)
+
     def unknown_weights(self, folder: Path) -> list[str]:
         """Return the weight files of a folder that are none of those that this ledger speaks for."""
         return unknown_files(hashes(folder), saved=self.saved)
@@ -273,6 +289,16 @@ def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
                 "lies in the folder above it, or put that ledger back."
             )
     return longest
+
+
+def ledgers_in(folder: str | Path) -> dict[Path, PrivacyLedger]:
+    """Return the ledger of a folder, and those that were set aside there. What cannot be read is not among them."""
+    path = Path(folder) / LEDGER_NAME
+    found = {}
+    for candidate in (path, *sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            found[candidate] = PrivacyLedger.load(candidate)
+    return found
 
 
 def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) -> Path | None:

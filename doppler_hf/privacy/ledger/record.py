@@ -69,6 +69,7 @@ class LedgerRecord:
         runs: The launches so far.
         claims: Every ε that the entries state.
         saved: The weights that were saved: of every set of files their hashes, by name.
+        parameters: Digests of the model's parameters, as the training has left or saved them.
 
     Raises:
         ValueError: If an entry cannot follow those before it.
@@ -79,6 +80,7 @@ class LedgerRecord:
         self.runs: list[Run] = []
         self.claims: list[Claim] = []
         self.saved: list[Mapping[str, str]] = []
+        self.parameters: list[str] = []
         for entry in entries:
             self.take(entry)
 
@@ -98,8 +100,9 @@ class LedgerRecord:
         else:
             if not self.runs:
                 _refuse(entry, "a ledger begins with 'opened'")
-            if event == "saved":  # A model may be saved after the run too.
-                self.saved.append(entry["weights"])
+            if event in ("left", "saved"):  # A model may be saved after the run too.
+                self.parameters.append(entry["parameters"])
+                self.saved += [entry["weights"]] if event == "saved" else []
             elif self.runs[-1].is_closed:
                 _refuse(entry, "the run is closed")
             elif event == "steps":

@@ -294,7 +294,7 @@ def test_the_file_reads_back(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / LEDGER_NAME]  # no temporary file stays
     written = document_in(tmp_path)
     events = [entry["event"] for entry in written["entries"]]
-    assert events == ["opened", *["steps"] * 6, "checkpoint", "steps", "resumed", *["steps"] * 3, "closed", "saved"]
+    assert events == ["opened", *["steps"] * 6, "checkpoint", "steps", "resumed", *["steps"] * 3, "closed", "left", "saved"]
     assert written["entries"][0]["versions"].keys() == {
         "doppler_hf", "torch", "transformers", "opacus", "dp-accounting", "python",
     }  # fmt: skip
@@ -466,9 +466,10 @@ def test_values_outside_their_range_are_refused_whatever_the_hashes(tmp_path, fi
         (lambda e: e[9]["statement"].update(num_units=500, expected_batch_size=25), "num_units must be 1000, .* got 500"),
         (lambda e: e[13].update(steps_run=6), r"Entry 13 \('closed'.* 7 steps had been released and 10 were reserved"),
         (lambda e: e[13].update(steps_run=11), r"Entry 13 \('closed'.* 10 were reserved"),
-        (lambda e: e.append(dict(e[13])), r"Entry 15 \('closed'.* the run is closed"),
-        (lambda e: e.append(dict(e[12], steps_reserved=20)), r"Entry 15 \('steps'.* the run is closed"),
-        (lambda e: e.insert(0, dict(e[14])), r"Entry 0 \('saved'.* a ledger begins with 'opened'"),
+        (lambda e: e.append(dict(e[13])), r"Entry 16 \('closed'.* the run is closed"),
+        (lambda e: e.append(dict(e[12], steps_reserved=20)), r"Entry 16 \('steps'.* the run is closed"),
+        (lambda e: e.insert(0, dict(e[14])), r"Entry 0 \('left'.* a ledger begins with 'opened'"),
+        (lambda e: e.insert(0, dict(e[15])), r"Entry 0 \('saved'.* a ledger begins with 'opened'"),
         (lambda e: e[0]["statement"].update(sample_rate=0.04), "sample_rate 0.04 is not expected_batch_size / num_units"),
     ],
 )

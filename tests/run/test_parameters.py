@@ -1,0 +1,46 @@
+"""A digest of parameters is the same of the same values, wherever they lie, and another of any others."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from doppler_hf.run.parameters import parameters_digest
+from tests.support.tiny import tiny_bert
+
+
+class Values(nn.Module):
+    """One parameter, as it is given."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = nn.Parameter(values, requires_grad=values.is_floating_point())
+
+
+def test_a_copy_has_the_same_and_every_change_another():
+    model = tiny_bert()
+    before = parameters_digest(model)
+    assert len(before) == 64
+    assert parameters_digest(copy.deepcopy(model)) == before
+    for name, parameter in model.named_parameters():
+        changed = copy.deepcopy(model)
+        values = dict(changed.named_parameters())[name].data.view(-1)
+        values[-1] = torch.nextafter(values[-1], torch.tensor(torch.inf))
+        assert parameters_digest(changed) != before, name
+        parameter.requires_grad_(False)
+    assert parameters_digest(model) == before
+    assert parameters_digest(model.half()) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (7, 8)])
+def test_every_shape_and_dtype_and_place_in_memory_is_read_to_its_end(dtype, shape):
+    values = torch.ones(shape, dtype=dtype)
+    digest = parameters_digest(Values(values))
+    within = torch.ones(values.numel() + 1, dtype=dtype)[1:].view(shape)
+    backwards = values.T.contiguous().T if values.dim() > 1 else values.clone()
+    assert parameters_digest(Values(within)) == parameters_digest(Values(backwards)) == digest
+    if values.numel():
+        values.view(-1)[-1] = 0
+        assert parameters_digest(Values(values)) != digest
