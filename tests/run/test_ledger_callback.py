@@ -100,6 +100,7 @@ def test_no_more_is_counted_ahead_than_the_budget_allows(tmp_path):
     state = TrainerState(is_world_process_zero=True)
     for _ in range(13):
         callback.on_step_begin(arguments(tmp_path), state, TrainerControl())
+        callback._current_run()._is_released = True  # as its mechanism says
         callback.on_pre_optimizer_step(arguments(tmp_path), state, TrainerControl())
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 13
     assert [entry.get("steps_reserved") for entry in callback.ledger.entries] == [None, 10, 13]
@@ -121,6 +122,7 @@ def test_only_process_0_writes(tmp_path):
     callback = callback_of_a_run(tmp_path, PrivacyLedger.open(statement()), affordable_steps=5)
     args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
     callback.on_step_begin(args, state, control)
+    callback._current_run()._is_released = True
     callback.on_pre_optimizer_step(args, state, control)
     callback.on_train_end(args, state, control, model=tiny_bert())
     callback.end_run(args, state, model=tiny_bert())
