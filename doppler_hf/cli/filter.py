@@ -4,6 +4,7 @@ A filter is named as in low_pass_filter: a preset, a design, or its coefficients
 eleven filters, and its picture has the paper's four panels.
 
   doppler-hf filter show momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
+  doppler-hf filter show none first-order-v1 --noise banded:bands=8 --plot noise.png
   doppler-hf filter design --type butterworth --order 2 --cutoff 0.1
 """
 
@@ -16,9 +17,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures, write_coefficients
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, filter_figures, noise_gain, write_coefficients
 from doppler_hf.filters.grammar import DESIGNS
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_paper_filters
+from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_noise, plot_paper_filters
 
 # The parameters of a design beside its type: flag, type, meaning.
 PARAMETERS: Final = {
@@ -31,10 +32,11 @@ PARAMETERS: Final = {
 }
 
 READING: Final = (
-    "Σκ²: share of white noise that passes. -3 dB: where half the power passes, as a fraction of Nyquist (1 is half a cycle "
-    "per step). delay: by how many steps the output lags behind a slow change. settled: steps until the step response stays "
-    "within 2 % of 1. started: steps until the noise of the bias-corrected output stays within 10 % of its final share; the "
-    "first output is the first gradient, whatever the filter. pole: the largest modulus. order: buffers per parameter."
+    "Σκ²: share of white noise that passes; with --noise, of noise of that shape and the same σ. -3 dB: where half the "
+    "power passes, as a fraction of Nyquist (1 is half a cycle per step). delay: by how many steps the output lags behind a slow "
+    "change. settled: steps until the step response stays within 2 % of 1. started: steps until the noise of the "
+    "bias-corrected output stays within 10 % of its final share; the first output is the first gradient, whatever the "
+    "filter. pole: the largest modulus. order: buffers per parameter."
 )
 
 
@@ -43,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="compare filters by name", allow_abbrev=False)
     show.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
+    show.add_argument(
+        "--noise",
+        type=NoiseShape.parse,
+        metavar="SHAPE",
+        help="shape of the noise, as banded:bands=8: figures and picture are then of what the filters leave of it",
+    )
     design = actions.add_parser("design", help="design a filter and print its coefficients", allow_abbrev=False)
     design.add_argument("--type", required=True, choices=DESIGNS)
     for name, (kind, meaning) in PARAMETERS.items():
@@ -62,12 +70,15 @@ def run(args: argparse.Namespace) -> int:
         for name, low_pass_filter in filters.items():
             # To be copied into a recipe: each on one line, however wide the terminal.
             print(name, write_coefficients(low_pass_filter), sep="\n")
-    console.print(figures_table(filters))
+    noise = vars(args).get("noise")
+    console.print(figures_table(filters, noise=NoiseShape() if noise is None else noise))
     if args.action == "show":
         console.print(coefficients_table(filters))
     console.print(READING)
     if args.plot is not None:
-        if names:
+        if noise is not None:
+            plot_noise(filters, noise, args.plot)
+        elif names:
             plot_filters(filters, args.plot)
         else:
             plot_paper_filters(args.plot)
@@ -80,8 +91,8 @@ def _designed_name(args: argparse.Namespace) -> str:
     return args.type + ":" + ",".join(f"{name}={value!r}" for name, value in given.items())
 
 
-def figures_table(filters: Mapping[str, LowPassFilter]) -> Table:
-    """Lay out the figures, a filter in a row."""
+def figures_table(filters: Mapping[str, LowPassFilter], *, noise: NoiseShape) -> Table:
+    """Lay out the figures, a filter in a row, for noise of a shape."""
     numbers = ["order", "Σκ²", "-3 dB", "delay", "settled", "started", "pole"]
     columns = [Column("filter", overflow="fold"), *(Column(name, justify="right", no_wrap=True) for name in numbers)]
     table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -90,7 +101,7 @@ def figures_table(filters: Mapping[str, LowPassFilter]) -> Table:
         table.add_row(
             name,
             str(figures.order),
-            f"{figures.noise_gain:.4g}",
+            f"{noise_gain(low_pass_filter, noise):.4g}",
             f"{figures.cutoff:.4g}",
             f"{figures.delay:.4g}",
             f"{figures.settling_steps:,}",

@@ -21,6 +21,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
+from doppler_hf.reports.noise_shapes import ShapedRun, shapes_of_equal_epsilon
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
@@ -28,6 +29,10 @@ READING: Final = (
     "noise_std: noise per coordinate of the mean gradient of one step. averaged: noise_std/√T, of the average over all "
     "steps. Where it stops falling, larger batches and more epochs no longer help. B·T: examples processed, the cost in "
     "time."
+)
+SHAPES: Final = (
+    "Relative to white noise of equal ε: end, the noise of the sum of all gradients, which stays in the weights; step, that "
+    "of one step. noise_shape trades the second for the first."
 )
 FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
 
@@ -79,16 +84,30 @@ def run(args: argparse.Namespace) -> int:
         delta=facts["delta"],
         accountant=args.accountant,
     )
+    shapes = shapes_of_equal_epsilon(
+        planned,
+        target_epsilon=facts["target_epsilon"],
+        delta=facts["delta"],
+        accountant=args.accountant,
+        low_pass_filter=low_pass_filter,
+    )
     title = (
         f"ε = {facts['target_epsilon']:.4g} ({args.accountant}), δ = {facts['delta']:.3g}, N = {planned.num_examples:,}, "
         f"C = {planned.max_grad_norm:g}"
     )
     if args.json:
         cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
-        print(json.dumps({**facts, "alternatives": cells}, indent=2, ensure_ascii=False, allow_nan=False))
+        shaped = [{**each._asdict(), "shape": str(each.shape)} for each in shapes]
+        print(
+            json.dumps(
+                {**facts, "alternatives": cells, "noise_shapes": shaped}, indent=2, ensure_ascii=False, allow_nan=False
+            )
+        )
     else:
         console.print(alternatives_table(table, planned, low_pass_filter, title=title))
         console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))
+        console.print(shapes_table(shapes, low_pass_filter))
+        console.print(SHAPES)
     if args.plot is not None:
         plot_planned_runs(table, planned, args.plot, title=title)
     return 0
@@ -182,3 +201,15 @@ def alternatives_table(
                 style="bold" if other is planned else None,
             )
     return laid_out
+
+
+def shapes_table(shapes: list[ShapedRun], low_pass_filter: LowPassFilter) -> Table:
+    """Lay out the run with other shapes of the noise."""
+    filtered = low_pass_filter != PAPER_FILTERS["none"]
+    columns = [Column("noise_shape"), *(Column(name, justify="right") for name in ("σ", "end", "step"))]
+    columns += [Column("filtered", justify="right")] if filtered else []
+    table = Table(*columns, title="Shapes of the noise", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for each in shapes:
+        numbers = (each.end, each.step, each.filtered) if filtered else (each.end, each.step)
+        table.add_row(str(each.shape), f"{each.noise_multiplier:#.4g}", *(f"{number:.2f}" for number in numbers))
+    return table

@@ -139,6 +139,14 @@ class NoiseShape:
         response = self.response(min(step + 1, 64 * self.bands))
         return self.norm * float(np.linalg.norm(response))
 
+    def std_of_sum(self, steps: int) -> float:
+        """Return the standard deviation of the sum of all noise of a run, which is what stays in the weights of SGD.
+
+        Args:
+            steps: T, of which white noise has √T, in units of one step of white noise of the same σ.
+        """
+        return self.norm * float(np.linalg.norm(np.cumsum(self.response(steps))))
+
     def __str__(self) -> str:
         """Return its name: white, banded:bands=4, or its coefficients."""
         if self.is_white:

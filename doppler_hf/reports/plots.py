@@ -10,6 +10,7 @@ from doppler_hf.extras import require
 from doppler_hf.filters import (
     PAPER_FILTERS,
     LowPassFilter,
+    NoiseShape,
     filter_figures,
     frequency_response,
     group_delay,
@@ -141,6 +142,37 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     delay.set(xlabel="frequency (fraction of Nyquist)", ylabel="steps", title="group delay")
     widest = max(map(len, filters))
     figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
+    _write(figure, path)
+
+
+def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: str | Path) -> None:
+    """Draw where the noise lies over frequency, white and shaped, and what each filter leaves of it.
+
+    Both kinds are of the same σ. What moves the weights is the density at the lowest frequencies.
+
+    Args:
+        filters: Label → filter, at least one.
+        shape: The shape of the noise.
+        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
+    """
+    frequencies = np.geomspace(1e-3, 1, 1000)
+    figure = _new_figure(9.0, 3.6)
+    before, after = figure.subplots(1, 2, sharey=True)
+    kinds = (("white", NoiseShape(), "--"), (str(shape), shape, "-"))
+    for label, noise, style in kinds:
+        before.loglog(frequencies, noise.spectrum(frequencies), style, color="black", label=label)
+    for index, (label, low_pass_filter) in enumerate(filters.items()):
+        power = np.abs(frequency_response(low_pass_filter, frequencies)) ** 2
+        before.loglog(frequencies, power, ":", color=f"C{index}", label=f"|H|² of {label}")
+        for name, noise, style in kinds:
+            density = power * noise.spectrum(frequencies)
+            after.loglog(frequencies, density, style, color=f"C{index}", label=f"{name}, after {label}")
+    before.set(
+        xlabel="frequency (fraction of Nyquist)", ylabel="power density", title="noise of equal σ, and gain of the filter"
+    )
+    after.set(xlabel="frequency (fraction of Nyquist)", title="noise after the filter", ylim=(1e-3, 10))
+    before.legend(fontsize="small")
+    after.legend(fontsize="small")
     _write(figure, path)
 
 

@@ -130,3 +130,13 @@ def test_usage(words, capsys):
         main(["filter", *words])
     captured = capsys.readouterr()
     assert "usage: doppler-hf filter" in captured.out + captured.err
+
+
+def test_figures_and_picture_are_of_the_noise_that_is_given(tmp_path, capsys):
+    path = tmp_path / "noise.png"
+    assert main(["filter", "show", "none", "momentum", "--noise", "banded:bands=4", "--plot", str(path)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["none"])
+    assert row.split()[2] == "1.984"  # 1.408² of noise in one step
+    assert path.stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        main(["filter", "show", "--noise", "pink"])

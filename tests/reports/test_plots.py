@@ -5,9 +5,16 @@ import pytest
 import scipy.signal
 from matplotlib.figure import Figure
 
-from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.filters import PAPER_FILTERS, NoiseShape
 from doppler_hf.reports.planned_runs import PlannedRun
-from doppler_hf.reports.plots import plot_filters, plot_learning_curves, plot_paper_filters, plot_planned_runs, plot_spectra
+from doppler_hf.reports.plots import (
+    plot_filters,
+    plot_learning_curves,
+    plot_noise,
+    plot_paper_filters,
+    plot_planned_runs,
+    plot_spectra,
+)
 
 RUNS = [[(1.0, 50.0), (2.0, 70.0)], [(1.0, 55.0), (2.0, 80.0)]]
 
@@ -123,3 +130,15 @@ def test_a_notebook_keeps_its_backend_and_its_figures(tmp_path):
         matplotlib.use("agg")
     # Drawn as PNG, whatever the backend writes.
     assert {path.read_bytes()[:4] for path in tmp_path.iterdir()} == {b"\x89PNG"}
+
+
+def test_noise_is_drawn_with_what_a_filter_leaves_of_it(tmp_path, figures):
+    shape = NoiseShape.banded(4)
+    plot_noise({"momentum": PAPER_FILTERS["momentum"]}, shape, tmp_path / "noise.png")
+    before, after = figures[-1].axes
+    lines = {line.get_label(): line.get_ydata() for line in (*before.lines, *after.lines)}
+    # At the lowest frequency a momentum filter passes all, and of this noise 1.49 / 2.19² is left.
+    assert lines["white"][0] == 1.0
+    assert lines["banded:bands=4"][0] == pytest.approx((shape.norm / sum(shape.c)) ** 2, rel=1e-4)
+    np.testing.assert_allclose(lines["banded:bands=4, after momentum"], lines["banded:bands=4"] * lines["|H|² of momentum"])
+    np.testing.assert_allclose(lines["white, after momentum"], lines["|H|² of momentum"])

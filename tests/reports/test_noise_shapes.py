@@ -1,0 +1,48 @@
+"""What shapes of the noise buy at equal ε, against figures that were computed on their own."""
+
+import numpy as np
+import pytest
+
+from doppler_hf.filters import PAPER_FILTERS, NoiseShape
+from doppler_hf.privacy import default_delta, get_epsilon
+from doppler_hf.reports.noise_shapes import shapes_of_equal_epsilon
+from doppler_hf.reports.planned_runs import PlanRequest
+
+# Noise at the end, of a step, and of a step after first-order-v1, for 2, 4, 8 and 16 bands, relative to white noise.
+FIGURES = {
+    # N, B, epochs, ε
+    (67_349, 1000, 3, 1.0): [(0.95, 1.65, 0.98), (0.95, 2.38, 1.15), (0.98, 3.45, 1.60), (1.04, 4.99, 2.35)],
+    (67_349, 1000, 3, 3.0): [(0.86, 1.48, 0.88), (0.77, 1.92, 0.93), (0.72, 2.53, 1.17), (0.71, 3.39, 1.60)],
+    (67_349, 1000, 3, 8.0): [(0.82, 1.42, 0.85), (0.69, 1.74, 0.84), (0.60, 2.12, 0.98), (0.54, 2.60, 1.22)],
+}
+
+
+@pytest.mark.parametrize("key", FIGURES, ids=str)
+def test_figures_of_equal_epsilon(key):
+    number, batch, epochs, epsilon = key
+    delta = default_delta(number)
+    run = PlanRequest(num_examples=number, batch_size=batch, epochs=epochs, epsilon=epsilon).solve()
+    white, *others = shapes_of_equal_epsilon(
+        run, target_epsilon=epsilon, delta=delta, accountant="prv", low_pass_filter=PAPER_FILTERS["first-order-v1"]
+    )
+    assert white == (NoiseShape(), run.noise_multiplier, 1.0, 1.0, 1.0)
+    np.testing.assert_allclose([each[2:] for each in others], FIGURES[key], atol=0.011)
+    last = others[-1]
+    turns = dict(sample_rate=16 * run.sample_rate, steps=-(-run.steps // 16), delta=delta)
+    assert epsilon * 0.998 < get_epsilon(noise_multiplier=last.noise_multiplier, **turns) <= epsilon
+
+
+def test_bands_end_where_every_unit_would_be_drawn():
+    run = PlanRequest(num_examples=1000, batch_size=200, epochs=3, epsilon=3.0).solve()
+    options = dict(target_epsilon=3.0, delta=1e-4, accountant="pld", low_pass_filter=PAPER_FILTERS["none"])
+    assert [str(each.shape) for each in shapes_of_equal_epsilon(run, **options)] == [
+        "white", "banded:bands=2", "banded:bands=4",
+    ]  # fmt: skip
+
+
+def test_the_sum_of_the_noise_is_what_is_simulated():
+    shape, steps = NoiseShape.banded(3), 50
+    inverse = np.linalg.inv(
+        np.array([[shape.c[i - j] if 0 <= i - j < 3 else 0.0 for j in range(steps)] for i in range(steps)])
+    )
+    assert shape.std_of_sum(steps) == pytest.approx(shape.norm * np.linalg.norm(np.ones(steps) @ inverse))
