@@ -6,34 +6,26 @@
 DP-AdamBC divides by √max(v̂ - noise_std², floor), and the default floor is a fraction of noise_std². The floor changes the
 effective step size, so every fraction gets a learning rate of its own: the best by the mean accuracy of the tuning seeds, on
 a grid of factor 2 that is widened until the best is inside. What is reported are other seeds at that learning rate. Runs are
-paired: a seed fixes initialization, draws and noise, and two fractions differ in nothing else. Tasks: a CNN of 26,010
-parameters on MNIST, and an MLP on the hashed words of SST-2 (their weights are public; idf would be learnt from private
-data), both from scratch, with the filter `momentum` and a learning rate that falls linearly to zero.
+paired: a seed fixes initialization, draws and noise, and two fractions differ in nothing else. The tasks are those of
+`small_tasks`, with the filter `momentum`.
 
 Every run is one line of JSON, written as it ends; what the file holds already is not run again. `data_dir` holds
 `mnist/` and `glue/sst2/`, each with its splits as parquet files.
 """
 
-import functools
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, default_delta, get_noise_multiplier
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from doppler_hf.workloads.data_sources import load_glue, load_images
 from scripts.bench.measure import append_json_line
-
-HASHED_WORDS = 4096
+from scripts.experiments import small_tasks
+from scripts.experiments.small_tasks import LOADERS, load
 
 
 @dataclass
@@ -71,103 +63,11 @@ class Run:
     expected_batch_size: int
 
 
-class Task(NamedTuple):
-    """A task: `rows` of a split, by index, as the network's input; the labels of both splits; network and clip norm C."""
-
-    rows: Callable[[str, np.ndarray], Tensor]
-    labels: dict[str, Tensor]
-    network: Callable[[], nn.Module]
-    max_grad_norm: float
-
-
-def load_mnist(data_dir: str) -> Task:
-    """Load MNIST, and a small CNN for it, with tanh as is usual for private CNNs (Papernot et al. 2021)."""
-    splits = load_images("mnist", f"{data_dir}/mnist")
-    pixels = {name: torch.from_numpy(np.stack([np.asarray(image) for image in splits[name]["image"]])) for name in splits}
-
-    def network() -> nn.Module:
-        convolutions = (nn.Conv2d(1, 16, 8, stride=4, padding=2), nn.Tanh(), nn.Conv2d(16, 32, 4), nn.Tanh())
-        return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10))
-
-    labels = {name: torch.tensor(splits[name]["label"]) for name in splits}
-    return Task(lambda name, rows: pixels[name][rows, None].float() / 255, labels, network, max_grad_norm=1.0)
-
-
-def load_sst2(data_dir: str) -> Task:
-    """Load SST-2 as hashed counts of words, each sentence of norm 1, and an MLP for them."""
-    from sklearn.feature_extraction.text import HashingVectorizer
-
-    splits = load_glue("sst2", f"{data_dir}/glue/sst2")
-    words = {name: HashingVectorizer(n_features=HASHED_WORDS).transform(splits[name]["sentence"]) for name in splits}
-
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Linear(HASHED_WORDS, 32), nn.ReLU(), nn.Linear(32, 2))
-
-    labels = {name: torch.tensor(splits[name]["label"]) for name in splits}
-    return Task(lambda name, rows: torch.from_numpy(words[name][rows].toarray()).float(), labels, network, max_grad_norm=0.3)
-
-
-LOADERS = {"mnist": (load_mnist, "test"), "sst2": (load_sst2, "validation")}
-
-
-@functools.cache
-def load(name: str, data_dir: str) -> Task:
-    """Load a task, once."""
-    return LOADERS[name][0](data_dir)
-
-
-@functools.cache
-def noise_multiplier(epsilon: float, num_examples: int, expected_batch_size: int, steps: int) -> float:
-    """Return σ for the default δ, computed once for all runs that share it."""
-    rate = expected_batch_size / num_examples
-    delta = default_delta(num_examples)
-    return get_noise_multiplier(target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=steps)
-
-
-def train(run: Run, task: Task) -> dict[str, Any]:
-    """Train once, and return the test accuracy and the numbers of the mechanism."""
-    start = time.perf_counter()
-    labels, size = task.labels["train"], run.expected_batch_size
-    sampler = PoissonSampler(num_examples=len(labels), expected_batch_size=size, seed=run.seed)
-    sigma = noise_multiplier(run.epsilon, len(labels), size, run.steps)
-    mechanism = GaussianMechanism(
-        noise_multiplier=sigma, max_grad_norm=task.max_grad_norm, expected_batch_size=size, seed=run.seed
-    )
-    torch.manual_seed(run.seed)
-    network = task.network()
-    optimizer = DopplerOptimizer(
-        network.parameters(),
-        lr=run.lr,
-        low_pass_filter=PAPER_FILTERS["momentum"],
-        base="adam_bc",
-        noise_std=mechanism.noise_std(0),
-        floor=run.fraction * mechanism.noise_std(0) ** 2,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / run.steps)
-    with ClippedGradients(network, max_grad_norm=task.max_grad_norm, clipping="vanilla") as clipped:
-        for step in range(run.steps):
-            drawn = sampler.draw(step)
-            if len(drawn):
-                logits = network(task.rows("train", drawn))
-                clipped.backward(nn.functional.cross_entropy(logits, labels[drawn], reduction="none"))
-            gradients = mechanism.privatize(clipped.sums, step=step)
-            for name, parameter in network.named_parameters():
-                parameter.grad = gradients[name]
-            optimizer.step()
-            schedule.step()
-            clipped.reset()
-    split = LOADERS[run.task][1]
-    with torch.no_grad():
-        predicted = network(task.rows(split, np.arange(len(task.labels[split])))).argmax(dim=1)
-    return {
-        "accuracy": (predicted == task.labels[split]).double().mean().item(),
-        "sigma": sigma,
-        "noise_std": mechanism.noise_std(0),
-        "max_grad_norm": task.max_grad_norm,
-        "num_examples": len(labels),
-        "parameters": sum(p.numel() for p in network.parameters()),
-        "seconds": time.perf_counter() - start,
-    }
+def train(run: Run, data_dir: str) -> dict[str, Any]:
+    """Train once; see `small_tasks.train`."""
+    setting = asdict(run) | {"low_pass_filter": "momentum", "floor": run.fraction}
+    task, _ = setting.pop("task"), setting.pop("fraction")
+    return small_tasks.train(task, data_dir, **setting)
 
 
 def read(path: str) -> dict[Run, float]:
@@ -181,7 +81,7 @@ def accuracies(done: dict[Run, float], args: FloorArguments, seeds: Sequence[int
     runs = [Run(**setting, seed=seed, steps=args.steps, expected_batch_size=args.expected_batch_size) for seed in seeds]
     for run in runs:
         if run not in done:
-            result = train(run, load(run.task, args.data_dir))
+            result = train(run, args.data_dir)
             append_json_line(asdict(run) | result | {"settings": asdict(args)}, args.output)
             done[run] = result["accuracy"]
             print(f"{run}: accuracy {done[run]:.4f}, {result['seconds']:.1f} s", flush=True)

@@ -5,34 +5,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image, Value
 
-from scripts.experiments import tune_floor
+from scripts.experiments import small_tasks, tune_floor
 from scripts.experiments.tune_floor import Run
 
 
 @pytest.fixture
-def flags(tmp_path, monkeypatch):
+def flags(small_data):
     """A command line with random images, random sentences, and runs of three steps."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    tune_floor.load.cache_clear()
-    generator = np.random.default_rng(0)
-    images = Features({"image": Image(), "label": ClassLabel(names=list("0123456789"))})
-    sentences = Features({"sentence": Value("string"), "label": ClassLabel(names=["bad", "good"])})
-    for folder in ("mnist", "glue/sst2"):
-        (tmp_path / folder).mkdir(parents=True)
-    for name, rows in (("train", 40), ("test", 100)):
-        pixels, labels = generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
-        data = Dataset.from_dict({"image": list(pixels), "label": labels}, features=images)
-        data.to_parquet(tmp_path / "mnist" / f"{name}.parquet")
-    for name, rows in (("train", 40), ("validation", 100)):
-        labels = generator.integers(0, 2, rows)
-        words = [" ".join(generator.choice([["dull", "film"], ["fine", "film"]][label], 5)) for label in labels]
-        Dataset.from_dict({"sentence": words, "label": labels}, features=sentences).to_parquet(
-            tmp_path / "glue" / "sst2" / f"{name}.parquet"
-        )
     return [
-        *(f"--data_dir={tmp_path}", f"--output={tmp_path / 'f.jsonl'}", "--steps=3", "--expected_batch_size=8"),
+        *(f"--data_dir={small_data}", f"--output={small_data / 'f.jsonl'}", "--steps=3", "--expected_batch_size=8"),
         *("--epsilons", "4", "--fractions", "0.1", "1", "--report_seeds", "0", "1", "2"),
     ]
 
@@ -80,7 +62,7 @@ def test_what_the_file_holds_is_not_run_again(flags, tmp_path, monkeypatch, caps
     resumed = written(tmp_path)
     assert [row["accuracy"] for row in resumed] == [json.loads(line)["accuracy"] for line in lines]
 
-    monkeypatch.setattr(tune_floor, "train", lambda run, task: pytest.fail(f"{run} was done already"))
+    monkeypatch.setattr(tune_floor, "train", lambda run, data_dir: pytest.fail(f"{run} was done already"))
     capsys.readouterr()
     tune_floor.main([*flags, "--tasks", "sst2"])
     assert written(tmp_path) == resumed
@@ -94,17 +76,17 @@ def test_fractions_of_a_seed_see_the_same_draws_and_noise(flags, tmp_path, monke
     """With no learning rate the network stays where it began, so that every private gradient must be the same."""
     seen = []
 
-    class Recorder(tune_floor.GaussianMechanism):
+    class Recorder(small_tasks.GaussianMechanism):
         def privatize(self, sums, *, step):
             gradients = super().privatize(sums, step=step)
             seen[-1].append(torch.cat([gradient.flatten() for gradient in gradients.values()]))
             return gradients
 
-    monkeypatch.setattr(tune_floor, "GaussianMechanism", Recorder)
+    monkeypatch.setattr(small_tasks, "GaussianMechanism", Recorder)
     for fraction, seed in ((0.01, 0), (1.0, 0), (1.0, 1)):
         seen.append([])
         run = Run(task, epsilon=4.0, fraction=fraction, lr=0.0, seed=seed, steps=3, expected_batch_size=8)
-        tune_floor.train(run, tune_floor.load(task, str(tmp_path)))
+        tune_floor.train(run, str(tmp_path))
     small, large, other = (torch.stack(gradients) for gradients in seen)
     torch.testing.assert_close(small, large, rtol=0, atol=0)
     for step in range(3):  # another seed, and another step, has other noise
@@ -115,15 +97,15 @@ def test_fractions_of_a_seed_see_the_same_draws_and_noise(flags, tmp_path, monke
 def test_the_fraction_reaches_the_optimizer(flags, tmp_path, monkeypatch):
     floors = []
 
-    class Recorder(tune_floor.DopplerOptimizer):
+    class Recorder(small_tasks.DopplerOptimizer):
         def __init__(self, params, **arguments):
             super().__init__(params, **arguments)
             floors.append(self.floor / self.noise_std**2)
 
-    monkeypatch.setattr(tune_floor, "DopplerOptimizer", Recorder)
+    monkeypatch.setattr(small_tasks, "DopplerOptimizer", Recorder)
     for fraction in (0.003, 3.0):
         run = Run("sst2", epsilon=4.0, fraction=fraction, lr=0.0, seed=0, steps=1, expected_batch_size=8)
-        tune_floor.train(run, tune_floor.load("sst2", str(tmp_path)))
+        tune_floor.train(run, str(tmp_path))
     np.testing.assert_allclose(floors, [0.003, 3.0], rtol=1e-12)
 
 
