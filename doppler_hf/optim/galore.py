@@ -114,7 +114,7 @@ def renew_basis(
     if basis_change == "reset":
         for tensor in (*states, *(() if v is None else (v,))):
             tensor.zero_()
-        state["step"] = 0
+        state["step"], state["noise_power"] = 0, 0.0
         state["bias_states"] = state["bias_states"] if not states else [0.0] * len(states)
         return
     moved, moved_v = rotated(states, v, old=old, new=state["basis"], wide=is_wide(source))

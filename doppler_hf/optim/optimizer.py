@@ -3,7 +3,8 @@ r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Al
     g̃_t = g_t | Pᵀ g_t                                    (GaLore)
     m̂_t = lowpass(g̃)_t / c_t
     v̂_t = (β₂ v_{t-1} + (1 - β₂) g̃_t²) / k_t
-    d_t = m̂_t | m̂_t / max(√v̂_t, ε) | m̂_t / √max(v̂_t - noise_std², floor)
+    n̂_t = (β₂ n_{t-1} + (1 - β₂) noise_std_t²) / k_t
+    d_t = m̂_t | m̂_t / max(√v̂_t, ε) | m̂_t / √max(v̂_t - n̂_t, floor)
     x_{t+1} = (1 - lr·weight_decay) x_t - lr · (d_t | scale · P d_t)
 
 with the starting corrections c_t, the filter's response to ones, and k_t = 1 - β₂ᵗ. The gradient is private already when it
@@ -55,9 +56,9 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
     r"""Make one step of Algorithm 3 for one parameter, or for a slice of it (all but the gradient modified in place).
 
     The moment is that of the *unfiltered* gradient (Algorithm 3, whose two lines on v mix two conventions of β₂; torch's is
-    used here). White noise adds its variance to it, which DPAdamBC takes away again (Tang et al. 2024); the paper's listing
+    used here). Noise adds its variance to it, which DPAdamBC takes away again (Tang et al. 2024); the paper's listing
     leaves that out. Nothing is divided by c_t and k_t here, as they are in the constants:
-    √max(v̂ - noise_std², floor) = √max(v - k noise_std², k floor) / √k.
+    √max(v̂ - n̂, floor) = √max(v - n, k floor) / √k.
 
     Args:
         tensors: x_t, g_t, the states of the filter, and v_{t-1}, or None to divide by nothing.
@@ -256,14 +257,18 @@ class DopplerOptimizer(Optimizer):
                 tensors = ParameterTensors(p.detach(), grad, state["filter_states"], v, state.get("products"))
             state["step"] += 1
             c = self._filter.begin(state, group, noise_std=self.noise_std)  # c_t
-            k = 1.0 if v is None else 1 - self.beta2 ** state["step"]  # k_t
+            k, n = 1.0, 0.0  # k_t and n_t
+            if v is not None:
+                # The noise may differ from step to step, and its mean square is weighted as that of the gradients.
+                k = 1 - self.beta2 ** state["step"]
+                n = state["noise_power"] = self.beta2 * state["noise_power"] + (1 - self.beta2) * noise_var
             constants = StepConstants(
                 advance,
                 self._filter.coefficients(group),
                 beta2=self.beta2,
                 step_size=lr / c * math.sqrt(k),
                 decay=decay,
-                noise_var=k * noise_var,
+                noise_var=n,
                 floor=k * floor,
             )
             batches.setdefault(constants, []).append(tensors)
@@ -380,4 +385,4 @@ class DopplerOptimizer(Optimizer):
             state["projector_source"] = PROJECTOR_SOURCES.index(self.projector_source)
             state["basis"] = torch.zeros(min(p.shape), rank, dtype=full_dtype(p), device=p.device)
         state |= self._filter.new_state(zeros_in_full if self.projector_source == "filtered" else zeros)
-        return state if self.base == "sgd" else state | {"exp_avg_sq": zeros()}
+        return state if self.base == "sgd" else state | {"exp_avg_sq": zeros(), "noise_power": 0.0}

@@ -158,14 +158,14 @@ def test_default_floor_follows_the_noise():
     assert DopplerOptimizer([parameter()], 0.1, base="adam_bc", noise_std=0.2, floor=1e-9).floor == 1e-9
 
 
-def test_the_noise_of_every_step_is_subtracted_in_it():
+def test_the_noise_is_subtracted_with_the_weight_of_its_step():
     p = parameter()
-    optimizer, x, v = DopplerOptimizer([p], 0.05, base="adam_bc", beta2=0.98), p.detach().numpy().copy(), 0.0
+    optimizer, x, v, n = DopplerOptimizer([p], 0.05, base="adam_bc", beta2=0.98), p.detach().numpy().copy(), 0.0, 0.0
     for t, grad in enumerate(gradients(), start=1):
         optimizer.noise_std = noise_std = 0.05 * (1 + t % 3)
-        v = 0.98 * v + 0.02 * grad**2
+        v, n = 0.98 * v + 0.02 * grad**2, 0.98 * n + 0.02 * noise_std**2
         floor = DEFAULT_FLOOR_FRACTION * noise_std**2
-        x = x - 0.05 * grad / np.sqrt(np.maximum(v / (1 - 0.98**t) - noise_std**2, floor))
+        x = x - 0.05 * grad / np.sqrt(np.maximum((v - n) / (1 - 0.98**t), floor))
         np.testing.assert_allclose(trajectory(optimizer, p, [grad])[-1], x, rtol=1e-10, atol=1e-10)
 
 
@@ -362,3 +362,16 @@ def test_a_sparse_gradient_is_refused():
 def test_bad_arguments_are_refused_with_the_value(arguments, message):
     with pytest.raises(ValueError, match=message):
         DopplerOptimizer([parameter()], **{"lr": 0.1, **arguments})
+
+
+def test_the_noise_that_is_taken_away_is_weighted_as_the_gradients_are():
+    # A gradient of exactly the noise's size in each step leaves nothing but the floor, however the noise changes.
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = DopplerOptimizer([weight], lr=1.0, base="adam_bc", beta2=0.9, floor=1e-12, noise_std=1.0)
+    for std in (1.0, 3.0, 0.5, 2.0, 0.0, 1.0):
+        before = weight.detach().clone()
+        optimizer.noise_std, weight.grad = std, torch.full((3,), std, dtype=torch.float64)
+        optimizer.step()
+        torch.testing.assert_close(before - weight.detach(), torch.full_like(before, std / 1e-6), rtol=1e-9, atol=0)
+    state = optimizer.state_dict()["state"][0]
+    assert state["noise_power"] == pytest.approx(float(state["exp_avg_sq"][0]), rel=1e-14)
