@@ -5,18 +5,24 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The suite runs in several processes. It is for NumPy too, whose threads spin while they wait.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import jaxtyping
 import pytest
-import torch
 
-from tests.support import array_types
-from tests.support.tiny import text_data, tiny_bert
 
-torch.set_num_threads(1)  # The suite runs in several processes.
+def pytest_sessionstart(session):
+    """Import what most tests need, ahead of the collection, in which the warnings of libraries are errors.
 
-# Nothing of ours has been imported so far, or it would not be checked.
-jaxtyping.install_import_hook(array_types.CHECKED, "tests.support.array_types.checked")
+    The process that only hands out the tests does not: those that run them would wait for it.
+    """
+    if session.config.option.dist == "no":
+        import tests.support.tiny  # noqa: F401
+        from tests.support.array_types import CHECKED
+
+        # Nothing of ours has been imported so far, or it would not be checked.
+        jaxtyping.install_import_hook(CHECKED, "tests.support.array_types.checked")
 
 
 def pytest_collection_finish():
@@ -43,9 +49,13 @@ def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
 
 @pytest.fixture
 def bert():
+    from tests.support.tiny import tiny_bert
+
     return tiny_bert()
 
 
 @pytest.fixture
 def texts():
+    from tests.support.tiny import text_data
+
     return text_data()

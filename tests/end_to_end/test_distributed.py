@@ -74,7 +74,7 @@ def launch(folder, processes, *cases):
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", __file__, str(folder), *cases]
     done = subprocess.run(
         [sys.executable, *command],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -34,7 +34,7 @@ def start(folder, checkpoint=""):
     with (folder / f"output-{number}").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, __file__, str(folder), str(checkpoint)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=output,
             stderr=output,
         )
