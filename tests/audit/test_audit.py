@@ -7,7 +7,6 @@ bug is told apart with a wide margin (the bounds of 10,000 canaries vary by abou
 import contextlib
 import copy
 import dataclasses
-import gc
 import itertools
 import json
 
@@ -412,10 +411,6 @@ def test_mislabelled_canaries_show_in_a_run_without_noise(cls, steps, monkeypatc
 
 @pytest.fixture
 def one_canary(tmp_path):
-    # Every training of the host ends in a full garbage collection, which takes longer than the training. What exists by now
-    # need not be looked through each time.
-    gc.collect()
-    gc.freeze()
     coins = iter(range(1000))
 
     def make(**overrides):
@@ -425,8 +420,7 @@ def one_canary(tmp_path):
             data_collator=stack, coin_seed=next(coins),
         )  # fmt: skip
 
-    yield make
-    gc.unfreeze()
+    return make
 
 
 def test_repeated_runs_without_noise_are_caught(one_canary, monkeypatch):
