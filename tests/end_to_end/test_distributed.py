@@ -16,7 +16,7 @@ from tests.support.trainers import NoSignal, Recorder, trainer_of, weights
 
 
 def train(folder, case):
-    """What every process does; torchrun tells it which one it is."""
+    """What every process does; the environment tells it which one it is."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if case in OTHERS:
         found = OTHERS[case](folder, world)
@@ -71,9 +71,8 @@ OTHERS = {"shuffled": shuffled, "neighbours": neighbours}
 
 
 def launch(folder, processes, *cases):
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", __file__, str(folder), *cases]
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, __file__, str(processes), str(folder), *cases],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -84,6 +83,22 @@ def launch(folder, processes, *cases):
         case: [torch.load(folder / f"{case}-{processes}-{rank}.pt", weights_only=False) for rank in range(processes)]
         for case in cases
     }
+
+
+def fork(processes, folder, cases):
+    """Do what torchrun does, in forks of a process that has imported everything already."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
+    os.environ |= {
+        "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+    }  # fmt: skip
+    torch.multiprocessing.start_processes(train_cases, args=(folder, cases), nprocs=processes, start_method="fork")
+
+
+def train_cases(rank, folder, cases):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for case in cases:
+        train(folder, case)
 
 
 @pytest.fixture(scope="module")
@@ -145,5 +160,4 @@ def test_trap_14_noise_is_added_once_by_four_processes(tmp_path):
 
 
 if __name__ == "__main__":
-    for case in sys.argv[2:]:
-        train(sys.argv[1], case)
+    fork(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -14,37 +14,44 @@ from doppler_hf.privacy import PrivacyLedger
 from tests.support.trainers import trainer_of
 
 
-def train(folder, checkpoint):
-    """What each process does: say when a step has begun, and go on when the file `go` is there."""
+def train(folder, checkpoint, *, may_go_on):
+    """What each process does: say when it is ready and when a step has begun; begin, and go on, when the others say so."""
 
     class Wait(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            (Path(folder) / f"stepping-{os.getpid()}").touch()
-            while not (Path(folder) / "go").exists():
-                time.sleep(0.01)
+            (folder / f"stepping-{os.getpid()}").touch()
+            wait_until(may_go_on)
 
     options = dict(max_steps=6, save_strategy="steps", save_steps=1)
-    trainer = trainer_of(Path(folder), callbacks=[Wait()], **options)
+    trainer = trainer_of(folder, callbacks=[Wait()], **options)
+    (folder / f"ready-{os.getpid()}").touch()
+    wait_until((folder / "begin").exists)
     trainer.train(resume_from_checkpoint=checkpoint or None)
     trainer.save_model()
 
 
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.001)
+
+
 def start(folder, checkpoint=""):
-    number = len(list(folder.glob("output-*")))
-    with (folder / f"output-{number}").open("w") as output:
+    """Start another process, and return it and its output once it is ready to begin."""
+    with (folder / "output").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, __file__, str(folder), str(checkpoint)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=output,
             stderr=output,
         )
-    return process, folder / f"output-{number}"
+    wait_for("ready", folder, process)
+    return process, folder / "output"
 
 
-def wait_for_step(folder, process, output):
-    while not (folder / f"stepping-{process.pid}").exists():
-        assert process.poll() is None, output.read_text()
-        time.sleep(0.05)
+def wait_for(what, folder, process):
+    while not (folder / f"{what}-{process.pid}").exists():
+        assert process.poll() is None, (folder / "output").read_text()
+        time.sleep(0.01)
 
 
 def kept(folder):
@@ -57,16 +64,17 @@ def test_of_two_processes_one_is_refused_and_every_step_is_counted(tmp_path, res
     if resume:
         trainer_of(tmp_path, max_steps=6, save_strategy="steps", save_steps=1).train()
         checkpoint = folder / "checkpoint-2"
-    # At the very same time, so that either may be the first.
-    runs = [start(tmp_path, checkpoint) for _ in range(2)]
-    while all(process.poll() is None for process, _ in runs):
-        time.sleep(0.05)
-    (refused, words), (other, output) = sorted(runs, key=lambda run: run[0].returncode is None)
-    assert refused.returncode == 1
-    assert "is the folder of another private run, which is still going on" in words.read_text()
-    wait_for_step(tmp_path, other, output)
-    (tmp_path / "go").touch()
-    assert other.wait(60) == 0, output.read_text()
+    other, output = start(tmp_path, checkpoint)
+    refusal = None
+    (tmp_path / "begin").touch()  # at the very same time, so that either may be the first
+    try:
+        train(tmp_path, checkpoint, may_go_on=lambda: other.poll() is not None)
+    except ValueError as error:
+        refusal = str(error)
+        wait_for("stepping", tmp_path, other)
+        (tmp_path / "go").touch()
+    assert (other.wait(60) == 0) == (refusal is not None), output.read_text()
+    assert "is the folder of another private run, which is still going on" in (refusal or output.read_text())
     (ledger,) = kept(folder)
     assert ledger.steps_run == (6 + 4 if resume else 6)
     assert main(["verify", str(folder)]) == 0
@@ -74,8 +82,9 @@ def test_of_two_processes_one_is_refused_and_every_step_is_counted(tmp_path, res
 
 @pytest.mark.slow
 def test_a_process_that_was_killed_holds_nothing(tmp_path):
-    killed, output = start(tmp_path)
-    wait_for_step(tmp_path, killed, output)
+    killed, _ = start(tmp_path)
+    (tmp_path / "begin").touch()
+    wait_for("stepping", tmp_path, killed)
     with pytest.raises(ValueError, match="which is still going on"):
         trainer_of(tmp_path, max_steps=1).train()
     killed.kill()
@@ -85,4 +94,4 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path):
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    train(Path(sys.argv[1]), sys.argv[2], may_go_on=(Path(sys.argv[1]) / "go").exists)
