@@ -43,7 +43,7 @@ def arrays_are_checked_where_modules_are_tested(request):
 
 @pytest.fixture
 def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
-    """Leave wrong arrays to what functions themselves refuse, as outside of the tests, where nobody checks types first."""
+    """Leave arrays to what functions themselves refuse, as outside of the tests, where nobody checks types first."""
     jaxtyping.config.update("jaxtyping_disable", True)
 
 

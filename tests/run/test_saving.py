@@ -14,6 +14,9 @@ from doppler_hf.privacy.ledger.weights import hashes
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import trainer_of
 
+# Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
 PUBLIC = dict(disable_dp=True, noise_multiplier=None)
 

@@ -28,6 +28,9 @@ from doppler_hf import DopplerTrainer
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of
 
+# Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+
 
 def refused(tmp_path, match, *, collator=None, **options):
     """Train, and expect a refusal before the first step."""

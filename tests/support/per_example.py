@@ -67,9 +67,9 @@ def clip_and_sum(gradients, *, max_grad_norm, clipping="vanilla", granularity="f
     bound = max_grad_norm / math.sqrt(len(set(layer.values())))
     sums = {name: torch.zeros_like(gradient) for name, gradient in gradients[0].items()}
     for of_example in gradients:
+        norms = {group: norm_of(of_example[name] for name in layer if layer[name] == group) for group in set(layer.values())}
         for name, gradient in of_example.items():
-            norm = norm_of(of_example[other] for other in of_example if layer[other] == layer[name])
-            sums[name] += clip_factor(norm, bound=bound, clipping=clipping) * gradient
+            sums[name] += clip_factor(norms[layer[name]], bound=bound, clipping=clipping) * gradient
     return sums
 
 

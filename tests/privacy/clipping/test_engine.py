@@ -10,10 +10,15 @@ from torch.utils import checkpoint
 
 from doppler_hf.privacy import ClippedGradients
 from tests.support.models import BATCH, batch_for, build, losses_of, rows
+from tests.support.pairwise import pairwise
 from tests.support.per_example import NORM_RULES, assert_refused, assert_same_sums, book_keeping
+
+# Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
 
 # One of each way in which a parameter can belong to a model.
 NAMES = ["roberta", "gpt2-lm", "t5-lm", "vit", "resnet", "vit-lora", "llama-dora"]
+CHECKPOINTING = ["off", "non-reentrant", "reentrant"]
 FUNCTIONS = ["linear", "embedding", "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d", "conv3d"]
 
 
@@ -58,7 +63,7 @@ def of_model(model):
 # --- no trace on the model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "resnet"])
 def test_the_model_is_left_as_it_was(name, checkpointing):
     model = build(name, checkpointing=checkpointing)
@@ -127,9 +132,9 @@ def give_too_few_losses(model, clipped):
 WRONG = [raise_after_the_forward_pass, raise_in_the_forward_pass, raise_in_the_backward_pass, give_too_few_losses]
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("go_wrong", WRONG)
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit-lora"])
+@pytest.mark.parametrize(
+    ("name", "go_wrong", "checkpointing"), pairwise(["roberta", "gpt2-lm", "vit-lora"], WRONG, CHECKPOINTING)
+)
 def test_an_error_leaves_the_model_as_it_was(name, go_wrong, checkpointing):
     model = build(name, checkpointing=checkpointing)
     of_model(model)()
@@ -139,9 +144,9 @@ def test_an_error_leaves_the_model_as_it_was(name, go_wrong, checkpointing):
     assert_unchanged(model, before, values)
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("go_wrong", WRONG)
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit-lora"])
+@pytest.mark.parametrize(
+    ("name", "go_wrong", "checkpointing"), pairwise(["roberta", "gpt2-lm", "vit-lora"], WRONG, CHECKPOINTING)
+)
 def test_an_error_leaves_nothing_for_the_next_batch(name, go_wrong, checkpointing):
     model = build(name, checkpointing=checkpointing)
     with book_keeping(model) as clipped:
@@ -224,9 +229,10 @@ def call_and_discard(model):
     of_model(model)(slice(0, 4))
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("call", [evaluate, infer, call_and_discard])
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit"])
+@pytest.mark.parametrize(
+    ("name", "call", "norm_rule"),
+    pairwise(["roberta", "gpt2-lm", "t5-lm", "vit"], [evaluate, infer, call_and_discard], NORM_RULES),
+)
 def test_another_call_before_the_forward_pass_leaves_no_trace(name, call, norm_rule):
     model = build(name)
     losses, sums = of_model(model), []
@@ -238,9 +244,9 @@ def test_another_call_before_the_forward_pass_leaves_no_trace(name, call, norm_r
     assert_same_sums(sums[1], sums[0], atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("call", [evaluate, infer])
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "call"), pairwise(["roberta", "gpt2-lm", "t5-lm", "vit"], CHECKPOINTING, [evaluate, infer])
+)
 def test_an_evaluation_before_the_backward_pass_leaves_no_trace(name, checkpointing, call):
     model = build(name, checkpointing=checkpointing)
     losses, sums = of_model(model), []
@@ -295,7 +301,6 @@ def test_no_losses_change_nothing(name):
         assert clipped.num_non_finite == 0
 
 
-@pytest.mark.usefixtures("unchecked_arrays")
 def test_losses_must_be_one_per_example():
     model = build("vit")
     losses = of_model(model)

@@ -33,6 +33,9 @@ from tests.support.per_example import (
     trainable,
 )
 
+# Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+
 # ResNet has neither attention nor, in transformers, checkpointing.
 TRANSFORMERS = [name for name in MODELS if name != "resnet"]
 CHECKPOINTING = ["off", "non-reentrant", "reentrant"]
@@ -150,12 +153,13 @@ FREEZE = {
 }
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
 @pytest.mark.parametrize(
-    ("name", "trained"),
-    # T5 has no biases.
-    [("t5-lm", trained) for trained in FREEZE if trained != "only biases"]
-    + [(name, trained) for name in ("roberta", "gpt2-lm", "vit") for trained in FREEZE],
+    ("name", "trained", "norm_rule"),
+    [
+        (name, trained, norm_rule)
+        for name, trained, norm_rule in pairwise(["t5-lm", "roberta", "gpt2-lm", "vit"], list(FREEZE), NORM_RULES)
+        if (name, trained) != ("t5-lm", "only biases")  # it has none
+    ],
 )
 def test_a_partly_frozen_model(name, trained, norm_rule):
     model = build(name)

@@ -25,6 +25,9 @@ from tests.support.models import (
 )
 from tests.support.per_example import assert_equals_loop, assert_matches, gradients_of_each
 
+# Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+
 TEXT = encoder_options("sdpa") | dict(pad_token_id=0)
 EAGER = dict(attn_implementation="eager")  # all that the older models have
 IMAGE = dict(

@@ -12,6 +12,9 @@ from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_epsilon, get_n
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
+# Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+
 PRIVATE = dict(report_train_loss="private")
 
 
