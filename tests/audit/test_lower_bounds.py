@@ -127,7 +127,7 @@ def leaky(rng, included, epsilon, delta):
     return np.where(rng.random(len(included)) < delta, np.where(included, 10.0, -10.0), scores)
 
 
-AUDITS = 2000
+AUDITS = 1000
 
 
 def overshoots(bound, mechanism, *, canaries, delta, truth):

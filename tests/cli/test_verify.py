@@ -98,13 +98,13 @@ def test_checkpoints_are_earlier_states(tmp_path, capsys):
     assert check(tmp_path) == 0
     # … and one whose ledger lies nowhere.
     stranger = after(PrivacyLedger.open(statement()), 2)
-    stranger.save(tmp_path / "checkpoint-4")
+    stranger.save(tmp_path / "checkpoint-400")
     (tmp_path / "checkpoint-6").mkdir()
     (tmp_path / "checkpoint-6" / LEDGER_NAME).write_text("{}")
     capsys.readouterr()
     assert check(tmp_path) == 1
     output = said(capsys)
-    assert f"{tmp_path / 'checkpoint-4' / LEDGER_NAME} is no earlier state" in output
+    assert f"{tmp_path / 'checkpoint-400' / LEDGER_NAME} is no earlier state" in output
     assert f"{tmp_path / 'checkpoint-6' / LEDGER_NAME}: This is no privacy ledger" in output
     assert "2 of the checks failed" in output
     assert "checkpoint-2" not in output
@@ -299,6 +299,15 @@ def test_a_target_that_was_overrun_is_found(tmp_path, capsys, monkeypatch):
     ledger.save(tmp_path)
     assert check(tmp_path) == 1
     assert "The target was ε = 1, but what was released costs" in said(capsys)
+
+
+def test_a_target_may_be_met_and_not_overrun_by_a_thousandth(tmp_path):
+    spent = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5)
+    for share, code in ((1.0, 0), (0.999, 1)):
+        ledger = after(PrivacyLedger.open(statement(target_epsilon=share * spent)), 10)
+        ledger.close()
+        ledger.save(tmp_path / str(share))
+        assert check(tmp_path / str(share)) == code
 
 
 # --- how it is asked ------------------------------------------------------------------------------------------------------

@@ -235,10 +235,14 @@ def test_resuming_counts_the_steps_that_a_crash_undid():
     assert resumed.history == [Releases(1.0, 0.05, 70)]
 
 
-def test_another_mechanism_opens_another_entry():
-    ledger = after(PrivacyLedger.open(statement()), 30).resume(statement(noise_multiplier=2.0), from_step=30)
-    assert after(ledger, 5).history == [Releases(1.0, 0.05, 30), Releases(2.0, 0.05, 5)]
-    assert ledger.statement.noise_multiplier == 2.0
+@pytest.mark.parametrize(
+    ("change", "mechanism"),
+    [(dict(noise_multiplier=2.0), (2.0, 0.05)), (dict(expected_batch_size=100, sample_rate=0.1), (1.0, 0.1))],
+)
+def test_another_mechanism_opens_another_entry(change, mechanism):
+    ledger = after(PrivacyLedger.open(statement()), 30).resume(statement(**change), from_step=30)
+    assert after(ledger, 5).history == [Releases(1.0, 0.05, 30), Releases(*mechanism, 5)]
+    assert ledger.statement == statement(**change)
 
 
 @pytest.mark.parametrize(
