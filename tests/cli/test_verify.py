@@ -237,6 +237,13 @@ def test_a_ledger_that_went_on_is_told_from_one_that_was_cut_off(written, capsys
     assert "the ledger has gone on since" in said(capsys)
 
 
+def test_digits_anywhere_in_the_head_count(written):
+    folder, text = written
+    head = json.loads(text)["entries"][-1]["hash"]
+    for place in (0, 21, 42, 63):
+        assert check(folder, "--head", head[:place] + ("1" if head[place] == "0" else "0") + head[place + 1 :]) == 1
+
+
 def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):
     entries = json.loads(written[1])["entries"]
     write(tmp_path, entries[:8])

@@ -190,12 +190,13 @@ def test_accelerates_flag_does_not_decide_when_a_draw_ends(tmp_path, flag, piece
     torch.testing.assert_close(recorder.gradients[1], recorder.gradients[0], rtol=1e-5, atol=1e-7)
 
 
-def test_pieces_are_not_cut_anew_while_training(tmp_path):
-    def more(args, state, control):
-        args.gradient_accumulation_steps = 3
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_pieces_are_not_cut_anew_while_training(tmp_path, pieces):
+    def cut_anew(args, state, control):
+        args.gradient_accumulation_steps = pieces
 
-    trainer, recorder = full_batch(tmp_path, hooks={"on_train_begin": more}, per_device_train_batch_size=4)
-    with pytest.raises(ValueError, match="gradient_accumulation_steps must stay 2 during a private run, got 3"):
+    trainer, recorder = full_batch(tmp_path, hooks={"on_train_begin": cut_anew}, per_device_train_batch_size=4)
+    with pytest.raises(ValueError, match=f"gradient_accumulation_steps must stay 2 during a private run, got {pieces}"):
         trainer.train()
     assert recorder.gradients == []
 

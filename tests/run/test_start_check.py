@@ -159,10 +159,15 @@ def test_rows_are_not_taken_for_examples(tmp_path):
     )
 
 
-def test_rows_are_counted_in_every_step(tmp_path):
+def every_other(examples):
+    return pad(examples[::2])
+
+
+@pytest.mark.parametrize(("collator", "got"), [(twice, "more"), (every_other, "fewer")])
+def test_rows_are_counted_in_every_step(tmp_path, collator, got):
     trainer = trainer_of(tmp_path, grad_sample_self_check=False, per_device_train_batch_size=10)
-    trainer.data_collator = lambda examples: twice(examples) if len(examples) > 3 else pad(examples)
-    with pytest.raises(ValueError, match=r"losses of a micro-batch must be one for each of its examples, got more\. Let"):
+    trainer.data_collator = lambda examples: collator(examples) if len(examples) > 3 else pad(examples)
+    with pytest.raises(ValueError, match=rf"losses of a micro-batch must be one for each of its examples, got {got}\. Let"):
         trainer.train()
 
 
