@@ -31,7 +31,9 @@ def train(folder, checkpoint, *, may_go_on):
 
 
 def wait_until(condition):
+    begin = time.monotonic()
     while not condition():
+        assert time.monotonic() - begin < 60, "neither process was refused"
         time.sleep(0.001)
 
 
