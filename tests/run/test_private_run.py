@@ -248,7 +248,7 @@ def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path)
             loss.backward()
             return loss.detach()
 
-    args = arguments(tmp_path, gradient_accumulation_steps=1)
+    args = arguments(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=12)  # no draw is empty
     trainer = Raw(model=tiny_bert(), args=args, train_dataset=text_data(), data_collator=pad)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     with pytest.raises(RuntimeError, match=r"must come from DopplerTrainer\.training_step"):
