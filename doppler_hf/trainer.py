@@ -200,6 +200,7 @@ class DopplerTrainer(Trainer):
         model.train()
         run, piece = self.private_run, []
         for micro_batch in inputs:
+            run.fill_generators()  # whatever was seeded since the last time
             losses = self._losses(self._prepare_inputs(micro_batch.inputs))
             run.add(losses, size=micro_batch.size, weight=micro_batch.weight)
             piece.append(losses.detach())

@@ -7,8 +7,8 @@ more, and u alone. It watches what the mechanism receives, puts zeros in place o
     distance   ‖sum(S ∪ u) − sum(S)‖ / C             which the guarantee assumes to be at most 1
     coupling   ‖sum(S ∪ u) − sum(S) − sum(u)‖ / C    how much u changes what the others contribute; 0 but for rounding
 
-The coins are held: dropout is off, and of a unit with too many examples the first are taken. That masks and random collators
-follow secret coins of the example alone is for the generators (`privacy.generators`).
+The coins are held: the model is in training mode without dropout, and of a unit with too many examples the first are taken.
+That masks and random collators follow secret coins of the example alone is for the generators (`privacy.generators`).
 """
 
 import contextlib
@@ -29,8 +29,11 @@ from torch import Tensor
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.privacy.batching.probe import is_random
-from doppler_hf.privacy.clipping.self_check import norm_of, without_dropout
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.batching.probe import drawn, is_random_data, labels_of
+from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
+from doppler_hf.privacy.clipping.model_coins import is_random
+from doppler_hf.privacy.clipping.self_check import norm_of
 from doppler_hf.privacy.noise import Mechanism
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
@@ -102,7 +105,8 @@ def neighbour_distances(
         trainer: A trainer with privacy, before or after training.
         pairs: How many pairs of draws.
         draw_size: How many units to draw besides the one; by default the expected batch, but at most 32.
-        seed: Which units are drawn. The one more is the largest unit first, then the smallest, then any.
+        seed: Which units are drawn. The one more is the largest unit first, then the smallest, one of the rarest label,
+            then any.
         tolerance: How far above 1 rounding alone may bring a distance: 1e-6 for a model in float64.
 
     Raises:
@@ -117,17 +121,18 @@ def neighbour_distances(
     if not 1 <= size < number_of_units:
         raise ValueError(f"draw_size must lie in [1, {number_of_units - 1}], below the number of units, got {size}.")
     loader = trainer.get_train_dataloader()
-    if is_random(loader.collator, [loader.examples[index] for index in (0, len(loader.examples) - 1)]):
+    if is_random_data(loader, [0, len(loader.examples) - 1]):
         raise ValueError(
             "data_collator must not be random in a neighbour test, in which all others keep their masks, got one that draws "
             "new ones. Take one that is not. Whether the random one mixes examples is checked before training."
         )
-    draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, seed=seed)
-    with restored(trainer), tempfile.TemporaryDirectory() as folder, without_dropout(trainer.model):
+    labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
+    draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, seed=seed, labels=labels)
+    with restored(trainer), tempfile.TemporaryDirectory() as folder, held_coins(trainer, loader):
         trainer.args = harmless(trainer.args, steps=len(draws), folder=folder)
         watched = ScriptedRun(trainer, draws)
         trainer._new_run = watched.new_run  # type: ignore[method-assign]
-        # The host and the training step switch the model to training mode, dropout included.
+        # The host and the training step switch the model to training mode.
         trainer.model.train = lambda mode=True: trainer.model
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             trainer.train()
@@ -141,11 +146,16 @@ def neighbour_distances(
     )
 
 
-def neighbouring_draws(run: PrivateRun, *, pairs: int, size: int, seed: int) -> list[Int[np.ndarray, " _"]]:
+def neighbouring_draws(
+    run: PrivateRun, *, pairs: int, size: int, seed: int, labels: Int[np.ndarray, " units"] | None = None
+) -> list[Int[np.ndarray, " _"]]:
     """Return draws in threes, as numbers of units: others, the same with one unit more, and that unit alone."""
     generator, sampler = np.random.default_rng(seed), run.sampler
     sizes = sampler.lengths if sampler.unit_sizes is None else sampler.unit_sizes
     extremes = [] if sizes is None else [int(np.argmax(sizes)), int(np.argmin(sizes))]
+    if labels is not None:
+        classes, first, counts = np.unique(labels, return_index=True, return_counts=True)
+        extremes += [int(first[np.argmin(counts)])] if len(classes) > 1 else []
     draws = []
     for pair in range(pairs):
         unit = extremes[pair] if pair < len(extremes) else int(generator.integers(sampler.num_units))
@@ -201,7 +211,7 @@ class Witness:
             self._waiting = []
             change = {name: both[name].double() - others[name] for name in both}
             rest = {name: change[name] - alone[name] for name in both}
-            self.moved.append((norm_of(change) / self._max_norm, norm_of(rest) / self._max_norm))
+            self.moved.append((norm_of(change.values()) / self._max_norm, norm_of(rest.values()) / self._max_norm))
         return {name: torch.zeros_like(total) for name, total in sums.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -242,6 +252,16 @@ def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> Dopp
     for name, value in changes.items():
         setattr(args, name, value)
     return args
+
+
+@contextlib.contextmanager
+def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]:
+    """Hold the model's coins: in training mode without dropout, or in evaluation mode if others are left."""
+    model, inputs = trainer.model, trainer._prepare_inputs(drawn(loader, [0, len(loader.examples) - 1]))
+    with left_as_it_was(model), without_coins(model):
+        is_held = not is_random(trainer._losses, inputs)
+    with left_as_it_was(model), without_coins(model) if is_held else without_dropout(model):
+        yield
 
 
 @contextlib.contextmanager

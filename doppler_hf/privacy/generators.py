@@ -4,22 +4,30 @@ Dropout masks, random crops and masked tokens come from these generators, in the
 would be public numbers: one example more shifts everybody's mask, and the sum then moves by more than C. Filled with secret
 words, the masks of the others are as likely with the example as without it, so that a coupling leaves them unchanged and
 the sum moves by at most C.
+
+Data sets, collators, callbacks and models seed these generators too (`set_seed`, `torch.manual_seed(index)`). So they are
+filled anew before each example, each collation and each forward pass, and a seed reaches no further than to the next.
 """
 
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import final
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from doppler_hf.privacy.bits import bit_stream
 
 # MT19937 in each of the three: 624 words of 32 bits, and the position behind the last of them.
 _WORDS = 624
+# A 64-bit seed, two 32-bit fields and a 64-bit position precede torch's words, which take 64 bits each.
+_TORCH_STATE = torch.Generator().manual_seed(0).get_state()
+_TORCH_WORDS = slice(24, 24 + 8 * _WORDS)
 
 
-def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0) -> None:
+def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: int = 0) -> None:
     """Fill the whole state of the global generators with new random words.
 
     A seed would not do: torch keeps 32 bits of it on the CPU, which can be tried out.
@@ -28,30 +36,45 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0) -> None
         seed: None for words from the operating system's entropy. An integer makes them reproducible, for tests only.
         rank: This process's index; each has its own words, reproducible ones too.
         worker: Index of this worker of the data loader, counted from 1; 0 is the process itself.
+        step: Number of this filling. Only reproducible words depend on it.
     """
     stream = bit_stream(seed, purpose=f"generators of worker {worker}", rank=rank)
 
     def words() -> np.ndarray:
-        return stream.bits(_WORDS // 2, step=0).view(np.uint32)
+        return stream.bits(_WORDS // 2, step=step).view(np.uint32)
 
     random.setstate((3, (*words().tolist(), _WORDS), None))
     np.random.set_state(("MT19937", words(), _WORDS, 0, 0.0))
     torch.set_rng_state(torch_state(words()))
     if worker == 0 and torch.accelerator.is_available():  # Philox on CUDA: its 64 bits are the whole key.
-        torch.get_device_module().manual_seed(int(stream.bits(1, step=0)[0] >> np.uint64(1)))
+        torch.get_device_module().manual_seed(int(stream.bits(1, step=step)[0] >> np.uint64(1)))
 
 
 def torch_state(words: np.ndarray) -> torch.Tensor:
     """Return a state of torch's CPU generator whose Mersenne twister holds `words`, uint32 of shape (624,)."""
-    state = torch.Generator().manual_seed(0).get_state()
-    # A 64-bit seed, two 32-bit fields and a 64-bit position precede the words, which take 64 bits each.
-    state.numpy()[24 : 24 + 8 * _WORDS].view(np.uint64)[:] = words
+    state = _TORCH_STATE.clone()
+    state.numpy()[_TORCH_WORDS].view(np.uint64)[:] = words
     return state
 
 
-def fill_worker(seed: int | None, rank: int, worker: int) -> None:
-    """Fill the generators of a worker of the data loader, counted from 0 as in `DataLoader(worker_init_fn=)`."""
-    fill_generators(seed, rank=rank, worker=worker + 1)
+@final
+class Refill:
+    """Fills the global generators with new words at each call, in the process itself and in workers of the data loader.
+
+    Args:
+        seed: As in `fill_generators`.
+        rank: This process's index.
+    """
+
+    def __init__(self, seed: int | None, *, rank: int = 0) -> None:
+        self._seed, self._rank, self._calls = seed, rank, 0
+
+    def __call__(self) -> None:
+        """Fill them."""
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id + 1
+        fill_generators(self._seed, rank=self._rank, worker=number, step=self._calls)
+        self._calls += 1
 
 
 @contextlib.contextmanager

@@ -1,28 +1,41 @@
-"""The engine before the first step: compare it with plain autograd, attach it, and run it once.
+"""The engine before the first step: attach it, and compare it with plain autograd on a few examples.
 
-Nothing about the examples that this uses is released: the outcome depends on model, loss and collator.
+Nothing about the examples that this uses is released: the outcome depends on model, loss, data set and collator.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doppler_hf.privacy import ClippedGradients, PrivacyStatement, check_per_sample_gradients
-from doppler_hf.privacy.batching.probe import Probe
+from doppler_hf.privacy import ClippedGradients, PrivacyStatement
+from doppler_hf.privacy.batching.probe import Probe, Probes
+from doppler_hf.privacy.clipping.as_in_training import (
+    in_full_precision,
+    left_as_it_was,
+    with_small_capacity,
+    without_coins,
+    without_dropout,
+)
+from doppler_hf.privacy.clipping.model_coins import is_random, refuse_neighbours, refuse_own_coins
+from doppler_hf.privacy.clipping.self_check import Comparison, Expected, moved
+from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.training_args import DopplerTrainingArguments
 
 Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
+# Relative, of gradients: batches of one and of three are rounded differently.
+ROUNDING, ROUNDING_BF16 = 1e-3, 0.1
 
 
 @contextlib.contextmanager
 def attached_engine(
-    model: Any, args: DopplerTrainingArguments, *, statement: PrivacyStatement, losses_of: Losses, probe: Probe
+    model: Any, args: DopplerTrainingArguments, *, statement: PrivacyStatement, losses_of: Losses, probes: Probes
 ) -> Iterator[ClippedGradients]:
     """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
 
@@ -35,16 +48,6 @@ def attached_engine(
         # The host sets it in the outer config, and a multimodal model reads the inner one. A layer that keeps its past in a
         # cache computes something else at each call, and layers are called more than once.
         base.config.get_text_config().use_cache = args.use_cache
-    if args.grad_sample_self_check:
-        check_per_sample_gradients(
-            model,
-            losses_of,
-            alone=probe.alone,
-            together=probe.together,
-            engine=args.grad_sample_engine,
-            # Batches of one and of two are rounded differently.
-            tolerance=0.1 if args.bf16 or model.dtype == torch.bfloat16 else 1e-3,
-        )
     with ClippedGradients(
         model,
         max_grad_norm=statement.per_sample_max_grad_norm,
@@ -52,7 +55,12 @@ def attached_engine(
         granularity=statement.clipping_granularity,
         engine=args.grad_sample_engine,
     ) as clipped:
-        run_once(clipped, model, losses_of=losses_of, inputs=probe.three)
+        with left_as_it_was(model):
+            if args.grad_sample_self_check:
+                check = StartCheck(clipped, model, losses_of, probes)
+                check.run(in_bf16=args.bf16 or model.dtype == torch.bfloat16)
+            else:
+                run_once(clipped, model, losses_of, probes.probe().together)
         yield clipped
 
 
@@ -69,60 +77,92 @@ def refuse_trainable(model: nn.Module) -> None:
         )
 
 
-def run_once(clipped: ClippedGradients, model: nn.Module, *, losses_of: Losses, inputs: dict[str, Any]) -> None:
-    """Run the engine once as in training, dropout included, so that a model that it cannot train is refused now.
+def run_once(clipped: ClippedGradients, model: nn.Module, losses_of: Losses, inputs: dict[str, Any]) -> None:
+    """Run the engine once as in training, so that a model that it cannot train is refused now.
 
     Raises:
         ValueError: If a layer has no per-sample gradients, or the forward pass writes statistics of the data.
     """
     model.train()
-    frozen, before = frozen_sums(model), buffers_of(model)
-    clipped.backward(losses_of(inputs))
+    with nothing_written(model, again=lambda: losses_of(of_other_content(inputs))):
+        clipped.backward(losses_of(inputs))
     clipped.reset()
-    after = buffers_of(model)
-    written = [name for name in after if not same(after[name], before.get(name))]
-    saved = model.state_dict().keys()
-    if written:
-        with torch.no_grad():
-            losses_of(of_other_content(inputs))
-        # Sensitivity: a buffer that other data of the same shapes leave alone, such as a table of rotary embeddings, holds
-        # nothing about an example but how long it is padded; and it is not saved.
-        again = buffers_of(model)
-        written = [name for name in written if name in saved or not same(after[name], again.get(name))]
-    sums = frozen_sums(model)
-    written += [name for name in frozen if sums[name] != frozen[name]]
-    if written:
-        kind = "frozen parameter" if written[0] in frozen else "buffer"
+
+
+@final
+class StartCheck:
+    """The comparison of an attached engine with plain autograd, in training mode.
+
+    Args:
+        clipped: The engine.
+        model: The model.
+        losses_of: A function that calls the model and returns one loss per example of a micro-batch.
+        probes: Examples of the training set.
+    """
+
+    def __init__(self, clipped: ClippedGradients, model: nn.Module, losses_of: Losses, probes: Probes) -> None:
+        self._clipped, self._model, self._losses_of, self._probes = clipped, model, losses_of, probes
+
+    def run(self, *, in_bf16: bool) -> None:
+        """Compare, in bfloat16 also in float32, where rounding hides nothing, if the model can be computed so.
+
+        Raises:
+            ValueError: If the model cannot be trained privately, by the name of what is at fault.
+        """
+        with moved(self._model), with_small_capacity(self._model):
+            if in_bf16:
+                with contextlib.suppress(RuntimeError), in_full_precision(self._model):
+                    self._compare(ROUNDING)
+            self._compare(ROUNDING_BF16 if in_bf16 else ROUNDING)
+
+    def _compare(self, tolerance: float) -> None:
+        model = self._model
+        with without_coins(model):
+            probe, expected = self._usable()
+        model.train()
+        with self._clipped.unwatched():
+            refuse_own_coins(
+                model,
+                self._losses_of,
+                inputs=probe.alone[-1],
+                others=probe.alone[0],
+                without_coins=expected.losses[-1],
+                tolerance=tolerance / 10,
+            )
+        try:
+            with without_coins(model):
+                self._refuse_difference(probe, expected, tolerance)
+        except ValueError:
+            with without_coins(model), self._clipped.unwatched():
+                if not is_random(self._losses_of, probe.together):
+                    raise
+            # Its coins are none that can be held: it is compared in evaluation mode, and for neighbours in training.
+            with without_dropout(model):
+                self._refuse_difference(probe, self._comparison(probe).expected(), tolerance)
+            with self._clipped.unwatched():
+                refuse_neighbours(self._losses_of, probe.together, tolerance=tolerance)
+
+    def _usable(self) -> tuple[Probe, Expected]:
+        """Return examples that have a gradient, which others may not have: without a label, or not finite."""
+        with contextlib.suppress(StopIteration):
+            while True:
+                probe = self._probes.probe()
+                expected = self._comparison(probe).expected()
+                is_usable = [0.0 < norm < math.inf for norm in expected.norms]
+                if all(is_usable):
+                    return probe, expected
+                self._probes.replace(small=not all(is_usable[:-1]), large=not is_usable[-1])
         raise ValueError(
-            f"The forward pass writes the {kind} {written[0]!r}, which would keep statistics of the data that are neither "
-            "clipped nor noised. Replace the layer by one that keeps none."
+            "A small and a large example of train_dataset must have a finite gradient that is not zero, to check the model "
+            "on, got none among those that were tried. Leave out examples without a label, or set "
+            "grad_sample_self_check=False if none has a gradient."
         )
 
+    def _comparison(self, probe: Probe) -> Comparison:
+        alone, together, rows = probe.alone, probe.together, probe.rows
+        return Comparison(self._clipped, self._model, self._losses_of, alone=alone, together=together, rows=rows)
 
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all buffers, saved ones and others, by name."""
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def frozen_sums(model: nn.Module) -> dict[str, float]:
-    """Return the sum of each frozen parameter's elements by name: copies of a large model would not fit."""
-    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    return {name: float(torch.sum(parameter, dtype=torch.float64)) for name, parameter in frozen.items()}
-
-
-def same(first: Tensor, second: Tensor | None) -> bool:
-    """Return whether two tensors hold the same numbers, of which some may be NaN."""
-    if second is None or first.shape != second.shape:
-        return False
-    return bool(((first == second) | ((first != first) & (second != second))).all())
-
-
-def of_other_content(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch of the same shapes, with other numbers: half of each, or for whole numbers the largest of all."""
-
-    def other(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim < 2 or "mask" in name:
-            return value
-        return value / 2 if value.is_floating_point() else value.max().expand_as(value).clone()
-
-    return {name: other(name, value) for name, value in inputs.items()}
+    def _refuse_difference(self, probe: Probe, expected: Expected, tolerance: float) -> None:
+        comparison = self._comparison(probe)
+        comparison.refuse_difference(expected, tolerance=tolerance)
+        comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)

@@ -5,7 +5,6 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 """
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +22,10 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, lengths_of, units_of
-from doppler_hf.privacy.batching.probe import probe_of
+from doppler_hf.privacy.batching.probe import Probes
 from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
 from doppler_hf.privacy.batching.sampling import OfStep
-from doppler_hf.privacy.generators import fill_worker, filled_generators
+from doppler_hf.privacy.generators import Refill, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.engine import attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
@@ -57,6 +56,7 @@ class PrivateRun:
         private_loss: The private training loss; None if there is none.
         ledger: The record of what was spent; None before `begin`.
         affordable_steps: The number of further steps that the budget allows.
+        fill_generators: Fills the global generators with secret words, before each forward pass.
 
     Raises:
         ValueError: If no noise reaches the target, or the budget is spent.
@@ -78,6 +78,7 @@ class PrivateRun:
         self._clipped: ClippedGradients | None = None
         self._pieces_left = 0
         self._is_released = False
+        self.fill_generators = Refill(args.noise_seed, rank=args.process_index)
         column = args.privacy_unit_column
         self.sampler = PoissonSampler(
             num_examples=len(train_dataset),
@@ -152,11 +153,11 @@ class PrivateRun:
             sampler=self.sampler,
             collator=collator,
             max_tokens=self._args.max_tokens_per_micro_batch,
+            fill=self.fill_generators,
             num_workers=self._args.dataloader_num_workers,
             pin_memory=self._args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self._args.dataloader_persistent_workers,
             prefetch_factor=self._args.dataloader_prefetch_factor,
-            worker_init_fn=functools.partial(fill_worker, self._args.noise_seed, self._args.process_index),
         )
 
     def attach(
@@ -190,8 +191,8 @@ class PrivateRun:
             # As DDP would, give every process the weights of process 0.
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
-        probe = probe_of(loader, prepare=prepare)
-        engine = attached_engine(model, self._args, statement=self.statement, losses_of=losses_of, probe=probe)
+        probes = Probes(loader, prepare=prepare)
+        engine = attached_engine(model, self._args, statement=self.statement, losses_of=losses_of, probes=probes)
         self._clipped = self._resources.enter_context(engine)
 
     @property

@@ -4,8 +4,9 @@
 
 Every class of the installed transformers whose name ends as that of a task with a loss per example is built tiny from its
 config class, gets random examples of unequal lengths, and is trained for two private steps on the CPU. Beside the outcome
-stands the truth: by how much plain autograd, in float64 and without dropout, changes the gradient of one example when
-another is beside it. A refusal for neighbours is true if it does; a model that trains although it does was missed.
+stands the truth: by how much plain autograd, in float64 and in training mode without dropout, changes the gradient of one
+example when another is beside it. A refusal for neighbours is true if it does; a model that trains although it does was
+missed.
 
 Multimodal models get text alone. Every model is one line of JSON, written as it ends, from a process of its own with a time
 limit; what the file holds already is not run again. The last lines printed are the tables of the results page.
@@ -40,6 +41,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.privacy.clipping.as_in_training import with_small_capacity, without_coins
 from doppler_hf.privacy.clipping.self_check import gradients_of, moved, norm_of
 from doppler_hf.privacy.losses import IGNORED_LABEL, per_sample_losses, token_task
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
@@ -305,7 +307,7 @@ def padded(examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def changes_of(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]], *, dtype: torch.dtype) -> dict[str, float]:
-    """Return by how much of its norm the gradient of the first example changes, without dropout.
+    """Return by how much of its norm the gradient of the first example changes, in training mode without dropout.
 
     Returns:
         The change with another random state (`repeated`), beside an example of the same length (`beside`), and beside a
@@ -313,7 +315,7 @@ def changes_of(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]], *,
     """
     first, longest = examples[0], examples[-1]
     other = {name: value.flip(0) if value.ndim else value for name, value in first.items()}
-    model = copy.deepcopy(model).to(dtype).eval()
+    model = copy.deepcopy(model).to(dtype)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the others have no float64
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -323,13 +325,13 @@ def changes_of(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]], *,
         inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in padded(batch).items()}
         return gradients_of(per_sample_losses(model, inputs, base_model=model)[:1], trained)
 
-    with moved(trained):
+    with moved(model), without_coins(model), with_small_capacity(model):
         alone = gradient([first])
 
         def change(found: dict[str, Tensor]) -> float:
             zero = torch.zeros((), dtype=dtype)
             rest = {name: found.get(name, zero) - alone.get(name, zero) for name in {*found, *alone}}
-            return norm_of(rest) / max(norm_of(alone), 1e-30)
+            return norm_of(rest.values()) / max(norm_of(alone.values()), 1e-30)
 
         changes = {
             "repeated": change(gradient([first], seed=1)),

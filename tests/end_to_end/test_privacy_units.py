@@ -151,9 +151,9 @@ def test_a_plain_list_has_no_column():
 def test_weights_stay_with_their_examples(max_tokens):
     data = text_data(10)
     weights = np.array([0.25] * 4 + [0.5] * 4 + [1.0] * 2, dtype=np.float32)
-    weighted = DrawnExamples(data, weights)
+    weighted = DrawnExamples(data, weights, fill=lambda: None)
     order = sorted(range(10), key=lambda index: (weights[index], len(data[index]["input_ids"])))
-    for drawn in (weighted, DrawnExamples(data.to_list(), weights)):
+    for drawn in (weighted, DrawnExamples(data.to_list(), weights, fill=lambda: None)):
         batches = collate_piece(
             drawn.__getitems__(OfStep(order, step=5)), collator=pad, max_tokens=max_tokens, is_weighted=True
         )

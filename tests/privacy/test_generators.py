@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from doppler_hf.privacy.generators import fill_generators, fill_worker, filled_generators, torch_state
+from doppler_hf.privacy.generators import Refill, fill_generators, filled_generators, torch_state
 
 
 def states():
@@ -56,14 +56,24 @@ def test_no_word_is_the_same_in_two_generators_fills_or_after_one_seed():
 
 
 def test_a_seed_reproduces_and_every_rank_and_worker_has_its_own():
-    def drawn(seed, rank, worker=None):
-        fill_generators(seed, rank=rank) if worker is None else fill_worker(seed, rank, worker)
+    def drawn(seed, rank, worker=0, step=0):
+        fill_generators(seed, rank=rank, worker=worker, step=step)
         return torch.rand(1).item(), np.random.rand(), random.random()
 
-    cases = [(1, 0), (2, 0), (1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0)]
+    cases = [(1, 0), (2, 0), (1, 1), (1, 0, 1), (1, 0, 2), (1, 1, 1), (1, 0, 0, 1)]
     first = [drawn(*case) for case in cases]
     assert [drawn(*case) for case in cases] == first
     assert len({number for numbers in first for number in numbers}) == 3 * len(cases)
+
+
+def test_each_refill_has_its_own_words_and_an_equal_one_repeats_them():
+    def drawn(refill):
+        refill()
+        return torch.rand(1).item()
+
+    one, other, secret = Refill(1), Refill(1), Refill(None)
+    assert [drawn(one) for _ in range(3)] == (numbers := [drawn(other) for _ in range(3)])
+    assert len({*numbers, *(drawn(secret) for _ in range(3))}) == 6
 
 
 def test_the_callers_generators_come_back_even_after_an_error():

@@ -1,5 +1,6 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -17,6 +18,8 @@ from transformers import (
     LlamaForSequenceClassification,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     Phi3Config,
     Phi3ForSequenceClassification,
     TrainerCallback,
@@ -431,3 +434,228 @@ def test_a_checkpoint_is_resumed_with_the_privacy_that_it_was_saved_with(tmp_pat
         trainer_of(tmp_path / "next", **public).train(resume_from_checkpoint=saved["private"])
     with pytest.raises(ValueError, match=r"no privacy_ledger\.json in .*, which was saved without privacy"):
         trainer_of(tmp_path / "next", **private).train(resume_from_checkpoint=saved["public"])
+
+
+# --- in training mode -----------------------------------------------------------------------------------------------------
+
+
+class Centered(DopplerTrainer):
+    """Standardizes its inputs over the batch, in training only."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        if model.training:
+            embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+            inputs = {name: value for name, value in inputs.items() if name != "input_ids"}
+            inputs["inputs_embeds"] = (embedded - embedded.mean((0, 1))) / embedded.std((0, 1))
+        return super().compute_per_sample_loss(model, inputs)
+
+
+class MixedUp(Centered):
+    def compute_per_sample_loss(self, model, inputs):
+        if model.training:
+            embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+            inputs = {name: value for name, value in inputs.items() if name != "input_ids"}
+            inputs["inputs_embeds"] = 0.5 * embedded + 0.5 * embedded.roll(1, 0)
+        return DopplerTrainer.compute_per_sample_loss(self, model, inputs)
+
+
+def frozen_embeddings(**more):
+    model = tiny_bert(initializer_range=0.3, **more)
+    model.get_input_embeddings().requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("trainer", [Centered, MixedUp])
+def test_what_couples_examples_in_training_only_is_refused(tmp_path, trainer):
+    refused(tmp_path, "changes with the examples beside it", cls=trainer, model=frozen_embeddings(hidden_dropout_prob=0.1))
+
+
+class RandomlyMixedUp(DopplerTrainer):
+    """MixUp with dropout that no attribute of the model switches off."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        embedded = F.dropout(model.get_input_embeddings()(inputs["input_ids"]).detach(), 0.2, training=model.training)
+        if model.training:
+            embedded = 0.5 * embedded + 0.5 * embedded.roll(1, 0)
+        inputs = {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": embedded}
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_a_random_loss_that_mixes_examples_in_training_only_is_refused(tmp_path):
+    refused(tmp_path, "change with a third one in training mode", cls=RandomlyMixedUp, model=frozen_embeddings())
+
+
+def mixture():
+    torch.manual_seed(0)
+    config = NllbMoeConfig(
+        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        encoder_attention_heads=2, decoder_attention_heads=2, num_experts=4, encoder_sparse_step=1, decoder_sparse_step=1,
+        max_position_embeddings=64, init_std=0.2, pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
+    )  # fmt: skip
+    model = NllbMoeForConditionalGeneration(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("router" not in name and "expert" not in name)
+    return model
+
+
+def test_a_capacity_that_the_batch_shares_is_refused_and_left_as_it_was(tmp_path):
+    def collate(examples):
+        batch = of_tokens(examples)
+        return batch | {"input_ids": batch["input_ids"].clamp(min=1)}
+
+    model = mixture()
+
+    def attributes():
+        names = ("expert_capacity", "dropout", "jitter_noise", "training")
+        return [(name, vars(module)[name]) for module in model.modules() for name in names if name in vars(module)]
+
+    before, config = attributes(), model.config.to_dict()
+    refused(tmp_path, "changes with the examples beside it", model=model, collator=collate)
+    after = [(name, value) for name, value in attributes() if name != "training"]
+    assert after == [(name, value) for name, value in before if name != "training"]
+    assert model.config.to_dict() | {"use_cache": 0} == config | {"use_cache": 0}
+
+
+# --- which examples are looked at -----------------------------------------------------------------------------------------
+
+
+def rows_of(lengths, labels=None):
+    generator = np.random.default_rng(0)
+    rows = []
+    for index, length in enumerate(lengths):
+        tokens = generator.integers(5, 50, size=length).tolist()
+        label = index % 2 if labels is None else labels[index]
+        rows.append({"input_ids": tokens, "attention_mask": [1] * length, "labels": label})
+    return Dataset.from_list(rows)
+
+
+def test_two_lengths_are_looked_at_if_there_are_two(tmp_path):
+    data = rows_of([5] * 3 + [8] * 60)  # more than nine in ten are of one length
+    refused(tmp_path, "pad on the right", data=data, collator=padded_on_the_left)
+
+
+class Unlabelled(DopplerTrainer):
+    """The shortest and the longest examples have no gradient, or none that is finite; all losses scale with the batch."""
+
+    value = 0.0
+
+    def compute_per_sample_loss(self, model, inputs):
+        lengths = inputs["attention_mask"].sum(dim=1)
+        losses = super().compute_per_sample_loss(model, inputs) * len(lengths)
+        return losses * torch.where((lengths == 3) | (lengths == 8), self.value, 1.0)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_examples_without_a_gradient_are_replaced_by_others(tmp_path, monkeypatch, value):
+    monkeypatch.setattr(Unlabelled, "value", value)
+    refused(tmp_path, "the loss depends on the number of examples", cls=Unlabelled)
+
+
+def test_one_usable_length_is_enough_to_train(tmp_path):
+    class Short(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            is_left_out = inputs["attention_mask"].sum(dim=1) == 8
+            return super().compute_per_sample_loss(model, inputs).masked_fill(is_left_out, float("nan"))
+
+    trainer = trainer_of(tmp_path, cls=Short, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_examples_none_of_which_has_a_gradient_are_refused(tmp_path):
+    class Nothing(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            return 0.0 * super().compute_per_sample_loss(model, inputs)
+
+    refused(tmp_path, "must have a finite gradient that is not zero", cls=Nothing)
+
+
+def test_a_transform_that_sees_its_neighbours_is_refused(tmp_path):
+    """As training does it, `datasets` transforms all examples that are fetched together."""
+
+    def centered(rows):
+        shift = max(tokens[0] for tokens in rows["input_ids"]) % 5
+        return rows | {"input_ids": [[token - shift for token in tokens] for tokens in rows["input_ids"]]}
+
+    refused(tmp_path, "row that data set and collator make", data=text_data().with_transform(centered))
+
+
+def weighted(examples, *, share):
+    """Masked at random, with a weight that depends on the batch."""
+    batch = masked(examples)
+    return batch | {"weight": torch.full((len(examples),), share(batch))}
+
+
+class Weighted(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        weight = inputs.pop("weight")
+        return weight * super().compute_per_sample_loss(model, inputs)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda batch: len(batch["labels"]) / float(batch["attention_mask"].sum()),
+        lambda batch: 4.0 / len(batch["labels"]),
+        lambda batch: 4.0 / float(((batch["input_ids"] != 4) & (batch["attention_mask"] == 1)).sum()),
+    ],
+    ids=["tokens", "examples", "tokens left"],
+)
+def test_a_random_collator_that_counts_over_the_batch_is_refused(tmp_path, share):
+    options = dict(cls=Weighted, remove_unused_columns=False, collator=lambda examples: weighted(examples, share=share))
+    refused(tmp_path, "counts nothing over the batch", **options)
+
+
+def test_a_random_collator_that_weighs_each_example_trains(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Weighted, remove_unused_columns=False, max_steps=1)
+    trainer.data_collator = lambda examples: weighted(examples, share=lambda batch: 2.0)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+class Balanced(DopplerTrainer):
+    """Class weights n / (classes · count), of a batch of at least four; of two or three examples they show less."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses, labels = super().compute_per_sample_loss(model, inputs), inputs["labels"]
+        counts = torch.bincount(labels, minlength=4)
+        return losses if len(labels) < 4 else losses * len(labels) / ((counts > 0).sum() * counts[labels])
+
+
+def test_weights_that_balance_a_batch_are_refused(tmp_path):
+    options = dict(model=tiny_bert(num_labels=4), data=rows_of([3, 4, 5, 6] * 10, labels=[0] * 39 + [3]))
+    refused(tmp_path, "class weights that balance a batch", cls=Balanced, **options)
+
+
+# --- precision, and what is remembered ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["autocast", "parameters"])
+def test_rounding_hides_no_forgotten_mask(tmp_path, kind):
+    data = rows_of([8] * 40 + [12] * 4)
+    model = tiny_bert(initializer_range=0.02)
+    model = model.bfloat16() if kind == "parameters" else model
+    before = [parameter.clone() for parameter in model.parameters()]
+    options = dict(bf16=kind == "autocast", data=data, collator=without_mask)
+    refused(tmp_path, "changes with the examples beside it", model=model, **options)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    trainer = trainer_of(tmp_path, model=model, data=data, max_steps=1, bf16=kind == "autocast")
+    trainer.train()  # with its mask
+    assert trainer.state.global_step == 1
+
+
+class Bank(DopplerTrainer):
+    """Keeps the mean loss of the last batch in an attribute."""
+
+    bank = 0.0
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = DopplerTrainer.compute_per_sample_loss(self, model, inputs)
+        if model.training:
+            last, self.bank = self.bank, losses.detach().mean()
+            losses = losses * (1.0 + last)
+        return losses
+
+
+def test_memory_outside_of_buffers_is_refused(tmp_path):
+    refused(tmp_path, "something of earlier batches is remembered", cls=Bank)

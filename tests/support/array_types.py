@@ -26,6 +26,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.clipped_gradients",
     "doppler_hf.privacy.clipping.factored",
     "doppler_hf.privacy.clipping.host_layers",
+    "doppler_hf.privacy.clipping.model_coins",
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.self_check",
     "doppler_hf.privacy.clipping.torch_layers",

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 from torch.utils.data import DataLoader, Dataset
 
+from doppler_hf.privacy.batching.fetching import FilledCollator, fetch
 from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler
 
 LENGTH_COLUMN = "input_ids"
@@ -42,10 +43,13 @@ class DrawnExamples(Dataset[Any]):
     Args:
         examples: The training set.
         weights: One weight per example, shape (num_examples,); None for none.
+        fill: Fills the global generators; see `fetch`.
     """
 
-    def __init__(self, examples: Any, weights: Float[np.ndarray, " num_examples"] | None) -> None:
-        self._examples, self._weights = examples, weights
+    def __init__(
+        self, examples: Any, weights: Float[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None]
+    ) -> None:
+        self._examples, self._weights, self._fill = examples, weights, fill
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -53,8 +57,7 @@ class DrawnExamples(Dataset[Any]):
 
     def __getitems__(self, indices: OfStep) -> OfStep:
         """Return several examples with their weights: `datasets` reads them faster together."""
-        together = getattr(self._examples, "__getitems__", None)
-        examples = [self._examples[index] for index in indices] if together is None else together(indices)
+        examples = fetch(self._examples, indices, fill=self._fill)
         if self._weights is not None:
             examples = list(zip(examples, self._weights[indices].tolist(), strict=True))
         return OfStep(examples, step=indices.step)
@@ -195,6 +198,7 @@ class PrivateLoader(DataLoader[Any]):
         sampler: The sampler.
         collator: A function that makes a batch of a list of examples.
         max_tokens: The most padded tokens of a micro-batch, or None for no limit.
+        fill: Fills the global generators; called before each example is fetched, and before each batch is collated.
         **options: Further arguments of `DataLoader`, such as `num_workers`.
 
     Attributes:
@@ -213,6 +217,7 @@ class PrivateLoader(DataLoader[Any]):
         sampler: PoissonSampler,
         collator: Callable[[Sequence[Any]], dict[str, Any]],
         max_tokens: int | None,
+        fill: Callable[[], None],
         **options: Any,
     ) -> None:
         if max_tokens is not None:
@@ -220,8 +225,10 @@ class PrivateLoader(DataLoader[Any]):
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
         is_weighted = sampler.weights is not None
         super().__init__(
-            DrawnExamples(dataset, sampler.weights),
+            DrawnExamples(dataset, sampler.weights, fill=fill),
             batch_sampler=sampler,
-            collate_fn=functools.partial(collate_piece, collator=collator, max_tokens=max_tokens, is_weighted=is_weighted),
+            collate_fn=functools.partial(
+                collate_piece, collator=FilledCollator(collator, fill), max_tokens=max_tokens, is_weighted=is_weighted
+            ),
             **options,
         )

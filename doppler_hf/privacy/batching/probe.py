@@ -1,89 +1,118 @@
-"""A few real examples for the checks before the first step: alone, and together in one batch."""
+"""A few real examples for the checks before the first step: alone, and together in one batch.
 
+They are fetched and collated as in training, from generators whose state depends on the number of a trial alone. So what is
+random can be told from what depends on the other examples of a batch.
+"""
+
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from doppler_hf.privacy.batching.fetching import fetch
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
-from doppler_hf.privacy.generators import filled_generators
+from doppler_hf.privacy.generators import fill_generators, filled_generators
 
-# Of so many examples, evenly spaced, the smallest and the largest are taken if the lengths of all are not known.
+# Of so many examples, evenly spaced, sizes and labels are taken if they are not known of all; and so many small and large
+# ones are tried until one of each has a gradient.
 _LOOKED_AT = 16
 # Masks of one token in seven of a line of ten are the same so often with probability 1e-19, and a random order of three
 # examples leaves the last in its place so often with probability 2e-8.
 _TRIALS = 16
+LABELS = ("labels", "label", "label_ids")  # as the host's collators know them
 
 Inputs = dict[str, Any]
-Collator = Callable[[Sequence[Any]], Inputs]
 
 
 class Probe(NamedTuple):
-    """Examples of different sizes, collated.
+    """A small and a large example, collated.
 
     Attributes:
-        alone: Each of two examples as a batch of one.
-        together: Both in one batch, in the same order.
-        three: A batch of three, in which no other dimension is likely to equal the batch size.
+        alone: Each as a batch of one.
+        together: Small twice, and large: three, a number that no other dimension is likely to equal.
+        rows: For each row of these, its place in `alone`.
+        crowd: Seven short examples, with repeated labels and with different ones, if there are.
+        of_crowd: The first two of these, each as a batch of one.
     """
 
     alone: list[Inputs]
     together: Inputs
-    three: Inputs
+    rows: tuple[int, ...]
+    crowd: Inputs
+    of_crowd: list[Inputs]
 
 
-def probe_of(loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> Probe:
-    """Return a small and a large example of the training set, collated as in training.
+@final
+class Probes:
+    """Small and large examples of the training set, collated as in training.
 
     Args:
         loader: The private loader.
         prepare: A function that puts a collated batch on the model's device.
 
     Raises:
-        ValueError: If a random collator mixes examples. One that is not random shows in the gradients.
+        ValueError: If data set or collator draw random numbers from generators of their own, or are random and mix examples.
+            If they are not random, it shows in the gradients.
     """
-    small, medium, large = (loader.examples[index] for index in chosen(loader))
 
-    def collate(*examples: Any, trial: int = 0) -> Inputs:
-        return collated(loader.collator, examples, trial=trial)
+    def __init__(self, loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> None:
+        self._loader, self._prepare = loader, prepare
+        smaller, larger = halves(*sizes_of(loader))
+        # Not the smallest first: the loss of a single token may be none at all.
+        self._candidates = [
+            iter([*evenly(smaller[len(smaller) // 5 :]), *evenly(larger)]),
+            iter([*evenly(larger[::-1]), *evenly(smaller[::-1])]),
+        ]
+        self._pair = [next(candidates) for candidates in self._candidates]
+        self._middling, self._other = int(smaller[-1]), of_other_label(loader, self._pair[0], default=int(smaller[0]))
+        refuse_own_generators(loader, self._pair)
+        self._is_random = is_random_data(loader, self._pair)
+        if self._is_random:
+            refuse_random_mixing(loader, self._pair, self._middling)
 
-    together, alone = collate(small, large), [collate(small), collate(large)]
-    if is_random(loader.collator, [small, large]):
-        for trial in range(_TRIALS):
-            found = collate(small, large, medium, trial=trial), collate(small, large, altered(medium), trial=trial)
-            if not same(*(first_rows(inputs, 2) for inputs in found)):
-                raise ValueError(
-                    "data_collator must return a row for each example that depends on that example alone, got others for "
-                    "the first two of three examples when the third was changed. Use a collator that mixes no examples "
-                    "(no MixUp, CutMix or packing)."
-                )
-        # Alone they would be masked otherwise, so they are cut out of the batch, without their padding.
-        alone = [cut_out(together, index, like=inputs) for index, inputs in enumerate(alone)]
-    return Probe([prepare(inputs) for inputs in alone], prepare(together), prepare(collate(small, large, medium)))
+    def replace(self, *, small: bool, large: bool) -> None:
+        """Take another small or large example.
+
+        Raises:
+            StopIteration: If enough of them were tried.
+        """
+        for place in np.flatnonzero([small, large]):
+            self._pair[place] = next(self._candidates[place])
+
+    def probe(self) -> Probe:
+        """Return the examples, collated."""
+        (small, large), middling, other = self._pair, self._middling, self._other
+        # Seven is a prime: of no number of classes can each have its share.
+        crowd = [small, middling, other, small, middling, small, other]
+        # An example that is masked at random is another one when it comes again.
+        rows, places = ((0, 1, 2), (0, 1, 2)) if self._is_random else ((0, 2), (0, 0, 1))
+        together, alone = self._with_rows([small, small, large], rows=rows)
+        return Probe(alone, together, places, *self._with_rows(crowd, rows=(0, 1)))
+
+    def _with_rows(self, indices: list[int], *, rows: tuple[int, ...]) -> tuple[Inputs, list[Inputs]]:
+        """Return a batch, and some of its examples alone."""
+        batch = drawn(self._loader, indices)
+        alone = [drawn(self._loader, [indices[row]]) for row in rows]
+        if self._is_random:
+            # Alone they would be masked otherwise, so they are cut out of the batch, without their padding.
+            alone = [cut_out(batch, row, like=inputs) for row, inputs in zip(rows, alone, strict=True)]
+        return self._prepare(batch), [self._prepare(inputs) for inputs in alone]
 
 
-def collated(collator: Collator, examples: Sequence[Any], *, trial: int = 0) -> Inputs:
-    """Return a batch of the examples; what the collator draws depends on `trial` alone."""
-    with filled_generators(trial):
-        return collator(list(examples))
+# --- which examples -------------------------------------------------------------------------------------------------------
 
 
-def is_random(collator: Collator, examples: Sequence[Any]) -> bool:
-    """Return whether a collator draws random numbers that show in its batches."""
-    first = collated(collator, examples)
-    return not all(same(first, collated(collator, examples, trial=trial)) for trial in range(1, _TRIALS))
-
-
-def chosen(loader: PrivateLoader) -> list[int]:
-    """Return the indices of a small, a medium and a large example."""
-    lengths, number = loader.lengths, len(loader.examples)
-    looked_at = np.unique(np.linspace(0, number - 1, number if lengths is not None else _LOOKED_AT, dtype=int))
-    sizes = [size_of(loader.examples[index]) for index in looked_at.tolist()] if lengths is None else lengths
-    order = looked_at[np.argsort(sizes, kind="stable")]
-    # Not the smallest: the loss of a single token may be none at all.
-    return [int(order[int(share * (len(order) - 1))]) for share in (0.1, 0.5, 1.0)]
+def sizes_of(loader: PrivateLoader) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of examples, all or some, and how many numbers each holds."""
+    if loader.lengths is not None:
+        return np.arange(len(loader.lengths)), np.asarray(loader.lengths)
+    looked_at = evenly(np.arange(len(loader.examples)))
+    with filled_generators(0):
+        examples = fetch(loader.examples, looked_at, fill=functools.partial(fill_generators, 0))
+    return np.array(looked_at), np.array([size_of(example) for example in examples])
 
 
 def size_of(example: Any) -> int:
@@ -92,22 +121,123 @@ def size_of(example: Any) -> int:
     return sum(value.numel() if isinstance(value, Tensor) else np.size(value) for value in values)
 
 
-def altered(example: Any) -> Any:
-    """Return an example of the same size with other content: every sequence of numbers in reverse."""
+def halves(indices: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the smaller and the larger examples, ascending; the largest smaller one is smaller, if sizes differ."""
+    order = np.argsort(sizes, kind="stable")
+    ascending = sizes[order]
+    limit = ascending[len(order) // 2]
+    count = int(np.searchsorted(ascending, limit, side="right" if limit < ascending[-1] else "left"))
+    count = count or (len(order) + 1) // 2
+    return indices[order[:count]], indices[order[count:] if count < len(order) else order]
 
-    def backwards(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.flip(tuple(range(value.ndim)))
-        return value[::-1] if isinstance(value, list | tuple | np.ndarray) else value
 
-    if isinstance(example, Mapping):
-        return {name: backwards(value) for name, value in example.items()}
-    return type(example)(backwards(value) for value in example)
+def evenly(indices: np.ndarray) -> list[int]:
+    """Return some of the indices, evenly spaced."""
+    return indices[np.unique(np.linspace(0, len(indices) - 1, _LOOKED_AT, dtype=int))].tolist()
+
+
+def of_other_label(loader: PrivateLoader, index: int, *, default: int) -> int:
+    """Return a short example of the rarest label that another example does not have; `default` if there is none."""
+    labels = labels_of(loader.examples)
+    if labels is None or not np.any(labels != labels[index]):
+        return default
+    values, counts = np.unique(labels[labels != labels[index]], return_counts=True)
+    found = np.flatnonzero(labels == values[np.argmin(counts)])
+    return int(found[0] if loader.lengths is None else found[np.argmin(loader.lengths[found])])
+
+
+def labels_of(dataset: Any) -> np.ndarray | None:
+    """Return the class of every example, shape (num_examples,), or None if a data set has no column of classes."""
+    features = getattr(dataset, "features", None) or {}
+    kinds = {name: str(getattr(features[name], "dtype", "")) for name in LABELS if name in features}
+    whole = [name for name, kind in kinds.items() if kind.startswith(("int", "uint", "bool"))]
+    return np.asarray(dataset.with_format(None)[whole[0]][:]) if whole else None
+
+
+# --- random data ----------------------------------------------------------------------------------------------------------
+
+
+def drawn(loader: PrivateLoader, indices: Sequence[int], *, trial: int = 0) -> Inputs:
+    """Return a batch of the examples as in training; what is drawn at random depends on `trial` alone."""
+    fill = functools.partial(fill_generators, trial)
+    with filled_generators(trial):
+        examples = fetch(loader.examples, indices, fill=fill)
+        fill()
+        return loader.collator(examples)
+
+
+def is_random_data(loader: PrivateLoader, indices: Sequence[int]) -> bool:
+    """Return whether random numbers show in the batches of a loader."""
+    first = drawn(loader, indices)
+    return not all(same(first, drawn(loader, indices, trial=trial)) for trial in range(1, _TRIALS))
+
+
+def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None:
+    """Refuse data whose coins are not those of the global generators, whose state is secret in training.
+
+    Raises:
+        ValueError: If an example is another one at the second look, from generators in the same state.
+    """
+    if same(drawn(loader, indices), drawn(loader, indices)):
+        return
+    with filled_generators(0):
+        examples = fetch(loader.examples, indices, fill=functools.partial(fill_generators, 0))
+        collated = []
+        for _ in range(2):
+            fill_generators(0)
+            collated.append(loader.collator(list(examples)))
+    raise ValueError(
+        f"{'train_dataset' if same(*collated) else 'data_collator'} must draw all random numbers from the global generators "
+        "of torch, NumPy or Python, which are secret in a private run, got other numbers from the same state of these. From "
+        "a generator of its own, in the order of the draw, one example more would change the others. Draw from the global "
+        "ones."
+    )
+
+
+def refuse_random_mixing(loader: PrivateLoader, pair: Sequence[int], other: int) -> None:
+    """Refuse random data in which the rows of two examples change with a third one.
+
+    Raises:
+        ValueError: If they do.
+    """
+    (small, large), trials = pair, range(_TRIALS)
+    three = [drawn(loader, [small, large, other], trial=trial) for trial in trials]
+    changed = [drawn(loader, [small, large, small], trial=trial) for trial in trials]
+    # The same coins lie in the same places only if the shapes are the same.
+    rows = [(first_rows(one, 2), first_rows(two, 2)) for one, two in zip(three, changed, strict=True) if alike(one, two)]
+    # What no coin changes must not depend on how many examples there are either.
+    fewer = [[drawn(loader, indices, trial=trial) for trial in trials] for indices in ([small], [small, large])]
+    if not all(same(*pair) for pair in rows) or not same_constants(three, *fewer):
+        raise ValueError(
+            "data_collator must return a row for each example that depends on that example alone, got others for the first "
+            "of some examples when the others were changed or left out. Use a collator that mixes no examples (no MixUp, "
+            "CutMix or packing), and counts nothing over the batch."
+        )
+
+
+def same_constants(*batches: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether what is the same in all trials of the first row is the same for several compositions of a batch."""
+    for name, value in batches[0][0].items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            continue
+        shape = [
+            min(sizes) for sizes in zip(*(inputs[name][0].shape for trials in batches for inputs in trials), strict=True)
+        ]
+        rows = [torch.stack([inputs[name][0][tuple(map(slice, shape))] for inputs in trials]).double() for trials in batches]
+        constant = torch.stack([(row == row[0]).all(dim=0) for row in rows]).all(dim=0)
+        if not all(torch.allclose(row[0][constant], rows[0][0][constant], rtol=1e-4) for row in rows):
+            return False
+    return True
 
 
 def first_rows(inputs: Mapping[str, Any], number: int) -> Inputs:
     """Return the first rows of the tensors of a batch."""
     return {name: value[:number] for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether the tensors of two batches have the same shapes."""
+    return all(value.shape == second[name].shape for name, value in first.items() if isinstance(value, Tensor))
 
 
 def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

@@ -7,6 +7,9 @@
 - torch_layers, host_layers, other_layers: rules for the layers of torch, of transformers and PEFT, and for all others
 - refused_layers: layers that mix examples
 - self_check: a comparison of the engine with plain autograd
+- as_in_training: the model for that comparison, without coins and autocast
+- model_coins: whether a loss depends on its example and on the global generators alone
+- writes: what a forward pass writes into a model
 """
 
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Clipping, Engine, Granularity

@@ -7,7 +7,8 @@
 the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum is C in all four cases.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -53,6 +54,7 @@ class ClippedGradients:
             the matrix itself, "auto" the cheaper way for each layer and sequence length; see `factored.outer_products`.
 
     Attributes:
+        engine_name: `engine`.
         num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity. They
             contribute nothing.
 
@@ -94,7 +96,7 @@ class ClippedGradients:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
-        self._engine_name, self._norm_rule = engine, norm_rule
+        self.engine_name, self._norm_rule = engine, norm_rule
         self._trainable = trainable
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._sums: dict[str, Tensor] = {}
@@ -114,7 +116,7 @@ class ClippedGradients:
         return {} if self._engine is None else self._engine.fallbacks
 
     def __enter__(self) -> "ClippedGradients":
-        by_rules = self._engine_name == "book_keeping"
+        by_rules = self.engine_name == "book_keeping"
         self._engine = BookKeepingEngine(self._model, norm_rule=self._norm_rule, by_rules=by_rules)
         return self
 
@@ -160,6 +162,26 @@ class ClippedGradients:
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             return self._add_clipped(self._engine.per_sample_gradients(losses), weights, batch_size=len(losses))
+
+    @contextlib.contextmanager
+    def unclipped(self) -> Iterator[None]:
+        """Sum the gradients as they are, from zero to zero, for a comparison with ordinary ones."""
+        before = self._max_grad_norm, self._clipping
+        self.reset()
+        try:
+            # No norm reaches this bound, so nothing is clipped.
+            self._max_grad_norm, self._clipping = 1e30, "vanilla"
+            yield
+        finally:
+            self._max_grad_norm, self._clipping = before
+            self.reset()
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let the model compute as without the engine, so that a backward pass leaves ordinary gradients in `.grad`."""
+        assert self._engine is not None
+        with self._engine.unwatched():
+            yield
 
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""

@@ -68,6 +68,10 @@ class BookKeepingEngine:
         """As `ClippedGradients.fallbacks`."""
         return {name: layer.fallback for name, layer in self._without_rule.items() if layer.fallback}
 
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """Let the layers compute without making notes for the duration of the block."""
+        return self._book.unwatched()
+
     def detach(self) -> None:
         """Restore the model's own forwards."""
         self._book.clear()

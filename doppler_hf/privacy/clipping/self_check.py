@@ -8,14 +8,15 @@ check runs on the user's own model, data and collator, with adapters, attention 
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import in_float32
+from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
 from doppler_hf.privacy.clipping.factored import UNDERFLOW, NormRule
 
@@ -26,6 +27,11 @@ OF_THE_WHOLE = 1e-2
 NORM_ALLOWANCE = 0.1
 # Adapters, gates and layer scales begin below this. Matrices begin at about 0.02 or more, and need not be copied.
 NEARLY_ZERO = 0.01
+
+MIXED_ROWS = (
+    "the row that data set and collator make of an example is not the one that they make of it alone. Use a data set and a "
+    "collator that mix no examples (no MixUp, CutMix or packing), and pad on the right."
+)
 
 Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 
@@ -44,9 +50,10 @@ def check_per_sample_gradients(
 
     The examples should differ in length, so that one of them is padded in the batch and the others are not. Nothing is
     clipped, and each example has a weight of its own, so that a gradient assigned to the wrong example is noticed, and a
-    loss that is scaled by the number of examples or tokens in the batch. Weights near zero are moved a little during the
-    check, because gradients that pass through weights of zero, such as those of new adapters, would agree whatever the
-    engine does. An example whose gradient is not finite is compared with nothing, since it contributes nothing.
+    loss that is scaled by the number of examples or tokens in the batch. The model is in training mode, without dropout.
+    Weights near zero are moved a little during the check, because gradients that pass through weights of zero, such as
+    those of new adapters, would agree whatever the engine does. An example whose gradient is not finite is compared with
+    nothing, since it contributes nothing.
 
     Nothing about the examples is released: whether the two agree depends on model, loss and collator.
 
@@ -63,50 +70,184 @@ def check_per_sample_gradients(
         ValueError: If the two disagree. The message names the parameter at which they do most, and the first layer whose
             output for an example changes with the examples beside it.
     """
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    weights = 0.5 ** torch.arange(len(alone), dtype=torch.float32)
-    with without_dropout(model), moved(trainable):
-        expected: dict[str, Tensor] = {}
-        norms_alone = []
-        for index, inputs in enumerate(alone):
-            losses = losses_of(dict(inputs))
-            refuse_number_of_losses(losses, 1)
-            gradients = gradients_of(losses, trainable)
-            norms_alone.append(norm_of(gradients))
-            if not math.isfinite(norms_alone[-1]):
-                weights[index] = 0.0
-                continue
-            for name, gradient in gradients.items():
+    with (
+        left_as_it_was(model),
+        moved(model),
+        without_coins(model),
+        ClippedGradients(model, engine=engine, norm_rule=norm_rule) as clipped,
+    ):
+        comparison = Comparison(clipped, model, losses_of, alone=alone, together=together, rows=range(len(alone)))
+        comparison.refuse_difference(comparison.expected(), tolerance=tolerance)
+
+
+class Expected(NamedTuple):
+    """Ordinary gradients of examples, each alone.
+
+    Attributes:
+        sums: The sum of the gradients, weighted, by name of the parameter.
+        norms: The norm of each example's gradient; not private.
+        losses: The loss of each example; not private.
+    """
+
+    sums: dict[str, Tensor]
+    norms: list[float]
+    losses: list[Tensor]
+
+
+@final
+class Comparison:
+    """A batch and the examples that it is made of.
+
+    Args:
+        clipped: The engine, attached to the model.
+        model: The model, without coins.
+        losses_of: A function that calls the model with inputs and returns one loss per example.
+        alone: Some examples, each as a batch of one.
+        together: A batch of them.
+        rows: Which of them is each row of the batch; one may be there more than once.
+    """
+
+    def __init__(
+        self,
+        clipped: ClippedGradients,
+        model: nn.Module,
+        losses_of: Losses,
+        *,
+        alone: Sequence[Mapping[str, Any]],
+        together: Mapping[str, Any],
+        rows: Sequence[int],
+    ) -> None:
+        self._clipped, self._model, self._losses_of = clipped, model, losses_of
+        self._alone, self._together, self._rows = alone, together, rows
+        self._trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def expected(self) -> Expected:
+        """Return the ordinary gradients of the examples."""
+        found = Expected({}, [], [])
+        for index, inputs in enumerate(self._alone):
+            with self._clipped.unwatched():
+                losses = self._losses_of(dict(inputs))
+                refuse_number_of_losses(losses, 1)
+                gradients = gradients_of(losses, self._trainable)
+            found.norms.append(norm_of(gradients.values()))
+            found.losses.append(losses.detach())
+            weight = sum(share for share, row in zip(self._weights, self._rows, strict=True) if row == index)
+            for name, gradient in gradients.items() if math.isfinite(found.norms[-1]) else ():
                 # In place: fresh memory for a large model takes longer than what is computed in it.
-                weighted = in_float32(gradient).mul_(weights[index])
-                expected[name] = expected[name].add_(weighted) if name in expected else weighted
-        # No norm reaches this bound, so nothing is clipped.
-        with ClippedGradients(model, max_grad_norm=1e30, engine=engine, norm_rule=norm_rule) as clipped:
-            losses = losses_of(dict(together))
-            refuse_number_of_losses(losses, len(alone))
-            norms = clipped.backward(losses, weights=weights.to(losses.device)).tolist()
-            difference = clipped.sums
-        sizes = {name: float(torch.linalg.vector_norm(total)) for name, total in difference.items()}
-        for name, total in expected.items():
+                weighted = in_float32(gradient).mul_(weight)
+                found.sums[name] = found.sums[name].add_(weighted) if name in found.sums else weighted
+        return found
+
+    @property
+    def _weights(self) -> list[float]:
+        return [0.5**row for row in range(len(self._rows))]
+
+    def refuse_difference(self, expected: Expected, *, tolerance: float) -> None:
+        """Compare the engine's gradients of the batch with the ordinary ones.
+
+        Args:
+            expected: The ordinary gradients.
+            tolerance: The difference allowed, relative to a parameter's own gradient.
+
+        Raises:
+            ValueError: If they disagree; see `check_per_sample_gradients`.
+        """
+        norms_alone = [expected.norms[index] for index in self._rows]
+        weights = [weight if math.isfinite(norm) else 0.0 for weight, norm in zip(self._weights, norms_alone, strict=True)]
+        with self._clipped.unclipped():
+            losses = self._losses_of(dict(self._together))
+            refuse_number_of_losses(losses, len(self._rows))
+            norms = self._clipped.backward(losses, weights=torch.tensor(weights, device=losses.device)).tolist()
+            difference = self._clipped.sums
+        sizes = {name: norm_of([total]) for name, total in difference.items()}
+        for name, total in expected.sums.items():
             difference[name].sub_(total)
         largest = max(filter(math.isfinite, norms_alone), default=0.0)
-        off = {
-            name: float(torch.linalg.vector_norm(rest)) / max(sizes[name] + OF_THE_WHOLE * largest, 1e-30)
-            for name, rest in difference.items()
-        }
+        off = {name: norm_of([rest]) / max(sizes[name] + OF_THE_WHOLE * largest, 1e-30) for name, rest in difference.items()}
         worst = max(off, key=lambda name: math.inf if math.isnan(off[name]) else off[name])
         if not off[worst] <= tolerance:
-            raise ValueError(_reason(model, losses_of, alone, together, parameter=worst, off=off[worst], engine=engine))
-    for norm, norm_alone in zip(norms, norms_alone, strict=True):
-        # A norm that is too small would let an example contribute more than the bound, one too large only less.
-        lowest, highest = norm_alone * (1 - tolerance), norm_alone * (1 + max(tolerance, NORM_ALLOWANCE)) + UNDERFLOW
-        if math.isfinite(norm_alone) and not lowest <= norm <= highest:
-            # Neither of the norms: both are about one private example, and messages end in logs.
-            size = "smaller" if norm < lowest else "larger"
-            raise ValueError(
-                f"The norm of an example's gradient must be that of autograd, got a {size} one from "
-                f"engine={engine!r}, so that an example's contribution is not bounded. Try the other engine."
+            with self._clipped.unwatched():
+                raise ValueError(self._reason(worst, off[worst]))
+        for norm, norm_alone in zip(norms, norms_alone, strict=True):
+            # A norm that is too small would let an example contribute more than the bound, one too large only less.
+            lowest, highest = norm_alone * (1 - tolerance), norm_alone * (1 + max(tolerance, NORM_ALLOWANCE)) + UNDERFLOW
+            if math.isfinite(norm_alone) and not lowest <= norm <= highest:
+                # Neither of the norms: both are about one private example, and messages end in logs.
+                size = "smaller" if norm < lowest else "larger"
+                raise ValueError(
+                    f"The norm of an example's gradient must be that of autograd, got a {size} one from engine="
+                    f"{self._clipped.engine_name!r}, so that an example's contribution is not bounded. Try the other engine."
+                )
+
+    def refuse_crowd(self, crowd: Mapping[str, Any], first: Sequence[Mapping[str, Any]], *, tolerance: float) -> None:
+        """Compare the losses of the first examples of a larger batch with those that they have alone.
+
+        Two or three examples cannot show what is constant for so few, such as class weights that balance a batch.
+
+        Args:
+            crowd: The batch.
+            first: Its first examples, each as a batch of one.
+            tolerance: The difference allowed, relative to the losses.
+
+        Raises:
+            ValueError: If a loss changes with the number of examples or with their content.
+        """
+        with self._clipped.unwatched():
+            expected = torch.cat([self._losses_of(dict(inputs)).detach() for inputs in first])
+            found = self._losses_of(dict(crowd)).detach()[: len(first)]
+            finite = expected.isfinite()
+            change, sizes = (found - expected)[finite].abs(), expected[finite].abs()
+            if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
+                return
+            reason = (
+                "The loss of one example changes with the examples beside it, in a batch of several, so that one example "
+                "more would change all others, and no noise covers that: "
             )
+            if not all(is_row_of(crowd, inputs, row) for row, inputs in enumerate(first)):
+                raise ValueError(reason + MIXED_ROWS)
+            raise ValueError(
+                f"{reason}{self._place(first[0], crowd)} depends on them, as with class weights that balance a batch. Let "
+                "each loss depend on its example alone, and replace the layer."
+            )
+
+    def _reason(self, parameter: str, off: float) -> str:
+        """Say what is at fault: the engine, the collator, the loss or a layer."""
+        alone, one, engine = self._alone, {parameter: self._trainable[parameter]}, self._clipped.engine_name
+
+        def relative_change(inputs: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> float:
+            """Return how far autograd's gradient of a batch is from the sum of those of its examples."""
+            expected = sum(gradients_of(self._losses_of(dict(part)), one).get(parameter, torch.zeros(())) for part in parts)
+            found = gradients_of(self._losses_of(dict(inputs)), one).get(parameter, torch.zeros(()))
+            return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp(min=1e-30))
+
+        if relative_change(self._together, [alone[index] for index in self._rows]) < off / 10:
+            return (
+                f"The per-sample gradients of {parameter!r} are wrong: engine={engine!r} is off by {off:.2g} of their size, "
+                "so that an example's contribution is not bounded. The engine does not fit one of the layers. Freeze that "
+                "parameter, or try the other engine."
+            )
+        reason = (
+            f"The gradient of one example changes with the examples beside it, at {parameter!r} by {off:.2g} of its size, "
+            "so that one example more would change all others, and no noise covers that: "
+        )
+        if not all(is_row_of(self._together, alone[index], row) for row, index in enumerate(self._rows)):
+            return reason + MIXED_ROWS
+        place = self._place(alone[0], self._together)
+        padded = {name: value[:1] if is_batched(alone[0].get(name)) else value for name, value in self._together.items()}
+        if relative_change(padded, [alone[0]]) > off / 100:
+            return reason + (
+                f"{place} depends on the length to which an example is padded. Pad all examples to one length when they are "
+                "tokenized or turned into features (padding='max_length'), or replace the layer (for rotary embeddings: "
+                "another rope_type)."
+            )
+        return reason + (
+            f"{place} depends on the number of examples, or on what they are, as in a mean, a norm or a capacity over the "
+            "batch. Let each loss depend on its example alone, and replace the layer."
+        )
+
+    def _place(self, alone: Mapping[str, Any], together: Mapping[str, Any]) -> str:
+        layer = first_difference(self._model, self._losses_of, alone, together)
+        return "the loss" if layer is None else f"the output of {layer}"
 
 
 def refuse_number_of_losses(losses: Any, number: int) -> None:
@@ -126,55 +267,6 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
             f"The losses of {number} collated examples must have shape ({number},), got {tuple(losses.shape)}. Let the "
             "collator return one row for each example, and compute_per_sample_loss one loss."
         )
-
-
-def _reason(
-    model: nn.Module,
-    losses_of: Losses,
-    alone: Sequence[Mapping[str, Any]],
-    together: Mapping[str, Any],
-    *,
-    parameter: str,
-    off: float,
-    engine: Engine,
-) -> str:
-    """Say what is at fault: the engine, the collator, the loss or a layer."""
-    one = {parameter: dict(model.named_parameters())[parameter]}
-
-    def relative_change(inputs: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> float:
-        """Return how far autograd's gradient of a batch is from the sum of those of its examples."""
-        expected = sum(gradients_of(losses_of(dict(part)), one).get(parameter, torch.zeros(())) for part in parts)
-        found = gradients_of(losses_of(dict(inputs)), one).get(parameter, torch.zeros(()))
-        return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp(min=1e-30))
-
-    if relative_change(together, alone) < off / 10:
-        return (
-            f"The per-sample gradients of {parameter!r} are wrong: engine={engine!r} is off by {off:.2g} of their size, so "
-            "that an example's contribution is not bounded. The engine does not fit one of the layers. Freeze that "
-            "parameter, or try the other engine."
-        )
-    reason = (
-        f"The gradient of one example changes with the examples beside it, at {parameter!r} by {off:.2g} of its size, so "
-        "that one example more would change all others, and no noise covers that: "
-    )
-    if not all(is_row_of(together, inputs, index) for index, inputs in enumerate(alone)):
-        return reason + (
-            "the collator's row for an example is not the one that it makes of that example alone. Use a collator that "
-            "mixes no examples (no MixUp, CutMix or packing), and pad on the right."
-        )
-    layer = first_difference(model, losses_of, alone[0], together)
-    place = "the loss" if layer is None else f"the output of {layer}"
-    doubled = {name: torch.cat([value, value]) if is_batched(value) else value for name, value in alone[0].items()}
-    if relative_change(doubled, [alone[0], alone[0]]) > off / 100:
-        return reason + (
-            f"{place} depends on the number of examples, as in a mean, a norm or a capacity over the batch. Let each loss "
-            "depend on its example alone, and replace the layer."
-        )
-    return reason + (
-        f"{place} depends on the length to which an example is padded. Pad all examples to one length when they are "
-        "tokenized or turned into features (padding='max_length'), or replace the layer (for rotary embeddings: another "
-        "rope_type)."
-    )
 
 
 def is_batched(value: Any) -> bool:
@@ -241,31 +333,20 @@ def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict
     return gradients
 
 
-def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    """Return the joint norm."""
-    norms = (float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients.values())
-    return math.hypot(*norms)
+def norm_of(tensors: Collection[Tensor]) -> float:
+    """Return the joint norm, each row's in its own precision and the whole in float64."""
+    rows = [torch.linalg.vector_norm(tensor, dim=-1) if tensor.ndim else tensor for tensor in tensors]
+    norm = math.hypot(*(float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows))
+    if math.isfinite(norm):
+        return norm
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
 
 
 @contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch off dropout and the like, but leave gradient checkpointing on."""
-    training = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        for module, was_training in training:
-            # Checkpointing reads the flag of the block that it wraps, dropout its own.
-            module.training = was_training and bool(vars(module).get("gradient_checkpointing"))
-        yield
-    finally:
-        for module, was_training in training:
-            module.training = was_training
-
-
-@contextlib.contextmanager
-def moved(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Add a little fixed noise to the parameters that are nearly zero throughout, and restore them exactly afterwards."""
-    small = [parameter for parameter in parameters.values() if parameter.numel() and is_nearly_zero(parameter.detach())]
+def moved(model: nn.Module) -> Iterator[None]:
+    """Add a little fixed noise to the trained parameters that are nearly zero throughout, and restore them exactly."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    small = [parameter for parameter in trained if parameter.numel() and is_nearly_zero(parameter.detach())]
     before = [parameter.detach().clone() for parameter in small]
     generator = torch.Generator().manual_seed(0)
     try:

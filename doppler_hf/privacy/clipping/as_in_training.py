@@ -1,0 +1,122 @@
+"""A model as it is in training, but without what would spoil a comparison: coins, autocast, and traces of the comparison.
+
+What couples examples may do so in training mode only: a router's capacity, MixUp under `if model.training`. So a comparison
+must not be made in evaluation mode; it must not be random either. Every probability that a model or its config keeps is
+therefore set to zero, in training mode.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+# dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.
+_PROBABILITY = re.compile(r"drop|jitter|mask_\w*prob")
+
+
+@contextlib.contextmanager
+def without_coins(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode with every probability at zero, and restore both."""
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        with replaced(model, is_probability, by=0.0):
+            yield
+    finally:
+        for module, was_training in training:
+            module.training = was_training
+
+
+@contextlib.contextmanager
+def with_small_capacity(model: nn.Module) -> Iterator[None]:
+    """Lower the capacity of a router's experts, so that a few examples exceed it, and restore it."""
+    with replaced(model, lambda _, name, value: name.endswith("capacity") and type(value) is int and value > 2, by=2):
+        yield
+
+
+def is_probability(owner: object, name: str, value: object) -> bool:
+    """Return whether an attribute of a module or a config says how often something is done at random."""
+    return isinstance(value, float) and (_PROBABILITY.search(name) is not None or isinstance(owner, _DropoutNd))
+
+
+@contextlib.contextmanager
+def replaced(model: nn.Module, is_wanted: Callable[[object, str, object], bool], *, by: float) -> Iterator[None]:
+    """Replace some attributes of modules and their configs, and restore them."""
+    owners: dict[int, Any] = {id(module): module for module in model.modules()}
+    ahead = list(owners.values())
+    while ahead:
+        for name, value in vars(ahead.pop()).items():
+            if name.endswith("config") and "__dict__" in dir(value) and id(value) not in owners:
+                owners[id(value)] = value
+                ahead.append(value)
+    found = [(vars(owner), owner, item) for owner in owners.values() for item in vars(owner).items()]
+    before = [(attributes, name, value) for attributes, owner, (name, value) in found if is_wanted(owner, name, value)]
+    try:
+        for attributes, name, _ in before:
+            attributes[name] = by
+        yield
+    finally:
+        for attributes, name, value in before:
+            attributes[name] = value
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, but leave gradient checkpointing on: for models that keep coins elsewhere."""
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        for module, was_training in training:
+            # Checkpointing reads the flag of the block that it wraps, dropout its own.
+            module.training = was_training and bool(vars(module).get("gradient_checkpointing"))
+        yield
+    finally:
+        for module, was_training in training:
+            module.training = was_training
+
+
+@contextlib.contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Give every module its attributes and buffers back, which forward passes may write."""
+    before = [
+        (module, dict(vars(module)), [(name, tensor, copy_of(tensor)) for name, tensor in module._buffers.items()])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, attributes, buffers in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+                for name, tensor, value in buffers:
+                    module._buffers[name] = tensor
+                    if tensor is not None and value is not None:
+                        tensor.copy_(value)
+
+
+def copy_of(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy, of None None."""
+    return None if tensor is None else tensor.clone()
+
+
+@contextlib.contextmanager
+def in_full_precision(model: nn.Module) -> Iterator[None]:
+    """Compute in float32: without autocast, whoever asks for it, and with weights of fewer bits converted."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in (torch.bfloat16, torch.half)]
+    before = [(tensor, tensor.data) for tensor in tensors]
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    try:
+        torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
+        torch.autocast.__exit__ = lambda *exception: None  # type: ignore[method-assign]
+        for tensor, data in before:
+            tensor.data = data.float()
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+        for tensor, data in before:
+            tensor.data = data

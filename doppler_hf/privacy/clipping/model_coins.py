@@ -1,0 +1,105 @@
+"""Whether a loss is a function of its example and of the global generators alone.
+
+These are filled with secret words before each forward pass. A generator with a seed of its own follows the order of the
+draw instead, and so does what is remembered of earlier batches.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
+from doppler_hf.privacy.generators import filled_generators
+
+# Dropout in a model of a few thousand numbers that changes no loss in so many trials has a probability that is none.
+_TRIALS = 16
+
+Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
+
+
+def losses_under(trial: int, losses_of: Losses, inputs: Mapping[str, Any]) -> Float[Tensor, " batch"]:
+    """Return the losses of a batch; what is drawn at random depends on `trial` alone."""
+    with filled_generators(trial):
+        return losses_of(dict(inputs)).detach()
+
+
+def is_random(losses_of: Losses, inputs: Mapping[str, Any]) -> bool:
+    """Return whether random numbers show in the losses of a batch."""
+    first = losses_under(0, losses_of, inputs)
+    return not all(same(losses_under(trial, losses_of, inputs), first) for trial in range(1, _TRIALS))
+
+
+def refuse_own_coins(
+    model: nn.Module,
+    losses_of: Losses,
+    *,
+    inputs: Mapping[str, Any],
+    others: Mapping[str, Any],
+    without_coins: Float[Tensor, " batch"],
+    tolerance: float,
+) -> None:
+    """Refuse a loss that depends on what was computed before, or on random numbers that are the same each time.
+
+    Args:
+        model: The model, in training mode.
+        losses_of: A function that calls the model with inputs and returns one loss per example.
+        inputs: A batch.
+        others: Another one.
+        without_coins: The losses of the first one without dropout.
+        tolerance: The difference allowed, relative to the losses.
+
+    Raises:
+        ValueError: If it does, or a forward pass writes statistics of the data.
+    """
+    with nothing_written(model, again=lambda: losses_of(of_other_content(inputs))):
+        first = losses_under(0, losses_of, inputs)
+        losses_under(1, losses_of, others)
+        again = losses_under(0, losses_of, inputs)
+    if not torch.allclose(again, first, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
+        raise ValueError(
+            "A loss must depend on its example and on the global generators of torch, NumPy and Python alone, got another "
+            "one after another batch: something of earlier batches is remembered (a bank, a queue, a running mean in an "
+            "attribute), or random numbers come from a generator of its own. Remember nothing, and draw from the global "
+            "ones."
+        )
+    is_untouched = torch.allclose(first, without_coins, rtol=1e-5, equal_nan=True)
+    if not is_untouched and all(same(losses_under(trial, losses_of, inputs), first) for trial in range(1, _TRIALS)):
+        raise ValueError(
+            "Dropout must follow the secret global generators in a private run, got the same in every forward pass: the "
+            "model or compute_per_sample_loss seeds them (torch.manual_seed, set_seed), and one example more would change "
+            "the masks of the others. Seed nothing there."
+        )
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers, of which some may be NaN."""
+    return torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def refuse_neighbours(losses_of: Losses, inputs: Mapping[str, Any], *, tolerance: float) -> None:
+    """Refuse random losses of two examples that change with a third one, whose place another takes.
+
+    Args:
+        losses_of: As in `refuse_own_coins`.
+        inputs: A batch of three examples.
+        tolerance: The difference allowed, relative to the losses.
+
+    Raises:
+        ValueError: If they do.
+    """
+    rows = torch.tensor([0, 1, 1])
+    changed = {
+        name: value[rows.to(value.device)] if isinstance(value, Tensor) and value.ndim and len(value) == 3 else value
+        for name, value in inputs.items()
+    }
+    for trial in range(_TRIALS):
+        first, second = (losses_under(trial, losses_of, batch)[:2] for batch in (inputs, changed))
+        if not torch.allclose(first, second, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
+            raise ValueError(
+                "The losses of two examples change with a third one in training mode, for the same random numbers, so that "
+                "one example more would change all others, and no noise covers that. Let each loss depend on its example "
+                "alone (no MixUp in the loss)."
+            )

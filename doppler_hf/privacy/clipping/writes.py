@@ -1,0 +1,70 @@
+"""What a forward pass writes into a model: buffers and frozen parameters, which neither clipping nor noise would cover."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterator[None]:
+    """Refuse a pass that writes statistics of the data.
+
+    Args:
+        model: The model.
+        again: A function that calls the model with inputs of the same shapes and other content.
+
+    Raises:
+        ValueError: If a buffer or a frozen parameter holds something else after the block, by its name.
+    """
+    frozen, before = frozen_sums(model), buffers_of(model)
+    yield
+    after = buffers_of(model)
+    written = [name for name in after if not same(after[name], before.get(name))]
+    saved = model.state_dict().keys()
+    if written:
+        with torch.no_grad():
+            again()
+        # Sensitivity: a buffer that other data of the same shapes leave alone, such as a table of rotary embeddings, holds
+        # nothing about an example but how long it is padded; and it is not saved.
+        now = buffers_of(model)
+        written = [name for name in written if name in saved or not same(after[name], now.get(name))]
+    sums = frozen_sums(model)
+    written += [name for name in frozen if sums[name] != frozen[name]]
+    if written:
+        kind = "frozen parameter" if written[0] in frozen else "buffer"
+        raise ValueError(
+            f"The forward pass writes the {kind} {written[0]!r}, which would keep statistics of the data that are neither "
+            "clipped nor noised. Replace the layer by one that keeps none."
+        )
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all buffers, saved ones and others, by name."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def frozen_sums(model: nn.Module) -> dict[str, float]:
+    """Return the sum of each frozen parameter's elements by name: copies of a large model would not fit."""
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: float(torch.sum(parameter, dtype=torch.float64)) for name, parameter in frozen.items()}
+
+
+def same(first: Tensor, second: Tensor | None) -> bool:
+    """Return whether two tensors hold the same numbers, of which some may be NaN."""
+    if second is None or first.shape != second.shape:
+        return False
+    return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def of_other_content(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch of the same shapes, with other numbers: half of each, or for whole numbers the largest of all."""
+
+    def other(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 2 or "mask" in name:
+            return value
+        return value / 2 if value.is_floating_point() else value.max().expand_as(value).clone()
+
+    return {name: other(name, value) for name, value in inputs.items()}
