@@ -227,6 +227,7 @@ def test_noise_of_the_global_generator_is_caught_where_that_follows_the_public_s
     # The Trainer seeds it with args.seed; some numbers are drawn before the noise. A private run fills it with secret words.
     if not filled:
         monkeypatch.setattr(private_run, "filled_generators", lambda *args, **options: contextlib.nullcontext())
+        monkeypatch.setattr(private_run, "Refill", lambda *args, **options: lambda: None)
     corrupted(monkeypatch, lambda mechanism, mean, released, step: mean + mechanism.noise_std(0) * torch.randn(mean.shape))
     result = audited(tmp_path, seed=7)
     assert result.contradicts_claim != filled
