@@ -44,15 +44,24 @@ def test_parts_of_a_torch_data_set():
     assert digest(Subset(data, [1, 2, 3])) == digest(Subset(data, [1, 2, 3])) != digest(Subset(data, [3, 2, 1]))
 
 
-def test_augmentation_at_random_does_not_count():
-    class Noisy(torch.utils.data.Dataset):
-        def __len__(self):
-            return 10
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self, order, generator=None):
+        self.order, self.generator = list(order), generator
 
-        def __getitem__(self, index):
-            return {"x": torch.rand(3)}
+    def __len__(self):
+        return len(self.order)
 
-    assert digest(Noisy()) == digest(Noisy())
+    def __getitem__(self, index):
+        return {"x": self.order[index] + torch.rand(3, generator=self.generator)}
+
+
+def test_examples_that_are_augmented_at_random_count_and_their_augmentation_does_not():
+    assert digest(Noisy(range(10))) == digest(Noisy(range(10))) != digest(Noisy(reversed(range(10))))
+
+
+def test_data_of_which_nothing_can_be_said_are_refused():
+    with pytest.raises(ValueError, match="no example is the same at a second look"):
+        digest(Noisy(range(10), torch.Generator().manual_seed(0)))
 
 
 def test_different_digests_are_refused_by_rank():
