@@ -165,8 +165,10 @@ def classification_losses(
         labels = labels.unsqueeze(-1)
     if tuple(labels.shape) != expected:
         raise ValueError(
-            f"{problem_type} with logits of shape {tuple(logits.shape)} must have labels of shape {expected}, got "
-            f"{tuple(labels.shape)}. For another task set problem_type in the model's config."
+            # Not their sizes, which are of a draw or of an example: messages end in logs.
+            f"{problem_type} with logits of shape (batch, num_labels) must have labels of shape "
+            f"{'(batch,)' if len(expected) == 1 else '(batch, num_labels)'}, got {logits.ndim} and {labels.ndim} dimensions "
+            "or other sizes. For another task set problem_type in the model's config."
         )
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
@@ -204,8 +206,8 @@ def token_losses(
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
             "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
-            f"{tuple(logits.shape)} and {tuple(labels.shape)}. Let the collator pad labels as it pads the inputs, with "
-            f"{IGNORED_LABEL}."
+            f"{logits.ndim} and {labels.ndim} dimensions or other sizes. Let the collator pad labels as it pads the inputs, "
+            f"with {IGNORED_LABEL}."
         )
     if labels.is_floating_point():
         raise ValueError(f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.")

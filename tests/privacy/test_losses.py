@@ -53,8 +53,13 @@ def test_half_precision_logits_give_float32_losses():
 @pytest.mark.parametrize(
     ("logits", "labels", "problem_type", "message"),
     [
-        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long), None, r"labels of shape \(2,\), got \(2, 3\)"),
-        (torch.zeros(2, 3), torch.zeros(2), None, r"labels of shape \(2, 3\), got \(2,\)"),
+        (
+            torch.zeros(2, 3),
+            torch.zeros(2, 3, dtype=torch.long),
+            None,
+            r"labels of shape \(batch,\), got 2 and 2 dimensions",
+        ),
+        (torch.zeros(2, 3), torch.zeros(2), None, r"labels of shape \(batch, num_labels\), got 2 and 1 dim"),
         (torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), "ranking", "got 'ranking'"),
     ],
 )
@@ -147,9 +152,13 @@ def test_contiguous_float32_logits_are_read_in_place(shift, monkeypatch):
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [
-        (torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.long), r"got \(2, 3, 4\) and \(2, 4\).*pad labels"),
-        (torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.long), r"got \(2, 3, 4\) and \(2,\)"),
-        (torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.long), r"got \(2, 4\) and \(2, 4\)"),
+        (
+            torch.zeros(2, 3, 4),
+            torch.zeros(2, 4, dtype=torch.long),
+            r"got 3 and 2 dimensions or other sizes\. Let .* pad labels",
+        ),
+        (torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.long), r"got 3 and 1 dim"),
+        (torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.long), r"got 2 and 2 dim"),
         (torch.zeros(2, 3, 4), torch.zeros(2, 3), r"got torch\.float32\. Convert them to torch\.long"),
     ],
 )

@@ -149,11 +149,11 @@ class ClippedGradients:
         if self._engine is None:
             raise RuntimeError("ClippedGradients.backward was called outside its `with` block. Call it inside.")
         if losses.ndim != 1:
-            raise ValueError(f"losses must have shape (batch,), one per example, got {tuple(losses.shape)}.")
+            raise ValueError(f"losses must have shape (batch,), one per example, got {losses.ndim} dimensions.")
         if weights is not None and (weights.shape != losses.shape or not bool(((weights >= 0) & (weights <= 1)).all())):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
             raise ValueError(
-                f"weights must be {len(losses)} numbers in [0, 1], one per example, got shape {tuple(weights.shape)} or a "
+                f"weights must be {len(losses)} numbers in [0, 1], one per example, got another shape or a "
                 "number outside [0, 1]."
             )
         self._refuse_other_parameters()

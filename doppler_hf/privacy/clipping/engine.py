@@ -44,7 +44,7 @@ class BookKeepingEngine:
         embedded: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         self._book = Book(norm_rule=norm_rule, embedded=embedded)
         self._without_rule: dict[str, LayerWithoutRule] = {}
-        self._not_batched: dict[str, tuple[int, ...]] = {}
+        self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
         self._is_checked = False
         rules = RULES | host_rules()
@@ -157,7 +157,8 @@ class BookKeepingEngine:
         layer = name.rpartition(".")[0]
         reason = "it is used outside its layer's forward"
         if layer in self._not_batched:
-            reason = f"its layer has an input of shape {self._not_batched[layer]}, which does not start with the batch"
+            # Not its shape: the length of an example is private, and messages end in logs.
+            reason = f"its layer has an input of {self._not_batched[layer]} dimensions, which do not start with the batch"
         return (
             f"No per-sample gradient for the parameter {name!r}, although the loss depends on it: {reason}. Freeze it with "
             "requires_grad_(False)."
@@ -190,7 +191,7 @@ class BookKeepingEngine:
             self._book.repeated.append(name)
         if rows == self._book.batch_size or (rows == 1 and is_lookup):
             return rule(self._book, module, *args, **kwargs)
-        self._not_batched[name] = tuple(input.shape)
+        self._not_batched[name] = input.ndim
         return type(module).forward(module, *args, **kwargs)
 
     def _unless_unwatched(

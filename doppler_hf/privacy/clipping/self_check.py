@@ -264,8 +264,9 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
         )
     if losses.shape != (number,):
         raise ValueError(
-            f"The losses of {number} collated examples must have shape ({number},), got {tuple(losses.shape)}. Let the "
-            "collator return one row for each example, and compute_per_sample_loss one loss."
+            # Not their shape, which may hold the length of an example: messages end in logs.
+            f"The losses of {number} collated examples must have shape ({number},), got {losses.ndim} dimensions or another "
+            "number. Let the collator return one row for each example, and compute_per_sample_loss one loss."
         )
 
 
