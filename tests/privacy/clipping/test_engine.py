@@ -304,8 +304,8 @@ def test_no_losses_change_nothing(name):
 def test_losses_must_be_one_per_example():
     model = build("vit")
     losses = of_model(model)
-    assert_refused(model, lambda index: losses(index)[:, None], BATCH, message=r"\(6, 1\)")
-    assert_refused(model, lambda index: losses(index).mean(), BATCH, message=r"\(\)")
+    assert_refused(model, lambda index: losses(index)[:, None], BATCH, message="got 2 dimensions")
+    assert_refused(model, lambda index: losses(index).mean(), BATCH, message="got 0 dimensions")
     assert_refused(
         model, lambda index: losses(index)[:2], BATCH, message="losses must be as many as the rows .* got another number"
     )
