@@ -265,7 +265,7 @@ def test_labels_are_needed(tmp_path):
 def test_one_label_an_example_is_refused_where_one_a_token_is_needed(tmp_path):
     model = MODELS["token_classification"][0]()
     inputs = pad_tokens(token_rows("token_classification")) | {"labels": torch.zeros(3, dtype=torch.long)}
-    with pytest.raises(ValueError, match=r"got \(3, 7, 4\) and \(3,\)"):
+    with pytest.raises(ValueError, match="got 3 and 1 dimensions"):
         trainer_of(tmp_path, model).compute_per_sample_loss(model, inputs)
 
 

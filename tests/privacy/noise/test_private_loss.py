@@ -25,7 +25,7 @@ class Fixed(DopplerTrainer):
 
     def compute_per_sample_loss(self, model, inputs):
         real = super().compute_per_sample_loss(model, inputs)
-        return 0.0 * real + torch.tensor([self.losses.get(int(row[0]), 1.0) for row in inputs["input_ids"]])
+        return 1e-12 * real + torch.tensor([self.losses.get(int(row[0]), 1.0) for row in inputs["input_ids"]])
 
 
 def losses_of(trainer):
