@@ -22,8 +22,8 @@ def test_results_are_printed_and_appended(tmp_path, capsys):
         assert min(result["torch_s"], result["ours_s"]) > 0
         assert result["settings"]["count"] == 70_000
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 10
-    assert f"csprng       time ×{results[0]['ratio']:.2f}" in out[0]
+    assert len(out) == 12
+    assert f"csprng         time ×{results[0]['ratio']:.2f}" in out[0]
 
 
 def test_torchs_normals_and_ours_are_drawn_in_turn(monkeypatch):
