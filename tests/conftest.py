@@ -6,7 +6,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The suite runs in several processes. It is for NumPy too, whose threads spin while they wait.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jaxtyping
 import pytest
