@@ -10,9 +10,12 @@ import torch
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
+from doppler_hf.filters import NoiseShape
 from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, trainer_of, weights
+
+SHAPE = "banded:bands=2"
 
 
 def train(folder, case):
@@ -29,6 +32,7 @@ def train(folder, case):
         )  # fmt: skip
     else:
         cls, own = NoSignal, dict(noise_multiplier=2.0, per_sample_max_grad_norm=0.5, per_device_train_batch_size=8 // world)
+        own |= {"noise_shape": SHAPE} if case == "shaped" else {}
     args = DopplerTrainingArguments(
         output_dir=f"{folder}/{case}", save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, max_steps=5,
         eval_strategy="steps", eval_steps=5, **own,
@@ -103,7 +107,7 @@ def train_cases(rank, folder, cases):
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), 2, "equal", "noise", "shuffled", "neighbours")
+    return launch(tmp_path_factory.mktemp("two"), 2, "equal", "noise", "shaped", "shuffled", "neighbours")
 
 
 def test_two_processes_equal_one(two_processes, tmp_path):
@@ -129,6 +133,16 @@ def assert_noise_is_added_once(runs):
 
 def test_trap_14_noise_is_added_once_by_two_processes(two_processes):
     assert_noise_is_added_once(two_processes["noise"])
+
+
+def test_shaped_noise_is_added_once_by_two_processes(two_processes):
+    noise, other = (run["gradients"] for run in two_processes["shaped"])
+    assert torch.equal(noise, other)
+    shape, bound = NoiseShape.parse(SHAPE), 6 / noise.shape[1] ** 0.5  # 2e-9 each
+    white = noise.clone()
+    white[1:] += shape.c[1] * noise[:-1]
+    assert white.std(dim=1) == pytest.approx([2.0 * 0.5 / 8 * shape.norm] * 5, rel=bound)
+    assert torch.corrcoef(white).triu(1).abs().max() < bound
 
 
 def test_trap_23_processes_with_different_data_are_refused(two_processes):
