@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, set_seed
@@ -197,3 +198,23 @@ def test_a_data_set_that_seeds_or_keeps_what_it_drew_trains(tmp_path, data):
     trainer = trainer_of(tmp_path, data=data(), max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+class StochasticDepth(nn.Module):
+    """Leaves an example out now and then, and scales it otherwise, as vision transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop_prob = 0.02
+
+    def forward(self, hidden):
+        if not self.training:
+            return hidden
+        kept = torch.rand(len(hidden), *[1] * (hidden.ndim - 1)) >= self.drop_prob
+        return hidden * kept / (1 - self.drop_prob) if self.drop_prob else hidden
+
+
+def test_coins_that_seldom_fall_are_not_taken_for_a_seed(tmp_path):
+    model = tiny_bert()
+    model.classifier = nn.Sequential(StochasticDepth(), model.classifier)
+    trainer_of(tmp_path, model=model, max_steps=1).train()
