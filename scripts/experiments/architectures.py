@@ -475,9 +475,11 @@ def verdict(line: dict[str, Any]) -> str:
 
 
 def cause_of(message: str) -> str:
-    """Return what a refusal is for: an example's neighbours, statistics of the data, or a layer that the engine lacks."""
+    """Return what a refusal is for: neighbours, random numbers, statistics of the data, or a layer that the engine lacks."""
     if re.search("changes with the examples beside it|in the places of others", message):
         return "neighbours"
+    if "global generators" in message:
+        return "random numbers of its own"
     return "statistics of the data" if re.search("mixes the examples|writes the", message) else LAYER
 
 
