@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
+from torch.torch_version import TorchVersion
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.linalg import in_float32, is_wide, project
@@ -50,6 +51,8 @@ from doppler_hf.optim.state import BASES, Base, dense, full_dtype, loaded, refus
 DEFAULT_FLOOR_FRACTION: Final = 0.3
 # Parameters from which on compiling, some twenty seconds, is worth its time.
 WORTH_COMPILING: Final = 20_000_000
+# What torch 2.11 compiles writes wrong numbers into some tensors of half precision.
+COMPILES_RIGHT: Final = TorchVersion(torch.__version__) >= "2.13"
 
 
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
@@ -144,7 +147,7 @@ class DopplerOptimizer(Optimizer):
         state_dtype: ``torch.bfloat16`` for filter states and second moment of half the size, rounded at random. By
             default float32 for parameters of half precision, and the parameter's own dtype otherwise.
         compiled: Whether torch compiles the update, which takes some twenty seconds once. By default from
-            ``WORTH_COMPILING`` parameters on.
+            ``WORTH_COMPILING`` parameters on, with torch 2.13 or later.
 
     Raises:
         ValueError: If an argument lies outside its range, or would have no effect.
@@ -362,7 +365,7 @@ class DopplerOptimizer(Optimizer):
     @functools.cached_property
     def _one_pass(self) -> OnePass:
         numel = sum(p.numel() for group in self.param_groups for p in group["params"])
-        is_worth_it = isinstance(self.low_pass_filter, LowPassFilter) and numel >= WORTH_COMPILING
+        is_worth_it = isinstance(self.low_pass_filter, LowPassFilter) and numel >= WORTH_COMPILING and COMPILES_RIGHT
         return OnePass(update, compiled=is_worth_it if self.compiled is None else self.compiled)
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:

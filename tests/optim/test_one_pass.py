@@ -160,10 +160,11 @@ def test_slices_equal_whole_tensors(name, dtypes, base, monkeypatch):
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("compiled", "threshold", "expected"), [
-    (None, 24, True), (None, 25, False), (True, 25, True), (False, 24, False),
+@pytest.mark.parametrize(("compiled", "threshold", "compiles_right", "expected"), [
+    (None, 24, True, True), (None, 25, True, False), (True, 25, True, True), (False, 24, True, False),
+    (None, 24, False, False),
 ])  # fmt: skip
-def test_only_many_parameters_are_compiled_unless_told(compiled, threshold, expected, monkeypatch):
+def test_only_many_parameters_are_compiled_unless_told(compiled, threshold, compiles_right, expected, monkeypatch):
     asked = []
 
     class Recorder(OnePass):
@@ -173,6 +174,7 @@ def test_only_many_parameters_are_compiled_unless_told(compiled, threshold, expe
 
     monkeypatch.setattr("doppler_hf.optim.optimizer.OnePass", Recorder)
     monkeypatch.setattr("doppler_hf.optim.optimizer.WORTH_COMPILING", threshold)
+    monkeypatch.setattr("doppler_hf.optim.optimizer.COMPILES_RIGHT", compiles_right)
     params = [torch.nn.Parameter(torch.zeros(4, 5)), torch.nn.Parameter(torch.zeros(4))]
     optimizer = DopplerOptimizer([{"params": params[:1]}, {"params": params[1:]}], 0.1, compiled=compiled)
     for _ in range(2):
