@@ -22,7 +22,7 @@ class ShapedNoise:
 
     def __init__(self, shape: NoiseShape) -> None:
         self._c = shape.c
-        self._past: dict[str, list[Float[Tensor, ...]]] = {}  # of each parameter, the last step first
+        self._past: dict[str, list[Tensor]] = {}  # of each parameter, the last step first
 
     def next(
         self, name: str, *, like: Float[Tensor, "..."], add_white: Callable[[Float[Tensor, "..."]], None]
