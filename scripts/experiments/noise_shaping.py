@@ -28,13 +28,17 @@ from scripts.experiments.small_tasks import LOADERS, load, train
 FIRST_RATES = {"sgd": 2.0, "adam": 4e-3, "adam_bc": 4e-3}
 
 
+# What stands before a filter that is meant for the weights.
+ON_WEIGHTS = "weights:"
+
+
 @dataclass
 class ShapingArguments:
     """The settings of the trainings."""
 
     data_dir: str = field(metadata={"help": "Folder with mnist/ and glue/sst2/."})
     output: str = field(metadata={"help": "File of results, a line of JSON for every run; what it holds is not run again."})
-    tasks: list[str] = field(default_factory=lambda: ["mnist"], metadata={"help": "Of mnist and sst2."})
+    tasks: list[str] = field(default_factory=lambda: ["mnist"], metadata={"help": "Of mnist, mnist-perceptron and sst2."})
     epsilons: list[float] = field(default_factory=lambda: [1.0, 3.0, 8.0], metadata={"help": "Privacy budgets ε."})
     bases: list[str] = field(default_factory=lambda: ["sgd", "adam_bc"], metadata={"help": "Of sgd, adam and adam_bc."})
     shapes: list[str] = field(
@@ -42,7 +46,8 @@ class ShapingArguments:
         metadata={"help": "Shapes of the noise; the first is compared with."},
     )
     filters: list[str] = field(
-        default_factory=lambda: ["none", "first-order-v1"], metadata={"help": "Filters; the first is compared with."}
+        default_factory=lambda: ["none", "first-order-v1"],
+        metadata={"help": "Filters on the gradient, or, as weights:FILTER, on the weights; the first is compared with."},
     )
     tune_seeds: list[int] = field(default_factory=lambda: [100, 101], metadata={"help": "Seeds that choose the rate."})
     report_seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds in the table."})
@@ -86,6 +91,9 @@ class Results:
         for run in runs:
             if run not in self._done:
                 options = asdict(run)
+                if run.low_pass_filter.startswith(ON_WEIGHTS):
+                    options["weight_filter"] = run.low_pass_filter.removeprefix(ON_WEIGHTS)
+                    options["low_pass_filter"] = "none"
                 result = train(options.pop("task"), args.data_dir, **options)
                 append_json_line(asdict(run) | result, args.output)
                 self._done[run] = result["accuracy"]

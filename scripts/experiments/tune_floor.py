@@ -34,7 +34,9 @@ class FloorArguments:
 
     data_dir: str = field(metadata={"help": "Folder with mnist/ and glue/sst2/."})
     output: str = field(metadata={"help": "File of results, a line of JSON for every run; what it holds is not run again."})
-    tasks: list[str] = field(default_factory=lambda: ["mnist", "sst2"], metadata={"help": "Of mnist and sst2."})
+    tasks: list[str] = field(
+        default_factory=lambda: ["mnist", "sst2"], metadata={"help": "Of mnist, mnist-perceptron and sst2."}
+    )
     epsilons: list[float] = field(default_factory=lambda: [1.0, 8.0], metadata={"help": "Privacy budgets ε."})
     fractions: list[float] = field(
         default_factory=lambda: [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0],

@@ -49,7 +49,10 @@ def test_the_table_says_what_the_file_holds_and_nothing_is_run_twice(flags, smal
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [(["--tasks", "cola"], "--tasks must be of mnist, sst2, got 'cola'"), (["--tune_seeds", "1"], "none in both, got [1]")],
+    [
+        (["--tasks", "cola"], "--tasks must be of mnist, mnist-perceptron, sst2, got 'cola'"),
+        (["--tune_seeds", "1"], "none in both, got [1]"),
+    ],
 )
 def test_mistakes_are_one_line(flags, more, message):
     with pytest.raises(SystemExit, match=re.escape(message)):

@@ -112,7 +112,7 @@ def test_the_fraction_reaches_the_optimizer(flags, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--tasks", "cola"], "--tasks must be of mnist, sst2, got 'cola'"),
+        (["--tasks", "cola"], "--tasks must be of mnist, mnist-perceptron, sst2, got 'cola'"),
         (["--tune_seeds", "2"], "--tune_seeds must have one seed or more and --report_seeds two or more, with none in both"),
         (
             ["--report_seeds", "7"],
