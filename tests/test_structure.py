@@ -161,13 +161,13 @@ def test_public_names():
     assert all(hasattr(doppler_hf, name) for name in doppler_hf.__all__)
     assert not hasattr(doppler_hf, "no_such_name")
     assert sorted(doppler_hf.filters.__all__) == [
-        "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter", "autocorrelation",
-        "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter", "butterworth", "chebyshev1",
-        "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output",
-        "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
-        "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain",
-        "optimal_fir", "parse_name", "power_spectral_density", "signal_to_noise_ratio",
-        "step_response", "write_coefficients",
+        "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "Trajectory", "auto_filter",
+        "auto_noise_shape", "autocorrelation", "autocorrelation_from_products", "autocorrelation_standard_error",
+        "best_filter", "butterworth", "chebyshev1", "chebyshev2", "convergence_noise_factor", "corrected_noise_gain",
+        "corrected_output", "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response",
+        "from_coefficients", "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average",
+        "noise_gain", "optimal_fir", "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response",
+        "write_coefficients",
     ]  # fmt: skip
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "LowPassOptimizer", "OptimalFIR", "WeightFilter"]
     assert sorted(doppler_hf.privacy.__all__) == [

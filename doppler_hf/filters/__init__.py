@@ -10,10 +10,11 @@
 - spectrum: measured autocorrelations and spectra
 - best: the best filter for a signal
 - fir: taps from gradients
+- trajectory: what noise and delay do to the path of the weights
 - auto: a choice for who has none
 """
 
-from doppler_hf.filters.auto import auto_filter
+from doppler_hf.filters.auto import auto_filter, auto_noise_shape
 from doppler_hf.filters.best import best_filter
 from doppler_hf.filters.design import (
     PAPER_FILTERS,
@@ -45,12 +46,13 @@ from doppler_hf.filters.spectrum import (
     measure_noise_gain,
     power_spectral_density,
 )
+from doppler_hf.filters.trajectory import Trajectory
 
 __all__ = [
-    "PAPER_FILTERS", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter", "autocorrelation",
-    "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter", "butterworth", "chebyshev1",
-    "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output", "estimate_autocorrelation",
-    "estimate_power", "filter_figures", "frequency_response", "from_coefficients", "group_delay", "impulse_response",
-    "measure_noise_gain", "momentum", "moving_average", "noise_gain", "optimal_fir", "parse_name",
-    "power_spectral_density", "signal_to_noise_ratio", "step_response", "write_coefficients",
+    "PAPER_FILTERS", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "Trajectory", "auto_filter",
+    "auto_noise_shape", "autocorrelation", "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter",
+    "butterworth", "chebyshev1", "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output",
+    "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
+    "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain", "optimal_fir",
+    "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response", "write_coefficients",
 ]  # fmt: skip

@@ -1,9 +1,10 @@
 """One private run of transformers' Trainer: its parts, its callbacks and its outputs.
 
 - private_run: the run, whose parts are opened and closed together
+- choices: the filter and the shape of the noise, as named or chosen
 - plan: every number of the mechanism, computed once
 - engine: the self-check, the engine of per-sample gradients, and its first pass
-- optimizer: the optimizer of the arguments, with the filter that they name or that is chosen for the run
+- optimizer: the optimizer of the arguments
 - ledger_callback: the ledger during training, and the guard of the budget
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start

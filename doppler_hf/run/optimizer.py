@@ -1,18 +1,12 @@
-"""The optimizer of a private run: the host's weight-decay groups, the filter, the base optimizer, and GaLore.
-
-The filter is one of the grammar, one adapted to the gradients, or one computed from the run's plan. Choosing it costs no
-privacy, since it depends on arguments and public numbers only.
-"""
+"""The optimizer of a private run: the host's weight-decay groups, the filter, the base optimizer, and GaLore."""
 
 from collections.abc import Collection
 
-import torch
 from torch import nn
-from transformers import get_scheduler
-from transformers.trainer_utils import SchedulerType
 
-from doppler_hf.filters import LowPassFilter, auto_filter, noise_gain, parse_name
+from doppler_hf.filters import LowPassFilter, noise_gain
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
+from doppler_hf.run.choices import chosen_filter
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.galore import GaloreArguments, target_parameters
@@ -40,7 +34,6 @@ def optimizer_of(
     projected = {} if targets is None else target_parameters(model, targets)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     noise_std = run.settled_noise_std
-    dimension = sum(p.numel() for _, p in named)
     groups = (
         {
             "params": [p for name, p in named if (name in decayed, name in projected) == (decays, is_projected)],
@@ -53,7 +46,7 @@ def optimizer_of(
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
         lr=args.learning_rate,
-        low_pass_filter=chosen_filter(args, steps=run.statement.steps_planned, noise_std=noise_std, dimension=dimension),
+        low_pass_filter=chosen_filter(args, run.statement, dimension=run.dimension),
         base=args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,
@@ -61,54 +54,6 @@ def optimizer_of(
         noise_std=noise_std,
         **{name: value for name, value in vars(galore).items() if name != "rank"},  # which some groups have
     )
-
-
-def chosen_filter(
-    args: DopplerTrainingArguments, *, steps: int, noise_std: float, dimension: int
-) -> LowPassFilter | OptimalFIR:
-    """Return the filter of a run.
-
-    Args:
-        args: The arguments.
-        steps: T, the number of steps of the run.
-        noise_std: Standard deviation of the noise per coordinate of the mean gradient.
-        dimension: Number of trained parameters d.
-    """
-    word, _ = parse_name(args.low_pass_filter)
-    if word == "optimal-fir":
-        return OptimalFIR.parse(args.low_pass_filter)
-    if word != "auto":
-        return LowPassFilter.parse(args.low_pass_filter)
-    return auto_filter(
-        steps=steps,
-        noise_std=noise_std,
-        max_grad_norm=args.per_sample_max_grad_norm,
-        dimension=dimension,
-        learning_rates=learning_rates_of(args, steps=steps),
-    )
-
-
-def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[float] | None:
-    """Return the learning rate of each step by the arguments' schedule, shape (steps,), in units of `learning_rate`.
-
-    None for a schedule that depends on the evaluation, which is unknown before the run.
-    """
-    if args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
-        return None
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = get_scheduler(
-        args.lr_scheduler_type,
-        optimizer=optimizer,
-        num_warmup_steps=args.get_warmup_steps(steps),
-        num_training_steps=steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
-    rates = []
-    for _ in range(steps):
-        rates.append(float(scheduler.get_last_lr()[0]))
-        optimizer.step()
-        scheduler.step()
-    return rates
 
 
 def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter | OptimalFIR) -> str:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import PoissonSampler, PrivacyLedger, PrivacyStatement, default_delta, get_noise_multiplier
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -20,10 +21,33 @@ _CALIBRATED_FOR: Final = (
 )  # fmt: skip
 
 
+def planned_steps(args: DopplerTrainingArguments, sampler: PoissonSampler) -> int:
+    """Return T, by the host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against.
+
+    Raises:
+        ValueError: If the run would have no step.
+    """
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
+    if steps < 1:
+        raise ValueError(f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps.")
+    return steps
+
+
+def planned_delta(args: DopplerTrainingArguments, sampler: PoissonSampler) -> float:
+    """Return δ, given or the default."""
+    return default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
+
+
+def loss_share(args: DopplerTrainingArguments) -> float:
+    """Return the share s of the budget that the private training loss has."""
+    return 0.0 if args.train_loss_budget is None else args.train_loss_budget
+
+
 def planned_statement(
     args: DopplerTrainingArguments,
     *,
     sampler: PoissonSampler,
+    noise_shape: NoiseShape,
     noise_source: str,
     records_raw: bool = False,
     earlier: PrivacyLedger | None = None,
@@ -34,6 +58,7 @@ def planned_statement(
     Args:
         args: The arguments.
         sampler: The sampler.
+        noise_shape: The shape of the noise.
         noise_source: The source of the noise, in one line.
         records_raw: Whether gradients are recorded before they are private.
         earlier: The ledger that the run continues. Resumed unchanged, it keeps the mechanism of the last run. With
@@ -43,12 +68,8 @@ def planned_statement(
     Raises:
         ValueError: If no noise reaches the target.
     """
-    # The host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against.
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
-    if steps < 1:
-        raise ValueError(f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps.")
-    delta = default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
-    share = 0.0 if args.train_loss_budget is None else args.train_loss_budget
+    steps, delta = planned_steps(args, sampler), planned_delta(args, sampler)
+    share = loss_share(args)
     column = args.privacy_unit_column
 
     def under(noise_multiplier: float) -> PrivacyStatement:
@@ -59,7 +80,7 @@ def planned_statement(
             expected_batch_size=sampler.expected_batch_size,
             sample_rate=sampler.sample_rate,
             noise_multiplier=noise_multiplier,
-            noise_shape=args.noise_shape,
+            noise_shape=str(noise_shape),
             per_sample_max_grad_norm=args.per_sample_max_grad_norm,
             clipping=args.clipping,
             clipping_granularity=args.clipping_granularity,

@@ -5,6 +5,7 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_da
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.generators import Refill, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
+from doppler_hf.run.choices import chosen_noise_shape
 from doppler_hf.run.engine import attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.plan import budget_spent, planned_statement
@@ -45,11 +47,13 @@ class PrivateRun:
         args: The arguments.
         train_dataset: The private examples.
         expected_batch_size: B, over all processes.
+        dimension: Number of trained parameters d.
         recorders: The callbacks that record gradients.
         checkpoint: The folder from which the run is resumed, or None.
         earlier: The ledger that it continues, or None.
 
     Attributes:
+        dimension: As given.
         statement: Every public number of the run, as in its ledger.
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
@@ -68,11 +72,12 @@ class PrivateRun:
         train_dataset: Any,
         *,
         expected_batch_size: int,
+        dimension: int,
         recorders: Sequence[GradientRecorder] = (),
         checkpoint: str | None = None,
         earlier: PrivacyLedger | None = None,
     ) -> None:
-        self._args, self._earlier = args, earlier
+        self._args, self._earlier, self.dimension = args, earlier, dimension
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
@@ -80,7 +85,8 @@ class PrivateRun:
         self._is_released = False
         self.fill_generators = Refill(args.noise_seed, rank=args.process_index)
         column = args.privacy_unit_column
-        self.sampler = PoissonSampler(
+        new_sampler = functools.partial(
+            PoissonSampler,
             num_examples=len(train_dataset),
             expected_batch_size=expected_batch_size,
             micro_batches=args.gradient_accumulation_steps,
@@ -89,14 +95,16 @@ class PrivateRun:
             lengths=lengths_of(train_dataset),
             units=None if column is None else units_of(train_dataset, column=column),
             max_examples_per_unit=args.max_examples_per_unit,
-            groups=NoiseShape.parse(args.noise_shape).bands,
             seed=args.noise_seed,
         )
+        shape = chosen_noise_shape(args, sampler=new_sampler(), dimension=dimension)
+        self.sampler: PoissonSampler = new_sampler(groups=shape.bands)
         state = Path(checkpoint or "") / TRAINER_STATE_NAME
         self._first_step = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0
         self.statement = planned_statement(
             args,
             sampler=self.sampler,
+            noise_shape=shape,
             noise_source=noise_source(
                 args.noise_generator, floating_point_safe=args.floating_point_safe, seed=args.noise_seed
             ),
@@ -107,7 +115,7 @@ class PrivateRun:
         self.mechanism: Mechanism = self._gaussian(
             self.statement.noise_multiplier,
             args.per_sample_max_grad_norm,
-            shape=NoiseShape.parse(args.noise_shape),
+            shape=shape,
             # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
             draw_ahead=args.device.type != "cpu",
         )
@@ -204,6 +212,11 @@ class PrivateRun:
     def settled_noise_std(self) -> float:
         """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
         return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
+
+    @property
+    def noise_in_words(self) -> str:
+        """The noise over time, whether it was chosen, and how often a unit takes part."""
+        return ("auto: " if self._args.noise_shape == "auto" else "") + self.statement.noise_shape_in_words
 
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, from the sampler and the mechanism themselves."""

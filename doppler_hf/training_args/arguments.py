@@ -87,7 +87,8 @@ class DopplerTrainingArguments(TrainingArguments):
     noise_shape: str = HfArg(
         default="white",
         help="Shape of the noise over the steps: white, or banded:bands=4, whose noise of one step takes back part of that "
-        "of the three before, so that less of it stays in the weights. It keeps bands - 1 gradients of memory.",
+        "of the three before, so that less of it stays in the weights. It keeps bands - 1 gradients of memory. auto: the "
+        "shape that leaves the least noise in the weights, by ε, steps, schedule and filter.",
     )
     low_pass_filter: str = HfArg(
         default="none",
@@ -151,7 +152,8 @@ class DopplerTrainingArguments(TrainingArguments):
         """Check the arguments, as HF does those that it has."""
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
-        self.noise_shape = str(NoiseShape.parse(self.noise_shape))
+        if self.noise_shape != "auto":
+            self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         self.low_pass_filter = canonical(self.low_pass_filter)
         if self.weight_filter is not None:
             self.weight_filter = str(LowPassFilter.parse(self.weight_filter))

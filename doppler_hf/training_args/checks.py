@@ -131,6 +131,11 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value != default_of(args, name) and not has_effect:
             raise ValueError(f"{name}={value!r} has no effect {reason}. {mend}, or leave it out.")
+    if args.noise_shape == "auto" and args.target_epsilon is None:
+        raise ValueError(
+            "noise_shape='auto' compares shapes of equal ε and must have target_epsilon, got noise_multiplier="
+            f"{args.noise_multiplier}. Set target_epsilon, or name a shape such as 'banded:bands=4'."
+        )
     if args.noise_shape != "white" and args.low_pass_filter.startswith("optimal-fir"):
         raise ValueError(
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "

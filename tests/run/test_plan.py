@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from doppler_hf.filters import NoiseShape
+from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.plan import planned_statement
@@ -18,9 +20,10 @@ DELTA = 1000**-1.1
 def plan_of(tmp_path, *, earlier=None, first_step=0, **overrides):
     # RDP takes the least time, and is not what is taken by default.
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100, accountant="rdp") | overrides
-    return planned_statement(
-        arguments(tmp_path, **options), sampler=SAMPLER, noise_source="a coin", earlier=earlier, first_step=first_step
-    )
+    args = arguments(tmp_path, **options)
+    shape = NoiseShape.parse(args.noise_shape)
+    terms = dict(sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
+    return planned_statement(args, **terms, earlier=earlier, first_step=first_step)
 
 
 def ledger_after(steps, plan, *, continues=None, from_step=0):
@@ -111,11 +114,11 @@ def test_a_private_loss_pays_out_of_the_same_budget(tmp_path):
 
 def test_the_statement_says_what_the_plan_does(tmp_path):
     args = arguments(tmp_path, noise_multiplier=None, target_epsilon=3.0, max_steps=100, noise_generator="philox")
-    statement = planned_statement(args, sampler=SAMPLER, noise_source="philox")
+    statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="philox")
     sigma = get_noise_multiplier(target_epsilon=3.0, target_delta=DELTA, sample_rate=0.05, steps=100)
     assert (statement.noise_multiplier, statement.steps_planned, statement.private) == (sigma, 100, True)
     assert statement.noise_source == "philox"
     assert statement.unit_of_privacy == "one example"
     seeded = arguments(tmp_path, noise_seed=1)
     sampler = PoissonSampler(num_examples=1000, expected_batch_size=50, seed=1)
-    assert not planned_statement(seeded, sampler=sampler, noise_source="").private
+    assert not planned_statement(seeded, sampler=sampler, noise_shape=WHITE, noise_source="").private

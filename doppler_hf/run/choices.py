@@ -1,0 +1,108 @@
+"""The filter and the shape of the noise of a run: as they are named, or as `auto` chooses them.
+
+Choosing costs no privacy, since it depends on arguments and public numbers only: ε, δ, q, T, C, the number of trained
+parameters and the schedule.
+"""
+
+import math
+
+import torch
+from transformers import get_scheduler
+from transformers.trainer_utils import SchedulerType
+
+from doppler_hf.filters import LowPassFilter, NoiseShape, auto_filter, auto_noise_shape, parse_name
+from doppler_hf.optim import OptimalFIR
+from doppler_hf.privacy import PoissonSampler, PrivacyStatement, get_noise_multiplier
+from doppler_hf.privacy.accounting import Releases
+from doppler_hf.run.plan import loss_share, planned_delta, planned_steps
+from doppler_hf.training_args import DopplerTrainingArguments
+
+
+def chosen_filter(
+    args: DopplerTrainingArguments, statement: PrivacyStatement, *, dimension: int
+) -> LowPassFilter | OptimalFIR:
+    """Return the filter of a run.
+
+    Args:
+        args: The arguments.
+        statement: The run's statement, with its noise.
+        dimension: Number of trained parameters d.
+    """
+    word, _ = parse_name(args.low_pass_filter)
+    if word == "optimal-fir":
+        return OptimalFIR.parse(args.low_pass_filter)
+    if word != "auto":
+        return LowPassFilter.parse(args.low_pass_filter)
+    return auto_filter(
+        steps=statement.steps_planned,
+        noise_std=statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size,
+        max_grad_norm=statement.per_sample_max_grad_norm,
+        dimension=dimension,
+        learning_rates=learning_rates_of(args, steps=statement.steps_planned),
+        noise=NoiseShape.parse(statement.noise_shape),
+    )
+
+
+def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSampler, dimension: int) -> NoiseShape:
+    """Return the shape of the noise of a run.
+
+    `auto` chooses for the whole of the planned run, also where only a part of it is ahead: a resumed run has the same shape.
+
+    Args:
+        args: The arguments.
+        sampler: A sampler of the run's units, whose groups do not matter.
+        dimension: Number of trained parameters d.
+    """
+    if args.noise_shape != "auto":
+        return NoiseShape.parse(args.noise_shape)
+    steps, max_norm = planned_steps(args, sampler), args.per_sample_max_grad_norm
+
+    def noise_std_of(bands: int) -> float:
+        turns = Releases.in_turns(1.0, sampler.sample_rate, steps, groups=bands)
+        if bands > 1 and turns.sample_rate >= 1.0:
+            return math.inf
+        assert args.target_epsilon is not None
+        try:
+            # Only shapes are compared, so that the quickest accountant will do: PLD and PRV agree in four digits.
+            sigma = get_noise_multiplier(
+                target_epsilon=args.target_epsilon,
+                target_delta=planned_delta(args, sampler),
+                sample_rate=turns.sample_rate,
+                steps=turns.steps,
+                accountant="pld",
+            )
+        except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
+            return math.inf
+        return sigma / math.sqrt(1.0 - loss_share(args)) * max_norm / sampler.expected_batch_size
+
+    return auto_noise_shape(
+        noise_std_of,
+        steps=steps,
+        max_grad_norm=max_norm,
+        dimension=dimension,
+        learning_rates=learning_rates_of(args, steps=steps),
+        low_pass_filter=None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter),
+    )
+
+
+def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[float] | None:
+    """Return the learning rate of each step by the arguments' schedule, shape (steps,), in units of `learning_rate`.
+
+    None for a schedule that depends on the evaluation, which is unknown before the run.
+    """
+    if args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
+        return None
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+    rates = []
+    for _ in range(steps):
+        rates.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return rates

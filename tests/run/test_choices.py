@@ -1,0 +1,140 @@
+"""Filter and shape of the noise are the ones that were named, or follow from public numbers of the run alone."""
+
+import re
+
+import pytest
+from transformers import TrainerCallback
+
+from doppler_hf.filters import LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
+from doppler_hf.filters.noise_shape import WHITE
+from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multiplier
+from doppler_hf.privacy.accounting import Releases
+from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
+from doppler_hf.run.plan import planned_statement
+from tests.support.trainers import Recorder, arguments, text_data, trainer_of
+
+
+class StopAt(TrainerCallback):
+    """Ends the training early."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
+# A run in which shaping pays, and of whose target `noise_multiplier` is not asked.
+SHAPED = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=60, noise_shape="auto", accountant="rdp")
+# HF's default schedule is linear.
+RATES = [1 - step / 60 for step in range(60)]
+
+
+def filter_of(tmp_path, *, shape=WHITE, **overrides):
+    args = arguments(tmp_path, **(dict(max_steps=400) | overrides))
+    plan = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
+    return plan, chosen_filter(args, plan, dimension=20_000)
+
+
+@pytest.mark.parametrize("name", ["none", "momentum", "butterworth:order=2,cutoff=0.1", "b=0.1,0.1;a=1,-0.8"])
+def test_a_named_filter_is_taken_as_it_is(tmp_path, name):
+    assert filter_of(tmp_path, low_pass_filter=name)[1] == LowPassFilter.parse(name)
+
+
+@pytest.mark.parametrize("shape", ["white", "banded:bands=4"])
+def test_an_auto_filter_follows_from_the_plan_the_schedule_and_the_shape(tmp_path, shape):
+    shape = NoiseShape.parse(shape)
+    plan, chosen = filter_of(tmp_path, low_pass_filter="auto", noise_shape=str(shape), shape=shape)
+    common = dict(steps=400, noise_std=plan.noise_multiplier / 50, max_grad_norm=1.0, dimension=20_000)
+    rates = [1 - step / 400 for step in range(400)]
+    assert chosen == auto_filter(**common, learning_rates=rates, noise=shape)
+    assert chosen != auto_filter(**common, noise=shape)
+
+
+@pytest.mark.parametrize("name", ["white", "banded:bands=3", "banded:c=1.0,0.25"])
+def test_a_named_shape_is_taken_as_it_is(tmp_path, name):
+    args = arguments(tmp_path, noise_shape=name)
+    assert chosen_noise_shape(args, sampler=SAMPLER, dimension=10) == NoiseShape.parse(name)
+
+
+@pytest.mark.parametrize("low_pass_filter", ["none", "momentum", "auto"])
+def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter):
+    def noise_std_of(bands):
+        turns = Releases.in_turns(1.0, 0.05, 60, groups=bands)
+        terms = dict(target_epsilon=8.0, target_delta=1000**-1.1, accountant="pld")
+        return get_noise_multiplier(**terms, sample_rate=turns.sample_rate, steps=turns.steps) / 50
+
+    args = arguments(tmp_path, **SHAPED, low_pass_filter=low_pass_filter)
+    chosen = chosen_noise_shape(args, sampler=SAMPLER, dimension=20_000)
+    named = None if low_pass_filter == "auto" else LowPassFilter.parse(low_pass_filter)
+    common = dict(steps=60, max_grad_norm=1.0, dimension=20_000, learning_rates=RATES)
+    assert chosen == auto_noise_shape(noise_std_of, **common, low_pass_filter=named)
+    assert chosen.bands > 1
+
+
+def test_the_noise_of_a_private_loss_counts(tmp_path):
+    options = SHAPED | dict(low_pass_filter="auto", report_train_loss="private")
+    # With half of the budget the noise is larger by √2, and the filter that shares the work with the shape is later.
+    little, half = (
+        chosen_noise_shape(arguments(tmp_path, **options, train_loss_budget=share), sampler=SAMPLER, dimension=20_000)
+        for share in (0.001, 0.9)
+    )
+    assert little != half
+
+
+@pytest.mark.parametrize("batch_size", [400, 501, 1000])
+def test_no_shape_has_more_groups_than_there_are_units_for(tmp_path, batch_size):
+    sampler = PoissonSampler(num_examples=1000, expected_batch_size=batch_size)
+    chosen = chosen_noise_shape(arguments(tmp_path, **SHAPED), sampler=sampler, dimension=10)
+    assert chosen.bands * batch_size < 1000 or chosen.is_white
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(lr_scheduler_type="constant"), [1.0] * 10),
+        (dict(lr_scheduler_type="linear"), [1 - step / 10 for step in range(10)]),
+        (dict(lr_scheduler_type="constant_with_warmup", warmup_steps=4), [0.0, 0.25, 0.5, 0.75, *[1.0] * 6]),
+        (dict(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps"), None),
+    ],
+)
+def test_learning_rates_are_the_hosts(tmp_path, options, expected):
+    rates = learning_rates_of(arguments(tmp_path, max_steps=10, **options), steps=10)
+    assert rates == expected or rates == pytest.approx(expected)
+
+
+def test_learning_rates_are_those_that_training_has(tmp_path):
+    class Rates(Recorder):
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            self.gradients.append(optimizer.param_groups[0]["lr"])
+
+    rates = Rates()
+    trainer = trainer_of(tmp_path, callbacks=[rates], max_steps=6, lr_scheduler_type="cosine", warmup_steps=2)
+    trainer.train()
+    assert [0.01 * rate for rate in learning_rates_of(trainer.args, steps=6)] == pytest.approx(rates.gradients)
+
+
+def test_auto_stands_in_the_summary_and_the_ledger_and_a_resumed_run_keeps_it(tmp_path, capsys):
+    options = SHAPED | dict(max_steps=12, save_strategy="steps", save_steps=6, low_pass_filter="auto")
+    data = text_data(400)
+    trainer = trainer_of(tmp_path, data=data, callbacks=[StopAt(6)], **options)
+    trainer.train()
+    shape = trainer.private_run.statement.noise_shape
+    assert NoiseShape.parse(shape).bands > 1
+    assert trainer.private_run.sampler.groups == NoiseShape.parse(shape).bands
+    printed = re.sub(r"[\s│]+", "", capsys.readouterr().out)
+    assert f"auto:{shape}:" in printed
+    assert "auto:none" in printed  # twelve steps are too few to be late
+    assert PrivacyLedger.load(tmp_path / "out").statement.noise_shape == shape
+    resumed = trainer_of(tmp_path, data=data, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
+    again = resumed.private_run.statement
+    assert (again.noise_shape, again.noise_multiplier) == (shape, trainer.private_run.statement.noise_multiplier)
+
+
+def test_auto_needs_a_target(tmp_path):
+    with pytest.raises(
+        ValueError, match=re.escape("must have target_epsilon, got noise_multiplier=1.5. Set target_epsilon")
+    ):
+        arguments(tmp_path, noise_shape="auto", noise_multiplier=1.5)
