@@ -376,10 +376,22 @@ def test_an_example_of_any_size_leaves_the_others_as_they_are(name, scales, norm
     assert_same_sums(both, {key: first[key] + second[key] for key in both}, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("scales", [(1e-23, 1e17), (1e-24, 1e18), (1e18, 1e-25)])
+@pytest.mark.parametrize("name", ["linear", "long", "square", "tied"])
+def test_small_factors_do_not_hide_a_norm_above_a_small_bound(name, scales):
+    """Their squares vanish, or nearly so, while their product is ten times the clip norm."""
+    model, inputs, weights = far_apart(name, *scales)
+    norm = norm_of(exact_gradients(model, inputs, weights))
+    only_first = torch.tensor([1.0, 0.0]).view(2, *(1 for _ in weights.shape[1:]))
+    options = dict(max_grad_norm=norm / 10, norm_rule="ghost")
+    ours = contribution(model, lambda: (model(inputs) * weights * only_first).flatten(1).sum(dim=1), **options)
+    assert norm / 10 * (1 - 1e-2) <= ours <= norm / 10 * (1 + SLACK)
+
+
 def test_small_factors_leave_no_trace_in_the_bound_where_they_cancel():
     """Two tokens of opposite sign and hidden size: the rest is what counts."""
-    model, inputs, weights = far_apart("linear", 1e17, 1e-23)
-    inputs, weights = inputs.repeat(1, 2, 1), in_pairs(weights, 1e3)
+    model, inputs, weights = far_apart("linear", 1e17, 1.0)
+    inputs, weights = inputs.repeat(1, 2, 1), in_pairs(weights, 1e3) * 1e-23
     norm = norm_of(exact_gradients(model, inputs, weights))
     only_first = torch.tensor([1.0, 0.0]).view(2, 1, 1)
     options = dict(max_grad_norm=norm / 10, norm_rule="ghost")
