@@ -253,6 +253,29 @@ def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(tmp_path, mo
     assert 0.1e-3 < change <= 1e-3 * (1 + 1e-4)  # five examples of much the same direction, not five times C
 
 
+def test_rows_in_another_order_give_no_user_the_share_of_another(tmp_path):
+    """Every other example is the only one of its user; with one user more, all others change places."""
+    rows = [
+        {"input_ids": [10 + number] * (3 + number), "attention_mask": [1] * (3 + number), "labels": number % 2}
+        for number in range(13)
+    ]
+    names = ["added", *[f"user {number}" if number % 2 else "of many" for number in range(1, 13)]]
+    whole = Dataset.from_list(rows).add_column("user_id", names)
+    sums = []
+    for run, data in enumerate((whole, whole.select(range(1, 13)))):
+        recorder, batch = Recorder(), 8 - run  # all users, so that every draw takes them all
+        trainer = trainer_of(
+            tmp_path / str(run), data=data, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", max_steps=1,
+            per_sample_max_grad_norm=1e-3, privacy_unit_column="user_id", noise_seed=0, per_device_train_batch_size=batch,
+            gradient_accumulation_steps=1, grad_sample_self_check=False,
+        )  # fmt: skip
+        trainer.data_collator = lambda examples: pad(examples[::-1])
+        trainer.train()
+        sums.append(batch * recorder.gradients[0])
+    change = torch.linalg.vector_norm(sums[0] - sums[1])
+    assert 0.9e-3 < change <= 1e-3 * (1 + 1e-4)
+
+
 def test_a_user_contributes_the_mean_of_its_clipped_gradients(tmp_path, monkeypatch):
     everything_drawn(monkeypatch)
     recorder, data = Recorder(), users()
