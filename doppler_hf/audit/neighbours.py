@@ -7,8 +7,9 @@ more, and u alone. It watches what the mechanism receives, puts zeros in place o
     distance   ‖sum(S ∪ u) − sum(S)‖ / C             which the guarantee assumes to be at most 1
     coupling   ‖sum(S ∪ u) − sum(S) − sum(u)‖ / C    how much u changes what the others contribute; 0 but for rounding
 
-The coins are held: the model is in training mode without dropout, and of a unit with too many examples the first are taken.
-That masks and random collators follow secret coins of the example alone is for the generators (`privacy.generators`).
+The coins are held: the model is in training mode without dropout, a random data set gives an example the same numbers each
+time, and of a unit with too many examples the first are taken. A random collator draws for a batch, so that none of its
+coins can be held for one example. That all of these follow secret coins is for the generators (`privacy.generators`).
 """
 
 import contextlib
@@ -19,21 +20,23 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
-from doppler_hf.privacy.batching.probe import drawn, is_random_data, labels_of
+from doppler_hf.privacy.batching.probe import drawn, is_random_data, labels_of, refuse_own_generators
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
 from doppler_hf.privacy.clipping.model_coins import is_random
 from doppler_hf.privacy.clipping.self_check import norm_of
+from doppler_hf.privacy.generators import fill_generators
 from doppler_hf.privacy.noise import Mechanism
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
@@ -121,16 +124,20 @@ def neighbour_distances(
     if not 1 <= size < number_of_units:
         raise ValueError(f"draw_size must lie in [1, {number_of_units - 1}], below the number of units, got {size}.")
     loader = trainer.get_train_dataloader()
-    if is_random_data(loader, [0, len(loader.examples) - 1]):
+    ends = [0, len(loader.examples) - 1]
+    refuse_own_generators(loader, ends)
+    is_held = is_random_data(loader, ends)
+    if is_held and is_random_data(trainer.private_run.loader(HeldExamples(loader.examples), loader.collator), ends):
         raise ValueError(
             "data_collator must not be random in a neighbour test, in which all others keep their masks, got one that draws "
-            "new ones. Take one that is not. Whether the random one mixes examples is checked before training."
+            "new ones for every batch. Take one that is not, or mask in the data set. Whether the random one mixes examples "
+            "is checked before training."
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
     draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, seed=seed, labels=labels)
     with restored(trainer), tempfile.TemporaryDirectory() as folder, held_coins(trainer, loader):
         trainer.args = harmless(trainer.args, steps=len(draws), folder=folder)
-        watched = ScriptedRun(trainer, draws)
+        watched = ScriptedRun(trainer, draws, is_held=is_held)
         trainer._new_run = watched.new_run  # type: ignore[method-assign]
         # The host and the training step switch the model to training mode.
         trainer.model.train = lambda mode=True: trainer.model
@@ -162,6 +169,29 @@ def neighbouring_draws(
         others = generator.choice(np.delete(np.arange(sampler.num_units), unit), size=size, replace=False)
         draws += [others, np.append(others, unit), np.array([unit])]
     return draws
+
+
+@final
+class HeldExamples(Dataset[Any]):
+    """A random data set whose every example gets the same random numbers whenever it is fetched, whatever is beside it.
+
+    Examples are fetched one by one: whether a transform of several mixes them is checked before training.
+
+    Args:
+        examples: The data set.
+    """
+
+    def __init__(self, examples: Any) -> None:
+        self._examples = examples
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one example."""
+        fill_generators(int(index))
+        return self._examples[int(index)]
 
 
 class Coins:
@@ -222,8 +252,8 @@ class Witness:
 class ScriptedRun:
     """Makes the trainer's runs with coins that are told, and with witnesses in place of their mechanisms."""
 
-    def __init__(self, trainer: DopplerTrainer, draws: list[Int[np.ndarray, " _"]]) -> None:
-        self._make, self._draws, self._args = trainer._new_run, draws, trainer.args
+    def __init__(self, trainer: DopplerTrainer, draws: list[Int[np.ndarray, " _"]], *, is_held: bool) -> None:
+        self._make, self._draws, self._args, self._is_held = trainer._new_run, draws, trainer.args, is_held
         self.witnesses: list[Witness] = []
 
     def new_run(self, **options: Any) -> PrivateRun:
@@ -231,6 +261,9 @@ class ScriptedRun:
         run = self._make(**options)
         shard = np.arange(self._args.process_index, run.sampler.num_units, self._args.world_size)
         run.sampler.coins = Coins(self._draws, shard=shard)  # type: ignore[method-assign]
+        if self._is_held:
+            load = run.loader
+            run.loader = lambda dataset, collator: load(HeldExamples(dataset), collator)  # type: ignore[method-assign]
         run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)
         self.witnesses = [witness]
         if run.private_loss is not None:

@@ -12,7 +12,7 @@ from doppler_hf.audit.neighbours import neighbouring_draws
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
 from tests.audit.neighbour_cases import SETTINGS, USUAL, cases, collator_for, result_of, trainer_for
-from tests.support.tiny import pad, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of, weights
 
 
@@ -59,6 +59,51 @@ def test_in_low_precision_too(tmp_path, precision):
     assert not result.contradicts_claim
     assert result.distances.max() < 1.0 + 1e-5  # clipped in float32, whatever the forward pass rounds to
     assert result.couplings.max() < (1e-5 if precision == "float32" else 0.3)
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Tokens of an example are hidden at random, each time others."""
+
+    def __init__(self):
+        self.rows = text_data()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return hide(self.rows[index])
+
+
+class Own(Augmented):
+    """From a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        return hide(self.rows[index], random=self.generator.random)
+
+
+def hide(row, *, random=np.random.random):
+    return row | {"input_ids": [4 if random() < 0.3 else token for token in row["input_ids"]]}
+
+
+def hide_in_all(rows):
+    return rows | {"input_ids": [hide({"input_ids": tokens})["input_ids"] for tokens in rows["input_ids"]]}
+
+
+RANDOM = {"data set": Augmented, "transform": lambda: text_data().with_transform(hide_in_all)}
+
+
+@pytest.mark.parametrize("data", RANDOM)
+def test_random_augmentation_is_held_for_the_others(tmp_path, data):
+    options = dict(clipping="vanilla", per_sample_max_grad_norm=1e-3, gradient_accumulation_steps=2)
+    trainer = trainer_of(tmp_path, model=tiny_bert().double(), data=RANDOM[data](), **options)
+    result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
+    assert 0.9 < result.distances.max() <= 1.0 + 1e-6
+    assert result.couplings.max() < 1e-12
+    assert len({str(trainer.train_dataset[0]) for _ in range(16)}) > 1  # by itself it is as random as before
 
 
 # --- defects are seen -----------------------------------------------------------------------------------------------------
@@ -178,6 +223,9 @@ def test_what_cannot_be_tested_is_refused(tmp_path):
             neighbour_distances(trainer, draw_size=size)
     trainer.data_collator = drawing
     with pytest.raises(ValueError, match="data_collator must not be random in a neighbour test"):
+        neighbour_distances(trainer)
+    trainer.data_collator, trainer.train_dataset = pad, Own()
+    with pytest.raises(ValueError, match="train_dataset must draw all random numbers from the global generators"):
         neighbour_distances(trainer)
     with pytest.raises(ValueError, match="disable_dp must be False for a neighbour test, got True"):
         neighbour_distances(trainer_of(tmp_path, disable_dp=True, noise_multiplier=None))
