@@ -10,6 +10,8 @@ from transformers import (
     BertForSequenceClassification,
     ConvBertConfig,
     ConvBertForSequenceClassification,
+    CpmAntConfig,
+    CpmAntForCausalLM,
     FNetConfig,
     FNetForSequenceClassification,
     HubertConfig,
@@ -306,6 +308,17 @@ def test_a_group_norm_over_time_is_refused_by_name(tmp_path, config, model):
     next(part for name, part in model.named_modules() if name.endswith("pos_conv_embed")).requires_grad_(False)
     options = dict(model=model, cls=Speech, data=sounds(), remove_unused_columns=False)
     refused(tmp_path, r"layer '\S*feature_extractor\S*' \(\w+\) depends on the length", collator=padded_sounds, **options)
+
+
+def test_a_model_that_masks_as_if_padded_on_the_left_is_refused_and_not_the_engine(tmp_path):
+    """Gradients of short examples, which it leaves out, are far larger alone than in the batch."""
+    torch.manual_seed(0)
+    config = CpmAntConfig(
+        vocab_size=50, hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=16, num_hidden_layers=1, prompt_length=2,
+        prompt_types=8, segment_types=4, position_bias_num_buckets=8, position_bias_max_distance=16,
+    )  # fmt: skip
+    options = dict(model=CpmAntForCausalLM(config), remove_unused_columns=False)
+    refused(tmp_path, r"layer '\S+softmax' \(Softmax\) depends on the length", collator=of_tokens, **options)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ class Comparison:
             """Return how far autograd's gradient of a batch is from the sum of those of its examples."""
             expected = sum(gradients_of(self._losses_of(dict(part)), one).get(parameter, torch.zeros(())) for part in parts)
             found = gradients_of(self._losses_of(dict(inputs)), one).get(parameter, torch.zeros(()))
-            return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected).clamp(min=1e-30))
+            # Of the batch's size, as `off` is: it may be far below that of the examples.
+            return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(found).clamp(min=1e-30))
 
         if relative_change(self._together, [alone[index] for index in self._rows]) < off / 10:
             return (
