@@ -1,4 +1,4 @@
-"""The matrix conventions that privacy and optim share: the side that a subspace belongs to, and the precision of products.
+"""What files share about tensors: the side that a subspace belongs to, the precision of products, and equal numbers.
 
 A gradient G of shape (m, n) is read in a subspace of its *shorter* side, with P of shape (min(m, n), rank):
 
@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 
@@ -50,6 +50,11 @@ def factors(
 def in_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return the values themselves, or a float32 copy if they are of half precision."""
     return values.float() if values.itemsize < 4 else values
+
+
+def same(first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."]) -> bool:
+    """Return whether two tensors hold the same numbers, of which some may be NaN."""
+    return first.shape == second.shape and bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.batching.probe import drawn, is_random_data, labels_of, refuse_own_generators
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
 from doppler_hf.privacy.clipping.model_coins import is_random
-from doppler_hf.privacy.clipping.self_check import norm_of
+from doppler_hf.privacy.clipping.plain_autograd import norm_of
 from doppler_hf.privacy.generators import fill_generators
 from doppler_hf.privacy.noise import Mechanism
 from doppler_hf.run.ledger_callback import PrivacyCallback

@@ -5,12 +5,11 @@ Nothing about the examples that this uses is released: the outcome depends on mo
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy import ClippedGradients, PrivacyStatement
@@ -18,17 +17,18 @@ from doppler_hf.privacy.batching.probe import Probe, Probes
 from doppler_hf.privacy.clipping.as_in_training import (
     in_full_precision,
     left_as_it_was,
+    moved,
     with_small_capacity,
     without_coins,
     without_dropout,
 )
 from doppler_hf.privacy.clipping.model_coins import is_random, refuse_neighbours, refuse_own_coins
-from doppler_hf.privacy.clipping.self_check import Comparison, Expected, moved
+from doppler_hf.privacy.clipping.plain_autograd import Losses
+from doppler_hf.privacy.clipping.self_check import Comparison, Expected
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.training_args import DopplerTrainingArguments
 
-Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 # Relative, of gradients: batches of one and of three are rounded differently.
 ROUNDING, ROUNDING_BF16 = 1e-3, 0.1
 

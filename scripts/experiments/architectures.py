@@ -36,8 +36,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.privacy.clipping.as_in_training import with_small_capacity, without_coins
-from doppler_hf.privacy.clipping.self_check import gradients_of, moved, norm_of
+from doppler_hf.privacy.clipping.as_in_training import moved, with_small_capacity, without_coins
+from doppler_hf.privacy.clipping.plain_autograd import gradients_of, norm_of
 from doppler_hf.privacy.losses import per_sample_losses, token_task
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line

@@ -28,7 +28,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.host_layers",
     "doppler_hf.privacy.clipping.model_coins",
     "doppler_hf.privacy.clipping.other_layers",
-    "doppler_hf.privacy.clipping.self_check",
+    "doppler_hf.privacy.clipping.plain_autograd",
     "doppler_hf.privacy.clipping.torch_layers",
     "doppler_hf.privacy.losses",
     "doppler_hf.privacy.noise",

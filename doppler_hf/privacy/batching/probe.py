@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.fetching import fetch
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.generators import fill_generators, filled_generators
@@ -169,7 +170,7 @@ def drawn(loader: PrivateLoader, indices: Sequence[int], *, trial: int = 0) -> I
 def is_random_data(loader: PrivateLoader, indices: Sequence[int]) -> bool:
     """Return whether random numbers show in the batches of a loader."""
     first = drawn(loader, indices)
-    return not all(same(first, drawn(loader, indices, trial=trial)) for trial in range(1, _TRIALS))
+    return not all(same_batch(first, drawn(loader, indices, trial=trial)) for trial in range(1, _TRIALS))
 
 
 def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None:
@@ -178,7 +179,7 @@ def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None
     Raises:
         ValueError: If an example is another one at the second look, from generators in the same state.
     """
-    if same(drawn(loader, indices), drawn(loader, indices)):
+    if same_batch(drawn(loader, indices), drawn(loader, indices)):
         return
     with filled_generators(0):
         examples = fetch(loader.examples, indices, fill=functools.partial(fill_generators, 0))
@@ -186,11 +187,11 @@ def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None
         for _ in range(2):
             fill_generators(0)
             collated.append(loader.collator(list(examples)))
+    culprit = "train_dataset" if same_batch(*collated) else "data_collator"
     raise ValueError(
-        f"{'train_dataset' if same(*collated) else 'data_collator'} must draw all random numbers from the global generators "
-        "of torch, NumPy or Python, which are secret in a private run, got other numbers from the same state of these. From "
-        "a generator of its own, in the order of the draw, one example more would change the others. Draw from the global "
-        "ones."
+        f"{culprit} must draw all random numbers from the global generators of torch, NumPy or Python, which are secret in "
+        "a private run, got other numbers from the same state of these. From a generator of its own, in the order of the "
+        "draw, one example more would change the others. Draw from the global ones."
     )
 
 
@@ -207,7 +208,7 @@ def refuse_random_mixing(loader: PrivateLoader, pair: Sequence[int], other: int)
     rows = [(first_rows(one, 2), first_rows(two, 2)) for one, two in zip(three, changed, strict=True) if alike(one, two)]
     # What no coin changes must not depend on how many examples there are either.
     fewer = [[drawn(loader, indices, trial=trial) for trial in trials] for indices in ([small], [small, large])]
-    if not all(same(*pair) for pair in rows) or not same_constants(three, *fewer):
+    if not all(same_batch(*pair) for pair in rows) or not same_constants(three, *fewer):
         raise ValueError(
             "data_collator must return a row for each example that depends on that example alone, got others for the first "
             "of some examples when the others were changed or left out. Use a collator that mixes no examples (no MixUp, "
@@ -240,9 +241,9 @@ def alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     return all(value.shape == second[name].shape for name, value in first.items() if isinstance(value, Tensor))
 
 
-def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+def same_batch(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether the tensors of two batches are equal."""
-    return all(torch.equal(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
+    return all(same(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
 
 
 def cut_out(inputs: Mapping[str, Any], index: int, *, like: Mapping[str, Any]) -> Inputs:

@@ -7,7 +7,9 @@
 - torch_layers, host_layers, other_layers: rules for the layers of torch, of transformers and PEFT, and for all others
 - refused_layers: layers that mix examples
 - self_check: a comparison of the engine with plain autograd
-- as_in_training: the model for that comparison, without coins and autocast
+- plain_autograd: the gradients that it is compared with
+- at_fault: what makes an example's gradient change with the others
+- as_in_training: the model for that comparison, without coins, autocast and zeros
 - model_coins: whether a loss depends on its example and on the global generators alone
 - writes: what a forward pass writes into a model
 """

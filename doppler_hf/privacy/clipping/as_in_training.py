@@ -2,7 +2,7 @@
 
 What couples examples may do so in training mode only: a router's capacity, MixUp under `if model.training`. So a comparison
 must not be made in evaluation mode; it must not be random either. Every probability that a model or its config keeps is
-therefore set to zero, in training mode.
+therefore set to zero, in training mode. Weights must not be zero: what passes through them would agree whatever was wrong.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 # dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.
 _PROBABILITY = re.compile(r"drop|jitter|mask_\w*prob")
+# Adapters, gates and layer scales begin below this. Matrices begin at about 0.02 or more, and need not be copied.
+NEARLY_ZERO = 0.01
 
 
 @contextlib.contextmanager
@@ -120,3 +122,26 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
         torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
         for tensor, data in before:
             tensor.data = data
+
+
+@contextlib.contextmanager
+def moved(model: nn.Module) -> Iterator[None]:
+    """Add a little fixed noise to the trained parameters that are nearly zero throughout, and restore them exactly."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    small = [parameter for parameter in trained if parameter.numel() and is_nearly_zero(parameter.detach())]
+    before = [parameter.detach().clone() for parameter in small]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for parameter in small:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(small, before, strict=True):
+                parameter.copy_(value)
+
+
+def is_nearly_zero(values: Tensor) -> bool:
+    """Return whether no element is far from zero; of most tensors, the first ones tell."""
+    return all(bool(part.abs().max() < NEARLY_ZERO) for part in (values.flatten()[:64], values))

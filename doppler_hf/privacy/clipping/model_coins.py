@@ -4,13 +4,15 @@ These are filled with secret words before each forward pass. A generator with a 
 draw instead, and so does what is remembered of earlier batches.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from doppler_hf.linalg import same
+from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.generators import filled_generators
 
@@ -18,8 +20,6 @@ from doppler_hf.privacy.generators import filled_generators
 _TRIALS = 16
 # Stochastic depth leaves out a layer of an example with a probability of a few hundredths, and scales it otherwise.
 _MANY_TRIALS = 256
-
-Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 
 
 def losses_under(trial: int, losses_of: Losses, inputs: Mapping[str, Any]) -> Float[Tensor, " batch"]:
@@ -74,11 +74,6 @@ def refuse_own_coins(
             "model or compute_per_sample_loss seeds them (torch.manual_seed, set_seed), and one example more would change "
             "the masks of the others. Seed nothing there."
         )
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors hold the same numbers, of which some may be NaN."""
-    return torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def refuse_neighbours(losses_of: Losses, inputs: Mapping[str, Any], *, tolerance: float) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from doppler_hf.linalg import same
+
 
 @contextlib.contextmanager
 def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterator[None]:
@@ -22,7 +24,7 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
     frozen, before = frozen_sums(model), buffers_of(model)
     yield
     after = buffers_of(model)
-    written = [name for name in after if not same(after[name], before.get(name))]
+    written = [name for name in after if name not in before or not same(after[name], before[name])]
     saved = model.state_dict().keys()
     if written:
         with torch.no_grad():
@@ -30,7 +32,7 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
         # Sensitivity: a buffer that other data of the same shapes leave alone, such as a table of rotary embeddings, holds
         # nothing about an example but how long it is padded; and it is not saved.
         now = buffers_of(model)
-        written = [name for name in written if name in saved or not same(after[name], now.get(name))]
+        written = [name for name in written if name in saved or name not in now or not same(after[name], now[name])]
     sums = frozen_sums(model)
     written += [name for name in frozen if sums[name] != frozen[name]]
     if written:
@@ -50,13 +52,6 @@ def frozen_sums(model: nn.Module) -> dict[str, float]:
     """Return the sum of each frozen parameter's elements by name: copies of a large model would not fit."""
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: float(torch.sum(parameter, dtype=torch.float64)) for name, parameter in frozen.items()}
-
-
-def same(first: Tensor, second: Tensor | None) -> bool:
-    """Return whether two tensors hold the same numbers, of which some may be NaN."""
-    if second is None or first.shape != second.shape:
-        return False
-    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def of_other_content(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""Plain autograd: the losses and gradients that the engine is compared with before the first step."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+# A function that calls the model with inputs and returns one loss per example.
+Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
+
+
+def refuse_number_of_losses(losses: Any, number: int) -> None:
+    """Refuse more or fewer losses than examples, and what has no gradient.
+
+    Raises:
+        ValueError: If `losses` are not a tensor of shape (number,) that is attached to the graph.
+    """
+    if not isinstance(losses, Tensor) or not losses.requires_grad:
+        kind = "one without a gradient" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise ValueError(
+            f"compute_per_sample_loss must return a tensor that is attached to the graph, got {kind}. Return one loss for "
+            "each example, without detach(), item() or torch.no_grad()."
+        )
+    if losses.shape != (number,):
+        raise ValueError(
+            # Not their shape, which may hold the length of an example: messages end in logs.
+            f"The losses of {number} collated examples must have shape ({number},), got {losses.ndim} dimensions or another "
+            "number. Let the collator return one row for each example, and compute_per_sample_loss one loss."
+        )
+
+
+def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the ordinary gradients by name, from `.grad`: re-entrant checkpointing leaves them nowhere else."""
+    for parameter in parameters.values():
+        parameter.grad = None
+    losses.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return gradients
+
+
+def norm_of(tensors: Collection[Tensor]) -> float:
+    """Return the joint norm, each row's in its own precision and the whole in float64."""
+    rows = [torch.linalg.vector_norm(tensor, dim=-1) if tensor.ndim else tensor for tensor in tensors]
+    norm = math.hypot(*(float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows))
+    if math.isfinite(norm):
+        return norm
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
