@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 # Two processes of one thread each: torch's own threads would fight over the cores.
 PYTEST := $(BIN)/python -m pytest -n 2
 
+# Or every process would compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart check test test-slow test-gpu install clean
 
 quickstart: install

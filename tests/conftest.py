@@ -11,6 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import jaxtyping
 import pytest
 
+# No power is lost here, so that no test has to wait for a disk. What the ledger synchronizes, test_ledger.py holds.
+os.fsync = lambda descriptor: None
+# All that is imported stays; see `pytest_collection_finish`.
+gc.disable()
+
 
 def pytest_sessionstart(session):
     """Import what most tests need, ahead of the collection, in which the warnings of libraries are errors.
@@ -32,6 +37,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,8 @@
 """Tiny models and data, made on the spot."""
 
+import copy
+import functools
+
 import numpy as np
 import torch
 from datasets import Dataset
@@ -25,6 +28,11 @@ def tiny_bert(**overrides):
 
 def text_data(num_examples=24, seed=0, labels=2):
     """Tokenized examples of differing lengths whose label can be read off the first token."""
+    return copy.copy(_made_once(num_examples, seed, labels))
+
+
+@functools.cache
+def _made_once(num_examples, seed, labels):
     generator = np.random.default_rng(seed)
     rows = []
     for _ in range(num_examples):

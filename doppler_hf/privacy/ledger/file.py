@@ -27,9 +27,12 @@ SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 _PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting")
 
 
+_version = functools.cache(importlib.metadata.version)  # which reads the whole description of a package
+
+
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages for noise, clipping and accounting."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    return {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()}
 
 
 @functools.cache
