@@ -32,7 +32,8 @@ READING: Final = (
 )
 SHAPES: Final = (
     "Relative to white noise of equal ε: end, the noise of the sum of all gradients, which stays in the weights; step, that "
-    "of one step. noise_shape trades the second for the first."
+    "of one step; path, what is added up and partly forgotten in the weights while the learning rate falls linearly, by "
+    "which noise_shape='auto' chooses."
 )
 FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
 
@@ -206,10 +207,10 @@ def alternatives_table(
 def shapes_table(shapes: list[ShapedRun], low_pass_filter: LowPassFilter) -> Table:
     """Lay out the run with other shapes of the noise."""
     filtered = low_pass_filter != PAPER_FILTERS["none"]
-    columns = [Column("noise_shape"), *(Column(name, justify="right") for name in ("σ", "end", "step"))]
-    columns += [Column("filtered", justify="right")] if filtered else []
+    names = ("σ", "end", "step", *(["filtered"] if filtered else []), "path")
+    columns = [Column("noise_shape"), *(Column(name, justify="right") for name in names)]
     table = Table(*columns, title="Shapes of the noise", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for each in shapes:
-        numbers = (each.end, each.step, each.filtered) if filtered else (each.end, each.step)
+        numbers = (each.end, each.step, *([each.filtered] if filtered else []), each.path)
         table.add_row(str(each.shape), f"{each.noise_multiplier:#.4g}", *(f"{number:.2f}" for number in numbers))
     return table

@@ -24,7 +24,7 @@ from doppler_hf.filters.design import PAPER_FILTERS, butterworth, positive_integ
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.filters.spectrum import check_noise
-from doppler_hf.filters.trajectory import Trajectory
+from doppler_hf.filters.trajectory import SIGNAL_SHARE, Trajectory
 
 # The most that a filter may be late, as a share of the run.
 MAX_DELAY_SHARE: Final = 0.02
@@ -64,9 +64,9 @@ def auto_filter(
             or the learning rates are not one for each step, negative, not finite, or all zero.
 
     Example:
-        >>> print(auto_filter(steps=1000, noise_std=1e-3, max_grad_norm=1.0, dimension=100_000_000))
+        >>> print(auto_filter(steps=1000, noise_std=1e-3, max_grad_norm=1.0, dimension=1_000_000))
         butterworth:order=1,cutoff=0.0174
-        >>> print(auto_filter(steps=1000, noise_std=1e-3, max_grad_norm=1.0, dimension=100_000))
+        >>> print(auto_filter(steps=1000, noise_std=1e-3, max_grad_norm=1.0, dimension=1_000))
         none
     """
     trajectory = Trajectory(steps, learning_rates)
@@ -127,11 +127,11 @@ def auto_noise_shape(
 
 
 def _noise_to_signal(noise_std: float, *, max_grad_norm: float, dimension: int) -> float:
-    """Return R."""
+    """Return R, for a mean gradient of the norm that is assumed."""
     check_noise(noise_std)
     if not 0 < max_grad_norm < math.inf:
         raise ValueError(f"max_grad_norm must be positive and finite, got {max_grad_norm}.")
-    return positive_integer("dimension", dimension) * (noise_std / max_grad_norm) ** 2
+    return positive_integer("dimension", dimension) * (noise_std / (SIGNAL_SHARE * max_grad_norm)) ** 2
 
 
 def _best_filter(trajectory: Trajectory, noise: NoiseShape, *, noise_to_signal: float, steps: int) -> LowPassFilter:

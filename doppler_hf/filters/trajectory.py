@@ -19,9 +19,10 @@ steps and fast noise does not: this is what shaping uses. With τ_s → ∞ the 
 short memory leaves that of single steps; Koloskova et al. 2023 (https://arxiv.org/abs/2302.01463) bound the convergence of
 SGD with correlated noise by the same windows, of 1/(η L) steps.
 
-What is assumed, because nobody knows it before the run: ‖s‖ = C, the most that clipping leaves, and that the gradient turns
-by its own length in a tenth of the way that the weights go: τ_s = 0.1 Σ η / η̂, T/10 steps at a constant rate and T/20 with a
-decay to zero. Both numbers are conventions.
+What is assumed, because nobody knows it before the run: that of the clip norm C a tenth is left in the mean over the batch,
+‖s‖ = C/10, and that the gradient turns by its own length in a tenth of the way that the weights go: τ_s = 0.1 Σ η / η̂, T/10
+steps at a constant rate and T/20 with a decay to zero. Both numbers are conventions. Of the first we have measured 0.03 to
+0.2 in runs on MNIST, digits and CIFAR-10.
 """
 
 import math
@@ -42,6 +43,9 @@ from doppler_hf.filters.response import group_delay
 # The share of the way of the weights after which the gradient is taken to have turned by its own length.
 TURN_SHARE: Final = 0.1
 
+# The norm of the mean gradient, as a share of C.
+SIGNAL_SHARE: Final = 0.1
+
 # The fewest steps in which it turns: shorter runs than 20 steps are treated as ones that forget half of the noise a step.
 MIN_TURN_STEPS: Final = 2.0
 
@@ -52,7 +56,7 @@ LEAST_GAIN: Final = 0.01
 
 @final
 class Trajectory:
-    """The path of the weights over a run, of which only the length and the schedule are known.
+    """The path of the weights over a run of which only the length and the schedule are known.
 
     Args:
         steps: Length of the run T.
@@ -101,12 +105,12 @@ class Trajectory:
         return shape.norm**2 * float(np.sum(passed / self._power(shape.c)))
 
     def error(self, low_pass_filter: LowPassFilter, shape: NoiseShape = WHITE, *, noise_to_signal: float) -> float:
-        """Return D² Σ (η_t/η̂)² + R V, the squared error of the path in units of (η̂ C)².
+        """Return D² Σ (η_t/η̂)² + R V, the squared error of the path in units of (η̂ ‖s‖)².
 
         Args:
             low_pass_filter: The filter.
             shape: The shape of the noise.
-            noise_to_signal: R = d (noise_std / C)², with noise_std = σC/B.
+            noise_to_signal: R = d noise_std² / ‖s‖², with noise_std = σC/B.
         """
         (delay,) = group_delay(low_pass_filter, np.zeros(1))
         return float(delay) ** 2 * self._squared_rates + noise_to_signal * self.noise(low_pass_filter, shape)

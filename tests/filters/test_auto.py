@@ -25,7 +25,7 @@ SIGMAS = {1: 0.8346, 2: 0.9837, 4: 1.2071, 8: 1.5438, 16: 2.0154}
 
 
 def auto(**overrides):
-    options = dict(steps=1000, noise_std=1e-3, max_grad_norm=1.0, dimension=10_000_000)
+    options = dict(steps=1000, noise_std=1e-3, max_grad_norm=1.0, dimension=100_000)
     return auto_filter(**(options | overrides))
 
 
@@ -96,7 +96,7 @@ def test_the_delay_is_at_most_a_fiftieth_of_the_run(steps, noise_std):
 
 @pytest.mark.parametrize(("name", "factor"), [("noise_std", 2.0), ("dimension", 4), ("max_grad_norm", 0.5)])
 def test_more_noise_for_the_signal_filters_more(name, factor):
-    options = dict(noise_std=1e-3, dimension=10_000_000, max_grad_norm=1.0)
+    options = dict(noise_std=1e-3, dimension=100_000, max_grad_norm=1.0)
     more = auto(**{name: type(options[name])(options[name] * factor)})
     assert delay(more) > 1.3 * delay(auto())
     assert more == auto(noise_std=2e-3)

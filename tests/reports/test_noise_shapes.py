@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from doppler_hf.filters import PAPER_FILTERS, NoiseShape
+from doppler_hf.filters import PAPER_FILTERS, NoiseShape, Trajectory
 from doppler_hf.privacy import default_delta, get_epsilon
 from doppler_hf.reports.noise_shapes import shapes_of_equal_epsilon
 from doppler_hf.reports.planned_runs import PlanRequest
@@ -25,8 +25,13 @@ def test_figures_of_equal_epsilon(key):
     white, *others = shapes_of_equal_epsilon(
         run, target_epsilon=epsilon, delta=delta, accountant="prv", low_pass_filter=PAPER_FILTERS["first-order-v1"]
     )
-    assert white == (NoiseShape(), run.noise_multiplier, 1.0, 1.0, 1.0)
-    np.testing.assert_allclose([each[2:] for each in others], FIGURES[key], atol=0.011)
+    assert white == (NoiseShape(), run.noise_multiplier, 1.0, 1.0, 1.0, 1.0)
+    np.testing.assert_allclose([each[2:5] for each in others], FIGURES[key], atol=0.011)
+    rates = [1 - step / run.steps for step in range(run.steps)]
+    path, filtered = Trajectory(run.steps, rates), PAPER_FILTERS["first-order-v1"]
+    for each in others:
+        noise = each.noise_multiplier**2 * path.noise(filtered, each.shape)
+        np.testing.assert_allclose(each.path**2, noise / (run.noise_multiplier**2 * path.noise(filtered)), rtol=1e-9)
     last = others[-1]
     turns = dict(sample_rate=16 * run.sample_rate, steps=-(-run.steps // 16), delta=delta)
     assert epsilon * 0.998 < get_epsilon(noise_multiplier=last.noise_multiplier, **turns) <= epsilon

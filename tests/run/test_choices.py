@@ -34,7 +34,7 @@ RATES = [1 - step / 60 for step in range(60)]
 def filter_of(tmp_path, *, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400) | overrides))
     plan = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
-    return plan, chosen_filter(args, plan, dimension=20_000)
+    return plan, chosen_filter(args, plan, dimension=200)
 
 
 @pytest.mark.parametrize("name", ["none", "momentum", "butterworth:order=2,cutoff=0.1", "b=0.1,0.1;a=1,-0.8"])
@@ -46,7 +46,7 @@ def test_a_named_filter_is_taken_as_it_is(tmp_path, name):
 def test_an_auto_filter_follows_from_the_plan_the_schedule_and_the_shape(tmp_path, shape):
     shape = NoiseShape.parse(shape)
     plan, chosen = filter_of(tmp_path, low_pass_filter="auto", noise_shape=str(shape), shape=shape)
-    common = dict(steps=400, noise_std=plan.noise_multiplier / 50, max_grad_norm=1.0, dimension=20_000)
+    common = dict(steps=400, noise_std=plan.noise_multiplier / 50, max_grad_norm=1.0, dimension=200)
     rates = [1 - step / 400 for step in range(400)]
     assert chosen == auto_filter(**common, learning_rates=rates, noise=shape)
     assert chosen != auto_filter(**common, noise=shape)
@@ -66,9 +66,9 @@ def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter)
         return get_noise_multiplier(**terms, sample_rate=turns.sample_rate, steps=turns.steps) / 50
 
     args = arguments(tmp_path, **SHAPED, low_pass_filter=low_pass_filter)
-    chosen = chosen_noise_shape(args, sampler=SAMPLER, dimension=20_000)
+    chosen = chosen_noise_shape(args, sampler=SAMPLER, dimension=200)
     named = None if low_pass_filter == "auto" else LowPassFilter.parse(low_pass_filter)
-    common = dict(steps=60, max_grad_norm=1.0, dimension=20_000, learning_rates=RATES)
+    common = dict(steps=60, max_grad_norm=1.0, dimension=200, learning_rates=RATES)
     assert chosen == auto_noise_shape(noise_std_of, **common, low_pass_filter=named)
     assert chosen.bands > 1
 
@@ -77,7 +77,7 @@ def test_the_noise_of_a_private_loss_counts(tmp_path):
     options = SHAPED | dict(low_pass_filter="auto", report_train_loss="private")
     # With half of the budget the noise is larger by √2, and the filter that shares the work with the shape is later.
     little, half = (
-        chosen_noise_shape(arguments(tmp_path, **options, train_loss_budget=share), sampler=SAMPLER, dimension=20_000)
+        chosen_noise_shape(arguments(tmp_path, **options, train_loss_budget=share), sampler=SAMPLER, dimension=200)
         for share in (0.001, 0.9)
     )
     assert little != half
