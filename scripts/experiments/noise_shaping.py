@@ -43,11 +43,13 @@ class ShapingArguments:
     bases: list[str] = field(default_factory=lambda: ["sgd", "adam_bc"], metadata={"help": "Of sgd, adam and adam_bc."})
     shapes: list[str] = field(
         default_factory=lambda: ["white", "banded:bands=4"],
-        metadata={"help": "Shapes of the noise; the first is compared with."},
+        metadata={"help": "Shapes of the noise, or auto; the first is compared with."},
     )
     filters: list[str] = field(
         default_factory=lambda: ["none", "first-order-v1"],
-        metadata={"help": "Filters on the gradient, or, as weights:FILTER, on the weights; the first is compared with."},
+        metadata={
+            "help": "Filters on the gradient, auto, or, as weights:FILTER, on the weights; the first is compared with."
+        },
     )
     tune_seeds: list[int] = field(default_factory=lambda: [100, 101], metadata={"help": "Seeds that choose the rate."})
     report_seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds in the table."})

@@ -6,6 +6,7 @@ are filtered. A seed fixes initialization, draws and noise.
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from doppler_hf.filters import LowPassFilter, NoiseShape
+from doppler_hf.filters import LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.optim import DopplerOptimizer, WeightFilter
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, default_delta, get_noise_multiplier
@@ -113,31 +114,53 @@ def train(
         seed: Of initialization, draws and noise.
         steps: T.
         expected_batch_size: B.
-        low_pass_filter: The filter.
+        low_pass_filter: The filter, or auto.
         base: The base optimizer.
-        noise_shape: The shape of the noise.
+        noise_shape: The shape of the noise, or auto.
         floor: That of adam_bc, in units of the noise's variance.
         weight_filter: A filter on the weights, at a constant learning rate: a decay to zero averages by itself.
     """
-    start, task, shape = time.perf_counter(), load(task_name, data_dir), NoiseShape.parse(noise_shape)
+    start, task = time.perf_counter(), load(task_name, data_dir)
     labels, size = task.labels["train"], expected_batch_size
+    torch.manual_seed(seed)
+    network = task.network()
+    rates = [1 - step / steps if weight_filter is None else 1.0 for step in range(steps)]
+    public = {
+        "steps": steps,
+        "max_grad_norm": task.max_grad_norm,
+        "dimension": sum(p.numel() for p in network.parameters()),
+        "learning_rates": rates,
+    }
+
+    def noise_std_of(bands: int) -> float:
+        if bands > 1 and bands * size >= len(labels):
+            return math.inf
+        return noise_multiplier(epsilon, len(labels), size, steps, bands) * task.max_grad_norm / size
+
+    if noise_shape == "auto":
+        given = None if low_pass_filter == "auto" else LowPassFilter.parse(low_pass_filter)
+        shape = auto_noise_shape(noise_std_of, **public, low_pass_filter=given)
+    else:
+        shape = NoiseShape.parse(noise_shape)
+    if low_pass_filter == "auto":
+        chosen = auto_filter(noise_std=noise_std_of(shape.bands), noise=shape, **public)
+    else:
+        chosen = LowPassFilter.parse(low_pass_filter)
     sampler = PoissonSampler(num_examples=len(labels), expected_batch_size=size, groups=shape.bands, seed=seed)
     sigma = noise_multiplier(epsilon, len(labels), size, steps, shape.bands)
     mechanism = GaussianMechanism(
         noise_multiplier=sigma, max_grad_norm=task.max_grad_norm, expected_batch_size=size, shape=shape, seed=seed
     )
-    torch.manual_seed(seed)
-    network = task.network()
     settled = mechanism.noise_std(steps)
     optimizer = DopplerOptimizer(
         network.parameters(),
         lr=lr,
-        low_pass_filter=LowPassFilter.parse(low_pass_filter),
+        low_pass_filter=chosen,
         base=base,
         noise_std=settled,
         floor=floor * settled**2 if base == "adam_bc" else None,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps if weight_filter is None else 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[min(step, steps - 1)])
     averaged = WeightFilter(network.parameters(), LowPassFilter.parse(weight_filter or "none"))
     with ClippedGradients(network, max_grad_norm=task.max_grad_norm, clipping="vanilla") as clipped:
         for step in range(steps):
@@ -158,10 +181,12 @@ def train(
         predicted = network(task.rows(split, np.arange(len(task.labels[split])))).argmax(dim=1)
     return {
         "accuracy": (predicted == task.labels[split]).double().mean().item(),
+        "shape": str(shape),
+        "filter": str(chosen),
         "sigma": sigma,
         "noise_std": settled,
         "max_grad_norm": task.max_grad_norm,
         "num_examples": len(labels),
-        "parameters": sum(p.numel() for p in network.parameters()),
+        "parameters": public["dimension"],
         "seconds": time.perf_counter() - start,
     }
