@@ -1,0 +1,29 @@
+"""The figures on banded-inverse strategies, against matrices and the published σ of the Gaussian mechanism."""
+
+import numpy as np
+import pytest
+
+from doppler_hf.filters import Trajectory
+from doppler_hf.reports.planned_runs import PlannedRun
+from scripts.experiments.banded_inverse import gaussian_sigma, inverse_of, noises, sensitivity
+
+STEPS, EVERY = 12, 5
+
+
+def test_sigma_is_the_published_one():
+    assert gaussian_sigma(1.0, 1e-5) == pytest.approx(3.730632, rel=1e-6)
+
+
+@pytest.mark.parametrize("terms", [1, 2, 5])
+def test_sensitivity_and_sum_are_those_of_the_matrices(terms):
+    inverse = inverse_of(terms)
+    matrix = sum(value * np.eye(STEPS, k=-lag) for lag, value in enumerate(inverse))
+    strategy = np.linalg.inv(matrix)
+    worst = max(np.linalg.norm(strategy[:, first::EVERY].sum(axis=1)) for first in range(EVERY))
+    assert sensitivity(inverse, steps=STEPS, every=EVERY) == pytest.approx(worst, rel=1e-12)
+    run = PlannedRun(num_examples=50, expected_batch_size=10, steps=STEPS, noise_multiplier=0.8, max_grad_norm=1.0)
+    of_sum, of_path = noises(inverse, run, Trajectory(STEPS), epsilon=1.0, delta=1e-5)
+    more = gaussian_sigma(1.0, 1e-5) * worst / 0.8
+    assert of_sum == pytest.approx(more * np.linalg.norm(np.ones(STEPS) @ matrix) / STEPS**0.5, rel=1e-12)
+    if terms == 1:
+        assert of_path == pytest.approx(of_sum, rel=1e-12)
