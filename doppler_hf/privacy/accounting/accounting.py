@@ -12,10 +12,17 @@ from typing import Literal, NamedTuple, get_args
 
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.upper_bounds import Mechanism, pld_epsilon, prv_epsilon, prv_estimate, rdp_epsilon
+from doppler_hf.privacy.accounting.upper_bounds import (
+    Mechanism,
+    pld_epsilon,
+    prv_epsilon,
+    prv_estimate,
+    rdp_epsilon,
+    rdp_estimate,
+)
 
 Accountant = Literal["prv", "rdp", "pld"]
-_Method = Accountant | Literal["estimate"]
+_Method = Accountant | Literal["prv estimate", "rdp estimate"]
 
 # At most this share of the target is left unspent.
 _CALIBRATION_TOLERANCE = 1e-3
@@ -154,8 +161,9 @@ def _composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[M
 
 @functools.lru_cache(maxsize=256)  # The log, the ledger and the guard ask for the same ε, and PRV and PLD take a while.
 def _bound(mechanisms: tuple[Mechanism, ...], *, delta: float, by: _Method) -> float:
-    method = {"prv": prv_epsilon, "rdp": rdp_epsilon, "pld": pld_epsilon, "estimate": prv_estimate}[by]
-    return method(mechanisms, delta=delta)
+    methods = {"prv": prv_epsilon, "rdp": rdp_epsilon, "pld": pld_epsilon}
+    methods |= {"prv estimate": prv_estimate, "rdp estimate": rdp_estimate}
+    return methods[by](mechanisms, delta=delta)
 
 
 def get_epsilons(history: Iterable[Releases], *, delta: float) -> dict[Accountant, float]:
@@ -219,7 +227,8 @@ def get_noise_multiplier(
         return 0.0 if abs(difference) < tolerance else difference
 
     # From fast and rough to the accountant itself, which usually has to be evaluated only once.
-    stages: list[tuple[_Method, float]] = [("rdp", 0.1), ("estimate", 2e-4), (accountant, 0.49 * _CALIBRATION_TOLERANCE)]
+    last: tuple[_Method, float] = (accountant, 0.49 * _CALIBRATION_TOLERANCE)
+    stages: list[tuple[_Method, float]] = [("rdp estimate", 0.1), ("prv estimate", 2e-4), last]
     if accountant == "rdp" or sample_rate == 1.0 or any(entry.sample_rate == 1.0 for entry in spent):
         del stages[1]
     noise_multiplier: float | None = None

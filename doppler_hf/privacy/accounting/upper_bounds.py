@@ -70,6 +70,11 @@ def rdp_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     return epsilon
 
 
+def rdp_estimate(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+    """Return a somewhat larger bound than `rdp_epsilon` in a fraction of the time, as a start for a search."""
+    return _epsilon_at_best_order(mechanisms, _WHOLE_ORDERS, delta=delta)[0]
+
+
 def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     """Return the bound of privacy random variables on ε at `delta`, or that of *rdp* where it is smaller.
 
@@ -100,7 +105,7 @@ def _prv(mechanisms: Sequence[Mechanism], *, delta: float, coarsening: int) -> f
         discretize,
     )
 
-    rdp = rdp_epsilon(mechanisms, delta=delta)
+    rdp = (rdp_epsilon if coarsening == 1 else rdp_estimate)(mechanisms, delta=delta)
     if delta < _SMALLEST_FOURIER_DELTA:
         return rdp
     steps = [count for _, _, count in mechanisms]

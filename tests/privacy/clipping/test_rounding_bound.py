@@ -22,6 +22,9 @@ from tests.support.per_example import (
     norm_of,
 )
 
+# The arrays are those of the other tests of the same functions, which check them; here that would be a third of the time.
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+
 C = 0.1
 SLACK = 1e-6  # a few roundings of float32, of relative size 6e-8 each, in factor times gradient
 EVERY_CLIPPING = [(clipping, granularity) for clipping in CLIPPINGS for granularity in GRANULARITIES]
