@@ -245,16 +245,9 @@ class DopplerTrainer(Trainer):
         # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
         is_checkpoint = _internal_call and output_dir is not None
         speaks = self._ledger_keeper.speaks_for(self.model)  # of the raw weights, for which the filtered ones stand in next
-        with self._weight_filter.applied(), contextlib.ExitStack() as saving:
-            if self.is_world_process_zero():
-                beside = self._ledger_keeper.beside_model(
-                    folder,
-                    self.args,
-                    model=self.model,
-                    speaks=speaks,
-                    checkpoint_step=self.state.global_step if is_checkpoint else None,
-                )
-                saving.enter_context(beside)
+        step = self.state.global_step if is_checkpoint else None
+        beside = self._ledger_keeper.beside_model(folder, self.args, model=self.model, speaks=speaks, checkpoint_step=step)
+        with self._weight_filter.applied(), beside if self.is_world_process_zero() else contextlib.nullcontext():
             super().save_model(output_dir, _internal_call=_internal_call)
             if is_checkpoint:
                 self._weight_filter.add_to_checkpoint(str(folder), self.args)

@@ -22,7 +22,7 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, lengths_of, units_of
+from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader, lengths_of, units_of
 from doppler_hf.privacy.batching.probe import Probes
 from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
 from doppler_hf.privacy.batching.sampling import OfStep
@@ -154,7 +154,7 @@ class PrivateRun:
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
-    def loader(self, dataset: Any, collator: Callable[[Sequence[Any]], dict[str, Any]]) -> PrivateLoader:
+    def loader(self, dataset: Any, collator: Collator) -> PrivateLoader:
         """Return a loader of this run's draws; see `PrivateLoader`."""
         return PrivateLoader(
             dataset,

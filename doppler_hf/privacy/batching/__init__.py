@@ -2,7 +2,6 @@
 
 - sampling: the draw, and its rate
 - same_data: whether all processes have the same examples in the same order
-- fetching: examples and batches, each from generators that were filled for it alone
 - probe: a few examples for the checks before the first step
 - micro_batches: lengths, units of privacy, and the loader that cuts and collates a draw
 """

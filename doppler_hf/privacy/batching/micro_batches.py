@@ -16,10 +16,11 @@ import numpy as np
 from jaxtyping import Float
 from torch.utils.data import DataLoader, Dataset
 
-from doppler_hf.privacy.batching.fetching import FilledCollator, fetch
 from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler
 
 LENGTH_COLUMN = "input_ids"
+
+Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 class MicroBatch(NamedTuple):
@@ -35,6 +36,30 @@ class MicroBatch(NamedTuple):
     inputs: dict[str, Any]
     size: int
     weight: float
+
+
+def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None]) -> list[Any]:
+    """Return some examples as torch's loaders fetch them: together, if the data set has a method for that.
+
+    Args:
+        examples: The data set.
+        indices: Which of them.
+        fill: Fills the global generators; called before each example, or once for those that are fetched together.
+    """
+    if getattr(examples, "__getitems__", None) is not None:
+        fill()
+        return list(examples.__getitems__(list(indices)))
+    found = []
+    for index in indices:
+        fill()
+        found.append(examples[index])
+    return found
+
+
+def collated(examples: Sequence[Any], *, collator: Collator, fill: Callable[[], None]) -> dict[str, Any]:
+    """Return a batch of examples, collated from generators that were filled for it alone."""
+    fill()
+    return collator(examples)
 
 
 class DrawnExamples(Dataset[Any]):
@@ -158,7 +183,7 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
 def collate_piece(
     examples: OfStep,
     *,
-    collator: Callable[[Sequence[Any]], dict[str, Any]],
+    collator: Collator,
     max_tokens: int | None,
     is_weighted: bool = False,
 ) -> OfStep:
@@ -215,7 +240,7 @@ class PrivateLoader(DataLoader[Any]):
         dataset: Any,
         *,
         sampler: PoissonSampler,
-        collator: Callable[[Sequence[Any]], dict[str, Any]],
+        collator: Collator,
         max_tokens: int | None,
         fill: Callable[[], None],
         **options: Any,
@@ -224,11 +249,10 @@ class PrivateLoader(DataLoader[Any]):
             check_token_budget(sampler.lengths, max_tokens=max_tokens)
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
         is_weighted = sampler.weights is not None
+        filled = functools.partial(collated, collator=collator, fill=fill)
         super().__init__(
             DrawnExamples(dataset, sampler.weights, fill=fill),
             batch_sampler=sampler,
-            collate_fn=functools.partial(
-                collate_piece, collator=FilledCollator(collator, fill), max_tokens=max_tokens, is_weighted=is_weighted
-            ),
+            collate_fn=functools.partial(collate_piece, collator=filled, max_tokens=max_tokens, is_weighted=is_weighted),
             **options,
         )

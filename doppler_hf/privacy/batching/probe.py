@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from doppler_hf.linalg import same
-from doppler_hf.privacy.batching.fetching import fetch
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.generators import fill_generators, filled_generators
 
 # Of so many examples, evenly spaced, sizes and labels are taken if they are not known of all; and so many small and large
