@@ -1,7 +1,7 @@
 """ε of groups that take turns: against Google's accountant, and against small mechanisms worked out by enumeration."""
 
-import itertools
 import functools
+import itertools
 import math
 
 import dp_accounting

@@ -1,10 +1,12 @@
 """The ledger adds up what was spent through crashes and restarts, and can be read back only as it was written."""
 
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import math
 import os
+import platform
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -345,6 +347,12 @@ def test_what_is_in_the_file_was_synchronized_before_its_name(tmp_path, monkeypa
         monkeypatch.setattr(os, name, lambda *args, name=name, called=called: (calls.append(name), called(*args)))
     PrivacyLedger.open(statement()).save(tmp_path)
     assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+
+
+def test_it_names_the_versions_that_are_installed():
+    packages = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting")
+    expected = {name: importlib.metadata.version(name) for name in packages} | {"python": platform.python_version()}
+    assert PrivacyLedger.open(statement()).runs[-1].versions == expected
 
 
 def test_a_ledger_is_set_aside_under_its_head(tmp_path):
