@@ -158,8 +158,9 @@ def test_no_bound_is_below_zero():
 
 
 @pytest.mark.parametrize("bound", [prv_epsilon, pld_epsilon])
-def test_rdp_takes_over_where_fourier_transforms_lose_delta(bound):
-    mechanism = [(5.0, 0.1, 100)]
+@pytest.mark.parametrize("sigma", [5.0, 1.0])  # with a whole best order, and with a fractional one
+def test_rdp_takes_over_where_fourier_transforms_lose_delta(sigma, bound):
+    mechanism = [(sigma, 0.1, 100)]
     assert bound(mechanism, delta=0.9e-10) == rdp_epsilon(mechanism, delta=0.9e-10)
     assert bound(mechanism, delta=1.1e-10) < rdp_epsilon(mechanism, delta=1.1e-10)
 
