@@ -105,7 +105,6 @@ class DopplerTrainer(Trainer):
             self.args,
             self.train_dataset,
             expected_batch_size=self.get_total_train_batch_size(self.args),
-            dimension=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             recorders=self._recorders(),
             checkpoint=checkpoint,
             earlier=earlier,

@@ -161,7 +161,7 @@ def test_public_names():
     assert all(hasattr(doppler_hf, name) for name in doppler_hf.__all__)
     assert not hasattr(doppler_hf, "no_such_name")
     assert sorted(doppler_hf.filters.__all__) == [
-        "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "Trajectory", "auto_filter",
+        "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter",
         "auto_noise_shape", "autocorrelation", "autocorrelation_from_products", "autocorrelation_standard_error",
         "best_filter", "butterworth", "chebyshev1", "chebyshev2", "convergence_noise_factor", "corrected_noise_gain",
         "corrected_output", "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response",

@@ -32,8 +32,7 @@ READING: Final = (
 )
 SHAPES: Final = (
     "Relative to white noise of equal ε: end, the noise of the sum of all gradients, which stays in the weights; step, that "
-    "of one step; path, what is added up and partly forgotten in the weights while the learning rate falls linearly, by "
-    "which noise_shape='auto' chooses."
+    "of one step; loop, of the weights once the gradient pulls back through the filter, by which noise_shape='auto' chooses."
 )
 FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
 
@@ -207,10 +206,11 @@ def alternatives_table(
 def shapes_table(shapes: list[ShapedRun], low_pass_filter: LowPassFilter) -> Table:
     """Lay out the run with other shapes of the noise."""
     filtered = low_pass_filter != PAPER_FILTERS["none"]
-    names = ("σ", "end", "step", *(["filtered"] if filtered else []), "path")
+    names = ("σ", "end", "step", *(["filtered"] if filtered else []), "loop")
     columns = [Column("noise_shape"), *(Column(name, justify="right") for name in names)]
     table = Table(*columns, title="Shapes of the noise", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for each in shapes:
-        numbers = (each.end, each.step, *([each.filtered] if filtered else []), each.path)
-        table.add_row(str(each.shape), f"{each.noise_multiplier:#.4g}", *(f"{number:.2f}" for number in numbers))
+        numbers = (each.end, each.step, *([each.filtered] if filtered else []))
+        loop = "unstable" if each.loop is None else f"{each.loop:.2f}"
+        table.add_row(str(each.shape), f"{each.noise_multiplier:#.4g}", *(f"{number:.2f}" for number in numbers), loop)
     return table

@@ -10,12 +10,13 @@
 - spectrum: measured autocorrelations and spectra
 - best: the best filter for a signal
 - fir: taps from gradients
-- trajectory: what noise and delay do to the path of the weights
+- closed_loop: what noise costs once the gradient pulls back
 - auto: a choice for who has none
 """
 
 from doppler_hf.filters.auto import auto_filter, auto_noise_shape
 from doppler_hf.filters.best import best_filter
+from doppler_hf.filters.closed_loop import ClosedLoop
 from doppler_hf.filters.design import (
     PAPER_FILTERS,
     butterworth,
@@ -46,10 +47,9 @@ from doppler_hf.filters.spectrum import (
     measure_noise_gain,
     power_spectral_density,
 )
-from doppler_hf.filters.trajectory import Trajectory
 
 __all__ = [
-    "PAPER_FILTERS", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "Trajectory", "auto_filter",
+    "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
     "auto_noise_shape", "autocorrelation", "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter",
     "butterworth", "chebyshev1", "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output",
     "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",

@@ -7,7 +7,7 @@ less of it.
 import math
 from typing import Final, NamedTuple
 
-from doppler_hf.filters import LowPassFilter, NoiseShape, Trajectory, noise_gain
+from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_noise_multiplier
 from doppler_hf.reports.planned_runs import PlannedRun
 
@@ -23,7 +23,8 @@ class ShapedRun(NamedTuple):
         end: Noise of the sum of all gradients, which stays in the weights of SGD at a constant learning rate.
         step: Noise of one step, once it has settled.
         filtered: Noise of one step after the filter.
-        path: Noise on the path of the filtered weights at a learning rate that falls linearly (`filters.trajectory`).
+        loop: Noise in the weights once the gradient pulls back, through the filter, at a learning rate that falls linearly
+            (`filters.closed_loop`): the root of what it costs in loss. None if the filter makes a loop that is unstable.
     """
 
     shape: NoiseShape
@@ -31,7 +32,7 @@ class ShapedRun(NamedTuple):
     end: float
     step: float
     filtered: float
-    path: float
+    loop: float | None
 
 
 def shapes_of_equal_epsilon(
@@ -44,14 +45,14 @@ def shapes_of_equal_epsilon(
         target_epsilon: ε > 0.
         delta: δ, in (0, 1).
         accountant: The accountant that calibrates.
-        low_pass_filter: The filter, by which `filtered` and `path` are.
+        low_pass_filter: The filter, by which `filtered` and `loop` are.
 
     Returns:
         White noise first, then shapes of more bands, as far as a unit is drawn in its turn with a probability below 1.
     """
     runs, white = [], run.noise_multiplier * noise_gain(low_pass_filter) ** 0.5
-    trajectory = Trajectory(run.steps, [1 - step / run.steps for step in range(run.steps)])
-    of_white = trajectory.noise(low_pass_filter)
+    loop = ClosedLoop(run.steps, [1 - step / run.steps for step in range(run.steps)])
+    of_white = loop.loss(low_pass_filter)
     for bands in BANDS:
         shape = NoiseShape.banded(bands)
         turns = Releases.in_turns(run.noise_multiplier, run.sample_rate, run.steps, groups=bands)
@@ -77,7 +78,7 @@ def shapes_of_equal_epsilon(
                 end=more * shape.std_of_sum(run.steps) / math.sqrt(run.steps),
                 step=more * shape.std(run.steps),
                 filtered=sigma * noise_gain(low_pass_filter, shape) ** 0.5 / white,
-                path=more * math.sqrt(trajectory.noise(low_pass_filter, shape) / of_white),
+                loop=None if math.isinf(of_white) else more * math.sqrt(loop.loss(low_pass_filter, shape) / of_white),
             )
         )
     return runs

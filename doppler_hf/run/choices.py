@@ -1,7 +1,7 @@
 """The filter and the shape of the noise of a run: as they are named, or as `auto` chooses them.
 
-Choosing costs no privacy, since it depends on arguments and public numbers only: ε, δ, q, T, C, the number of trained
-parameters and the schedule.
+Choosing costs no privacy, since it depends on arguments and public numbers only: ε, δ, q, T and the
+schedule.
 """
 
 import math
@@ -14,19 +14,16 @@ from doppler_hf.filters import LowPassFilter, NoiseShape, auto_filter, auto_nois
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.privacy import PoissonSampler, PrivacyStatement, get_noise_multiplier
 from doppler_hf.privacy.accounting import Releases
-from doppler_hf.run.plan import loss_share, planned_delta, planned_steps
+from doppler_hf.run.plan import planned_delta, planned_steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
-def chosen_filter(
-    args: DopplerTrainingArguments, statement: PrivacyStatement, *, dimension: int
-) -> LowPassFilter | OptimalFIR:
+def chosen_filter(args: DopplerTrainingArguments, statement: PrivacyStatement) -> LowPassFilter | OptimalFIR:
     """Return the filter of a run.
 
     Args:
         args: The arguments.
-        statement: The run's statement, with its noise.
-        dimension: Number of trained parameters d.
+        statement: The run's statement, with the shape of its noise.
     """
     word, _ = parse_name(args.low_pass_filter)
     if word == "optimal-fir":
@@ -34,16 +31,13 @@ def chosen_filter(
     if word != "auto":
         return LowPassFilter.parse(args.low_pass_filter)
     return auto_filter(
-        steps=statement.steps_planned,
-        noise_std=statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size,
-        max_grad_norm=statement.per_sample_max_grad_norm,
-        dimension=dimension,
+        statement.steps_planned,
         learning_rates=learning_rates_of(args, steps=statement.steps_planned),
         noise=NoiseShape.parse(statement.noise_shape),
     )
 
 
-def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSampler, dimension: int) -> NoiseShape:
+def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSampler) -> NoiseShape:
     """Return the shape of the noise of a run.
 
     `auto` chooses for the whole of the planned run, also where only a part of it is ahead: a resumed run has the same shape.
@@ -51,20 +45,19 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
     Args:
         args: The arguments.
         sampler: A sampler of the run's units, whose groups do not matter.
-        dimension: Number of trained parameters d.
     """
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
-    steps, max_norm = planned_steps(args, sampler), args.per_sample_max_grad_norm
+    steps = planned_steps(args, sampler)
 
-    def noise_std_of(bands: int) -> float:
+    def noise_multiplier_of(bands: int) -> float:
         turns = Releases.in_turns(1.0, sampler.sample_rate, steps, groups=bands)
         if bands > 1 and turns.sample_rate >= 1.0:
             return math.inf
         assert args.target_epsilon is not None
         try:
             # Only shapes are compared, so that the quickest accountant will do: PLD and PRV agree in four digits.
-            sigma = get_noise_multiplier(
+            return get_noise_multiplier(
                 target_epsilon=args.target_epsilon,
                 target_delta=planned_delta(args, sampler),
                 sample_rate=turns.sample_rate,
@@ -73,13 +66,10 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
             )
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return math.inf
-        return sigma / math.sqrt(1.0 - loss_share(args)) * max_norm / sampler.expected_batch_size
 
     return auto_noise_shape(
-        noise_std_of,
-        steps=steps,
-        max_grad_norm=max_norm,
-        dimension=dimension,
+        noise_multiplier_of,
+        steps,
         learning_rates=learning_rates_of(args, steps=steps),
         low_pass_filter=None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter),
     )

@@ -46,7 +46,7 @@ def optimizer_of(
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
         lr=args.learning_rate,
-        low_pass_filter=chosen_filter(args, run.statement, dimension=run.dimension),
+        low_pass_filter=chosen_filter(args, run.statement),
         base=args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,

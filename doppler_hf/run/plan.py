@@ -38,11 +38,6 @@ def planned_delta(args: DopplerTrainingArguments, sampler: PoissonSampler) -> fl
     return default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
 
 
-def loss_share(args: DopplerTrainingArguments) -> float:
-    """Return the share s of the budget that the private training loss has."""
-    return 0.0 if args.train_loss_budget is None else args.train_loss_budget
-
-
 def planned_statement(
     args: DopplerTrainingArguments,
     *,
@@ -69,7 +64,7 @@ def planned_statement(
         ValueError: If no noise reaches the target.
     """
     steps, delta = planned_steps(args, sampler), planned_delta(args, sampler)
-    share = loss_share(args)
+    share = 0.0 if args.train_loss_budget is None else args.train_loss_budget
     column = args.privacy_unit_column
 
     def under(noise_multiplier: float) -> PrivacyStatement:

@@ -47,13 +47,11 @@ class PrivateRun:
         args: The arguments.
         train_dataset: The private examples.
         expected_batch_size: B, over all processes.
-        dimension: Number of trained parameters d.
         recorders: The callbacks that record gradients.
         checkpoint: The folder from which the run is resumed, or None.
         earlier: The ledger that it continues, or None.
 
     Attributes:
-        dimension: As given.
         statement: Every public number of the run, as in its ledger.
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
@@ -72,12 +70,11 @@ class PrivateRun:
         train_dataset: Any,
         *,
         expected_batch_size: int,
-        dimension: int,
         recorders: Sequence[GradientRecorder] = (),
         checkpoint: str | None = None,
         earlier: PrivacyLedger | None = None,
     ) -> None:
-        self._args, self._earlier, self.dimension = args, earlier, dimension
+        self._args, self._earlier = args, earlier
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
@@ -97,7 +94,7 @@ class PrivateRun:
             max_examples_per_unit=args.max_examples_per_unit,
             seed=args.noise_seed,
         )
-        shape = chosen_noise_shape(args, sampler=new_sampler(), dimension=dimension)
+        shape = chosen_noise_shape(args, sampler=new_sampler())
         self.sampler: PoissonSampler = new_sampler(groups=shape.bands)
         state = Path(checkpoint or "") / TRAINER_STATE_NAME
         self._first_step = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0

@@ -125,25 +125,19 @@ def train(
     torch.manual_seed(seed)
     network = task.network()
     rates = [1 - step / steps if weight_filter is None else 1.0 for step in range(steps)]
-    public = {
-        "steps": steps,
-        "max_grad_norm": task.max_grad_norm,
-        "dimension": sum(p.numel() for p in network.parameters()),
-        "learning_rates": rates,
-    }
 
-    def noise_std_of(bands: int) -> float:
+    def noise_multiplier_of(bands: int) -> float:
         if bands > 1 and bands * size >= len(labels):
             return math.inf
-        return noise_multiplier(epsilon, len(labels), size, steps, bands) * task.max_grad_norm / size
+        return noise_multiplier(epsilon, len(labels), size, steps, bands)
 
     if noise_shape == "auto":
         given = None if low_pass_filter == "auto" else LowPassFilter.parse(low_pass_filter)
-        shape = auto_noise_shape(noise_std_of, **public, low_pass_filter=given)
+        shape = auto_noise_shape(noise_multiplier_of, steps, learning_rates=rates, low_pass_filter=given)
     else:
         shape = NoiseShape.parse(noise_shape)
     if low_pass_filter == "auto":
-        chosen = auto_filter(noise_std=noise_std_of(shape.bands), noise=shape, **public)
+        chosen = auto_filter(steps, learning_rates=rates, noise=shape)
     else:
         chosen = LowPassFilter.parse(low_pass_filter)
     sampler = PoissonSampler(num_examples=len(labels), expected_batch_size=size, groups=shape.bands, seed=seed)
@@ -187,6 +181,6 @@ def train(
         "noise_std": settled,
         "max_grad_norm": task.max_grad_norm,
         "num_examples": len(labels),
-        "parameters": public["dimension"],
+        "parameters": sum(p.numel() for p in network.parameters()),
         "seconds": time.perf_counter() - start,
     }

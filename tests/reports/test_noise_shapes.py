@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from doppler_hf.filters import PAPER_FILTERS, NoiseShape, Trajectory
+from doppler_hf.filters import PAPER_FILTERS, ClosedLoop, NoiseShape
 from doppler_hf.privacy import default_delta, get_epsilon
 from doppler_hf.reports.noise_shapes import shapes_of_equal_epsilon
 from doppler_hf.reports.planned_runs import PlanRequest
@@ -28,13 +28,19 @@ def test_figures_of_equal_epsilon(key):
     assert white == (NoiseShape(), run.noise_multiplier, 1.0, 1.0, 1.0, 1.0)
     np.testing.assert_allclose([each[2:5] for each in others], FIGURES[key], atol=0.011)
     rates = [1 - step / run.steps for step in range(run.steps)]
-    path, filtered = Trajectory(run.steps, rates), PAPER_FILTERS["first-order-v1"]
+    loop, filtered = ClosedLoop(run.steps, rates), PAPER_FILTERS["first-order-v1"]
     for each in others:
-        noise = each.noise_multiplier**2 * path.noise(filtered, each.shape)
-        np.testing.assert_allclose(each.path**2, noise / (run.noise_multiplier**2 * path.noise(filtered)), rtol=1e-9)
+        cost = each.noise_multiplier**2 * loop.loss(filtered, each.shape)
+        np.testing.assert_allclose(each.loop**2, cost / (run.noise_multiplier**2 * loop.loss(filtered)), rtol=1e-9)
     last = others[-1]
     turns = dict(sample_rate=16 * run.sample_rate, steps=-(-run.steps // 16), delta=delta)
     assert epsilon * 0.998 < get_epsilon(noise_multiplier=last.noise_multiplier, **turns) <= epsilon
+
+
+def test_a_filter_whose_loop_is_unstable_is_named_so():
+    run = PlanRequest(num_examples=1000, batch_size=200, epochs=3, epsilon=3.0).solve()
+    options = dict(target_epsilon=3.0, delta=1e-4, accountant="pld", low_pass_filter=PAPER_FILTERS["second-order"])
+    assert {each.loop for each in shapes_of_equal_epsilon(run, **options)} == {None}
 
 
 def test_bands_end_where_every_unit_would_be_drawn():

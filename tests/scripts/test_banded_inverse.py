@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from doppler_hf.filters import Trajectory
+from doppler_hf.filters import ClosedLoop
 from doppler_hf.reports.planned_runs import PlannedRun
 from scripts.experiments.banded_inverse import gaussian_sigma, inverse_of, noises, sensitivity
 
@@ -22,8 +22,8 @@ def test_sensitivity_and_sum_are_those_of_the_matrices(terms):
     worst = max(np.linalg.norm(strategy[:, first::EVERY].sum(axis=1)) for first in range(EVERY))
     assert sensitivity(inverse, steps=STEPS, every=EVERY) == pytest.approx(worst, rel=1e-12)
     run = PlannedRun(num_examples=50, expected_batch_size=10, steps=STEPS, noise_multiplier=0.8, max_grad_norm=1.0)
-    of_sum, of_path = noises(inverse, run, Trajectory(STEPS), epsilon=1.0, delta=1e-5)
+    of_sum, in_loop = noises(inverse, run, ClosedLoop(STEPS), epsilon=1.0, delta=1e-5)
     more = gaussian_sigma(1.0, 1e-5) * worst / 0.8
     assert of_sum == pytest.approx(more * np.linalg.norm(np.ones(STEPS) @ matrix) / STEPS**0.5, rel=1e-12)
     if terms == 1:
-        assert of_path == pytest.approx(of_sum, rel=1e-12)
+        assert in_loop == pytest.approx(of_sum, rel=1e-12)

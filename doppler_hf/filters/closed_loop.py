@@ -1,0 +1,165 @@
+r"""What privacy noise costs in loss once the gradient pulls back: the number by which filter and noise shape are chosen.
+
+Noise moves the weights, and the gradient at the moved weights answers, through the filter, in all later steps. In a
+direction of curvature λ the weights are w_{t+1} = w_t - η m_t, m = κ * (λw + n), with n the noise of the gradient. In terms
+of the spectrum this is a closed loop, with x = ηλ and H the filter's response:
+
+    w = -η H / (e^{iω} - 1 + xH) · n,    ½ λ E w² = ½ η noise_std² L(x),    L(x) = x ∫ |H|² S / |e^{iω} - 1 + xH|² dω/2π,
+
+S = ‖c‖²/|c(e^{-iω})|² the power density of noise of the strategy c. White noise without a filter has L(x) = 1 / (2 - x): as
+much in every direction but the sharpest, and infinitely much at x = 2, where SGD becomes unstable. Three things follow:
+
+- A filter hardly changes the L(x) of white noise. What it takes away in a step, the gradient pulls back for longer.
+- Shaping takes noise out of flat directions, where it adds up. What it adds at high frequencies comes back in the sharp
+  ones, whose loop is fast enough to follow it. Without a filter the two nearly cancel.
+- Behind a filter with a real pole, as momentum, the loop is slow in all directions, and shaping gains in all of them. This
+  is noise shaping as in audio converters: the filter is for the noise that there is, and the noise for the filter.
+
+A filter of second order, such as the paper's, makes a loop of third order, which swings or is unstable where x is large.
+
+What is assumed, because nobody knows it before the run: curvatures spread evenly on a logarithmic scale, from directions in
+which the gradient turns by its own length in a tenth of the way that the weights go, x = 10 η̂ / Σ η, up to x = 1, half of
+where SGD becomes unstable; and a learning rate that changes slowly, so that the noise settles. These are conventions.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final, final
+
+import numpy as np
+import scipy.optimize
+from jaxtyping import Complex128, Float64
+from numpy.typing import NDArray
+
+from doppler_hf.filters.design import positive_integer
+from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.noise_shape import WHITE, NoiseShape
+
+# The share of the way of the weights in which the gradient turns by its own length, in the flattest direction that counts.
+TURN_SHARE: Final = 0.1
+
+# x = ηλ of the sharpest direction, at the full learning rate.
+SHARPEST: Final = 1.0
+
+# The largest modulus of a root of a strategy: the noise of a step stays within some five times that of white noise.
+LARGEST_ROOT: Final = 0.9
+
+# Of the grid: directions, sizes of the learning rate, and frequencies.
+_DIRECTIONS: Final = 16
+_RATES: Final = 10
+_FREQUENCIES: Final = 2048
+
+
+@final
+class ClosedLoop:
+    """Gradient, filter and weights of a run of which only the length and the schedule are known.
+
+    Args:
+        steps: Length of the run T.
+        learning_rates: The learning rate of each step, in any unit, shape (steps,); constant by default.
+
+    Raises:
+        ValueError: If steps is not a positive integer, or the learning rates are not one for each step, negative, not
+            finite, or all zero.
+
+    Example:
+        >>> loop = ClosedLoop(300)
+        >>> none, momentum = LowPassFilter(b=(1.0,)), LowPassFilter(b=(0.1,), a=(1.0, -0.9))
+        >>> shaped = NoiseShape.banded(4)
+        >>> [round(loop.loss(each, shaped) / loop.loss(each), 2) for each in (none, momentum)]
+        [0.77, 0.28]
+    """
+
+    def __init__(self, steps: int, learning_rates: Sequence[float] | None = None) -> None:
+        rates = _relative_rates(positive_integer("steps", steps), learning_rates)
+        flattest = min(1 / (TURN_SHARE * math.fsum(rates)), SHARPEST)
+        middles = (np.arange(_DIRECTIONS) + 0.5) / _DIRECTIONS
+        curvatures = flattest ** (1 - middles) * SHARPEST**middles
+        shares = np.quantile(rates, (np.arange(_RATES) + 0.5) / _RATES)
+        # Of every direction, x at every size of the learning rate, and how much of the way is gone at it.
+        self._x = np.outer(shares, curvatures).ravel()
+        self._weights = np.repeat(shares, _DIRECTIONS) / (shares.sum() * _DIRECTIONS)
+        # ∫ dω/2π over both signs of ω, on a logarithmic scale down to where nothing changes any more.
+        log_omega = np.linspace(math.log(1e-3 * self._x[self._x > 0].min()), math.log(math.pi), _FREQUENCIES)
+        self._omega = np.exp(log_omega)
+        self._measure = self._omega * (log_omega[1] - log_omega[0]) / math.pi
+        self._measure[-1] /= 2
+
+    def loss(self, low_pass_filter: LowPassFilter, shape: NoiseShape = WHITE) -> float:
+        """Return the mean of L(x) over directions and steps, for noise of this σ; infinite if a direction is unstable.
+
+        Args:
+            low_pass_filter: The filter.
+            shape: The shape of the noise.
+
+        Returns:
+            L, where white noise without a filter has ½ in flat directions. It scales with σ².
+        """
+        passed = self._passed(low_pass_filter)
+        return math.inf if passed is None else shape.norm**2 * float(np.sum(passed / self._power(shape.c)))
+
+    def best_shape(self, bands: int, low_pass_filter: LowPassFilter) -> NoiseShape:
+        """Return the strategy of so many bands with the least loss, its coefficients to four decimals.
+
+        L depends on |c|² alone. With ‖c‖² held fixed it is convex in that, so that there is one minimum. Of the strategies
+        that attain it, this is the one with all roots inside the unit circle.
+
+        Args:
+            bands: b, at least 1.
+            low_pass_filter: The filter through which the noise goes.
+        """
+        start, passed = NoiseShape.banded(bands), self._passed(low_pass_filter)
+        if start.is_white or passed is None:
+            return start
+        turns = np.exp(1j * np.outer(np.arange(1, bands), self._omega))
+
+        def log_loss(tail: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+            c = np.array([1.0, *tail])
+            response = self._response(c)
+            power = np.abs(response) ** 2
+            left = float(np.sum(passed / power))
+            slope = -2 * ((turns * response).real @ (passed / power**2))
+            return math.log(c @ c) + math.log(left), 2 * tail / (c @ c) + slope / left
+
+        found = scipy.optimize.minimize(log_loss, np.array(start.c[1:]), jac=True, method="L-BFGS-B").x
+        roots = np.roots([1.0, *found])
+        inside = np.where(np.abs(roots) > 1, 1 / np.conj(roots), roots)
+        # A filter that blocks the highest frequency would let noise there grow without bound.
+        inside *= np.minimum(1.0, LARGEST_ROOT / np.maximum(np.abs(inside), 1e-12))
+        shape = NoiseShape(tuple(np.trim_zeros(np.round(np.real(np.poly(inside)), 4), "b")))
+        return min(start, shape, key=lambda each: self.loss(low_pass_filter, each))
+
+    def _passed(self, low_pass_filter: LowPassFilter) -> Float64[np.ndarray, " frequencies"] | None:
+        """Return what the loop makes of white noise, by frequency; None if it is unstable."""
+        # (1 - z⁻¹) A + x z⁻¹ B has its roots inside the unit circle.
+        order = max(len(low_pass_filter.b), len(low_pass_filter.a))
+        b, a = (np.pad(each, (0, order - len(each))) for each in (low_pass_filter.b, low_pass_filter.a))
+        open_loop, feedback = np.convolve([1.0, -1.0], a), np.concatenate([[0.0], b])
+        if any(max(np.abs(np.roots(open_loop + x * feedback))) >= 1.0 for x in np.unique(self._x[self._x > 0])):
+            return None
+        response = self._response(b) / self._response(a)
+        lag = np.exp(1j * self._omega) - 1
+        gains = np.abs(response / (lag + np.multiply.outer(self._x, response))) ** 2
+        return np.asarray(self._measure * ((self._weights * self._x) @ gains))
+
+    def _response(self, coefficients: NDArray[np.float64]) -> Complex128[np.ndarray, " frequencies"]:
+        return np.asarray(np.polyval(coefficients[::-1], np.exp(-1j * self._omega)))
+
+    def _power(self, coefficients: Sequence[float]) -> Float64[np.ndarray, " frequencies"]:
+        return np.asarray(np.abs(self._response(np.array(coefficients))) ** 2)
+
+
+def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float64[np.ndarray, " steps"]:
+    """Return the learning rates in units of the greatest."""
+    if learning_rates is None:
+        return np.ones(steps)
+    if len(learning_rates) != steps:
+        raise ValueError(f"learning_rates must have one rate for each of the {steps} steps, got {len(learning_rates)}.")
+    for step, rate in enumerate(learning_rates):
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"learning_rates must be finite and at least 0, got {rate} at step {step}.")
+    if not max(learning_rates):
+        raise ValueError(
+            "learning_rates must not all be 0, for the weights would not move. Give at least one that is positive."
+        )
+    return np.array(learning_rates) / max(learning_rates)

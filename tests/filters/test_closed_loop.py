@@ -1,0 +1,170 @@
+"""The loss is that of a quadratic which is trained with the filter and the noise, and the best strategy is the best."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.signal
+
+from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape, momentum
+from doppler_hf.filters import closed_loop as module
+
+NONE = LowPassFilter.parse("none")
+LINEAR = (1 - np.arange(120) / 120).tolist()
+
+
+def settled_loss(x, low_pass_filter, shape):
+    """Return λ E w² / (η noise_std²) of w_{t+1} = w_t - η m_t, m = κ * (λw + y), y = c⁻¹ z, by Lyapunov's equation."""
+    order, bands = max(len(low_pass_filter.b), len(low_pass_filter.a)) - 1, shape.bands
+    # State: w, the filter's states (transposed direct form II), and y of the last b - 1 steps. Unit η, λ = x.
+    size = 1 + order + bands - 1
+    b, a = (np.pad(each, (0, order + 1 - len(each))) for each in (low_pass_filter.b, low_pass_filter.a))
+    gradient = np.zeros(size + 1)  # of the state, and of z
+    gradient[0], gradient[size] = x, shape.norm
+    noise = np.zeros(size + 1)
+    noise[size] = shape.norm
+    for lag in range(1, bands):
+        for row in (gradient, noise):
+            row[order + lag] -= shape.c[lag]
+    first = np.eye(1, size + 1, 1)[0] if order else np.zeros(size + 1)
+    filtered = b[0] * gradient + first
+    following = [np.eye(1, size + 1, 0)[0] - filtered]
+    for state in range(order):
+        after = np.eye(1, size + 1, state + 2)[0] if state + 1 < order else np.zeros(size + 1)
+        following.append(after + b[state + 1] * gradient - a[state + 1] * filtered)
+    if bands > 1:
+        following.append(noise)
+    following += [np.eye(1, size + 1, order + lag)[0] for lag in range(1, bands - 1)]
+    transition = np.array(following)
+    moves, driven = transition[:, :size], transition[:, size:]
+    return x * scipy.linalg.solve_discrete_lyapunov(moves, driven @ driven.T)[0, 0]
+
+
+def expected_loss(rates, low_pass_filter, shape):
+    """Return the mean over the directions and rates that the module's docstring names."""
+    rates = np.array(rates) / max(rates)
+    middles = (np.arange(16) + 0.5) / 16
+    curvatures = (10 / rates.sum()) ** (1 - middles)
+    shares = np.quantile(rates, (np.arange(10) + 0.5) / 10)
+    losses = [[settled_loss(share * x, low_pass_filter, shape) for x in curvatures] for share in shares]
+    return float(np.average(np.mean(losses, axis=1), weights=shares))
+
+
+@pytest.mark.parametrize("rates", [[1.0] * 120, LINEAR], ids=["constant", "linear"])
+@pytest.mark.parametrize("shape", ["white", "banded:bands=4", "banded:c=1,-0.5"])
+@pytest.mark.parametrize("low_pass_filter", ["none", "momentum", "first-order-v1", "moving-average:taps=3"])
+def test_the_loss_is_that_of_a_quadratic(rates, shape, low_pass_filter):
+    shape, low_pass_filter = NoiseShape.parse(shape), LowPassFilter.parse(low_pass_filter)
+    expected = expected_loss(rates, low_pass_filter, shape)
+    # 2048 frequencies, of which the lowest is a thousandth of the slowest direction.
+    np.testing.assert_allclose(ClosedLoop(120, rates).loss(low_pass_filter, shape), expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("x", [0.01, 0.5, 1.0])
+def test_white_noise_in_plain_sgd_costs_what_is_known(x):
+    assert settled_loss(x, NONE, NoiseShape()) == pytest.approx(1 / (2 - x), rel=1e-9)
+
+
+def test_a_simulated_training_has_this_loss():
+    rng, x, shape, low_pass_filter = np.random.default_rng(0), 0.3, NoiseShape.banded(3), momentum(0.8)
+    steps = 200_000
+    noise = scipy.signal.lfilter([shape.norm], shape.c, rng.normal(size=steps))
+    weight = filtered = 0.0
+    squares = 0.0
+    for value in noise:
+        filtered = 0.8 * filtered + 0.2 * (x * weight + value)
+        weight -= filtered
+        squares += weight * weight
+    assert x * squares / steps == pytest.approx(settled_loss(x, low_pass_filter, shape), rel=0.05)
+
+
+def test_the_unit_of_the_rates_does_not_matter():
+    assert ClosedLoop(120, [3e-4 * rate for rate in LINEAR]).loss(NONE) == pytest.approx(
+        ClosedLoop(120, LINEAR).loss(NONE), rel=1e-9
+    )
+    assert ClosedLoop(120).loss(NONE) == pytest.approx(ClosedLoop(120, [7.0] * 120).loss(NONE), rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 100_000])
+def test_runs_of_any_length_have_a_loss(steps):
+    assert 0.5 <= ClosedLoop(steps).loss(NONE) <= 1.0
+
+
+def test_a_learning_rate_of_zero_costs_nothing():
+    warm_up = [0.0] * 60 + [1.0] * 60
+    assert math.isfinite(ClosedLoop(120, warm_up).loss(NONE))
+    assert ClosedLoop(120, warm_up).loss(NONE) == pytest.approx(ClosedLoop(60).loss(NONE), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "is_stable"), [("second-order", False), ("momentum", True), ("f1", True)])
+def test_a_loop_that_is_unstable_costs_without_bound(name, is_stable):
+    loop, low_pass_filter = ClosedLoop(300), LowPassFilter.parse(name)
+    assert math.isfinite(loop.loss(low_pass_filter)) is is_stable
+    if not is_stable:
+        # A direction near the sharpest one swings to and fro, more and more.
+        weight, states, past = 1.0, [0.0, 0.0], []
+        for _ in range(2000):
+            gradient = 0.9 * weight
+            filtered = low_pass_filter.b[0] * gradient + states[0]
+            states = [
+                states[1] + low_pass_filter.b[1] * gradient - low_pass_filter.a[1] * filtered,
+                low_pass_filter.b[2] * gradient - low_pass_filter.a[2] * filtered,
+            ]
+            weight -= filtered
+            past.append(abs(weight))
+        assert max(past[-100:]) > 10 * max(past[:100])
+        assert loop.best_shape(4, low_pass_filter) == NoiseShape.banded(4)
+
+
+def test_shaping_gains_behind_a_filter_and_not_without():
+    """For one σ, so that what sampling costs is left out."""
+    loop, shape = ClosedLoop(300, [1 - step / 300 for step in range(300)]), NoiseShape.banded(4)
+    without, behind = (loop.loss(each, shape) / loop.loss(each) for each in (NONE, momentum(0.85)))
+    assert behind < 0.45 * without
+
+
+@pytest.mark.parametrize("low_pass_filter", ["none", "momentum"])
+@pytest.mark.parametrize("bands", [2, 3, 6])
+@pytest.mark.parametrize("steps", [60, 2000])
+def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
+    monkeypatch.setattr(module, "LARGEST_ROOT", 0.999)
+    loop, rng = ClosedLoop(steps, np.linspace(1, 0, steps, endpoint=False).tolist()), np.random.default_rng(0)
+    low_pass_filter = LowPassFilter.parse(low_pass_filter)
+    best = loop.best_shape(bands, low_pass_filter)
+    assert best.bands == bands
+    least = loop.loss(low_pass_filter, best)
+    assert least < loop.loss(low_pass_filter, NoiseShape.banded(bands))
+    for scale in (1e-3, 1e-2, 0.1):
+        for _ in range(50):
+            tried = np.array(best.c) + scale * np.pad(rng.normal(size=bands - 1), (1, 0))
+            if max(abs(np.roots(tried))) < 0.999:
+                # Its coefficients are rounded to four decimals.
+                assert loop.loss(low_pass_filter, NoiseShape(tuple(tried))) > least * (1 - 1e-5)
+
+
+def test_one_band_is_white():
+    assert ClosedLoop(10).best_shape(1, NONE).is_white
+
+
+@pytest.mark.parametrize("bands", [2, 4, 16])
+@pytest.mark.parametrize("low_pass_filter", ["none", "butterworth:order=1,cutoff=0.02", "momentum:beta=0.99"])
+def test_the_noise_of_a_step_stays_bounded(bands, low_pass_filter):
+    shape = ClosedLoop(10_000).best_shape(bands, LowPassFilter.parse(low_pass_filter))
+    assert max(abs(np.roots(shape.c))) < 0.901
+    assert shape.std(1000) < 6
+
+
+@pytest.mark.parametrize(
+    ("steps", "rates", "message"),
+    [
+        (0, None, "steps must be an integer of at least 1, got 0"),
+        (3, [1.0] * 2, "one rate for each of the 3 steps, got 2"),
+        (2, [1.0, -1.0], "got -1.0 at step 1"),
+        (2, [1.0, math.nan], "got nan at step 1"),
+        (2, [0.0, 0.0], "learning_rates must not all be 0"),
+    ],
+)
+def test_bad_input_is_refused(steps, rates, message):
+    with pytest.raises(ValueError, match=message):
+        ClosedLoop(steps, rates)
