@@ -52,7 +52,7 @@ def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, no
         >>> print(auto_filter(1000, noise=NoiseShape.banded(4)))
         momentum:beta=0.941
     """
-    return _best_filter(ClosedLoop(steps, learning_rates), noise, steps=steps)
+    return _best_filter(ClosedLoop.of_run(steps, learning_rates), noise, steps=steps)
 
 
 def auto_noise_shape(
@@ -82,7 +82,7 @@ def auto_noise_shape(
         >>> print(auto_noise_shape(sigmas.__getitem__, 300))
         banded:c=1.0,0.8785,0.7511,0.625
     """
-    loop = ClosedLoop(steps, learning_rates)
+    loop = ClosedLoop.of_run(steps, learning_rates)
     best, least, bands = WHITE, math.inf, 1
     while bands <= steps and math.isfinite(sigma := noise_multiplier_of(bands)):
         if not sigma > 0:

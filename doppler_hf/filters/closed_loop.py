@@ -52,41 +52,58 @@ _FREQUENCIES: Final = 2048
 
 @final
 class ClosedLoop:
-    """Gradient, filter and weights of a run of which only the length and the schedule are known.
+    """Gradient, filter and weights in directions of several curvatures.
 
     Args:
-        steps: Length of the run T.
-        learning_rates: The learning rate of each step, in any unit, shape (steps,); constant by default.
+        x: ηλ of every direction, above 0, shape (directions,).
+        weights: How much each direction counts, of sum 1, shape (directions,); equally by default.
 
     Raises:
-        ValueError: If steps is not a positive integer, or the learning rates are not one for each step, negative, not
-            finite, or all zero.
+        ValueError: If there is no direction, or x is not above 0.
 
     Example:
-        >>> loop = ClosedLoop(300)
+        >>> loop = ClosedLoop.of_run(300)
         >>> none, momentum = LowPassFilter(b=(1.0,)), LowPassFilter(b=(0.1,), a=(1.0, -0.9))
         >>> shaped = NoiseShape.banded(4)
         >>> [round(loop.loss(each, shaped) / loop.loss(each), 2) for each in (none, momentum)]
-        [0.77, 0.28]
+        [0.88, 0.32]
     """
 
-    def __init__(self, steps: int, learning_rates: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, x: Float64[np.ndarray, " directions"], weights: Float64[np.ndarray, " directions"] | None = None
+    ) -> None:
+        if not len(x) or not x.min() > 0:
+            raise ValueError(f"x must be ηλ of one direction or more, each above 0, got {x}. Leave flat directions out.")
+        self._x = x
+        self._weights = np.full(len(x), 1 / len(x)) if weights is None else weights
+        # ∫ dω/2π over both signs of ω, on a logarithmic scale down to where nothing changes any more.
+        log_omega = np.linspace(math.log(1e-3 * x.min()), math.log(math.pi), _FREQUENCIES)
+        self._omega = np.exp(log_omega)
+        self._measure = self._omega * (log_omega[1] - log_omega[0]) / math.pi
+        self._measure[-1] /= 2
+
+    @classmethod
+    def of_run(cls, steps: int, learning_rates: Sequence[float] | None = None) -> "ClosedLoop":
+        """Return the directions of a run, at every size of its learning rate, by how much of the way is gone at it.
+
+        Args:
+            steps: Length of the run T.
+            learning_rates: The learning rate of each step, in any unit, shape (steps,); constant by default.
+
+        Raises:
+            ValueError: If steps is not a positive integer, or the learning rates are not one for each step, negative, not
+                finite, or all zero.
+        """
         rates = _relative_rates(positive_integer("steps", steps), learning_rates)
         flattest = min(1 / (TURN_SHARE * math.fsum(rates)), SHARPEST)
         middles = (np.arange(_DIRECTIONS) + 0.5) / _DIRECTIONS
         curvatures = flattest ** (1 - middles) * SHARPEST**middles
         shares = np.quantile(rates, (np.arange(_RATES) + 0.5) / _RATES)
-        # Of every direction, x at every size of the learning rate, and how much of the way is gone at it.
-        self._x = np.outer(shares, curvatures).ravel()
-        self._weights = np.repeat(shares, _DIRECTIONS) / (shares.sum() * _DIRECTIONS)
-        # ∫ dω/2π over both signs of ω, on a logarithmic scale down to where nothing changes any more.
-        log_omega = np.linspace(math.log(1e-3 * self._x[self._x > 0].min()), math.log(math.pi), _FREQUENCIES)
-        self._omega = np.exp(log_omega)
-        self._measure = self._omega * (log_omega[1] - log_omega[0]) / math.pi
-        self._measure[-1] /= 2
+        shares = shares[shares > 0]
+        return cls(np.outer(shares, curvatures).ravel(), np.repeat(shares / shares.sum() / _DIRECTIONS, _DIRECTIONS))
 
     def loss(self, low_pass_filter: LowPassFilter, shape: NoiseShape = WHITE) -> float:
-        """Return the mean of L(x) over directions and steps, for noise of this σ; infinite if a direction is unstable.
+        """Return the mean of L(x) over the directions, for noise of this σ; infinite if one of them is unstable.
 
         Args:
             low_pass_filter: The filter.
@@ -135,7 +152,7 @@ class ClosedLoop:
         order = max(len(low_pass_filter.b), len(low_pass_filter.a))
         b, a = (np.pad(each, (0, order - len(each))) for each in (low_pass_filter.b, low_pass_filter.a))
         open_loop, feedback = np.convolve([1.0, -1.0], a), np.concatenate([[0.0], b])
-        if any(max(np.abs(np.roots(open_loop + x * feedback))) >= 1.0 for x in np.unique(self._x[self._x > 0])):
+        if any(max(np.abs(np.roots(open_loop + x * feedback))) >= 1.0 for x in np.unique(self._x)):
             return None
         response = self._response(b) / self._response(a)
         lag = np.exp(1j * self._omega) - 1

@@ -51,7 +51,7 @@ def shapes_of_equal_epsilon(
         White noise first, then shapes of more bands, as far as a unit is drawn in its turn with a probability below 1.
     """
     runs, white = [], run.noise_multiplier * noise_gain(low_pass_filter) ** 0.5
-    loop = ClosedLoop(run.steps, [1 - step / run.steps for step in range(run.steps)])
+    loop = ClosedLoop.of_run(run.steps, [1 - step / run.steps for step in range(run.steps)])
     of_white = loop.loss(low_pass_filter)
     for bands in BANDS:
         shape = NoiseShape.banded(bands)

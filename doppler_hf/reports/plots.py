@@ -9,6 +9,7 @@ import numpy as np
 from doppler_hf.extras import require
 from doppler_hf.filters import (
     PAPER_FILTERS,
+    ClosedLoop,
     LowPassFilter,
     NoiseShape,
     filter_figures,
@@ -146,9 +147,10 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
 
 
 def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: str | Path) -> None:
-    """Draw where the noise lies over frequency, white and shaped, and what each filter leaves of it.
+    """Draw where the noise lies over frequency, white and shaped, and what it costs in loss behind each filter.
 
-    Both kinds are of the same σ. What moves the weights is the density at the lowest frequencies.
+    Both kinds are of the same σ. What noise costs depends on the curvature of a direction (`filters.closed_loop`). Curves
+    end where the loop of filter and weights becomes unstable.
 
     Args:
         filters: Label → filter, at least one.
@@ -157,7 +159,8 @@ def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: st
     """
     frequencies = np.geomspace(1e-3, 1, 1000)
     figure = _new_figure(9.0, 3.6)
-    before, after = figure.subplots(1, 2, sharey=True)
+    before, after = figure.subplots(1, 2)
+    curvatures = np.geomspace(1e-3, 2, 200)
     kinds = (("white", NoiseShape(), "--"), (str(shape), shape, "-"))
     for label, noise, style in kinds:
         before.loglog(frequencies, noise.spectrum(frequencies), style, color="black", label=label)
@@ -165,12 +168,15 @@ def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: st
         power = np.abs(frequency_response(low_pass_filter, frequencies)) ** 2
         before.loglog(frequencies, power, ":", color=f"C{index}", label=f"|H|² of {label}")
         for name, noise, style in kinds:
-            density = power * noise.spectrum(frequencies)
-            after.loglog(frequencies, density, style, color=f"C{index}", label=f"{name}, after {label}")
+            losses = [ClosedLoop(np.array([x])).loss(low_pass_filter, noise) for x in curvatures]
+            after.loglog(curvatures, losses, style, color=f"C{index}", label=f"{name}, {label}")
     before.set(
-        xlabel="frequency (fraction of Nyquist)", ylabel="power density", title="noise of equal σ, and gain of the filter"
+        xlabel="frequency (fraction of Nyquist)",
+        ylabel="power density",
+        title="noise of equal σ, and gain of the filter",
+        ylim=(1e-3, 10),
     )
-    after.set(xlabel="frequency (fraction of Nyquist)", title="noise after the filter", ylim=(1e-3, 10))
+    after.set(xlabel="x = learning rate × curvature", ylabel="L(x)", title="loss through noise", ylim=(0.05, 5))
     before.legend(fontsize="small")
     after.legend(fontsize="small")
     _write(figure, path)

@@ -91,7 +91,7 @@ def main() -> None:
         delta = default_delta(request.num_examples)
         for epsilon in EPSILONS:
             run = dataclasses.replace(request, epsilon=epsilon).solve()
-            loop = ClosedLoop(run.steps, [1 - step / run.steps for step in range(run.steps)])
+            loop = ClosedLoop.of_run(run.steps, [1 - step / run.steps for step in range(run.steps)])
             shapes = shapes_of_equal_epsilon(
                 run, target_epsilon=epsilon, delta=delta, accountant="pld", low_pass_filter=FILTER
             )

@@ -33,7 +33,7 @@ def delay(low_pass_filter):
 @pytest.mark.parametrize("noise", [NoiseShape(), BANDED], ids=str)
 @pytest.mark.parametrize("steps", [100, 1000])
 def test_the_filter_has_nearly_the_least_loss_and_no_shorter_one_has(steps, noise):
-    chosen, loop = auto_filter(steps, noise=noise), ClosedLoop(steps)
+    chosen, loop = auto_filter(steps, noise=noise), ClosedLoop.of_run(steps)
     tried = [loop.loss(momentum(each / (1 + each)), noise) for each in np.geomspace(0.01, steps / 50, 60)]
     assert loop.loss(chosen, noise) <= 1.025 * min(tried)
     half = momentum(delay(chosen) / (2 + delay(chosen)))
@@ -68,7 +68,7 @@ def test_the_name_is_short_and_reads_back():
 
 @pytest.mark.parametrize("low_pass_filter", ["momentum", "first-order-v1"])
 def test_the_shape_has_the_least_loss_of_all_numbers_of_bands(low_pass_filter):
-    loop, low_pass_filter = ClosedLoop(300), LowPassFilter.parse(low_pass_filter)
+    loop, low_pass_filter = ClosedLoop.of_run(300), LowPassFilter.parse(low_pass_filter)
     losses = {}
     for bands, sigma in SIGMAS.items():
         shape = loop.best_shape(bands, low_pass_filter)

@@ -58,7 +58,7 @@ def test_the_loss_is_that_of_a_quadratic(rates, shape, low_pass_filter):
     shape, low_pass_filter = NoiseShape.parse(shape), LowPassFilter.parse(low_pass_filter)
     expected = expected_loss(rates, low_pass_filter, shape)
     # 2048 frequencies, of which the lowest is a thousandth of the slowest direction.
-    np.testing.assert_allclose(ClosedLoop(120, rates).loss(low_pass_filter, shape), expected, rtol=2e-3, atol=0)
+    np.testing.assert_allclose(ClosedLoop.of_run(120, rates).loss(low_pass_filter, shape), expected, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("x", [0.01, 0.5, 1.0])
@@ -80,26 +80,26 @@ def test_a_simulated_training_has_this_loss():
 
 
 def test_the_unit_of_the_rates_does_not_matter():
-    assert ClosedLoop(120, [3e-4 * rate for rate in LINEAR]).loss(NONE) == pytest.approx(
-        ClosedLoop(120, LINEAR).loss(NONE), rel=1e-9
+    assert ClosedLoop.of_run(120, [3e-4 * rate for rate in LINEAR]).loss(NONE) == pytest.approx(
+        ClosedLoop.of_run(120, LINEAR).loss(NONE), rel=1e-9
     )
-    assert ClosedLoop(120).loss(NONE) == pytest.approx(ClosedLoop(120, [7.0] * 120).loss(NONE), rel=1e-12)
+    assert ClosedLoop.of_run(120).loss(NONE) == pytest.approx(ClosedLoop.of_run(120, [7.0] * 120).loss(NONE), rel=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 100_000])
 def test_runs_of_any_length_have_a_loss(steps):
-    assert 0.5 <= ClosedLoop(steps).loss(NONE) <= 1.0
+    assert 0.5 <= ClosedLoop.of_run(steps).loss(NONE) <= 1.0
 
 
 def test_a_learning_rate_of_zero_costs_nothing():
     warm_up = [0.0] * 60 + [1.0] * 60
-    assert math.isfinite(ClosedLoop(120, warm_up).loss(NONE))
-    assert ClosedLoop(120, warm_up).loss(NONE) == pytest.approx(ClosedLoop(60).loss(NONE), rel=1e-6)
+    assert math.isfinite(ClosedLoop.of_run(120, warm_up).loss(NONE))
+    assert ClosedLoop.of_run(120, warm_up).loss(NONE) == pytest.approx(ClosedLoop.of_run(60).loss(NONE), rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "is_stable"), [("second-order", False), ("momentum", True), ("f1", True)])
 def test_a_loop_that_is_unstable_costs_without_bound(name, is_stable):
-    loop, low_pass_filter = ClosedLoop(300), LowPassFilter.parse(name)
+    loop, low_pass_filter = ClosedLoop.of_run(300), LowPassFilter.parse(name)
     assert math.isfinite(loop.loss(low_pass_filter)) is is_stable
     if not is_stable:
         # A direction near the sharpest one swings to and fro, more and more.
@@ -119,7 +119,7 @@ def test_a_loop_that_is_unstable_costs_without_bound(name, is_stable):
 
 def test_shaping_gains_behind_a_filter_and_not_without():
     """For one σ, so that what sampling costs is left out."""
-    loop, shape = ClosedLoop(300, [1 - step / 300 for step in range(300)]), NoiseShape.banded(4)
+    loop, shape = ClosedLoop.of_run(300, [1 - step / 300 for step in range(300)]), NoiseShape.banded(4)
     without, behind = (loop.loss(each, shape) / loop.loss(each) for each in (NONE, momentum(0.85)))
     assert behind < 0.45 * without
 
@@ -129,7 +129,7 @@ def test_shaping_gains_behind_a_filter_and_not_without():
 @pytest.mark.parametrize("steps", [60, 2000])
 def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_ROOT", 0.999)
-    loop, rng = ClosedLoop(steps, np.linspace(1, 0, steps, endpoint=False).tolist()), np.random.default_rng(0)
+    loop, rng = ClosedLoop.of_run(steps, np.linspace(1, 0, steps, endpoint=False).tolist()), np.random.default_rng(0)
     low_pass_filter = LowPassFilter.parse(low_pass_filter)
     best = loop.best_shape(bands, low_pass_filter)
     assert best.bands == bands
@@ -144,15 +144,27 @@ def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
 
 
 def test_one_band_is_white():
-    assert ClosedLoop(10).best_shape(1, NONE).is_white
+    assert ClosedLoop.of_run(10).best_shape(1, NONE).is_white
 
 
 @pytest.mark.parametrize("bands", [2, 4, 16])
 @pytest.mark.parametrize("low_pass_filter", ["none", "butterworth:order=1,cutoff=0.02", "momentum:beta=0.99"])
 def test_the_noise_of_a_step_stays_bounded(bands, low_pass_filter):
-    shape = ClosedLoop(10_000).best_shape(bands, LowPassFilter.parse(low_pass_filter))
+    shape = ClosedLoop.of_run(10_000).best_shape(bands, LowPassFilter.parse(low_pass_filter))
     assert max(abs(np.roots(shape.c))) < 0.901
     assert shape.std(1000) < 6
+
+
+def test_a_loop_of_one_direction_has_its_loss():
+    x, low_pass_filter, shape = 0.2, momentum(0.8), NoiseShape.banded(4)
+    expected = settled_loss(x, low_pass_filter, shape)
+    np.testing.assert_allclose(ClosedLoop(np.array([x])).loss(low_pass_filter, shape), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("x", [[], [0.1, 0.0], [math.nan]])
+def test_directions_must_have_a_curvature(x):
+    with pytest.raises(ValueError, match="each above 0, got"):
+        ClosedLoop(np.array(x))
 
 
 @pytest.mark.parametrize(
@@ -167,4 +179,4 @@ def test_the_noise_of_a_step_stays_bounded(bands, low_pass_filter):
 )
 def test_bad_input_is_refused(steps, rates, message):
     with pytest.raises(ValueError, match=message):
-        ClosedLoop(steps, rates)
+        ClosedLoop.of_run(steps, rates)

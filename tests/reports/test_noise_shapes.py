@@ -28,7 +28,7 @@ def test_figures_of_equal_epsilon(key):
     assert white == (NoiseShape(), run.noise_multiplier, 1.0, 1.0, 1.0, 1.0)
     np.testing.assert_allclose([each[2:5] for each in others], FIGURES[key], atol=0.011)
     rates = [1 - step / run.steps for step in range(run.steps)]
-    loop, filtered = ClosedLoop(run.steps, rates), PAPER_FILTERS["first-order-v1"]
+    loop, filtered = ClosedLoop.of_run(run.steps, rates), PAPER_FILTERS["first-order-v1"]
     for each in others:
         cost = each.noise_multiplier**2 * loop.loss(filtered, each.shape)
         np.testing.assert_allclose(each.loop**2, cost / (run.noise_multiplier**2 * loop.loss(filtered)), rtol=1e-9)

@@ -22,7 +22,7 @@ def test_sensitivity_and_sum_are_those_of_the_matrices(terms):
     worst = max(np.linalg.norm(strategy[:, first::EVERY].sum(axis=1)) for first in range(EVERY))
     assert sensitivity(inverse, steps=STEPS, every=EVERY) == pytest.approx(worst, rel=1e-12)
     run = PlannedRun(num_examples=50, expected_batch_size=10, steps=STEPS, noise_multiplier=0.8, max_grad_norm=1.0)
-    of_sum, in_loop = noises(inverse, run, ClosedLoop(STEPS), epsilon=1.0, delta=1e-5)
+    of_sum, in_loop = noises(inverse, run, ClosedLoop.of_run(STEPS), epsilon=1.0, delta=1e-5)
     more = gaussian_sigma(1.0, 1e-5) * worst / 0.8
     assert of_sum == pytest.approx(more * np.linalg.norm(np.ones(STEPS) @ matrix) / STEPS**0.5, rel=1e-12)
     if terms == 1:
