@@ -11,7 +11,7 @@ much in every direction but the sharpest, and infinitely much at x = 2, where SG
 
 - A filter hardly changes the L(x) of white noise. What it takes away in a step, the gradient pulls back for longer.
 - Shaping takes noise out of flat directions, where it adds up. What it adds at high frequencies comes back in the sharp
-  ones, whose loop is fast enough to follow it. Without a filter the two nearly cancel.
+  ones, whose loop is fast enough to follow it: without a filter little or nothing is gained.
 - Behind a filter with a real pole, as momentum, the loop is slow in all directions, and shaping gains in all of them. This
   is noise shaping as in audio converters: the filter is for the noise that there is, and the noise for the filter.
 
