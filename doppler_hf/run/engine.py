@@ -5,6 +5,7 @@ Nothing about the examples that this uses is released: the outcome depends on mo
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -43,6 +44,7 @@ def attached_engine(
         ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
     """
     refuse_trainable(model)
+    refuse_unknown_lengths(model, probes)
     base = without_adapters(model)
     if isinstance(base, PreTrainedModel):
         # The host sets it in the outer config, and a multimodal model reads the inner one. A layer that keeps its past in a
@@ -74,6 +76,21 @@ def refuse_trainable(model: nn.Module) -> None:
         raise ValueError(
             f"Trained parameters must not be in float16, got {half!r}: gradients of single examples leave its range. Load "
             "the model with dtype=torch.float32, or torch.bfloat16."
+        )
+
+
+def refuse_unknown_lengths(model: nn.Module, probes: Probes) -> None:
+    """Refuse positions that depend on the longest example of a batch, if the longest of all is not known."""
+    # Sensitivity: such rotary embeddings change for every row of a batch with an example beyond the length of pretraining.
+    # The comparison shows that only on such an example, of which there may be one in a million.
+    # A word, or one for each kind of layer.
+    kinds = [str(vars(module).get("rope_type")) for module in model.modules()]
+    changing = [kind for words in kinds for kind in re.findall(r"\w*dynamic\w*|longrope", words)]
+    if changing and not probes.knows_largest_batch:
+        raise ValueError(
+            f"The lengths of all examples must be known for rope_type={changing[0]!r}, whose positions depend on the longest "
+            "example of a batch, got a train_dataset without them. Tokenize it beforehand, pad all examples to one length, "
+            "or take another rope_type."
         )
 
 

@@ -1,5 +1,7 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -264,6 +266,37 @@ NEIGHBOURLY = {
 def test_a_model_that_sees_its_neighbours_padding_is_refused_by_name(tmp_path, name):
     options = dict(model=NEIGHBOURLY[name](), remove_unused_columns=False, collator=pad if name != "fnet" else without_mask)
     refused(tmp_path, r"layer '\S+' \(\w+\) depends on the length", **options)
+
+
+class OnTheFly(torch.utils.data.Dataset):
+    """Texts whose lengths nobody knows beforehand; one of them is long."""
+
+    def __init__(self, number, *, seconds=0.0, padded_to=0):
+        self.number, self.seconds, self.padded_to = number, seconds, padded_to
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        length = 30 if index == self.number // 2 + 1 else 3 + index % 3
+        tokens, rest = [5 + (index + 7 * place) % 40 for place in range(length)], max(self.padded_to - length, 0)
+        return {"input_ids": tokens + [0] * rest, "attention_mask": [1] * length + [0] * rest, "labels": index % 2}
+
+
+@pytest.mark.parametrize("seconds, match", [(0.0, "depends on the length"), (0.005, "^The lengths of all examples must be")])
+def test_one_long_text_is_found_or_asked_for_where_lengths_are_unknown(tmp_path, seconds, match):
+    model = llama(max_position_embeddings=8, rope_parameters=DYNAMIC, initializer_range=0.2)
+    refused(tmp_path, match, model=model, data=OnTheFly(300, seconds=seconds))
+
+
+def test_unknown_lengths_train_where_all_are_padded_to_one(tmp_path):
+    model = llama(max_position_embeddings=8, rope_parameters=DYNAMIC)
+    trainer_of(tmp_path, model=model, data=OnTheFly(300, seconds=0.005, padded_to=32), max_steps=1).train()
+
+
+def test_unknown_lengths_train_where_positions_do_not_depend_on_them(tmp_path):
+    trainer_of(tmp_path, model=llama(), data=OnTheFly(300, seconds=0.005), max_steps=1).train()
 
 
 SPEECH = dict(

@@ -5,6 +5,7 @@ random can be told from what depends on the other examples of a batch.
 """
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -16,9 +17,11 @@ from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.generators import fill_generators, filled_generators
 
-# Of so many examples, evenly spaced, sizes and labels are taken if they are not known of all; and so many small and large
-# ones are tried until one of each has a gradient.
+# Of at least so many examples, evenly spaced, sizes are taken if they are not known of all; and so many small and large ones
+# are tried until one of each has a gradient.
 _LOOKED_AT = 16
+# So long sizes of further examples are taken, in a random order: all of some thousands that are tokenized on the fly.
+_SECONDS_OF_SIZES = 0.2
 # Masks of one token in seven of a line of ten are the same so often with probability 1e-19, and a random order of three
 # examples leaves the last in its place so often with probability 2e-8.
 _TRIALS = 16
@@ -60,7 +63,9 @@ class Probes:
 
     def __init__(self, loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> None:
         self._loader, self._prepare = loader, prepare
-        smaller, larger = halves(*sizes_of(loader))
+        indices, sizes = sizes_of(loader)
+        smaller, larger = halves(indices, sizes)
+        self._knows_all_sizes = len(indices) == len(loader.examples)
         # Not the smallest first: the loss of a single token may be none at all.
         self._candidates = [
             iter([*evenly(smaller[len(smaller) // 5 :]), *evenly(larger)]),
@@ -72,6 +77,12 @@ class Probes:
         self._is_random = is_random_data(loader, self._pair)
         if self._is_random:
             refuse_random_mixing(loader, self._pair, self._middling)
+
+    @property
+    def knows_largest_batch(self) -> bool:
+        """Whether no batch is padded further than those that were looked at: of all sizes known, or all batches alike."""
+        small, large = (drawn(self._loader, [index]) for index in self._pair)
+        return self._knows_all_sizes or alike(small, large)
 
     def replace(self, *, small: bool, large: bool) -> None:
         """Take another small or large example.
@@ -109,10 +120,18 @@ def sizes_of(loader: PrivateLoader) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of examples, all or some, and how many numbers each holds."""
     if loader.lengths is not None:
         return np.arange(len(loader.lengths)), np.asarray(loader.lengths)
-    looked_at = evenly(np.arange(len(loader.examples)))
-    with filled_generators(0):
-        examples = fetch(loader.examples, looked_at, fill=functools.partial(fill_generators, 0))
-    return np.array(looked_at), np.array([size_of(example) for example in examples])
+    number, until = len(loader.examples), time.monotonic() + _SECONDS_OF_SIZES
+    first = evenly(np.arange(number))
+    others = np.random.default_rng().permutation(np.setdiff1d(np.arange(number), first))
+    sizes: dict[int, int] = {}
+    for part in (first, *(others[start : start + _LOOKED_AT].tolist() for start in range(0, len(others), _LOOKED_AT))):
+        if sizes and time.monotonic() > until:
+            break
+        with filled_generators(0):
+            examples = fetch(loader.examples, part, fill=functools.partial(fill_generators, 0))
+        sizes.update(zip(part, map(size_of, examples), strict=True))
+    indices = sorted(sizes)
+    return np.array(indices), np.array([sizes[index] for index in indices])
 
 
 def size_of(example: Any) -> int:
