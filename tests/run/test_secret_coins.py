@@ -1,5 +1,8 @@
 """Coins stay secret whoever seeds the global generators, and coins of one's own are refused."""
 
+import functools
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +20,7 @@ class Rows(Dataset):
     """Examples that come with one of the numbers that are drawn for them."""
 
     def __init__(self):
-        self.rows, self.generator = list(text_data()), np.random.default_rng(0)
+        self.rows = list(text_data())
 
     def __len__(self):
         return len(self.rows)
@@ -35,6 +38,10 @@ class Seeding(Rows):
 
 
 class Own(Rows):
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
     def __getitem__(self, index):
         tokens = [4 if self.generator.random() < 0.5 else token for token in self.rows[index]["input_ids"]]
         return self.rows[index] | {"input_ids": tokens}
@@ -67,6 +74,39 @@ class OwnCollator:
         batch = pad(examples)
         hidden = torch.rand(batch["input_ids"].shape, generator=self.generator) < 0.3
         return batch | {"input_ids": batch["input_ids"].masked_fill(hidden, 4)}
+
+
+RARELY = 1e-9
+OF_THE_MODULE = np.random.default_rng(0)
+
+
+class Rare:
+    """Hides the words of one example in a billion, by generators that are kept in several places."""
+
+    of_the_class = random.Random(0)
+
+    def __init__(self, where):
+        generator = np.random.default_rng(0)
+        self.draw = {
+            "attribute": [np.random.RandomState(0)],
+            "bound method": generator.random,
+            "closure": lambda: generator.random(),
+            "partial": functools.partial(torch.rand, 1, generator=torch.Generator().manual_seed(0)),
+            "global": lambda: OF_THE_MODULE.random(),
+            "class": self.of_itself,
+            "global generators": torch.default_generator,
+        }[where]
+
+    def of_itself(self):
+        return self.of_the_class.random()
+
+    def __call__(self, examples):
+        batch = pad(examples)
+        for row in batch["input_ids"]:
+            number = self.draw() if callable(self.draw) else np.random.random()
+            if number < RARELY:
+                row[:] = 4
+        return batch
 
 
 class SeedingCallback(TrainerCallback):
@@ -191,6 +231,49 @@ def test_data_with_a_generator_of_their_own_are_refused_by_name(tmp_path, what):
     trainer.data_collator = OwnCollator() if what == "data_collator" else pad
     with pytest.raises(ValueError, match=f"{what} must draw all random numbers from the global generators"):
         trainer.train()
+
+
+@pytest.mark.parametrize("where", ["attribute", "bound method", "closure", "partial", "global", "class"])
+def test_a_generator_that_rarely_acts_is_found_wherever_it_is_kept(tmp_path, monkeypatch, where):
+    if where != "class":
+        monkeypatch.delattr(Rare, "of_the_class")
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator = Rare(where)
+    with pytest.raises(ValueError, match=r"data_collator must draw .*, got a \w+ of its own\."):
+        trainer.train()
+
+
+def test_one_in_a_transform_is_found_too(tmp_path):
+    generator = np.random.default_rng(0)
+
+    def transform(rows):
+        ids = [[4] * len(row) if generator.random() < RARELY else row for row in rows["input_ids"]]
+        return rows | {"input_ids": ids}
+
+    with pytest.raises(ValueError, match=r"train_dataset must draw .*, got a Generator of its own\."):
+        trainer_of(tmp_path, data=text_data().with_transform(transform), remove_unused_columns=False).train()
+
+
+def test_the_global_generators_may_be_kept(tmp_path, monkeypatch):
+    monkeypatch.delattr(Rare, "of_the_class")
+    trainer = trainer_of(tmp_path, max_steps=1)
+    trainer.data_collator = Rare("global generators")
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+class RareLoss(DopplerTrainer):
+    """Leaves out one example in a billion, by a generator of its own."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        self.__dict__.setdefault("coins", np.random.default_rng(0))
+        return losses * torch.tensor([self.coins.random() >= RARELY for _ in losses])
+
+
+def test_one_in_the_loss_that_rarely_acts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="from a generator of its own"):
+        trainer_of(tmp_path, cls=RareLoss).train()
 
 
 @pytest.mark.parametrize("data", [Seeding, Kept])

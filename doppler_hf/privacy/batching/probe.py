@@ -16,6 +16,7 @@ from torch import Tensor
 from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.generators import fill_generators, filled_generators
+from doppler_hf.privacy.own_generators import own_generators
 
 # Of at least so many examples, evenly spaced, sizes are taken if they are not known of all; and so many small and large ones
 # are tried until one of each has a gradient.
@@ -195,21 +196,30 @@ def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None
     """Refuse data whose coins are not those of the global generators, whose state is secret in training.
 
     Raises:
-        ValueError: If an example is another one at the second look, from generators in the same state.
+        ValueError: If an example is another one at the second look, from generators in the same state, or data set or
+            collator hold a generator of their own, which may draw for few examples.
     """
-    if same_batch(drawn(loader, indices), drawn(loader, indices)):
+    is_repeated = same_batch(drawn(loader, indices), drawn(loader, indices))
+    # Only now: some make their generator when they are first called.
+    held = {"train_dataset": own_generators(loader.examples), "data_collator": own_generators(loader.collator)}
+    culprit = next((name for name, generators in held.items() if generators), None)
+    if is_repeated and culprit is None:
         return
-    with filled_generators(0):
-        examples = fetch(loader.examples, indices, fill=functools.partial(fill_generators, 0))
-        collated = []
-        for _ in range(2):
-            fill_generators(0)
-            collated.append(loader.collator(list(examples)))
-    culprit = "train_dataset" if same_batch(*collated) else "data_collator"
+    if culprit is None:
+        with filled_generators(0):
+            examples = fetch(loader.examples, indices, fill=functools.partial(fill_generators, 0))
+            collated = []
+            for _ in range(2):
+                fill_generators(0)
+                collated.append(loader.collator(list(examples)))
+        culprit, found = "train_dataset" if same_batch(*collated) else "data_collator", "other numbers from the same state"
+    else:
+        found = f"a {type(held[culprit][0]).__name__} of its own"
+    # Sensitivity: numbers in the order of the draw are others for all that come after one example more.
     raise ValueError(
         f"{culprit} must draw all random numbers from the global generators of torch, NumPy or Python, which are secret in "
-        "a private run, got other numbers from the same state of these. From a generator of its own, in the order of the "
-        "draw, one example more would change the others. Draw from the global ones."
+        f"a private run, got {found}. In the order of the draw, one example more would change the others. Draw from the "
+        "global ones, and delete a generator that is no longer needed."
     )
 
 
