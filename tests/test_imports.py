@@ -8,7 +8,7 @@ import pytest
 
 from doppler_hf.extras import EXTRAS
 from doppler_hf.privacy.ledger.weights import hashes
-from tests.support.ledgers import all_events
+from tests.support.ledgers import MODEL, all_events
 
 OPTIONAL = set(itertools.chain(*EXTRAS.values()))
 TRAINING = OPTIONAL | {"torch", "transformers", "accelerate", "opacus"}
@@ -85,7 +85,7 @@ def test_a_command_imports_what_it_needs(libraries):
 def test_a_ledger_is_checked_without_transformers(tmp_path):
     ledger = all_events()
     (tmp_path / "model.safetensors").write_text("weights")
-    ledger.speak_for(hashes(tmp_path), parameters=64 * "b")
+    ledger.speak_for(hashes(tmp_path), model=MODEL)
     ledger.save(tmp_path)
     (modules,) = modules_after_commands(f"verify {tmp_path}")
     # Opacus computes two of the bounds, and brings torch.

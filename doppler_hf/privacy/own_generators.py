@@ -62,7 +62,8 @@ def state_of(generator: Any) -> str:
 
 def reachable(*roots: object) -> Iterator[Any]:
     """Yield the objects that some objects refer to, and these, nearer ones first and each once."""
-    ahead, seen = collections.deque(roots), {}  # kept alive, so that no number is given twice
+    ahead = collections.deque(roots)
+    seen: dict[int, Any] = {}  # kept alive, so that no number is given twice
     while ahead and len(seen) < _MOST_OBJECTS:
         found = ahead.popleft()
         if id(found) in seen:

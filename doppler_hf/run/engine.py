@@ -88,9 +88,9 @@ def refuse_unknown_lengths(model: nn.Module, probes: Probes) -> None:
     changing = [kind for words in kinds for kind in re.findall(r"\w*dynamic\w*|longrope", words)]
     if changing and not probes.knows_largest_batch:
         raise ValueError(
-            f"The lengths of all examples must be known for rope_type={changing[0]!r}, whose positions depend on the longest "
-            "example of a batch, got a train_dataset without them. Tokenize it beforehand, pad all examples to one length, "
-            "or take another rope_type."
+            f"The lengths of all examples must be known for rope_type={changing[0]!r}, whose positions depend on the "
+            "longest example of a batch, got a train_dataset without them. Tokenize it beforehand, pad all examples to one "
+            "length, or take another rope_type."
         )
 
 

@@ -1,7 +1,7 @@
 """The callback for a run's ledger: a summary before training, ε during it, and the ledger with every checkpoint and model.
 
 It also guards the budget: steps are counted in the ledger before they are computed, and the run stops before a step that
-would exceed the target. A ledger speaks for the parameters that its training has left or saved: for others nothing is
+would exceed the target. A ledger speaks for the model that its training has left or saved: for others nothing is
 claimed, and who trains on from these in its folder continues it. Only process 0 reads and writes ledgers, and only one run
 at a time writes that of a folder.
 """
@@ -22,7 +22,7 @@ from doppler_hf.privacy.ledger.lock import WriterLock
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, optimizer_in_words
-from doppler_hf.run.parameters import parameters_digest
+from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments, checks
@@ -44,14 +44,19 @@ class PrivacyCallback(TrainerCallback):
         self.filter_words = ""
         self.ledger: PrivacyLedger | None = None
         self._is_running = False
+        self._untrained: str | None = None
 
     def epsilon(self) -> float:
         """Return an upper bound on ε spent so far; 0 before training."""
         return 0.0 if self.ledger is None else self.ledger.epsilon()
 
     def speaks_for(self, model: nn.Module) -> bool:
-        """Return whether the training goes on, or has left or saved the model with these parameters."""
-        return self.ledger is not None and (self._is_running or parameters_digest(model) in self.ledger.parameters)
+        """Return whether the training has left or saved this model, or goes on and has touched what it trains alone."""
+        if self._is_running:
+            # Privacy: the mechanism changes what is trained. What else changed, such as a buffer that a callback has filled
+            # with class means, no noise covers.
+            return untrained_digest(model) == self._untrained
+        return self.ledger is not None and digests_of(model) in self.ledger.models
 
     def earlier_ledger(self, checkpoint: str | None, *, folder: str, model: nn.Module) -> PrivacyLedger | None:
         """Return the ledger that the next run continues, the same on every process, or None.
@@ -87,6 +92,10 @@ class PrivacyCallback(TrainerCallback):
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
         self._is_running = True
+        digests = digests_of(kwargs["model"])
+        # Privacy: buffers that were filled since the training before are no part of what this one begins with.
+        is_filled = digests not in ledger.models and any(digests.parameters == known.parameters for known in ledger.models)
+        self._untrained = None if is_filled else untrained_digest(kwargs["model"])
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
@@ -164,8 +173,8 @@ class PrivacyCallback(TrainerCallback):
             if ledger is None or not (speaks or ledger.has_saved(weights)):
                 if ledger is not None:
                     print(
-                        f"The parameters saved in {folder} are not those that the private training left, so that its ledger "
-                        "does not speak for them. Save the model before you change it, and what you make of it elsewhere."
+                        f"The weights saved in {folder} are not those that the private training left, so that its ledger does "
+                        "not speak for them: parameters were changed after it, or buffers and frozen parameters at any time. Save the model before you change it, and what you make of it elsewhere."
                     )
                 aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
                 if aside is not None:
@@ -176,7 +185,7 @@ class PrivacyCallback(TrainerCallback):
                 return
             if checkpoint_step is not None:
                 ledger.checkpoint(checkpoint_step)
-            is_new = ledger.speak_for(weights, parameters=parameters_digest(model))
+            is_new = ledger.speak_for(weights, model=digests_of(model))
             if checkpoint_step is not None:
                 ledger.save(args.output_dir)
             set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
@@ -213,7 +222,8 @@ class PrivacyCallback(TrainerCallback):
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""
-        self._leave(kwargs["model"])
+        if self.speaks_for(kwargs["model"]):
+            self._leave(kwargs["model"])
         if self.ledger is not None and state.is_world_process_zero:
             self.ledger.close()
             self.ledger.save(args.output_dir)
@@ -224,15 +234,15 @@ class PrivacyCallback(TrainerCallback):
             )
 
     def end_run(self, args: DopplerTrainingArguments, state: TrainerState, *, model: nn.Module) -> None:
-        """Note, on disk too, the parameters with which the training was left, by its end or an interruption."""
+        """Note, on disk too, the model as the training has left it, by its end or an interruption."""
         if self._is_running and self.ledger is not None:
-            self._is_running = False
-            if self._leave(model) and state.is_world_process_zero:
+            speaks, self._is_running = self.speaks_for(model), False
+            if speaks and self._leave(model) and state.is_world_process_zero:
                 self.ledger.save(args.output_dir)
 
     def _leave(self, model: nn.Module) -> bool:
         # Before the first step they are the user's own, with which another training may begin.
-        return self.ledger is not None and self.ledger.steps_run > 0 and self.ledger.leave(parameters_digest(model))
+        return self.ledger is not None and self.ledger.steps_run > 0 and self.ledger.leave(digests_of(model))
 
 
 def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
@@ -274,5 +284,6 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
 def ledgers_of_model(folder: Path, model: nn.Module) -> list[PrivacyLedger]:
     """Return the ledger in a folder that speaks for the model, with those that continue it; none if there is none."""
     digest, there = parameters_digest(model), list(ledgers_in(folder).values())
-    first = next((ledger for ledger in there if digest in ledger.parameters), None)
+    # Whatever became of its buffers: the steps count.
+    first = next((ledger for ledger in there if any(digest == known.parameters for known in ledger.models)), None)
     return [] if first is None else [ledger for ledger in there if first.is_prefix_of(ledger)]

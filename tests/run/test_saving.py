@@ -186,6 +186,66 @@ def test_a_model_that_was_changed_after_its_training_is_not_vouched_for(tmp_path
     assert verified(kept)
 
 
+class WithPrototypes(BertForSequenceClassification):
+    """Has a buffer for the mean of each class, which something other than the training fills."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("class_means", torch.zeros(2, 16))
+        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+
+
+def with_prototypes():
+    model = WithPrototypes(tiny_bert().config)
+    model.bert.embeddings.position_embeddings.requires_grad_(False)
+    return model
+
+
+FILLED = {
+    "buffer": lambda model: model.class_means.add_(1.0),
+    "new buffer": lambda model: model.register_buffer("feature_means", torch.ones(2)),
+    "frozen parameter": lambda model: model.bert.embeddings.position_embeddings.weight.data.mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("what", FILLED)
+@pytest.mark.parametrize("when", ["step_3", "end", "afterwards"])
+def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when):
+    callbacks = [] if when == "afterwards" else [At(**{when: FILLED[what]})]
+    trainer = trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks)
+    trainer.train()
+    if when == "afterwards":
+        FILLED[what](trainer.model)
+    assert "epsilon" not in trainer.evaluate()
+    trainer.save_model()
+    assert "are not those that the private training left" in capsys.readouterr().out
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+
+
+def test_a_run_that_continues_does_not_vouch_for_buffers_filled_before_it(tmp_path):
+    trainer = trainer_of(tmp_path, model=with_prototypes())
+    trainer.train()
+    FILLED["buffer"](trainer.model)
+    again = trainer_of(tmp_path, model=trainer.model)
+    again.train()
+    assert again.privacy.ledger.steps_run == 4 + 4
+    again.save_model()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+
+
+def test_buffers_that_stay_or_are_not_saved_are_no_reason(tmp_path):
+    fill = At(step_3=lambda model: model.unsaved.add_(1.0))
+    trainer = trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill])
+    trainer.train()
+    trainer.save_model()
+    assert verified(tmp_path / "out")
+    again = trainer_of(tmp_path, model=trainer.model)
+    again.train()
+    again.save_model()
+    assert again.privacy.ledger.steps_run == 4 + 4
+    assert verified(tmp_path / "out")
+
+
 def test_files_that_were_saved_before_are_vouched_for_whatever_the_model_is_now(tmp_path):
     trainer = trainer_of(tmp_path, model=adapted())
     trainer.train()

@@ -284,7 +284,9 @@ class OnTheFly(torch.utils.data.Dataset):
         return {"input_ids": tokens + [0] * rest, "attention_mask": [1] * length + [0] * rest, "labels": index % 2}
 
 
-@pytest.mark.parametrize("seconds, match", [(0.0, "depends on the length"), (0.005, "^The lengths of all examples must be")])
+@pytest.mark.parametrize(
+    ("seconds", "match"), [(0.0, "depends on the length"), (0.005, "^The lengths of all examples must be")]
+)
 def test_one_long_text_is_found_or_asked_for_where_lengths_are_unknown(tmp_path, seconds, match):
     model = llama(max_position_embeddings=8, rope_parameters=DYNAMIC, initializer_range=0.2)
     refused(tmp_path, match, model=model, data=OnTheFly(300, seconds=seconds))

@@ -4,6 +4,9 @@ import json
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.ledger.file import write_entries
+from doppler_hf.privacy.ledger.record import ModelDigests
+
+MODEL = ModelDigests(parameters=64 * "b", buffers=64 * "c")
 
 
 def statement(**overrides):
@@ -32,8 +35,8 @@ def all_events(**overrides):
     ledger = ledger.resume(statement(steps_planned=10, **overrides), from_step=6)
     after(ledger, 3)
     ledger.close()
-    ledger.leave(64 * "b")
-    ledger.speak_for({"model.safetensors": 64 * "a"}, parameters=64 * "b")
+    ledger.leave(MODEL)
+    ledger.speak_for({"model.safetensors": 64 * "a"}, model=MODEL)
     return ledger
 
 

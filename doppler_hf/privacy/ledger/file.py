@@ -1,6 +1,6 @@
 """The file of a privacy ledger: JSON with a schema, read strictly and written whole or not at all.
 
-    {"$schema": "urn:doppler-hf:privacy-ledger:4", "format_version": 4, "entries": […]}
+    {"$schema": "urn:doppler-hf:privacy-ledger:5", "format_version": 5, "entries": […]}
 
 Reading refuses content outside the schema, and JSON that two parsers could read differently.
 """
@@ -21,7 +21,7 @@ from jsonschema.exceptions import best_match
 
 from doppler_hf.privacy.ledger import chain
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 _PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting")

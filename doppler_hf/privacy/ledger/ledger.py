@@ -6,7 +6,7 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
     steps               at most this many steps may have been released; written before they are computed
     checkpoint          steps released, and ε
     closed              steps released, exactly, and ε by every accountant; reserved steps that were not run do not count
-    left                the digest of the model's parameters when the run ended, cleanly or not
+    left                the digests of the model's parameters and buffers when the run ended, cleanly or not
     saved               the same of a model that was saved, and the hashes of its weight files; see `weights`
 
 So after a crash at any moment the ledger never counts too few steps, and too many by one portion at most, a hundredth of the
@@ -26,7 +26,7 @@ from typing import Any, Final, Self, get_args
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_epsilons, get_steps, get_total_epsilon
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
-from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, Run
+from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run
 from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
 
@@ -44,7 +44,7 @@ class PrivacyLedger:
         runs: The launches of the training.
         claims: Every ε that the entries state.
         saved: The weights that it speaks for: of every set of files that was saved their hashes, by name.
-        parameters: The models that it speaks for: digests of their parameters, as the training has left or saved them.
+        models: The models that it speaks for: their digests, as the training has left or saved them.
     """
 
     def __init__(self, record: LedgerRecord) -> None:
@@ -53,7 +53,7 @@ class PrivacyLedger:
         self.runs: Sequence[Run] = record.runs
         self.claims: Sequence[Claim] = record.claims
         self.saved: Sequence[Mapping[str, str]] = record.saved
-        self.parameters: Sequence[str] = record.parameters
+        self.models: Sequence[ModelDigests] = record.models
         self._is_training = False
 
     # --- written by a run ---------------------------------------------------------------------------------------------
@@ -121,24 +121,24 @@ class PrivacyLedger:
         self._record.add("closed", {"steps_run": self.steps_run, "epsilon": epsilons})
         self._is_training = False
 
-    def leave(self, parameters: str) -> bool:
-        """Note the digest of the parameters with which the run leaves the model, and return whether it was new."""
-        is_new = parameters not in self.parameters
+    def leave(self, model: ModelDigests) -> bool:
+        """Note the digests of the model as the run leaves it, and return whether they were new."""
+        is_new = model not in self.models
         if is_new:
-            self._record.add("left", {"parameters": parameters})
+            self._record.add("left", model._asdict())
         return is_new
 
-    def speak_for(self, weights: Mapping[str, str], *, parameters: str) -> bool:
+    def speak_for(self, weights: Mapping[str, str], *, model: ModelDigests) -> bool:
         """Note that the run has saved these weights, and return whether that was new.
 
         Args:
             weights: The SHA-256 of the weight files that were written, by name.
-            parameters: The digest of the parameters that they hold.
+            model: The digests of the model that they hold.
         """
         # Not twice: the head, which may have been published, stays what it is when the same weights are saved again.
         is_new = not self.has_saved(weights)
         if is_new:
-            self._record.add("saved", {"parameters": parameters, "weights": dict(weights)})
+            self._record.add("saved", {**model._asdict(), "weights": dict(weights)})
         return is_new
 
     # --- read ---------------------------------------------------------------------------------------------------------

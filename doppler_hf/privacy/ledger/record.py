@@ -15,6 +15,18 @@ from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
 
 
+class ModelDigests(NamedTuple):
+    """What a ledger knows a model by.
+
+    Attributes:
+        parameters: The digest of its parameters.
+        buffers: That of what is saved besides them.
+    """
+
+    parameters: str
+    buffers: str
+
+
 class Claim(NamedTuple):
     """An ε that the ledger states.
 
@@ -69,7 +81,7 @@ class LedgerRecord:
         runs: The launches so far.
         claims: Every ε that the entries state.
         saved: The weights that were saved: of every set of files their hashes, by name.
-        parameters: Digests of the model's parameters, as the training has left or saved them.
+        models: Digests of the model, as the training has left or saved it.
 
     Raises:
         ValueError: If an entry cannot follow those before it.
@@ -80,7 +92,7 @@ class LedgerRecord:
         self.runs: list[Run] = []
         self.claims: list[Claim] = []
         self.saved: list[Mapping[str, str]] = []
-        self.parameters: list[str] = []
+        self.models: list[ModelDigests] = []
         for entry in entries:
             self.take(entry)
 
@@ -101,7 +113,7 @@ class LedgerRecord:
             if not self.runs:
                 _refuse(entry, "a ledger begins with 'opened'")
             if event in ("left", "saved"):  # A model may be saved after the run too.
-                self.parameters.append(entry["parameters"])
+                self.models.append(ModelDigests(entry["parameters"], entry["buffers"]))
                 self.saved += [entry["weights"]] if event == "saved" else []
             elif self.runs[-1].is_closed:
                 _refuse(entry, "the run is closed")
