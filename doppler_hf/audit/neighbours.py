@@ -43,7 +43,7 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
-NEIGHBOURS_NAME: Final = "privacy_neighbours.json"
+NOT_PRIVATE: Final = "NOT PRIVATE: without noise, and an example's gradient norm can be read off. Publish it with no model."
 # Relative, of sums in float32: one of n terms is off by some √n·2⁻²⁴, and batches of other sizes are rounded otherwise.
 ROUNDING: Final = 1e-4
 
@@ -77,12 +77,13 @@ class NeighbourResult:
         beyond_rounding = np.where(self.couplings > self.tolerance * np.sqrt(self.draw_sizes), self.couplings, 0.0)
         return self.distances + beyond_rounding * np.maximum(self.expected_batch_size / self.draw_sizes - 1.0, 0.0)
 
-    def save(self, folder: str | Path) -> Path:
-        """Write everything to `privacy_neighbours.json` in `folder`, and return its path."""
-        path = Path(folder) / NEIGHBOURS_NAME
+    def save(self, path: str | Path) -> None:
+        """Write everything to a file, which is not private, as JSON. Folders are made."""
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         values = {
             "format_version": 1,
+            "privacy": NOT_PRIVATE,
             "contradicts_claim": self.contradicts_claim,
             "largest_distance": float(self.distances.max()),
             "largest_coupling": float(self.couplings.max()),
@@ -93,7 +94,6 @@ class NeighbourResult:
             "couplings": self.couplings.tolist(),
         }
         path.write_text(json.dumps(values) + "\n")
-        return path
 
 
 def neighbour_distances(

@@ -5,6 +5,9 @@ trainer of a recipe, or of a script of your own, makes pairs of draws that diffe
 model, loss and accumulation, and what reaches the mechanism is compared. The exit code is 1 if a distance is above C, or
 if the others move with that unit. No weight is moved, no privacy spent; dropout is off, and the collator must not be random.
 
+The distances are not private: with automatic clipping an example's gradient norm can be read off. So they are printed, and
+written only where --save and --plot say, never into the training's folder, which may be published.
+
   doppler-hf check recipes/image/digits-eps8.yaml --pairs 32 --plot distances.png
   doppler-hf check --pairs 32 --script my_train.py --learning_rate 1e-3
 
@@ -43,6 +46,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draw-size", type=int, metavar="N", help="units in a draw besides the one (default: the batch, but at most 32)"
     )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the distances, which are not private, as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distances, as " + ", ".join(PICTURE_ENDINGS))
 
 
@@ -55,35 +59,43 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_picture(args.plot)
 
-    def check(trainer: DopplerTrainer) -> tuple[NeighbourResult, Path]:
-        result = neighbour_distances(trainer, pairs=args.pairs, draw_size=args.draw_size)
-        return result, result.save(trainer.args.output_dir)
+    def check(trainer: DopplerTrainer) -> NeighbourResult:
+        for option, path in (("--save", args.save), ("--plot", args.plot)):
+            refuse_published(option, path, output_dir=trainer.args.output_dir)
+        return neighbour_distances(trainer, pairs=args.pairs, draw_size=args.draw_size)
 
     if args.script is None:
         workload, training_args = parse_recipe([args.recipe, *flags])
-        result, path = check(DopplerTrainer(args=training_args, **workload.for_trainer()))
+        result = check(DopplerTrainer(args=training_args, **workload.for_trainer()))
     else:
-        result, path = checked_script(args.script, check)
+        result = checked_script(args.script, check)
     console = Console()
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
-    console.print(f"The distances are in {path}.", markup=False, soft_wrap=True)
+    if args.save is not None:
+        result.save(args.save)
+        console.print(f"The distances, which are not private, are in {args.save}.", markup=False, soft_wrap=True)
     if args.plot is not None:
         plot_neighbours(result.distances, result.couplings, args.plot)
-        console.print(f"The picture is in {args.plot}.", markup=False, soft_wrap=True)
+        console.print(f"The picture, which is not private, is in {args.plot}.", markup=False, soft_wrap=True)
     return 1 if result.contradicts_claim else 0
 
 
 class _Checked(BaseException):
     """Carries the outcome out of a script, past whatever exceptions the script handles."""
 
-    def __init__(self, outcome: tuple[NeighbourResult, Path]) -> None:
+    def __init__(self, outcome: NeighbourResult) -> None:
         self.outcome = outcome
 
 
-def checked_script(
-    words: Sequence[str], check: Callable[[DopplerTrainer], tuple[NeighbourResult, Path]]
-) -> tuple[NeighbourResult, Path]:
+def refuse_published(option: str, path: Path | None, *, output_dir: str) -> None:
+    """Refuse a file in the folder of the training, which the host pushes to the hub as a whole."""
+    # Privacy: distances and couplings are computed from examples, without noise.
+    if path is not None and path.resolve().is_relative_to(Path(output_dir).resolve()):
+        raise ValueError(f"{option} must lie outside of output_dir, which may be published, got {path}. Write it elsewhere.")
+
+
+def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], NeighbourResult]) -> NeighbourResult:
     """Run a script, check the first trainer that would train in place of training it, and return the outcome.
 
     Args:

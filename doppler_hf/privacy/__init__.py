@@ -8,6 +8,7 @@
 - ledger: the record of what was spent, for others to check
 - bits: secret random words, for draws and noise
 - generators: the global generators, for dropout and random collators
+- own_generators: the others, which nothing in a private run may have
 """
 
 from importlib import import_module

@@ -33,8 +33,8 @@ _BUILDERS = ("__init__", "__new__", "__post_init__")
 
 def own_generators(*roots: object) -> list[Any]:
     """Return the generators that can be reached from some objects, without the global ones."""
-    of_numpy = np.random.mtrand._rand  # type: ignore[attr-defined]
-    of_python = random._inst  # type: ignore[attr-defined]
+    of_numpy = np.random.mtrand._rand
+    of_python = random._inst
     of_torch = (torch.default_generator, *torch.cuda.default_generators)
     known = {id(generator) for generator in (of_numpy, of_numpy._bit_generator, of_python, *of_torch)}
     return [

@@ -252,6 +252,7 @@ def plot_neighbours(distances: np.ndarray, couplings: np.ndarray, path: str | Pa
         path: The file, whose ending determines the format. Folders are made.
     """
     figure = _new_figure(9.0, 3.6)
+    figure.suptitle("NOT PRIVATE: computed from examples, without noise", fontsize="small")
     whole, others = figure.subplots(1, 2)
     pairs = np.arange(1, len(distances) + 1)
     whole.plot(pairs, np.sort(distances), "o", markersize=4)

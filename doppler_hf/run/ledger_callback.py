@@ -173,8 +173,9 @@ class PrivacyCallback(TrainerCallback):
             if ledger is None or not (speaks or ledger.has_saved(weights)):
                 if ledger is not None:
                     print(
-                        f"The weights saved in {folder} are not those that the private training left, so that its ledger does "
-                        "not speak for them: parameters were changed after it, or buffers and frozen parameters at any time. Save the model before you change it, and what you make of it elsewhere."
+                        f"The weights saved in {folder} are not those that the private training left, so that its ledger "
+                        "does not speak for them: parameters have changed since, or buffers and frozen ones at any time. "
+                        "Save the model before you change it, and what you make of it elsewhere."
                     )
                 aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
                 if aside is not None:

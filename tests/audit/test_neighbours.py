@@ -203,7 +203,9 @@ def test_what_is_extrapolated_counts_no_rounding(tmp_path):
     )  # fmt: skip
     assert result.extrapolated.tolist() == pytest.approx([0.9, 1.08])
     assert result.contradicts_claim
-    saved = json.loads(result.save(tmp_path / "new").read_text())
+    result.save(tmp_path / "new" / "distances.json")
+    saved = json.loads((tmp_path / "new" / "distances.json").read_text())
+    assert saved["privacy"].startswith("NOT PRIVATE")
     assert saved["contradicts_claim"]
     assert saved["largest_distance"] == 0.9
     assert saved["couplings"] == [1e-7, 0.02]

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.audit.neighbours import NEIGHBOURS_NAME
 from doppler_hf.cli import main
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from tests.cli.test_audit import flat, recipe  # noqa: F401
@@ -40,15 +39,26 @@ def script(tmp_path):
 
 def test_a_recipe_ends_with_0_a_table_a_file_and_a_picture(recipe, tmp_path, capsys):  # noqa: F811
     words = ["check", str(recipe), "--pairs", "3", "--draw_size=10", "--plot", str(tmp_path / "p.png"), "--clipping=vanilla"]
-    assert main([*words, "--per_device_train_batch_size=20"]) == 0
+    assert main([*words, "--save", str(tmp_path / "new" / "d.json"), "--per_device_train_batch_size=20"]) == 0
     shown = flat(capsys.readouterr().out)
     assert "10 and one more, of a batch of 20" in shown
     assert "No defect found: no unit moved the sum by more than C" in shown
-    saved = json.loads((tmp_path / "out" / NEIGHBOURS_NAME).read_text())
+    saved = json.loads((tmp_path / "new" / "d.json").read_text())
+    assert saved["privacy"].startswith("NOT PRIVATE")
     assert saved["draw_sizes"] == [10, 10, 10]
     assert 0.3 < saved["largest_distance"] < 1 + 1e-5
     assert (tmp_path / "p.png").stat().st_size > 10_000
-    assert not (tmp_path / "out" / "privacy_ledger.json").exists()  # nothing was spent
+    assert shown.count("not private") == 2
+    # Nothing was spent; and what is not private must not lie where the model will, which is pushed with all beside it.
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_nothing_is_written_into_the_folder_of_the_training(recipe, tmp_path, capsys, option):  # noqa: F811
+    path = tmp_path / "out" / "sub" / "d.png"
+    assert main(["check", str(recipe), option, str(path), "--pairs=2"]) == 2
+    assert f"{option} must lie outside of output_dir, which may be published, got {path}." in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_a_defect_ends_with_1(recipe, monkeypatch, capsys):  # noqa: F811
@@ -66,7 +76,7 @@ def test_a_script_of_ones_own_runs_up_to_its_training(script, tmp_path, capsys):
     shown = flat(capsys.readouterr().out)
     assert "No defect found" in shown
     assert "handled" not in shown
-    assert (tmp_path / "mine" / "out" / NEIGHBOURS_NAME).exists()
+    assert not list((tmp_path / "mine" / "out").glob("*"))
 
 
 def test_a_script_without_training_and_no_script_are_refused(script, tmp_path, capsys):
