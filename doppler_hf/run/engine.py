@@ -6,6 +6,7 @@ Nothing about the examples that this uses is released: the outcome depends on mo
 import contextlib
 import math
 import re
+import traceback
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -57,10 +58,11 @@ def attached_engine(
         granularity=statement.clipping_granularity,
         engine=args.grad_sample_engine,
     ) as clipped:
-        with left_as_it_was(model):
+        with left_as_it_was(model), no_layer_replaced(model):
             if args.grad_sample_self_check:
                 check = StartCheck(clipped, model, losses_of, probes)
-                check.run(in_bf16=args.bf16 or model.dtype == torch.bfloat16)
+                dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+                check.run(in_bf16=args.bf16 or dtype == torch.bfloat16)
             else:
                 run_once(clipped, model, losses_of, probes.probe().together)
         yield clipped
@@ -94,6 +96,21 @@ def refuse_unknown_lengths(model: nn.Module, probes: Probes) -> None:
         )
 
 
+@contextlib.contextmanager
+def no_layer_replaced(model: nn.Module) -> Iterator[None]:
+    """Refuse a model that replaces layers of its own in the block."""
+    before = dict(model.named_modules())
+    yield
+    replaced = next((name for name, module in model.named_modules() if before.get(name) is not module), None)
+    # Sensitivity: it does so for good, by the length of one batch, so that one example more would change all later sums.
+    if replaced is not None:
+        raise ValueError(
+            f"A forward pass must leave the layers of a model in place, got one that replaces {replaced!r} for all later "
+            "batches. Choose a setting with which it does not (for BigBird: attention_type='original_full', or longer "
+            "examples)."
+        )
+
+
 def run_once(clipped: ClippedGradients, model: nn.Module, losses_of: Losses, inputs: dict[str, Any]) -> None:
     """Run the engine once as in training, so that a model that it cannot train is refused now.
 
@@ -104,6 +121,14 @@ def run_once(clipped: ClippedGradients, model: nn.Module, losses_of: Losses, inp
     with nothing_written(model, again=lambda: losses_of(of_other_content(inputs))):
         clipped.backward(losses_of(inputs))
     clipped.reset()
+
+
+def place_of(error: BaseException, model: nn.Module) -> str:
+    """Return the innermost layer of a model in which an error was raised, in words."""
+    names = {module: name for name, module in model.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [module for module in frames if isinstance(module, nn.Module) and module in names]
+    return f"in the layer {names[found[-1]]!r} ({type(found[-1]).__name__})" if found else "outside of its layers"
 
 
 @final
@@ -121,16 +146,32 @@ class StartCheck:
         self._clipped, self._model, self._losses_of, self._probes = clipped, model, losses_of, probes
 
     def run(self, *, in_bf16: bool) -> None:
-        """Compare, in bfloat16 also in float32, where rounding hides nothing, if the model can be computed so.
+        """Compare, in bfloat16 also in float32, where rounding hides nothing, if the memory suffices.
 
         Raises:
             ValueError: If the model cannot be trained privately, by the name of what is at fault.
         """
         with moved(self._model), with_small_capacity(self._model):
             if in_bf16:
-                with contextlib.suppress(RuntimeError), in_full_precision(self._model):
-                    self._compare(ROUNDING)
+                self._compare_in_full_precision()
             self._compare(ROUNDING_BF16 if in_bf16 else ROUNDING)
+
+    def _compare_in_full_precision(self) -> None:
+        try:
+            with in_full_precision(self._model):
+                self._compare(ROUNDING)
+        except torch.OutOfMemoryError:
+            print(
+                "The check in float32 does not fit into memory, so that the engine is compared in bfloat16 only, where a "
+                "gradient may be off by a tenth. What changes the others by less than that goes unnoticed."
+            )
+        except RuntimeError as error:
+            # Sensitivity: at a tenth, a mask that lets one example in thirty through would pass.
+            raise ValueError(
+                "A model that is trained in bfloat16 must be computable in float32 too, in which rounding hides no change "
+                f"by other examples, got an error {place_of(error, self._model)}. Replace what needs bfloat16 there (for "
+                "attention: attn_implementation='sdpa'), or set grad_sample_self_check=False."
+            ) from error
 
     def _compare(self, tolerance: float) -> None:
         model = self._model

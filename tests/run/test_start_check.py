@@ -1,6 +1,6 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
-import time
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import (
     BertForSequenceClassification,
+    BigBirdConfig,
+    BigBirdForSequenceClassification,
     ConvBertConfig,
     ConvBertForSequenceClassification,
     CpmAntConfig,
@@ -30,8 +32,12 @@ from transformers import (
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.cli import main
+from doppler_hf.privacy.batching import probe
+from doppler_hf.run import engine
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of
 
@@ -271,34 +277,36 @@ def test_a_model_that_sees_its_neighbours_padding_is_refused_by_name(tmp_path, n
 class OnTheFly(torch.utils.data.Dataset):
     """Texts whose lengths nobody knows beforehand; one of them is long."""
 
-    def __init__(self, number, *, seconds=0.0, padded_to=0):
-        self.number, self.seconds, self.padded_to = number, seconds, padded_to
+    def __init__(self, number, *, padded_to=0):
+        self.number, self.padded_to = number, padded_to
 
     def __len__(self):
         return self.number
 
     def __getitem__(self, index):
-        time.sleep(self.seconds)
         length = 30 if index == self.number // 2 + 1 else 3 + index % 3
         tokens, rest = [5 + (index + 7 * place) % 40 for place in range(length)], max(self.padded_to - length, 0)
         return {"input_ids": tokens + [0] * rest, "attention_mask": [1] * length + [0] * rest, "labels": index % 2}
 
 
 @pytest.mark.parametrize(
-    ("seconds", "match"), [(0.0, "depends on the length"), (0.005, "^The lengths of all examples must be")]
+    ("seconds", "match"), [(math.inf, "depends on the length"), (0.0, "^The lengths of all examples must be")]
 )
-def test_one_long_text_is_found_or_asked_for_where_lengths_are_unknown(tmp_path, seconds, match):
+def test_one_long_text_is_found_or_asked_for_where_lengths_are_unknown(tmp_path, monkeypatch, seconds, match):
+    monkeypatch.setattr(probe, "_SECONDS_OF_SIZES", seconds)
     model = llama(max_position_embeddings=8, rope_parameters=DYNAMIC, initializer_range=0.2)
-    refused(tmp_path, match, model=model, data=OnTheFly(300, seconds=seconds))
+    refused(tmp_path, match, model=model, data=OnTheFly(300))
 
 
-def test_unknown_lengths_train_where_all_are_padded_to_one(tmp_path):
+def test_unknown_lengths_train_where_all_are_padded_to_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "_SECONDS_OF_SIZES", 0.0)
     model = llama(max_position_embeddings=8, rope_parameters=DYNAMIC)
-    trainer_of(tmp_path, model=model, data=OnTheFly(300, seconds=0.005, padded_to=32), max_steps=1).train()
+    trainer_of(tmp_path, model=model, data=OnTheFly(300, padded_to=32), max_steps=1).train()
 
 
-def test_unknown_lengths_train_where_positions_do_not_depend_on_them(tmp_path):
-    trainer_of(tmp_path, model=llama(), data=OnTheFly(300, seconds=0.005), max_steps=1).train()
+def test_unknown_lengths_train_where_positions_do_not_depend_on_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "_SECONDS_OF_SIZES", 0.0)
+    trainer_of(tmp_path, model=llama(), data=OnTheFly(300), max_steps=1).train()
 
 
 SPEECH = dict(
@@ -697,6 +705,87 @@ def test_rounding_hides_no_forgotten_mask(tmp_path, kind):
     trainer = trainer_of(tmp_path, model=model, data=data, max_steps=1, bf16=kind == "autocast")
     trainer.train()  # with its mask
     assert trainer.state.global_step == 1
+
+
+class CastByHand(BertForSequenceClassification):
+    """Asks for bfloat16 in its forward pass, in three ways."""
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        hidden = self.bert(input_ids, attention_mask=attention_mask).pooler_output
+        hidden = hidden.to(torch.bfloat16).float().bfloat16().to(dtype=torch.bfloat16)
+        return SequenceClassifierOutput(logits=self.classifier(hidden).float())
+
+
+class NeedsBfloat16(nn.Module):
+    def forward(self, hidden):
+        if hidden.dtype != torch.bfloat16:
+            raise RuntimeError("only support bf16")
+        return hidden
+
+
+class Logits(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+
+
+def test_a_cast_in_the_model_hides_no_forgotten_mask(tmp_path):
+    model, data = CastByHand(tiny_bert().config).bfloat16(), rows_of([8] * 40 + [12] * 4)
+    options = dict(cls=Logits, model=model, data=data, remove_unused_columns=False)
+    refused(tmp_path, "changes with the examples beside it", collator=without_mask, **options)
+    trainer_of(tmp_path, max_steps=1, **options).train()
+
+
+def test_a_layer_that_needs_bfloat16_is_refused_by_name(tmp_path):
+    model = tiny_bert().bfloat16()
+    model.bert.pooler.activation = NeedsBfloat16()
+    refused(tmp_path, r"float32 too, .* in the layer 'bert\.pooler\.activation' \(NeedsBfloat16\)\.", model=model)
+
+
+def test_a_check_in_float32_that_does_not_fit_is_left_out_and_said_so(tmp_path, monkeypatch, capsys):
+    def too_large(model):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engine, "in_full_precision", too_large)
+    trainer_of(tmp_path, model=tiny_bert().bfloat16(), max_steps=1).train()
+    assert "The check in float32 does not fit into memory" in capsys.readouterr().out
+
+
+def big_bird():
+    config = BigBirdConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2,
+        block_size=2, num_random_blocks=1, max_position_embeddings=64, pad_token_id=0, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, classifier_dropout=0.0,
+    )  # fmt: skip
+    return BigBirdForSequenceClassification(config)
+
+
+def test_a_model_that_replaces_its_layers_for_good_is_refused_and_left_as_it_was(tmp_path):
+    model = big_bird()
+    layers = dict(model.named_modules())
+    refused(tmp_path, r"replaces 'bert\.encoder\S+' for all later batches", model=model, data=rows_of([8] * 20 + [30] * 20))
+    assert dict(model.named_modules()) == layers
+    trainer_of(tmp_path, model=model, data=rows_of([32] * 20), max_steps=1).train()
+
+
+class PlainModule(nn.Module):
+    """No model of the host's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask):
+        mask = attention_mask[..., None]
+        return SequenceClassifierOutput(logits=self.head((self.embedding(input_ids) * mask).sum(1) / mask.sum(1)))
+
+
+def test_a_module_that_is_no_model_of_the_host_trains(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Logits, model=PlainModule(), remove_unused_columns=False)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.state.global_step == 4
+    assert main(["verify", str(tmp_path / "out")]) == 0
 
 
 class Bank(DopplerTrainer):

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 # dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.
 _PROBABILITY = re.compile(r"drop|jitter|mask_\w*prob")
 # Adapters, gates and layer scales begin below this. Matrices begin at about 0.02 or more, and need not be copied.
 NEARLY_ZERO = 0.01
+_NARROW = (torch.bfloat16, torch.half)
 
 
 @contextlib.contextmanager
@@ -83,18 +85,25 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Give every module its attributes and buffers back, which forward passes may write."""
+    """Give every module its attributes, submodules and buffers back, which forward passes may write."""
     before = [
-        (module, dict(vars(module)), [(name, tensor, copy_of(tensor)) for name, tensor in module._buffers.items()])
+        (
+            module,
+            dict(vars(module)),
+            dict(module._modules),
+            [(name, tensor, copy_of(tensor)) for name, tensor in module._buffers.items()],
+        )
         for module in model.modules()
     ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for module, attributes, buffers in before:
+            for module, attributes, children, buffers in before:
                 vars(module).clear()
                 vars(module).update(attributes)
+                module._modules.clear()
+                module._modules.update(children)
                 for name, tensor, value in buffers:
                     module._buffers[name] = tensor
                     if tensor is not None and value is not None:
@@ -108,8 +117,8 @@ def copy_of(tensor: Tensor | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def in_full_precision(model: nn.Module) -> Iterator[None]:
-    """Compute in float32: without autocast, whoever asks for it, and with weights of fewer bits converted."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in (torch.bfloat16, torch.half)]
+    """Compute in float32: without autocast and casts, whoever asks for them, and with weights of fewer bits converted."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in _NARROW]
     before = [(tensor, tensor.data) for tensor in tensors]
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     try:
@@ -117,11 +126,28 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
         torch.autocast.__exit__ = lambda *exception: None  # type: ignore[method-assign]
         for tensor, data in before:
             tensor.data = data.float()
-        yield
+        with InFloat32():
+            yield
     finally:
         torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
         for tensor, data in before:
             tensor.data = data
+
+
+class InFloat32(TorchFunctionMode):
+    """Takes float32 wherever code asks for a type of fewer bits, such as `x.to(torch.bfloat16)` in a forward pass."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with other types."""
+        function = Tensor.float if function in (Tensor.bfloat16, Tensor.half) else function
+        return function(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
+
+
+def widened(value: Any) -> Any:
+    """Return float32 in place of a type of fewer bits, and everything else as it is."""
+    return torch.float32 if any(value is narrow for narrow in _NARROW) else value
 
 
 @contextlib.contextmanager
