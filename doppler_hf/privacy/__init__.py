@@ -9,6 +9,7 @@
 - bits: secret random words, for draws and noise
 - generators: the global generators, for dropout and random collators
 - own_generators: the others, which nothing in a private run may have
+- reachable: what an object refers to, where generators and memory are searched for
 """
 
 from importlib import import_module

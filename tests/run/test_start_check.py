@@ -1,6 +1,8 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
+import collections
 import math
+import re
 
 import numpy as np
 import pytest
@@ -801,6 +803,54 @@ class Bank(DopplerTrainer):
         return losses
 
 
+class Slow(DopplerTrainer):
+    """Divides by a running mean of the losses that one batch moves by a millionth; kept in several places."""
+
+    place = "attribute"
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.mean, self.means, self.queue = 1.0, {"a": [torch.ones(())]}, collections.deque([1.0], maxlen=1)
+        mean = 1.0
+
+        def in_closure(now):
+            nonlocal mean
+            mean = float(0.999999 * mean + 1e-6 * now)
+            return mean
+
+        self.in_closure = in_closure
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        now = losses.detach().mean()
+        if self.place == "attribute":
+            self.mean = 0.999999 * self.mean + 1e-6 * now
+            return losses / self.mean
+        if self.place == "list, in place":
+            return losses / self.means["a"][0].mul_(0.999999).add_(1e-6 * now).clone()
+        if self.place == "queue":
+            self.queue.append(float(0.999999 * self.queue[0] + 1e-6 * now))
+            return losses / self.queue[0]
+        if self.place == "closure":
+            return losses / self.in_closure(now)
+        self.mean, self.seen = now, self.__dict__.get("seen", 0) + 1
+        self.means["last"] = losses  # for a log, which no loss reads
+        return losses
+
+
+@pytest.mark.parametrize("place", ["attribute", "list, in place", "queue", "closure"])
+def test_a_slow_memory_is_refused_wherever_it_is_kept(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(Slow, "place", place)
+    refused(tmp_path, "something of earlier batches is remembered", cls=Slow)
+
+
+def test_what_is_noted_and_not_read_is_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(Slow, "place", "noted")
+    trainer = trainer_of(tmp_path, cls=Slow)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
 def test_memory_outside_of_buffers_is_refused(tmp_path):
     refused(tmp_path, "something of earlier batches is remembered", cls=Bank)
 
@@ -827,6 +877,16 @@ def flattening():
     model = tiny_bert(max_position_embeddings=64)
     model.bert.encoder.layer[0].intermediate.dense = Flattened(model.bert.encoder.layer[0].intermediate.dense)
     return model
+
+
+@pytest.mark.parametrize("cls", [TokenMean, BatchMean])
+def test_a_refusal_has_no_number_that_is_computed_from_examples(tmp_path, cls):
+    said = set()
+    for seed in range(3):
+        with pytest.raises(ValueError, match="changes with the examples beside it") as refusal:
+            trainer_of(tmp_path, data=text_data(seed=seed), cls=cls).train()
+        said.add(re.sub(r"'[\w.]+'", "", str(refusal.value)))
+    assert not any(re.search(r"\d", text) for text in said)
 
 
 @pytest.mark.parametrize("case", ["loss", "labels", "layer"])

@@ -49,8 +49,9 @@ def in_gradients(
     if relative_change(together, alone) < off / 10:
         return None
     reason = (
-        f"The gradient of one example changes with the examples beside it, at {parameter!r} by {off:.2g} of its size, so "
-        "that one example more would change all others, and no noise covers that: "
+        # Neither by how much: that is computed from two private examples, and messages end in logs.
+        f"The gradient of one example changes with the examples beside it, at {parameter!r}, so that one example more would "
+        "change all others, and no noise covers that: "
     )
     if not are_first_rows(together, alone):
         return reason + MIXED_ROWS

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import same
+from doppler_hf.privacy.clipping.memory import Memory
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.generators import filled_generators
@@ -57,6 +58,7 @@ def refuse_own_coins(
     Raises:
         ValueError: If it does, or a forward pass writes statistics of the data.
     """
+    memory = Memory(losses_of, model)
     with nothing_written(model, again=lambda: losses_of(of_other_content(inputs))):
         first = losses_under(0, losses_of, inputs)
         # Only now: some are made in the first pass.
@@ -66,7 +68,12 @@ def refuse_own_coins(
         again = losses_under(0, losses_of, inputs)
     # Sensitivity: one that has moved may act on few examples only, so that no loss has changed here.
     has_own = [state_of(generator) for generator in generators] != before
-    if has_own or not torch.allclose(again, first, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
+    is_read = memory.is_read(
+        lambda: losses_under(0, losses_of, inputs),
+        lambda: losses_under(0, losses_of, of_other_content(inputs)),
+        tolerance=tolerance,
+    )
+    if has_own or is_read or not torch.allclose(again, first, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
         raise ValueError(
             "A loss must depend on its example and on the global generators of torch, NumPy and Python alone, got another "
             "one after another batch: something of earlier batches is remembered (a bank, a queue, a running mean in an "

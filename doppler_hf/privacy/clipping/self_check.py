@@ -161,7 +161,7 @@ class Comparison:
                 found = at_fault.in_gradients(
                     self._model, self._losses_of, alone, self._together, parameter=worst, off=off[worst]
                 )
-            raise ValueError(found or self._of_the_engine(worst, off[worst]))
+            raise ValueError(found or self._of_the_engine(worst))
         for norm, norm_alone in zip(norms, norms_alone, strict=True):
             # A norm that is too small would let an example contribute more than the bound, one too large only less.
             lowest, highest = norm_alone * (1 - tolerance), norm_alone * (1 + max(tolerance, NORM_ALLOWANCE)) + UNDERFLOW
@@ -195,10 +195,10 @@ class Comparison:
                 return
             raise ValueError(at_fault.in_losses(self._model, self._losses_of, first, crowd))
 
-    def _of_the_engine(self, parameter: str, off: float) -> str:
+    def _of_the_engine(self, parameter: str) -> str:
         engine = self._clipped.engine_name
         return (
-            f"The per-sample gradients of {parameter!r} are wrong: engine={engine!r} is off by {off:.2g} of their size, so "
+            f"The per-sample gradients of {parameter!r} are wrong: those of engine={engine!r} are not those of autograd, so "
             "that an example's contribution is not bounded. The engine does not fit one of the layers. Freeze that "
             "parameter, or try the other engine."
         )

@@ -1,0 +1,83 @@
+"""What an object refers to, through whatever Python code may keep something in.
+
+Attributes, containers, closures, partial functions, bound methods, and the globals and class attributes of code that is the
+user's. What builds an object is left out, and so are the numbers of data.
+"""
+
+import collections
+import dis
+import functools
+import gc
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
+_NOT_LOOKED_INTO = (ModuleType, type, CodeType, torch.Tensor, np.ndarray, str, bytes, int, float, *GENERATORS)
+CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+# Longer ones hold data.
+_MOST_IN_A_CONTAINER = 1000
+# A model has some thousands of objects; nearer ones are seen first.
+_MOST_OBJECTS = 100_000
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# What builds an object draws before the training.
+_BUILDERS = ("__init__", "__new__", "__post_init__")
+
+
+def reachable(*roots: object) -> Iterator[Any]:
+    """Yield the objects that some objects refer to, and these, nearer ones first and each once."""
+    ahead = collections.deque(roots)
+    seen: dict[int, Any] = {}  # kept alive, so that no number is given twice
+    while ahead and len(seen) < _MOST_OBJECTS:
+        found = ahead.popleft()
+        if id(found) in seen:
+            continue
+        seen[id(found)] = found
+        yield found
+        ahead.extend(referents_of(found))
+
+
+def referents_of(owner: Any) -> list[Any]:
+    """Return what an object refers to itself; nothing of the numbers of data and of this package's own noise."""
+    if isinstance(owner, _NOT_LOOKED_INTO) or type(owner).__module__.startswith("doppler_hf.privacy."):
+        return []
+    if isinstance(owner, CONTAINERS) and len(owner) > _MOST_IN_A_CONTAINER:
+        return []
+    if isinstance(owner, FunctionType):
+        parts = [owner.__closure__, owner.__defaults__, owner.__kwdefaults__, owner.__dict__]
+        return parts if is_library(owner.__code__.co_filename) else [*parts, *globals_of(owner)]
+    return [*gc.get_referents(owner), *class_attributes(type(owner))]
+
+
+def globals_of(function: FunctionType) -> list[Any]:
+    """Return the global variables that a function reads."""
+    return [function.__globals__[name] for name in global_names(function.__code__) if name in function.__globals__]
+
+
+@functools.cache
+def global_names(code: CodeType) -> frozenset[str]:
+    """Return the names of the global variables that code reads, within functions in it too."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(own).union(*(global_names(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+
+def class_attributes(kind: type) -> list[Any]:
+    """Return the methods and other attributes of a class and its bases, those of libraries left out."""
+    return [
+        value
+        for base in kind.__mro__
+        if not is_library(str(vars(sys.modules.get(base.__module__, base)).get("__file__", "")))
+        for name, value in vars(base).items()
+        if name not in _BUILDERS
+    ]
+
+
+def is_library(file: str) -> bool:
+    """Return whether a file of code is installed, and so not the user's."""
+    return file.startswith(_LIBRARIES)
