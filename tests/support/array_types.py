@@ -26,6 +26,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.clipped_gradients",
     "doppler_hf.privacy.clipping.factored",
     "doppler_hf.privacy.clipping.host_layers",
+    "doppler_hf.privacy.clipping.memory",
     "doppler_hf.privacy.clipping.model_coins",
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.plain_autograd",

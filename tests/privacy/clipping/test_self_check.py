@@ -98,7 +98,7 @@ def planted(monkeypatch, change, *, of=lambda parameter: parameter.ndim == 2):
 )
 def test_a_wrong_rule_is_found_by_name(monkeypatch, norm_rule, change):
     planted(monkeypatch, change)
-    with pytest.raises(ValueError, match=r"per-sample gradients of '.*weight' are wrong: .* off by"):
+    with pytest.raises(ValueError, match=r"per-sample gradients of '.*weight' are wrong: "):
         check(build("roberta", torch.float32), norm_rule=norm_rule)
 
 
