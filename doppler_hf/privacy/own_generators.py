@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from doppler_hf.privacy.reachable import GENERATORS, reachable
+from doppler_hf.privacy.reachable import GENERATORS, is_a, reachable
 
 
 def own_generators(*roots: object) -> list[Any]:
@@ -24,7 +24,7 @@ def own_generators(*roots: object) -> list[Any]:
         found
         for found in reachable(*roots)
         # What the operating system gives follows no order.
-        if isinstance(found, GENERATORS) and not isinstance(found, random.SystemRandom) and id(found) not in known
+        if is_a(found, *GENERATORS) and not is_a(found, random.SystemRandom) and id(found) not in known
     ]
 
 

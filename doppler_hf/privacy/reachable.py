@@ -45,11 +45,11 @@ def reachable(*roots: object) -> Iterator[Any]:
 
 def referents_of(owner: Any) -> list[Any]:
     """Return what an object refers to itself; nothing of the numbers of data and of this package's own noise."""
-    if isinstance(owner, _NOT_LOOKED_INTO) or type(owner).__module__.startswith("doppler_hf.privacy."):
+    if is_a(owner, *_NOT_LOOKED_INTO) or type(owner).__module__.startswith("doppler_hf.privacy."):
         return []
-    if isinstance(owner, CONTAINERS) and len(owner) > _MOST_IN_A_CONTAINER:
+    if is_a(owner, *CONTAINERS) and len(owner) > _MOST_IN_A_CONTAINER:
         return []
-    if isinstance(owner, FunctionType):
+    if is_a(owner, FunctionType):
         parts = [owner.__closure__, owner.__defaults__, owner.__kwdefaults__, owner.__dict__]
         return parts if is_library(owner.__code__.co_filename) else [*parts, *globals_of(owner)]
     return [*gc.get_referents(owner), *class_attributes(type(owner))]
@@ -81,3 +81,8 @@ def class_attributes(kind: type) -> list[Any]:
 def is_library(file: str) -> bool:
     """Return whether a file of code is installed, and so not the user's."""
     return file.startswith(_LIBRARIES)
+
+
+def is_a(value: Any, *kinds: type) -> bool:
+    """Return whether a value is of one of some classes, without asking the value, which may do anything when it is asked."""
+    return issubclass(type(value), kinds)

@@ -6,7 +6,7 @@ what a pass writes is found, and then changed by much: a loss that reads it chan
 
 from collections import deque
 from collections.abc import Callable
-from types import CellType, FunctionType
+from types import CellType, ModuleType
 from typing import Any, Final, final
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import same
-from doppler_hf.privacy.reachable import reachable
+from doppler_hf.privacy.reachable import is_a, reachable
 
 _Place = tuple[int, Any]
 _CONTENTS: Final = "cell_contents"
@@ -78,41 +78,42 @@ def numbers(*roots: object) -> dict[_Place, tuple[Any, Any]]:
     """Return the floating-point numbers and tensors that can be replaced, with their owners, by owner and key."""
     found: dict[_Place, tuple[Any, Any]] = {}
     for owner in reachable(*roots):
+        if is_a(owner, ModuleType, type):  # their namespaces are not looked into
+            continue
         for key, value in items_of(owner):
-            if isinstance(value, float) or is_number_tensor(value):
+            if is_a(value, float) or is_number_tensor(value):
                 found[id(owner), key] = owner, value
     return found
 
 
 def items_of(owner: Any) -> list[tuple[Any, Any]]:
     """Return what an object can have replaced, by key."""
-    match owner:
-        case dict():
-            return list(owner.items())
-        case list() | deque():
-            return list(enumerate(owner))
-        case CellType():
-            return [(_CONTENTS, getattr(owner, _CONTENTS, None))]  # Empty before its first assignment.
-        case FunctionType() | type() | Tensor():
-            return []
-        case _:
-            return list(getattr(owner, "__dict__", {}).items())
+    if is_a(owner, dict):
+        return list(owner.items())
+    if is_a(owner, list, deque):
+        return list(enumerate(owner))
+    if is_a(owner, CellType):
+        return [(_CONTENTS, getattr(owner, _CONTENTS, None))]  # Empty before its first assignment.
+    try:
+        attributes = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return []
+    return list(attributes.items())
 
 
 def put(owner: Any, key: Any, value: Any) -> None:
     """Replace what an object has at a key; see `items_of`."""
-    match owner:
-        case dict() | list() | deque():
-            owner[key] = value
-        case CellType():
-            owner.cell_contents = value
-        case _:
-            vars(owner)[key] = value
+    if is_a(owner, dict, list, deque):
+        owner[key] = value
+    elif is_a(owner, CellType):
+        owner.cell_contents = value
+    else:
+        object.__getattribute__(owner, "__dict__")[key] = value
 
 
 def is_number_tensor(value: Any) -> bool:
     """Return whether a value is a tensor of floating-point numbers that nothing trains."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.is_floating_point()
+    return is_a(value, Tensor) and not is_a(value, nn.Parameter) and value.is_floating_point()
 
 
 def version_of(value: Any) -> int | None:
