@@ -11,6 +11,7 @@ filled anew before each example, each collation and each forward pass, and a see
 
 import contextlib
 import random
+import secrets
 from collections.abc import Iterator
 from typing import final
 
@@ -48,6 +49,11 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: i
     torch.set_rng_state(torch_state(words()))
     if worker == 0 and torch.accelerator.is_available():  # Philox on CUDA: its 64 bits are the whole key.
         torch.get_device_module().manual_seed(int(stream.bits(1, step=step)[0] >> np.uint64(1)))
+
+
+def fresh_seed() -> int:
+    """Return a new seed for a trial before the first step: what is rare would be seen at no start from fixed ones."""
+    return secrets.randbits(62)
 
 
 def torch_state(words: np.ndarray) -> torch.Tensor:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -15,24 +15,30 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy import ClippedGradients, PrivacyStatement
-from doppler_hf.privacy.batching.probe import Probe, Probes
+from doppler_hf.privacy.batching.probe import CROWD, Probe, Probes
 from doppler_hf.privacy.clipping.as_in_training import (
     in_full_precision,
     left_as_it_was,
     moved,
+    probabilities_for_all_rows,
+    with_held_coins,
     with_small_capacity,
     without_coins,
     without_dropout,
 )
+from doppler_hf.privacy.clipping.held_coins import HeldCoins
 from doppler_hf.privacy.clipping.model_coins import is_random, refuse_neighbours, refuse_own_coins
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.self_check import Comparison, Expected
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.losses import without_adapters
+from doppler_hf.privacy.shared_coins import ROWS, DrawnInForward, drawn_in_forward, refuse_shared_in_forward
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # Relative, of gradients: batches of one and of three are rounded differently.
 ROUNDING, ROUNDING_BF16 = 1e-3, 0.1
+# Puts a model into a state without chance for a block.
+Still = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
@@ -151,15 +157,16 @@ class StartCheck:
         Raises:
             ValueError: If the model cannot be trained privately, by the name of what is at fault.
         """
+        drawn = self._drawn()
         with moved(self._model), with_small_capacity(self._model):
             if in_bf16:
-                self._compare_in_full_precision()
-            self._compare(ROUNDING_BF16 if in_bf16 else ROUNDING)
+                self._compare_in_full_precision(drawn)
+            self._compare(drawn, ROUNDING_BF16 if in_bf16 else ROUNDING)
 
-    def _compare_in_full_precision(self) -> None:
+    def _compare_in_full_precision(self, drawn: DrawnInForward) -> None:
         try:
             with in_full_precision(self._model):
-                self._compare(ROUNDING)
+                self._compare(drawn, ROUNDING)
         except torch.OutOfMemoryError:
             print(
                 "The check in float32 does not fit into memory, so that the engine is compared in bfloat16 only, where a "
@@ -173,7 +180,19 @@ class StartCheck:
                 "attention: attn_implementation='sdpa'), or set grad_sample_self_check=False."
             ) from error
 
-    def _compare(self, tolerance: float) -> None:
+    def _drawn(self) -> DrawnInForward:
+        """Return what the model draws, and refuse numbers that rows share if a draw may come in several micro-batches."""
+        self._model.train()
+        is_cut = self._probes.is_cut
+        # Made before, since what data set and collator draw is not the model's.
+        batches = {rows: self._probes.copies(rows) for rows in (ROWS if is_cut else ROWS[:1])}
+        with self._clipped.unwatched(), torch.no_grad():
+            drawn = drawn_in_forward(self._model, lambda rows: self._losses_of(batches[rows]), rows=[*batches])
+        if is_cut:
+            refuse_shared_in_forward(drawn.shared, probabilities_for_all_rows(self._model))
+        return drawn
+
+    def _compare(self, drawn: DrawnInForward, tolerance: float) -> None:
         model = self._model
         with without_coins(model):
             probe, expected = self._usable()
@@ -187,18 +206,47 @@ class StartCheck:
                 without_coins=expected.losses[-1],
                 tolerance=tolerance / 10,
             )
+        still: Still = without_coins
         try:
-            with without_coins(model):
+            with still(model):
                 self._refuse_difference(probe, expected, tolerance)
         except ValueError:
-            with without_coins(model), self._clipped.unwatched():
-                if not is_random(self._losses_of, probe.together):
-                    raise
-            # Its coins are none that can be held: it is compared in evaluation mode, and for neighbours in training.
-            with without_dropout(model):
+            if not self._is_random_in(still, probe):
+                raise
+            # Its coins are no attributes: they are held, or if that does not hold them it is in evaluation mode.
+            still = with_held_coins
+            if self._is_random_in(still, probe):
+                still = without_dropout
+            with still(model):
                 self._refuse_difference(probe, self._comparison(probe).expected(), tolerance)
+        self._refuse_crowd(probe, still, tolerance, is_of_torch=drawn.is_of_torch)
+        # A coin that rows share may hide what couples them, if it seldom falls; and so does evaluation mode.
+        if drawn.shared or still is without_dropout:
+            model.train()
             with self._clipped.unwatched():
-                refuse_neighbours(self._losses_of, probe.together, tolerance=tolerance)
+                refuse_neighbours(self._losses_of, probe.crowd, number=CROWD, tolerance=tolerance)
+
+    def _is_random_in(self, still: Still, probe: Probe) -> bool:
+        with still(self._model), self._clipped.unwatched():
+            return is_random(self._losses_of, probe.together)
+
+    def _refuse_crowd(self, probe: Probe, still: Still, tolerance: float, *, is_of_torch: bool) -> None:
+        """Compare losses in a larger batch: with every coin held at its mean and no attribute changed, if all can be.
+
+        What is set to zero for its name may be no probability, but say how much of a batch is left out.
+        """
+        comparison = self._comparison(probe)
+        if is_of_torch:
+            self._model.train()
+            try:
+                with HeldCoins() as held:
+                    comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+                return
+            except ValueError:
+                if held.are_all_held:
+                    raise
+        with still(self._model):
+            comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
 
     def _usable(self) -> tuple[Probe, Expected]:
         """Return examples that have a gradient, which others may not have: without a label, or not finite."""
@@ -221,6 +269,4 @@ class StartCheck:
         return Comparison(self._clipped, self._model, self._losses_of, alone=alone, together=together, rows=rows)
 
     def _refuse_difference(self, probe: Probe, expected: Expected, tolerance: float) -> None:
-        comparison = self._comparison(probe)
-        comparison.refuse_difference(expected, tolerance=tolerance)
-        comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+        self._comparison(probe).refuse_difference(expected, tolerance=tolerance)

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import random
 import re
 
 import numpy as np
@@ -26,6 +27,8 @@ from transformers import (
     LlamaForSequenceClassification,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
     NllbMoeConfig,
     NllbMoeForConditionalGeneration,
     Phi3Config,
@@ -135,6 +138,24 @@ def randomly_mixed_up(examples):
     return batch | {"input_ids": (share * batch["input_ids"] + (1 - share) * other).long()}
 
 
+def mixed_in_pairs(examples):
+    """MixUp of rows 0 and 1, 2 and 3, …; an odd last row stays as it is."""
+    batch = pad(examples)
+    tokens, even = batch["input_ids"].clone(), len(examples) // 2 * 2
+    share = torch.from_numpy(np.random.beta(0.4, 0.4, even // 2))[:, None]
+    tokens[0:even:2] = (share * batch["input_ids"][0:even:2] + (1 - share) * batch["input_ids"][1:even:2]).long()
+    return batch | {"input_ids": tokens}
+
+
+def mixed_now_and_then(examples):
+    """In one batch of twenty a row has the second half of the row before it."""
+    batch = pad(examples)
+    tokens = batch["input_ids"]
+    return (
+        batch | {"input_ids": torch.cat([tokens[:, :2], tokens.roll(1, 0)[:, 2:]], 1)} if random.random() < 0.05 else batch
+    )
+
+
 def padded_on_the_left(examples):
     width = max(len(example["input_ids"]) for example in examples)
     rows = {
@@ -184,9 +205,9 @@ def test_rows_are_counted_in_every_step(tmp_path, collator, got):
         trainer.train()
 
 
-@pytest.mark.parametrize("collator", [mixed_up, randomly_mixed_up, padded_on_the_left])
+@pytest.mark.parametrize("collator", [mixed_up, randomly_mixed_up, mixed_in_pairs, mixed_now_and_then, padded_on_the_left])
 def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
-    refused(tmp_path, r"MixUp, CutMix or packing", collator=collator)
+    refused(tmp_path, r"MixUp, CutMix or packing", collator=collator, gradient_accumulation_steps=1)
 
 
 def test_a_random_collator_that_mixes_nothing_trains(tmp_path):
@@ -547,15 +568,96 @@ class RandomlyMixedUp(DopplerTrainer):
 
 
 def test_a_random_loss_that_mixes_examples_in_training_only_is_refused(tmp_path):
-    refused(tmp_path, "change with a third one in training mode", cls=RandomlyMixedUp, model=frozen_embeddings())
+    refused(tmp_path, "changes with the examples beside it", cls=RandomlyMixedUp, model=frozen_embeddings())
 
 
-def mixture():
+class Capped(nn.Module):
+    """An embedding whose tokens of one kind count only up to a number of them in the batch, in training mode."""
+
+    def __init__(self, layer, **options):
+        super().__init__()
+        self.layer = layer
+        self.options = options
+        vars(self).update(options)
+
+    def forward(self, tokens):
+        x = self.layer(tokens)
+        name, kind = next(iter(self.options)), (tokens % 2).flatten()
+        if name == "max_tokens_per_expert":
+            place = torch.stack([(kind == expert).cumsum(0) for expert in (0, 1)])[kind, torch.arange(len(kind))]
+            return x * (place <= vars(self)[name]).view_as(tokens)[..., None]
+        if name == "token_drop_ratio":
+            if self.training and self.token_drop_ratio > 0:
+                least = x.detach().norm(dim=-1).mean(0).argsort()[: int(x.shape[1] * self.token_drop_ratio)]
+                x = x.index_fill(1, least, 0.0)
+            return x
+        x = F.dropout(x, 0.1, self.training)  # a number that no attribute holds
+        return x * (kind.cumsum(0) <= 1.25 * len(kind) / 4).view_as(tokens)[..., None] if self.training else x
+
+
+@pytest.mark.parametrize("option", [{"max_tokens_per_expert": 256}, {"token_drop_ratio": 0.5}, {"literal": 0.1}], ids=str)
+def test_what_couples_examples_is_seen_whatever_it_is_called_and_beside_any_dropout(tmp_path, option):
+    model = tiny_bert(initializer_range=0.3, hidden_dropout_prob=0.1)
+    model.bert.embeddings.word_embeddings = Capped(model.bert.embeddings.word_embeddings, **option)
+    # Of one length, so that no padding is beside an example.
+    refused(tmp_path, "of one example changes with the examples beside it", model=model, data=rows_of([8] * 40))
+
+
+def test_dropout_with_a_number_trains(tmp_path):
+    model = tiny_bert(hidden_dropout_prob=0.1)
+    model.bert.embeddings.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.1, module.training))
+    trainer = trainer_of(tmp_path, model=model, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+class SeldomMixedUp(DopplerTrainer):
+    """MixUp of the embedded rows in one batch of twenty; the coin is one that rows share."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        if model.training and random.random() < 0.05:
+            embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+            order = torch.randperm(len(embedded))
+            inputs = {name: value for name, value in inputs.items() if name != "input_ids"}
+            inputs["inputs_embeds"] = 0.5 * embedded + 0.5 * embedded[order]
+        return DopplerTrainer.compute_per_sample_loss(self, model, inputs)
+
+
+def test_a_loss_that_mixes_examples_now_and_then_is_refused(tmp_path):
+    options = dict(cls=SeldomMixedUp, model=frozen_embeddings(), gradient_accumulation_steps=1)
+    refused(tmp_path, "changes? with (others in training mode|the examples beside it)|wrong", **options)
+
+
+class Choosing(DopplerTrainer):
+    """Shifts the tokens of each example by a choice of its own, which cannot be held; and mixes rows, or not."""
+
+    mixes = False
+
+    def compute_per_sample_loss(self, model, inputs):
+        if model.training:
+            shifts = torch.randint(0, 3, (len(inputs["input_ids"]), 1))
+            inputs = inputs | {"input_ids": (inputs["input_ids"] + shifts) % 50}
+            if self.mixes:
+                tokens = inputs["input_ids"]
+                inputs = inputs | {"input_ids": torch.cat([tokens[:, :2], tokens.roll(1, 0)[:, 2:]], dim=1)}
+        return DopplerTrainer.compute_per_sample_loss(self, model, inputs)
+
+
+def test_a_choice_that_cannot_be_held_trains_unless_rows_are_mixed(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, cls=Choosing, model=tiny_bert(initializer_range=0.3), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    monkeypatch.setattr(Choosing, "mixes", True)
+    refused(tmp_path / "mixed", "change with others in training mode", cls=Choosing, model=tiny_bert(initializer_range=0.3))
+
+
+def mixture(**more):
     torch.manual_seed(0)
     config = NllbMoeConfig(
         vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
         encoder_attention_heads=2, decoder_attention_heads=2, num_experts=4, encoder_sparse_step=1, decoder_sparse_step=1,
         max_position_embeddings=64, init_std=0.2, pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
+        **more,
     )  # fmt: skip
     model = NllbMoeForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
@@ -568,7 +670,7 @@ def test_a_capacity_that_the_batch_shares_is_refused_and_left_as_it_was(tmp_path
         batch = of_tokens(examples)
         return batch | {"input_ids": batch["input_ids"].clamp(min=1)}
 
-    model = mixture()
+    model = mixture(encoder_layerdrop=0.0, decoder_layerdrop=0.0)
 
     def attributes():
         names = ("expert_capacity", "dropout", "jitter_noise", "training")
@@ -690,6 +792,47 @@ class Balanced(DopplerTrainer):
 def test_weights_that_balance_a_batch_are_refused(tmp_path):
     options = dict(model=tiny_bert(num_labels=4), data=rows_of([3, 4, 5, 6] * 10, labels=[0] * 39 + [3]))
     refused(tmp_path, "class weights that balance a batch", cls=Balanced, **options)
+
+
+class Rows(torch.utils.data.Dataset):
+    """A data set whose labels are in no column."""
+
+    def __init__(self, rows):
+        self.rows = list(rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_weights_that_balance_a_batch_are_refused_where_labels_are_in_no_column(tmp_path):
+    rows = rows_of([3, 4, 5, 6] * 30, labels=[0] * 117 + [3] * 3)
+    refused(tmp_path, "class weights that balance a batch", cls=Balanced, model=tiny_bert(num_labels=4), data=Rows(rows))
+
+
+class Trimmed(DopplerTrainer):
+    """Leaves out the tenth of the examples whose loss is highest."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        least = losses.detach().sort(descending=True).values[int(0.1 * len(losses))]
+        return torch.where(losses <= least, losses, 0.0 * losses)
+
+
+class Hardest(DopplerTrainer):
+    """Keeps 70 % of the examples, those of the highest loss, but at least eight."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        kept = min(len(losses), max(8, int(0.7 * len(losses))))
+        return torch.where(losses >= losses.detach().topk(kept).values[-1], losses, 0.0 * losses)
+
+
+@pytest.mark.parametrize("cls", [Trimmed, Hardest])
+def test_a_share_of_a_batch_that_is_left_out_is_refused(tmp_path, cls):
+    refused(tmp_path, "the loss depends on them", cls=cls, model=tiny_bert(initializer_range=0.3))
 
 
 # --- precision, and what is remembered ------------------------------------------------------------------------------------
@@ -853,6 +996,66 @@ def test_what_is_noted_and_not_read_is_no_memory(tmp_path, monkeypatch):
 
 def test_memory_outside_of_buffers_is_refused(tmp_path):
     refused(tmp_path, "something of earlier batches is remembered", cls=Bank)
+
+
+# --- numbers that rows share ----------------------------------------------------------------------------------------------
+
+
+def translator(**more):
+    """A stock model that leaves out a layer of all rows at a time, with probability 0.05 by default."""
+    torch.manual_seed(0)
+    config = M2M100Config(
+        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=2, **more,
+    )  # fmt: skip
+    return M2M100ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"gradient_accumulation_steps": 2}, {"max_tokens_per_micro_batch": 64}], ids=["pieces", "tokens"]
+)
+def test_a_layer_that_is_left_out_of_a_micro_batch_is_refused_where_a_draw_has_several(tmp_path, cut):
+    options = {"gradient_accumulation_steps": 1} | cut
+    match = (
+        r"all rows share, drawn in the layer 'model\.encoder' .* with decoder_layerdrop=0\.0 and encoder_layerdrop=0\.0\."
+    )
+    refused(tmp_path, match, model=translator(), collator=of_tokens, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 1}, {"decoder_layerdrop": 0.0, "encoder_layerdrop": 0.0}]
+)
+def test_a_layer_that_is_left_out_trains_in_a_single_micro_batch_and_one_that_never_is_in_several(tmp_path, options):
+    probabilities = {name: value for name, value in options.items() if "layerdrop" in name}
+    cut = {name: value for name, value in options.items() if name not in probabilities}
+    trainer = trainer_of(tmp_path, model=translator(**probabilities), max_steps=1, **cut)
+    trainer.data_collator = of_tokens
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def masked_alike(examples):
+    """One share of masked tokens for all rows."""
+    batch = pad(examples)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.3 * np.random.rand()
+    return batch | {"input_ids": batch["input_ids"].masked_fill(hidden, 4)}
+
+
+def test_a_share_of_masks_for_a_batch_is_refused_where_a_draw_has_several_and_trains_in_one(tmp_path):
+    refused(tmp_path, r"data_collator must draw its random numbers for each example", collator=masked_alike)
+    trainer = trainer_of(tmp_path, max_steps=1, gradient_accumulation_steps=1)
+    trainer.data_collator = masked_alike
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_transform_that_draws_once_for_all_that_are_fetched_is_refused(tmp_path):
+    def shifted(rows):
+        shift = random.randrange(3)
+        return rows | {"input_ids": [[max(token - shift, 5) for token in tokens] for tokens in rows["input_ids"]]}
+
+    refused(tmp_path, r"must draw its random numbers for each example", data=text_data().with_transform(shifted))
 
 
 # --- what a refusal says --------------------------------------------------------------------------------------------------

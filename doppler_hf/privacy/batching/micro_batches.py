@@ -230,6 +230,8 @@ class PrivateLoader(DataLoader[Any]):
         examples: The training set.
         lengths: The sampler's.
         collator: As given.
+        is_cut: Whether a draw may come in several micro-batches, by what is in it. By weight does not count: a unit has the
+            same weight in every draw.
 
     Raises:
         ValueError: If the budget of tokens cannot be met.
@@ -248,6 +250,7 @@ class PrivateLoader(DataLoader[Any]):
         if max_tokens is not None:
             check_token_budget(sampler.lengths, max_tokens=max_tokens)
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
+        self.is_cut = sampler.micro_batches > 1 or max_tokens is not None
         is_weighted = sampler.weights is not None
         filled = functools.partial(collated, collator=collator, fill=fill)
         super().__init__(

@@ -4,7 +4,9 @@ They are fetched and collated as in training, from generators whose state depend
 random can be told from what depends on the other examples of a batch.
 """
 
+import copy
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -15,17 +17,23 @@ from torch import Tensor
 
 from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
-from doppler_hf.privacy.generators import fill_generators, filled_generators
+from doppler_hf.privacy.generators import fill_generators, filled_generators, fresh_seed
 from doppler_hf.privacy.own_generators import own_generators
+from doppler_hf.privacy.shared_coins import numbers_drawn, refuse_shared_in_collation
 
 # Of at least so many examples, evenly spaced, sizes are taken if they are not known of all; and so many small and large ones
 # are tried until one of each has a gradient.
 _LOOKED_AT = 16
 # So long sizes of further examples are taken, in a random order: all of some thousands that are tokenized on the fly.
 _SECONDS_OF_SIZES = 0.2
-# Masks of one token in seven of a line of ten are the same so often with probability 1e-19, and a random order of three
-# examples leaves the last in its place so often with probability 2e-8.
+# A random order of three examples leaves the last in its place so often with probability 2e-8.
 _TRIALS = 16
+# Rows may be mixed now and then: seconds of further trials, of which text takes 1 ms each.
+_SECONDS = 0.5
+# Enough for a tenth of them to be one example, while it is none in either part; and seven is a prime, so that of no number
+# of classes can each have its share.
+CROWD, PART = 16, 7
+_LABELS_READ, _SECONDS_OF_LABELS = 2048, 0.1
 LABELS = ("labels", "label", "label_ids")  # as the host's collators know them
 
 Inputs = dict[str, Any]
@@ -38,8 +46,8 @@ class Probe(NamedTuple):
         alone: Each as a batch of one.
         together: Small twice, and large: three, a number that no other dimension is likely to equal.
         rows: For each row of these, its place in `alone`.
-        crowd: Seven short examples, with repeated labels and with different ones, if there are.
-        of_crowd: The first two of these, each as a batch of one.
+        crowd: Sixteen short examples, different ones and of every label, if there are.
+        of_crowd: The first seven of these, and the others.
     """
 
     alone: list[Inputs]
@@ -57,6 +65,9 @@ class Probes:
         loader: The private loader.
         prepare: A function that puts a collated batch on the model's device.
 
+    Attributes:
+        is_cut: The loader's.
+
     Raises:
         ValueError: If data set or collator draw random numbers from generators of their own, or are random and mix examples.
             If they are not random, it shows in the gradients.
@@ -64,6 +75,7 @@ class Probes:
 
     def __init__(self, loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> None:
         self._loader, self._prepare = loader, prepare
+        self.is_cut, self._seed = loader.is_cut, fresh_seed()
         indices, sizes = sizes_of(loader)
         smaller, larger = halves(indices, sizes)
         self._knows_all_sizes = len(indices) == len(loader.examples)
@@ -73,8 +85,16 @@ class Probes:
             iter([*evenly(larger[::-1]), *evenly(smaller[::-1])]),
         ]
         self._pair = [next(candidates) for candidates in self._candidates]
-        self._middling, self._other = int(smaller[-1]), of_other_label(loader, self._pair[0], default=int(smaller[0]))
+        self._middling = int(smaller[-1])
+        # Short ones cost less; where only a few were looked at, any.
+        is_known = loader.lengths is not None
+        short = evenly(smaller[: max(CROWD, len(smaller) // 5)] if is_known else np.arange(len(loader.examples)))
+        # Each once, if there are enough: an example that outweighs all others in both parts would make them alike.
+        different = dict.fromkeys([*of_each_label(loader)[: CROWD // 2], *short])
+        self._crowd = list(itertools.islice(itertools.cycle(different), CROWD))
         refuse_own_generators(loader, self._pair)
+        if self.is_cut:
+            refuse_shared_in_collation(copies_of(loader, self._pair[0]))
         self._is_random = is_random_data(loader, self._pair)
         if self._is_random:
             refuse_random_mixing(loader, self._pair, self._middling)
@@ -96,18 +116,29 @@ class Probes:
 
     def probe(self) -> Probe:
         """Return the examples, collated."""
-        (small, large), middling, other = self._pair, self._middling, self._other
-        # Seven is a prime: of no number of classes can each have its share.
-        crowd = [small, middling, other, small, middling, small, other]
+        small, large = self._pair
         # An example that is masked at random is another one when it comes again.
         rows, places = ((0, 1, 2), (0, 1, 2)) if self._is_random else ((0, 2), (0, 0, 1))
         together, alone = self._with_rows([small, small, large], rows=rows)
-        return Probe(alone, together, places, *self._with_rows(crowd, rows=(0, 1)))
+        return Probe(alone, together, places, *self._crowd_in_parts())
+
+    def _crowd_in_parts(self) -> tuple[Inputs, list[Inputs]]:
+        """Return the crowd, and its two parts."""
+        crowd, parts = drawn(self._loader, self._crowd, trial=self._seed), (slice(0, PART), slice(PART, CROWD))
+        if self._is_random:  # By themselves they would be masked otherwise.
+            of_crowd = [rows_of(crowd, part) for part in parts]
+        else:
+            of_crowd = [drawn(self._loader, self._crowd[part], trial=self._seed) for part in parts]
+        return self._prepare(crowd), [self._prepare(inputs) for inputs in of_crowd]
+
+    def copies(self, number: int) -> Inputs:
+        """Return a batch of that many copies of a small example, as many numbers to each row."""
+        return self._prepare(copies_of(self._loader, self._pair[0])(number))
 
     def _with_rows(self, indices: list[int], *, rows: tuple[int, ...]) -> tuple[Inputs, list[Inputs]]:
         """Return a batch, and some of its examples alone."""
-        batch = drawn(self._loader, indices)
-        alone = [drawn(self._loader, [indices[row]]) for row in rows]
+        batch = drawn(self._loader, indices, trial=self._seed)
+        alone = [drawn(self._loader, [indices[row]], trial=self._seed) for row in rows]
         if self._is_random:
             # Alone they would be masked otherwise, so they are cut out of the batch, without their padding.
             alone = [cut_out(batch, row, like=inputs) for row, inputs in zip(rows, alone, strict=True)]
@@ -156,14 +187,27 @@ def evenly(indices: np.ndarray) -> list[int]:
     return indices[np.unique(np.linspace(0, len(indices) - 1, _LOOKED_AT, dtype=int))].tolist()
 
 
-def of_other_label(loader: PrivateLoader, index: int, *, default: int) -> int:
-    """Return a short example of the rarest label that another example does not have; `default` if there is none."""
-    labels = labels_of(loader.examples)
-    if labels is None or not np.any(labels != labels[index]):
-        return default
-    values, counts = np.unique(labels[labels != labels[index]], return_counts=True)
-    found = np.flatnonzero(labels == values[np.argmin(counts)])
-    return int(found[0] if loader.lengths is None else found[np.argmin(loader.lengths[found])])
+def of_each_label(loader: PrivateLoader) -> list[int]:
+    """Return a short example of each label that there is among the training set or many of it, of the rarest first."""
+    whole = labels_of(loader.examples)
+    indices, labels = some_labels(loader.examples) if whole is None else (np.arange(len(whole)), whole)
+    values, counts = np.unique(labels, return_counts=True)
+    of_label = [indices[labels == value] for value in values[np.argsort(counts, kind="stable")]]
+    return [int(found[0] if loader.lengths is None else found[np.argmin(loader.lengths[found])]) for found in of_label]
+
+
+def some_labels(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of examples and their classes, of as many as can be read in a moment; none of another form."""
+    found: dict[int, int] = {}
+    until = time.process_time() + _SECONDS_OF_LABELS
+    with filled_generators(None):
+        for index in np.random.default_rng(0).permutation(len(dataset))[:_LABELS_READ].tolist():
+            example = dataset[index]
+            labels = [np.asarray(example[name]) for name in LABELS if isinstance(example, Mapping) and name in example]
+            if not labels or labels[0].size != 1 or labels[0].dtype.kind not in "iub" or time.process_time() > until:
+                break
+            found[index] = int(labels[0].item())
+    return np.array([*found], dtype=int), np.array([*found.values()], dtype=int)
 
 
 def labels_of(dataset: Any) -> np.ndarray | None:
@@ -179,17 +223,33 @@ def labels_of(dataset: Any) -> np.ndarray | None:
 
 def drawn(loader: PrivateLoader, indices: Sequence[int], *, trial: int = 0) -> Inputs:
     """Return a batch of the examples as in training; what is drawn at random depends on `trial` alone."""
-    fill = functools.partial(fill_generators, trial)
+    return drawn_and_counted(loader, indices, trial=trial)[0]
+
+
+def drawn_and_counted(loader: PrivateLoader, indices: Sequence[int], *, trial: int) -> tuple[Inputs, list[int]]:
+    """Return a batch, and how many numbers were drawn for it: by examples that are fetched together, and by the collator."""
+    fill, made = functools.partial(fill_generators, trial), []
     with filled_generators(trial):
-        examples = fetch(loader.examples, indices, fill=fill)
+        of_examples = numbers_drawn(lambda: made.extend(fetch(loader.examples, indices, fill=fill)))
         fill()
-        return loader.collator(examples)
+        examples, batches = list(made), []
+        of_collator = numbers_drawn(lambda: batches.append(loader.collator(examples)))
+    return batches[0], [*of_examples, *of_collator]
+
+
+def copies_of(loader: PrivateLoader, index: int) -> Callable[[int], Inputs]:
+    """Return a function that makes a batch of some copies of an example, from the global generators as they are."""
+    if getattr(loader.examples, "__getitems__", None) is not None:
+        return lambda number: loader.collator(list(loader.examples.__getitems__([index] * number)))
+    # Filled before each example in training, so that what a data set draws is for that example.
+    example = loader.examples[index]
+    return lambda number: loader.collator([copy.copy(example) for _ in range(number)])
 
 
 def is_random_data(loader: PrivateLoader, indices: Sequence[int]) -> bool:
-    """Return whether random numbers show in the batches of a loader."""
-    first = drawn(loader, indices)
-    return not all(same_batch(first, drawn(loader, indices, trial=trial)) for trial in range(1, _TRIALS))
+    """Return whether random numbers are drawn for the batches of a loader, or show in them, seldom as it may be."""
+    first, counts = drawn_and_counted(loader, indices, trial=fresh_seed())
+    return any(counts) or not all(same_batch(first, drawn(loader, indices, trial=fresh_seed())) for _ in range(_TRIALS))
 
 
 def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None:
@@ -229,19 +289,47 @@ def refuse_random_mixing(loader: PrivateLoader, pair: Sequence[int], other: int)
     Raises:
         ValueError: If they do.
     """
-    (small, large), trials = pair, range(_TRIALS)
-    three = [drawn(loader, [small, large, other], trial=trial) for trial in trials]
-    changed = [drawn(loader, [small, large, small], trial=trial) for trial in trials]
-    # The same coins lie in the same places only if the shapes are the same.
-    rows = [(first_rows(one, 2), first_rows(two, 2)) for one, two in zip(three, changed, strict=True) if alike(one, two)]
-    # What no coin changes must not depend on how many examples there are either.
-    fewer = [[drawn(loader, indices, trial=trial) for trial in trials] for indices in ([small], [small, large])]
-    if not all(same_batch(*pair) for pair in rows) or not same_constants(three, *fewer):
+    (small, large), seeds = pair, [fresh_seed() for _ in range(_TRIALS)]
+    # What no coin changes must not depend on how many examples there are.
+    batches = [
+        [drawn(loader, indices, trial=seed) for seed in seeds]
+        for indices in ([small, large, other], [small], [small, large])
+    ]
+    if is_mixed_at_random(loader, [small, large, other, small, large]) or not same_constants(*batches):
         raise ValueError(
-            "data_collator must return a row for each example that depends on that example alone, got others for the first "
-            "of some examples when the others were changed or left out. Use a collator that mixes no examples (no MixUp, "
-            "CutMix or packing), and counts nothing over the batch."
+            "data_collator must return a row for each example that depends on that example alone, got others for some "
+            "examples when the rest were changed or left out. Use a collator that mixes no examples (no MixUp, CutMix or "
+            "packing), and counts nothing over the batch."
         )
+
+
+def is_mixed_at_random(loader: PrivateLoader, indices: Sequence[int]) -> bool:
+    """Return whether rows of random data change with other rows, in whose place other examples are.
+
+    Each trial has numbers of its own, the same for both batches, and changes rows of its own.
+
+    Args:
+        loader: The loader.
+        indices: A few examples, the second and the last of which are the largest.
+    """
+    number, is_aligned = len(indices), True
+    found: list[tuple[int, list[int]]] = []
+    until = time.process_time() + _SECONDS
+    while len(found) < _TRIALS or time.process_time() < until:
+        seed = fresh_seed()
+        coins = np.random.default_rng(seed)
+        is_changed = coins.random(number) < 0.5
+        is_changed[coins.choice([1, number - 1])] = False  # so that the shapes stay
+        others = [indices[2 if row == 0 else 0] if change else indices[row] for row, change in enumerate(is_changed)]
+        (one, drawn_for_one), (two, drawn_for_other) = (
+            drawn_and_counted(loader, rows, trial=seed) for rows in (indices, others)
+        )
+        is_aligned &= drawn_for_one == drawn_for_other
+        # The same coins lie in the same places only if the shapes are the same.
+        rows = [row for row in np.flatnonzero(~is_changed).tolist() if alike(one, two) and not same_row(one, two, row)]
+        found.append((int(np.argmax(is_changed)), rows))
+    # Where it depends on an example how many numbers are drawn for it, those behind it have others than before.
+    return any(row < first or is_aligned for first, rows in found for row in rows)
 
 
 def same_constants(*batches: Sequence[Mapping[str, Any]]) -> bool:
@@ -259,9 +347,18 @@ def same_constants(*batches: Sequence[Mapping[str, Any]]) -> bool:
     return True
 
 
-def first_rows(inputs: Mapping[str, Any], number: int) -> Inputs:
-    """Return the first rows of the tensors of a batch."""
-    return {name: value[:number] for name, value in inputs.items() if isinstance(value, Tensor)}
+def same_row(first: Mapping[str, Any], second: Mapping[str, Any], row: int) -> bool:
+    """Return whether an example has the same numbers in two batches."""
+    tensors = {name: value for name, value in first.items() if isinstance(value, Tensor) and value.ndim}
+    return all(same(value[row], second[name][row]) for name, value in tensors.items() if row < len(value))
+
+
+def rows_of(inputs: Mapping[str, Any], rows: slice) -> Inputs:
+    """Return some rows of the crowd."""
+    return {
+        name: value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == CROWD else value
+        for name, value in inputs.items()
+    }
 
 
 def alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@
 - plain_autograd: the gradients that it is compared with
 - at_fault: what makes an example's gradient change with the others
 - as_in_training: the model for that comparison, without coins, autocast and zeros
+- held_coins: torch's random numbers at their mean, for what attributes do not switch off
 - model_coins: whether a loss depends on its example and on the global generators alone
 - memory: what it remembers outside of the model's tensors
 - writes: what a forward pass writes into a model

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from doppler_hf.privacy.clipping.held_coins import HeldCoins
+
 # dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.
 _PROBABILITY = re.compile(r"drop|jitter|mask_\w*prob")
+# LayerDrop leaves out a layer of all rows, and SpecAugment rounds the number of its masks alike for all.
+_FOR_ALL_ROWS = re.compile(r"layer_?drop|mask_\w*prob")
+# expert_capacity; max_tokens_per_expert.
+_CAPACITY = re.compile(r"capacity(?!_factor)|tokens_per_expert|expert_tokens|^max_tokens$")
 # Adapters, gates and layer scales begin below this. Matrices begin at about 0.02 or more, and need not be copied.
 NEARLY_ZERO = 0.01
 _NARROW = (torch.bfloat16, torch.half)
@@ -36,9 +42,16 @@ def without_coins(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def with_held_coins(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode with every probability at zero and torch's coins at their mean, and restore it."""
+    with without_coins(model), HeldCoins():
+        yield
+
+
+@contextlib.contextmanager
 def with_small_capacity(model: nn.Module) -> Iterator[None]:
     """Lower the capacity of a router's experts, so that a few examples exceed it, and restore it."""
-    with replaced(model, lambda _, name, value: name.endswith("capacity") and type(value) is int and value > 2, by=2):
+    with replaced(model, lambda _, name, value: _CAPACITY.search(name) and type(value) is int and value > 2, by=2):
         yield
 
 
@@ -48,16 +61,10 @@ def is_probability(owner: object, name: str, value: object) -> bool:
 
 
 @contextlib.contextmanager
-def replaced(model: nn.Module, is_wanted: Callable[[object, str, object], bool], *, by: float) -> Iterator[None]:
+def replaced(model: nn.Module, is_wanted: Callable[[object, str, object], object], *, by: float) -> Iterator[None]:
     """Replace some attributes of modules and their configs, and restore them."""
-    owners: dict[int, Any] = {id(module): module for module in model.modules()}
-    ahead = list(owners.values())
-    while ahead:
-        for name, value in vars(ahead.pop()).items():
-            if name.endswith("config") and "__dict__" in dir(value) and id(value) not in owners:
-                owners[id(value)] = value
-                ahead.append(value)
-    found = [(vars(owner), owner, item) for owner in owners.values() for item in vars(owner).items()]
+    owners = owners_of_options(model)
+    found = [(vars(owner), owner, item) for owner in owners for item in vars(owner).items()]
     before = [(attributes, name, value) for attributes, owner, (name, value) in found if is_wanted(owner, name, value)]
     try:
         for attributes, name, _ in before:
@@ -66,6 +73,25 @@ def replaced(model: nn.Module, is_wanted: Callable[[object, str, object], bool],
     finally:
         for attributes, name, value in before:
             attributes[name] = value
+
+
+def owners_of_options(model: nn.Module) -> list[Any]:
+    """Return the modules of a model and their configs, those inside of configs too."""
+    owners: dict[int, Any] = {id(module): module for module in model.modules()}
+    ahead = list(owners.values())
+    while ahead:
+        for name, value in vars(ahead.pop()).items():
+            if name.endswith("config") and "__dict__" in dir(value) and id(value) not in owners:
+                owners[id(value)] = value
+                ahead.append(value)
+    return list(owners.values())
+
+
+def probabilities_for_all_rows(model: nn.Module) -> list[str]:
+    """Return the names of the probabilities in a model's configs at which rows share numbers, if they are not zero."""
+    configs = [owner for owner in owners_of_options(model) if not isinstance(owner, nn.Module)]
+    names = {name for config in configs for name, value in vars(config).items() if isinstance(value, float) and value}
+    return sorted(name for name in names if _FOR_ALL_ROWS.search(name))
 
 
 @contextlib.contextmanager

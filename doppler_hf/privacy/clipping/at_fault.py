@@ -53,7 +53,7 @@ def in_gradients(
         f"The gradient of one example changes with the examples beside it, at {parameter!r}, so that one example more would "
         "change all others, and no noise covers that: "
     )
-    if not are_first_rows(together, alone):
+    if not are_first_rows(together, alone, numbers=[1] * len(alone)):
         return reason + MIXED_ROWS
     layer = place(model, losses_of, alone[0], together)
     padded = {name: value[:1] if is_batched(alone[0].get(name)) else value for name, value in together.items()}
@@ -69,16 +69,18 @@ def in_gradients(
     )
 
 
-def in_losses(model: nn.Module, losses_of: Losses, alone: Sequence[Inputs], together: Inputs) -> str:
-    """Return what makes the losses of the first examples of a batch others than alone, as a sentence; see `in_gradients`."""
+def in_losses(
+    model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], together: Inputs, *, numbers: Sequence[int]
+) -> str:
+    """Return what makes the losses of a batch others than in parts of `numbers` examples, as a sentence."""
     reason = (
         "The loss of one example changes with the examples beside it, in a batch of several, so that one example more would "
         "change all others, and no noise covers that: "
     )
-    if not are_first_rows(together, alone):
+    if not are_first_rows(together, parts, numbers=numbers):
         return reason + MIXED_ROWS
     return reason + (
-        f"{place(model, losses_of, alone[0], together)} depends on them, as with class weights that balance a batch. Let "
+        f"{place(model, losses_of, parts[0], together)} depends on them, as with class weights that balance a batch. Let "
         "each loss depend on its example alone, and replace the layer."
     )
 
@@ -100,18 +102,18 @@ def place(model: nn.Module, losses_of: Losses, alone: Inputs, together: Inputs) 
     return "the loss"
 
 
-def is_batched(value: Any) -> bool:
-    """Return whether an input of one example is a tensor with the batch in front."""
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == 1
+def is_batched(value: Any, number: int = 1) -> bool:
+    """Return whether an input of some examples is a tensor with the batch in front."""
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == number
 
 
-def are_first_rows(together: Inputs, alone: Sequence[Inputs]) -> bool:
-    """Return whether examples' tensors are the first rows of a batch, in order, apart from padding on the right."""
+def are_first_rows(together: Inputs, parts: Sequence[Inputs], *, numbers: Sequence[int]) -> bool:
+    """Return whether the tensors of parts are the first rows of a batch, in order, apart from padding on the right."""
     return all(
-        torch.equal(cut_to(together[name][row : row + 1], value.shape), value)
-        for row, inputs in enumerate(alone)
+        torch.equal(cut_to(together[name][end - number : end], value.shape), value)
+        for end, number, inputs in zip(itertools.accumulate(numbers), numbers, parts, strict=True)
         for name, value in inputs.items()
-        if is_batched(value)
+        if is_batched(value, number)
     )
 
 

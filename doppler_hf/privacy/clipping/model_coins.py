@@ -4,24 +4,30 @@ These are filled with secret words before each forward pass. A generator with a 
 draw instead, and so does what is remembered of earlier batches.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import same
+from doppler_hf.privacy.clipping.held_coins import HeldCoins
 from doppler_hf.privacy.clipping.memory import Memory
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
-from doppler_hf.privacy.generators import filled_generators
+from doppler_hf.privacy.generators import filled_generators, fresh_seed
 from doppler_hf.privacy.own_generators import own_generators, state_of
+from doppler_hf.privacy.shared_coins import numbers_drawn
 
 # Dropout in a model of a few thousand numbers that changes no loss in so many trials has a probability that is none.
 _TRIALS = 16
 # Stochastic depth leaves out a layer of an example with a probability of a few hundredths, and scales it otherwise.
 _MANY_TRIALS = 256
+# Examples that are compared, a prime, so that what is drawn for each is a multiple of them; and seconds for all trials.
+_COMPARED, _SECONDS = 5, 1.5
 
 
 def losses_under(trial: int, losses_of: Losses, inputs: Mapping[str, Any]) -> Float[Tensor, " batch"]:
@@ -32,8 +38,8 @@ def losses_under(trial: int, losses_of: Losses, inputs: Mapping[str, Any]) -> Fl
 
 def is_random(losses_of: Losses, inputs: Mapping[str, Any], *, trials: int = _TRIALS) -> bool:
     """Return whether random numbers show in the losses of a batch."""
-    first = losses_under(0, losses_of, inputs)
-    return any(not same(losses_under(trial, losses_of, inputs), first) for trial in range(1, trials))
+    first = losses_under(fresh_seed(), losses_of, inputs)
+    return any(not same(losses_under(fresh_seed(), losses_of, inputs), first) for _ in range(1, trials))
 
 
 def refuse_own_coins(
@@ -89,27 +95,59 @@ def refuse_own_coins(
         )
 
 
-def refuse_neighbours(losses_of: Losses, inputs: Mapping[str, Any], *, tolerance: float) -> None:
-    """Refuse random losses of two examples that change with a third one, whose place another takes.
+def refuse_neighbours(losses_of: Losses, inputs: Mapping[str, Any], *, number: int, tolerance: float) -> None:
+    """Refuse random losses of some examples that change with others, in whose place other examples are.
+
+    What is drawn for each row is held, and what rows share is drawn anew in each trial: behind a coin that seldom falls may
+    lie a mixing of rows.
 
     Args:
         losses_of: As in `refuse_own_coins`.
-        inputs: A batch of three examples.
+        inputs: A batch.
+        number: Of how many examples; the first ones are compared, and the rest take their places.
         tolerance: The difference allowed, relative to the losses.
 
     Raises:
         ValueError: If they do.
     """
-    rows = torch.tensor([0, 1, 1])
-    changed = {
-        name: value[rows.to(value.device)] if isinstance(value, Tensor) and value.ndim and len(value) == 3 else value
+    is_aligned = True
+    found: list[tuple[int, list[int]]] = []
+    until = time.process_time() + _SECONDS
+    while len(found) < _TRIALS // 2 or (len(found) < _MANY_TRIALS and time.process_time() < until):
+        seed = fresh_seed()
+        coins = np.random.default_rng(seed)
+        is_changed = coins.random(_COMPARED) < 0.5
+        is_changed[coins.integers(_COMPARED)] = False
+        rows = np.arange(_COMPARED)
+        others = np.where(is_changed, coins.permutation(np.arange(_COMPARED, number))[:_COMPARED], rows)
+        (one, drawn_for_one), (two, drawn_for_other) = (
+            _held_losses(seed, losses_of, with_rows(inputs, which, number=number)) for which in (rows, others)
+        )
+        is_aligned &= drawn_for_one == drawn_for_other
+        close = torch.isclose(one, two, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True).cpu().numpy()
+        found.append((int(np.argmax(is_changed)), np.flatnonzero(~is_changed & ~close).tolist()))
+    # Where it depends on an example how many numbers are drawn for it, those behind it have others than before.
+    if any(row < first or is_aligned for first, rows in found for row in rows):
+        raise ValueError(
+            "The losses of some examples change with others in training mode, for the same random numbers, so that one "
+            "example more would change all others, and no noise covers that. Let each loss depend on its example alone (no "
+            "MixUp in the loss)."
+        )
+
+
+def _held_losses(seed: int, losses_of: Losses, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[int, int, int]]:
+    """Return losses for the numbers of a seed, those of single rows held, and how many were drawn."""
+    losses: list[Tensor] = []
+    with filled_generators(seed), torch.no_grad(), HeldCoins(_COMPARED):
+        drawn = numbers_drawn(lambda: losses.append(losses_of(dict(inputs))))
+    return losses[0], drawn
+
+
+def with_rows(inputs: Mapping[str, Any], rows: Sequence[int] | np.ndarray, *, number: int) -> dict[str, Any]:
+    """Return a batch of some rows of a batch of that many examples."""
+    return {
+        name: value[torch.as_tensor(rows, device=value.device)]
+        if isinstance(value, Tensor) and value.ndim and len(value) == number
+        else value
         for name, value in inputs.items()
     }
-    for trial in range(_TRIALS):
-        first, second = (losses_under(trial, losses_of, batch)[:2] for batch in (inputs, changed))
-        if not torch.allclose(first, second, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
-            raise ValueError(
-                "The losses of two examples change with a third one in training mode, for the same random numbers, so that "
-                "one example more would change all others, and no noise covers that. Let each loss depend on its example "
-                "alone (no MixUp in the loss)."
-            )

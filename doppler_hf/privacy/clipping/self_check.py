@@ -173,27 +173,30 @@ class Comparison:
                     f"{self._clipped.engine_name!r}, so that an example's contribution is not bounded. Try the other engine."
                 )
 
-    def refuse_crowd(self, crowd: Mapping[str, Any], first: Sequence[Mapping[str, Any]], *, tolerance: float) -> None:
-        """Compare the losses of the first examples of a larger batch with those that they have alone.
+    def refuse_crowd(self, crowd: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], *, tolerance: float) -> None:
+        """Compare the losses of a larger batch with those of its parts.
 
-        Two or three examples cannot show what is constant for so few, such as class weights that balance a batch.
+        Two or three examples cannot show what is constant for so few, such as class weights that balance a batch, or a tenth
+        of it that is left out.
 
         Args:
             crowd: The batch.
-            first: Its first examples, each as a batch of one.
+            parts: Its examples in the same order, in batches of other sizes.
             tolerance: The difference allowed, relative to the losses.
 
         Raises:
             ValueError: If a loss changes with the number of examples or with their content.
         """
-        with self._clipped.unwatched():
-            expected = torch.cat([self._losses_of(dict(inputs)).detach() for inputs in first])
-            found = self._losses_of(dict(crowd)).detach()[: len(first)]
+        with self._clipped.unwatched(), torch.no_grad():
+            of_parts = [self._losses_of(dict(inputs)) for inputs in parts]
+            expected, found = torch.cat(of_parts), self._losses_of(dict(crowd))
+            refuse_number_of_losses(found.requires_grad_(), len(expected))
             finite = expected.isfinite()
             change, sizes = (found - expected)[finite].abs(), expected[finite].abs()
             if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
                 return
-            raise ValueError(at_fault.in_losses(self._model, self._losses_of, first, crowd))
+            numbers = [len(losses) for losses in of_parts]
+            raise ValueError(at_fault.in_losses(self._model, self._losses_of, parts, crowd, numbers=numbers))
 
     def _of_the_engine(self, parameter: str) -> str:
         engine = self._clipped.engine_name
