@@ -186,7 +186,8 @@ class StartCheck:
         is_cut = self._probes.is_cut
         # Made before, since what data set and collator draw is not the model's.
         batches = {rows: self._probes.copies(rows) for rows in (ROWS if is_cut else ROWS[:1])}
-        with self._clipped.unwatched(), torch.no_grad():
+        # A model that replaces its layers by shape is found later, as it was.
+        with left_as_it_was(self._model), self._clipped.unwatched(), torch.no_grad():
             drawn = drawn_in_forward(self._model, lambda rows: self._losses_of(batches[rows]), rows=[*batches])
         if is_cut:
             refuse_shared_in_forward(drawn.shared, probabilities_for_all_rows(self._model))

@@ -315,7 +315,9 @@ class Drawn(DopplerTrainer):
 def test_trap_18_dropout_and_random_collators_do_not_follow_the_public_seed(tmp_path, workers):
     in_training = []
     for _ in range(2):
-        trainer = trainer_of(tmp_path, cls=Drawn, seed=11, max_steps=2, dataloader_num_workers=workers)
+        trainer = trainer_of(
+            tmp_path, cls=Drawn, seed=11, max_steps=4, gradient_accumulation_steps=1, dataloader_num_workers=workers
+        )
         trainer.data_collator = drawing
         set_seed(11)
         trainer.train()
