@@ -34,25 +34,36 @@ def reachable(*roots: object) -> Iterator[Any]:
     """Yield the objects that some objects refer to, and these, nearer ones first and each once."""
     ahead = collections.deque(roots)
     seen: dict[int, Any] = {}  # kept alive, so that no number is given twice
+    kinds: set[type] = set()
     while ahead and len(seen) < _MOST_OBJECTS:
         found = ahead.popleft()
         if id(found) in seen:
             continue
         seen[id(found)] = found
         yield found
+        kind = type(found)
+        if is_opaque(kind):
+            continue
         ahead.extend(referents_of(found))
+        if kind not in kinds:
+            kinds.add(kind)
+            ahead.extend(class_attributes(kind))
+
+
+@functools.cache
+def is_opaque(kind: type) -> bool:
+    """Return whether objects of a class are not looked into: the numbers of data, and this package's own noise."""
+    return issubclass(kind, _NOT_LOOKED_INTO) or kind.__module__.startswith("doppler_hf.privacy.")
 
 
 def referents_of(owner: Any) -> list[Any]:
-    """Return what an object refers to itself; nothing of the numbers of data and of this package's own noise."""
-    if is_a(owner, *_NOT_LOOKED_INTO) or type(owner).__module__.startswith("doppler_hf.privacy."):
-        return []
+    """Return what an object refers to itself, but for its class and its data."""
     if is_a(owner, *CONTAINERS) and len(owner) > _MOST_IN_A_CONTAINER:
         return []
     if is_a(owner, FunctionType):
         parts = [owner.__closure__, owner.__defaults__, owner.__kwdefaults__, owner.__dict__]
         return parts if is_library(owner.__code__.co_filename) else [*parts, *globals_of(owner)]
-    return [*gc.get_referents(owner), *class_attributes(type(owner))]
+    return gc.get_referents(owner)
 
 
 def globals_of(function: FunctionType) -> list[Any]:

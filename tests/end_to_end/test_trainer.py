@@ -150,8 +150,8 @@ def test_cutting_by_tokens_changes_nothing_but_the_micro_batches(tmp_path):
             gradient_accumulation_steps=accumulation, low_pass_filter="first-order-v1",
         )  # fmt: skip
         trainer.train()
-        # A layer is refused or not whatever the budget.
-        checks.append(trainer.checked)
+        # A layer is refused or not whatever the budget. Draws that are cut are first looked at for numbers that rows share.
+        checks.append(trainer.checked[1 if number == 0 else 2 :])
         assert all(rows * length <= (budget or math.inf) for rows, length in trainer.shapes)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         runs.append((accumulation, trainer.shapes, losses, torch.stack(recorder.gradients), weights(trainer)))
