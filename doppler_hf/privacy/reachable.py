@@ -41,7 +41,7 @@ def reachable(*roots: object) -> Iterator[Any]:
             continue
         seen[id(found)] = found
         yield found
-        kind = type(found)
+        kind: type = type(found)
         if is_opaque(kind):
             continue
         ahead.extend(referents_of(found))

@@ -4,8 +4,9 @@ A running mean that moves by a thousandth of each loss shows in no few losses, b
 what a pass writes is found, and then changed by much: a loss that reads it changes by much too.
 """
 
+import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CellType, ModuleType
 from typing import Any, Final, final
 
@@ -78,27 +79,33 @@ def numbers(*roots: object) -> dict[_Place, tuple[Any, Any]]:
     """Return the floating-point numbers and tensors that can be replaced, with their owners, by owner and key."""
     found: dict[_Place, tuple[Any, Any]] = {}
     for owner in reachable(*roots):
-        if is_a(owner, ModuleType, type):  # their namespaces are not looked into
-            continue
         for key, value in items_of(owner):
-            if is_a(value, float) or is_number_tensor(value):
+            kind: type = type(value)
+            if is_number(kind) and (issubclass(kind, float) or value.is_floating_point()):
                 found[id(owner), key] = owner, value
     return found
 
 
-def items_of(owner: Any) -> list[tuple[Any, Any]]:
+@functools.cache
+def is_number(kind: type) -> bool:
+    """Return whether a class is that of numbers, or of tensors that nothing trains."""
+    return issubclass(kind, float) or (issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter))
+
+
+def items_of(owner: Any) -> Iterable[tuple[Any, Any]]:
     """Return what an object can have replaced, by key."""
     if is_a(owner, dict):
-        return list(owner.items())
+        return owner.items()
     if is_a(owner, list, deque):
-        return list(enumerate(owner))
+        return enumerate(owner)
     if is_a(owner, CellType):
         return [(_CONTENTS, getattr(owner, _CONTENTS, None))]  # Empty before its first assignment.
+    if is_a(owner, ModuleType, type, tuple, str, float, int):  # namespaces are not looked into
+        return ()
     try:
-        attributes = object.__getattribute__(owner, "__dict__")
+        return object.__getattribute__(owner, "__dict__").items()
     except AttributeError:
-        return []
-    return list(attributes.items())
+        return ()
 
 
 def put(owner: Any, key: Any, value: Any) -> None:
@@ -109,11 +116,6 @@ def put(owner: Any, key: Any, value: Any) -> None:
         owner.cell_contents = value
     else:
         object.__getattribute__(owner, "__dict__")[key] = value
-
-
-def is_number_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor of floating-point numbers that nothing trains."""
-    return is_a(value, Tensor) and not is_a(value, nn.Parameter) and value.is_floating_point()
 
 
 def version_of(value: Any) -> int | None:
