@@ -220,7 +220,7 @@ class StartCheck:
                 still = without_dropout
             with still(model):
                 self._refuse_difference(probe, self._comparison(probe).expected(), tolerance)
-        self._refuse_crowd(probe, still, tolerance, is_of_torch=drawn.is_of_torch)
+        still = self._refuse_crowd(probe, still, tolerance, is_of_torch=drawn.is_of_torch)
         # A coin that rows share may hide what couples them, if it seldom falls; and so does evaluation mode.
         if drawn.shared or still is without_dropout:
             model.train()
@@ -231,10 +231,13 @@ class StartCheck:
         with still(self._model), self._clipped.unwatched():
             return is_random(self._losses_of, probe.together)
 
-    def _refuse_crowd(self, probe: Probe, still: Still, tolerance: float, *, is_of_torch: bool) -> None:
+    def _refuse_crowd(self, probe: Probe, still: Still, tolerance: float, *, is_of_torch: bool) -> Still:
         """Compare losses in a larger batch: with every coin held at its mean and no attribute changed, if all can be.
 
         What is set to zero for its name may be no probability, but say how much of a batch is left out.
+
+        Returns:
+            How the model was held still where that is by names.
         """
         comparison = self._comparison(probe)
         if is_of_torch:
@@ -242,12 +245,21 @@ class StartCheck:
             try:
                 with HeldCoins() as held:
                     comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
-                return
+                return still
             except ValueError:
                 if held.are_all_held:
                     raise
-        with still(self._model):
+        try:
+            with still(self._model):
+                comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+            return still
+        except ValueError:
+            # Of a few examples the coins may have fallen alike, so that the model seemed to be still.
+            if still is without_dropout or not self._is_random_in(still, probe):
+                raise
+        with without_dropout(self._model):
             comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+        return without_dropout
 
     def _usable(self) -> tuple[Probe, Expected]:
         """Return examples that have a gradient, which others may not have: without a label, or not finite."""
