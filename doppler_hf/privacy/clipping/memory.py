@@ -95,7 +95,7 @@ def is_number(kind: type) -> bool:
 def items_of(owner: Any) -> Iterable[tuple[Any, Any]]:
     """Return what an object can have replaced, by key."""
     if is_a(owner, dict):
-        return owner.items()
+        return dict.items(owner)  # transformers' own mappings import every model when they are asked
     if is_a(owner, list, deque):
         return enumerate(owner)
     if is_a(owner, CellType):
@@ -110,7 +110,9 @@ def items_of(owner: Any) -> Iterable[tuple[Any, Any]]:
 
 def put(owner: Any, key: Any, value: Any) -> None:
     """Replace what an object has at a key; see `items_of`."""
-    if is_a(owner, dict, list, deque):
+    if is_a(owner, dict):
+        dict.__setitem__(owner, key, value)
+    elif is_a(owner, list, deque):
         owner[key] = value
     elif is_a(owner, CellType):
         owner.cell_contents = value
