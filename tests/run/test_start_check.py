@@ -764,7 +764,7 @@ class Weighted(DopplerTrainer):
     [
         lambda batch: len(batch["labels"]) / float(batch["attention_mask"].sum()),
         lambda batch: 4.0 / len(batch["labels"]),
-        lambda batch: 4.0 / float(((batch["input_ids"] != 4) & (batch["attention_mask"] == 1)).sum()),
+        lambda batch: 4.0 / (1.0 + float(((batch["input_ids"] != 4) & (batch["attention_mask"] == 1)).sum())),
     ],
     ids=["tokens", "examples", "tokens left"],
 )
