@@ -3,10 +3,10 @@ r"""A filter and a shape of the noise for people who do not want to choose: thos
 The loss is that of `doppler_hf.filters.closed_loop`: it follows from the length of the run, its schedule and, for the shape,
 its σ, all of them public.
 
-The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, of delay D = β / (1 - β): its real pole keeps the loop of filter and
-weights stable at every curvature, which filters of higher order do not. The longer its delay, the less noise is left of a
-shaped one, while from white noise there is little to gain. Of the delays that come within a hundredth of the least noise the
-shortest is taken, and none that is longer than T/50, so that the run forgets its start e^25 times.
+The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, of delay D = β / (1 - β): its real pole keeps the loop of filter
+and weights stable wherever SGD is, which the paper's filters of second order do not. The longer its delay, the less noise
+is left of a shaped one, while from white noise there is little to gain. Of the delays that come within a hundredth of the
+least noise the shortest is taken, and none that is longer than T/50, so that the run forgets its start e^25 times.
 
 The shape. Each number of bands has a σ of its own, since a unit is drawn in its turn with b times the probability. Bands are
 doubled while the loss falls, with the strategy that is best for this schedule and this filter.

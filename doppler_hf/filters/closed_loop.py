@@ -99,7 +99,8 @@ class ClosedLoop:
         middles = (np.arange(_DIRECTIONS) + 0.5) / _DIRECTIONS
         curvatures = flattest ** (1 - middles) * SHARPEST**middles
         shares = np.quantile(rates, (np.arange(_RATES) + 0.5) / _RATES)
-        shares = shares[shares > 0]
+        # A rate that is zero nearly all the time leaves those at which the weights go.
+        shares = shares[shares > 0] if shares.any() else rates[rates > 0]
         return cls(np.outer(shares, curvatures).ravel(), np.repeat(shares / shares.sum() / _DIRECTIONS, _DIRECTIONS))
 
     def loss(self, low_pass_filter: LowPassFilter, shape: NoiseShape = WHITE) -> float:

@@ -92,6 +92,7 @@ def test_runs_of_any_length_have_a_loss(steps):
 
 
 def test_a_learning_rate_of_zero_costs_nothing():
+    assert ClosedLoop.of_run(100, [0.0] * 99 + [1.0]).loss(NONE) == pytest.approx(ClosedLoop.of_run(1).loss(NONE), rel=1e-6)
     warm_up = [0.0] * 60 + [1.0] * 60
     assert math.isfinite(ClosedLoop.of_run(120, warm_up).loss(NONE))
     assert ClosedLoop.of_run(120, warm_up).loss(NONE) == pytest.approx(ClosedLoop.of_run(60).loss(NONE), rel=1e-6)
