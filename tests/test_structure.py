@@ -46,7 +46,11 @@ MAY_IMPORT = {
         f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml",
     ),
     "audit": ("trainer training_args run privacy filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
-    "cli": ("extras filters privacy training_args trainer audit workloads reports", "rich numpy"),
+    "reproduce": (
+        "trainer training_args run.choices workloads.data_sources workloads.hub workloads.mean_pooling",
+        f"{ARRAYS} torch transformers datasets peft",
+    ),
+    "cli": ("extras filters privacy training_args trainer audit workloads reports reproduce", "rich numpy"),
     "__main__": ("cli", ""),
     "__init__": ("trainer training_args run", ""),
 }

@@ -112,15 +112,14 @@ class ReproducibleBits(BitStream):
 
     def __init__(self, seed: int, *, purpose: str, rank: int = 0) -> None:
         self._entropy = (seed, rank, *purpose.encode())
-        self._step, self._generator = 0, self._generator_of(0)
-
-    def _generator_of(self, step: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))
+        self._step: int | None = None
+        self._generator: np.random.Generator | None = None
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
         """Overwrite `words` with the next ones of the step. Each step has its own sequence."""
-        if step != self._step:
-            self._step, self._generator = step, self._generator_of(step)
+        if step != self._step or self._generator is None:
+            self._step = step
+            self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))
         words.copy_(torch.from_numpy(self._generator.integers(0, 2**64, size=len(words), dtype=np.uint64).view(np.int64)))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from doppler_hf.reproduce.tuning import best_on_grid
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line
 from scripts.experiments import small_tasks
@@ -34,9 +35,7 @@ class FloorArguments:
 
     data_dir: str = field(metadata={"help": "Folder with mnist/ and glue/sst2/."})
     output: str = field(metadata={"help": "File of results, a line of JSON for every run; what it holds is not run again."})
-    tasks: list[str] = field(
-        default_factory=lambda: ["mnist", "sst2"], metadata={"help": "Of mnist, mnist-perceptron and sst2."}
-    )
+    tasks: list[str] = field(default_factory=lambda: ["mnist", "sst2"], metadata={"help": "Of mnist and sst2."})
     epsilons: list[float] = field(default_factory=lambda: [1.0, 8.0], metadata={"help": "Privacy budgets ε."})
     fractions: list[float] = field(
         default_factory=lambda: [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0],
@@ -90,18 +89,6 @@ def accuracies(done: dict[Run, float], args: FloorArguments, seeds: Sequence[int
     return np.array([done[run] for run in runs])
 
 
-def tune(done: dict[Run, float], args: FloorArguments, *, centre: float, **setting: Any) -> float:
-    """Return the best learning rate, from three around `centre` and as many more as bring the best of them inside."""
-    lrs = [centre / 2, centre, centre * 2]
-    while True:
-        means = np.array([accuracies(done, args, args.tune_seeds, lr=lr, **setting).mean() for lr in lrs])
-        ties = np.flatnonzero(means == means.max())
-        best = int(ties[len(ties) // 2])
-        if 0 < best < len(lrs) - 1:
-            return lrs[best]
-        lrs = [lrs[0] / 2, *lrs] if best == 0 else [*lrs, lrs[-1] * 2]
-
-
 def table(reported: dict[float, np.ndarray], lrs: dict[float, float]) -> str:
     """Return the rows for one task and ε, in percent, with the paired difference from the fraction of the best mean.
 
@@ -141,7 +128,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             lrs, reported, centre = {}, {}, args.lr
             for fraction in args.fractions:
                 setting = {"task": name, "epsilon": epsilon, "fraction": fraction}
-                lrs[fraction] = centre = tune(done, args, centre=centre, **setting)
+
+                def score(lr: float, setting: dict[str, Any] = setting) -> float:
+                    return float(accuracies(done, args, args.tune_seeds, lr=lr, **setting).mean())
+
+                centre = best_on_grid(score, centre=centre)
+                lrs[fraction] = centre
                 reported[fraction] = accuracies(done, args, args.report_seeds, lr=centre, **setting)
             tables.append(f"{name}, ε = {epsilon:g}, {len(args.report_seeds)} seeds\n\n{table(reported, lrs)}\n")
     print("", *tables, sep="\n")

@@ -17,14 +17,14 @@ WORDS = ["good", "bad", "fine", "poor", "film", "plot", "the", "a"]
 END = 27  # the end of a text, in the tokenizer of `write_gpt2`
 
 
-def write_bert(folder):
-    """A BERT of two layers, and a tokenizer that knows eight words."""
+def write_bert(folder, num_hidden_layers=2):
+    """A BERT, and a tokenizer that knows eight words."""
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     BertTokenizerFast(vocab={word: row for row, word in enumerate(vocab)}).save_pretrained(folder)
     config = BertConfig(
         vocab_size=len(vocab),
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=32,

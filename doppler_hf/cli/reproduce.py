@@ -1,0 +1,76 @@
+"""Run a study: which method trains best at equal ε?
+
+Every method is tuned on the same grid, on data that are not reported. Every run is a line of OUT/NAME/runs.jsonl, written as
+it ends; with --resume those that it holds are not run again. The tables go to OUT/NAME/tables.md.
+
+  doppler-hf reproduce noise-shaping
+  doppler-hf reproduce noise-shaping --tasks sst2 --epsilons 3 --data-dir DATA --encoder MODEL --resume
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# The encoder of the texts.
+ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `doppler-hf reproduce`."""
+    parser.add_argument("study", metavar="NAME", help="the study: noise-shaping")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs that OUT/NAME holds")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="some of the study's tasks")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of its methods; the first is compared with")
+    parser.add_argument("--epsilons", nargs="+", type=float, metavar="ε", help="other budgets than the study's")
+    parser.add_argument("--tune-seeds", type=int, default=2, metavar="S", help="how many choose (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, metavar="S", help="how many are reported (default: %(default)s)")
+    parser.add_argument("--data-dir", metavar="DIR", help="mnist/, cifar10/ and glue/TASK/ as parquet; default: the hub")
+    parser.add_argument(
+        "--encoder",
+        default=ENCODER,
+        metavar="MODEL",
+        help="hub name or folder of a BERT-like encoder for the texts (default: %(default)s)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/reproduce"), metavar="OUT", help="default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what is missing, and write the tables."""
+    from doppler_hf.reproduce.data import Sources
+    from doppler_hf.reproduce.studies import STUDIES
+    from doppler_hf.reproduce.tasks import SMALL
+    from doppler_hf.reproduce.tuning import Seeds, run_study
+
+    if args.study not in STUDIES:
+        raise ValueError(f"NAME must be one of {', '.join(STUDIES)}, got {args.study!r}.")
+    if args.tune_seeds < 1 or args.seeds < 2:
+        raise ValueError(
+            f"--tune-seeds must be 1 or more and --seeds 2 or more, got {args.tune_seeds} and {args.seeds}. One run has no "
+            "standard error."
+        )
+    if min(args.epsilons or [1.0]) <= 0:
+        raise ValueError(f"--epsilons must be more than 0, got {min(args.epsilons):g}. Give budgets such as 1 3 8.")
+    study = STUDIES[args.study]
+    methods = _some("--methods", args.methods, study.methods)
+    study = dataclasses.replace(
+        study,
+        tasks=tuple(_some("--tasks", args.tasks, dict.fromkeys(study.tasks))),
+        methods=methods,
+        epsilons=tuple(args.epsilons or study.epsilons),
+    )
+    folder = args.out / args.study
+    if (folder / "runs.jsonl").exists() and not args.resume:
+        raise ValueError(f"{folder} holds runs already. Add --resume to go on with them, or give another --out.")
+    sources = Sources(args.data_dir, args.encoder, args.out)
+    run_study(study, folder, SMALL, sources, Seeds(range(100, 100 + args.tune_seeds), range(args.seeds)))
+    return 0
+
+
+def _some(flag: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of these names in their order, or all of them for None."""
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ValueError(f"{flag} must be of {'; '.join(known)}, got {unknown[0]!r}.")
+    return {name: known[name] for name in names or known}

@@ -1,0 +1,119 @@
+"""GLUE tasks as the outputs of an encoder's frozen layers, computed once for all runs that train the layers above.
+
+A frozen layer without dropout is a public function of one example, so that its output is one of the example's features: a
+run on outputs is the run on texts, at a fraction of the time.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from doppler_hf.reproduce.data import Data, Sources, apart
+from doppler_hf.reproduce.networks import TopLayers
+from doppler_hf.workloads.data_sources import glue_task, load_glue
+from doppler_hf.workloads.hub import hub_or_folder
+
+# The layers that are trained, the longest text, and how many texts are computed together.
+TOP_LAYERS: Final = 2
+MAX_TOKENS: Final = 128
+TOGETHER: Final = 256
+
+
+class Outputs:
+    """Outputs for every token of every text, and the collator that pads them.
+
+    Args:
+        vectors: All tokens of all texts, shape (tokens, hidden).
+        ends: Of each text, the number of tokens up to its end.
+    """
+
+    def __init__(self, vectors: Tensor, ends: Tensor) -> None:
+        self._vectors, self._ends = vectors, ends
+        self._lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=ends.dtype))
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """Return the outputs of some texts, padded on the right, with their masks and labels."""
+        rows = torch.tensor([example["text"] for example in examples])
+        lengths = self._lengths[rows]
+        positions = torch.arange(int(lengths.max()))
+        mask = positions < lengths[:, None]
+        tokens = (self._ends[rows] - lengths)[:, None] + positions
+        return {
+            "hidden": self._vectors[tokens.where(mask, 0)].float() * mask[..., None],
+            "attention_mask": mask.long(),
+            "labels": torch.tensor([example["label"] for example in examples]),
+        }
+
+    @classmethod
+    def of(
+        cls, encoder: PreTrainedModel, tokens: Mapping[str, list[list[int]]], path: Path, *, pad: Callable[..., Any]
+    ) -> "Outputs":
+        """Read the outputs from a file, or compute and write them.
+
+        Args:
+            encoder: The frozen layers.
+            tokens: The texts, as a tokenizer returns them.
+            path: The file.
+            pad: The tokenizer's `pad`.
+        """
+        if path.exists():
+            return cls(*torch.load(path))
+        lengths = torch.tensor([len(ids) for ids in tokens["input_ids"]])
+        ends = lengths.cumsum(0)
+        vectors = torch.empty(int(ends[-1]), encoder.config.hidden_size, dtype=torch.float16)
+        encoder.eval()
+        with torch.no_grad():
+            # Texts of one length together need no padding.
+            for rows in lengths.argsort().split(TOGETHER):
+                batch = pad({name: [each[row] for row in rows] for name, each in tokens.items()}, return_tensors="pt")
+                hidden = encoder(**batch).last_hidden_state
+                for row, own in zip(rows, hidden, strict=True):
+                    vectors[ends[row] - lengths[row] : ends[row]] = own[: lengths[row]].half()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        torch.save((vectors, ends), unfinished)
+        unfinished.rename(path)
+        return cls(vectors, ends)
+
+
+def sentences(task_name: str, *, held_out: int) -> Callable[[Sources], Data]:
+    """Return what loads a GLUE task for the last layers of an encoder.
+
+    Args:
+        task_name: The task.
+        held_out: How many training examples to choose by.
+    """
+
+    def load(sources: Sources) -> Data:
+        from datasets import Dataset
+        from transformers import AutoModel, AutoTokenizer
+
+        task = glue_task(task_name)
+        splits = load_glue(task_name, sources.folder(f"glue/{task_name}"))
+        with hub_or_folder(sources.encoder, "--encoder"):
+            tokenizer, encoder = AutoTokenizer.from_pretrained(sources.encoder), AutoModel.from_pretrained(sources.encoder)
+        above = encoder.encoder.layer[-TOP_LAYERS:]
+        encoder.encoder.layer = encoder.encoder.layer[:-TOP_LAYERS]
+        parts = [splits["train"], splits[task.validation_splits[0]]]
+        texts = [[text for part in parts for text in part[column]] for column in task.text_columns]
+        tokens = tokenizer(*texts, truncation=True, max_length=MAX_TOKENS, return_attention_mask=False).data
+        digest = hashlib.sha256(repr((sources.encoder, TOP_LAYERS, tokens)).encode()).hexdigest()[:16]
+        outputs = Outputs.of(encoder, tokens, sources.cache_dir / f"{task_name}-{digest}.pt", pad=tokenizer.pad)
+        labels = [label for part in parts for label in part["label"]]
+        # The lengths of input_ids are those by which a draw is sorted.
+        rows = Dataset.from_dict({**tokens, "text": range(len(labels)), "label": labels})
+        train, tuning = apart(len(parts[0]), held_out)
+
+        def network() -> nn.Module:
+            return TopLayers(copy.deepcopy(above), hidden_size=encoder.config.hidden_size, num_labels=task.num_labels)
+
+        report = rows.select(range(len(parts[0]), len(rows)))
+        return Data(rows.select(train), rows.select(tuning), report, network, outputs)
+
+    return load

@@ -1,0 +1,107 @@
+"""The networks of the tasks: classifiers that return logits, as `DopplerTrainer` expects of a model of one's own."""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import ViTConfig, ViTForImageClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from doppler_hf.workloads.mean_pooling import masked_mean
+
+Trained = Literal["all", "lora", "bitfit", "head"]
+
+
+class Classifier(nn.Module):
+    """A network of `inputs` alone.
+
+    Args:
+        network: Inputs → logits, shape (batch, classes).
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Float[Tensor, "batch *features"], labels: Tensor | None = None) -> SequenceClassifierOutput:
+        """Return logits, and the mean loss if there are labels."""
+        return _output(self.network(inputs), labels)
+
+
+class TopLayers(nn.Module):
+    """The last layers of a BERT-like encoder, with a linear classifier on the mean of the token vectors.
+
+    Args:
+        layers: The layers.
+        hidden_size: Of a token vector.
+        num_labels: Classes.
+    """
+
+    def __init__(self, layers: nn.ModuleList, *, hidden_size: int, num_labels: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.classifier = nn.Linear(hidden_size, num_labels)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "batch length hidden"],
+        attention_mask: Int[Tensor, "batch length"],
+        labels: Tensor | None = None,
+    ) -> SequenceClassifierOutput:
+        """Return logits, and the mean loss if there are labels."""
+        blocked = (attention_mask == 0)[:, None, None, :] * torch.finfo(hidden.dtype).min
+        for layer in self.layers:
+            hidden = layer(hidden, blocked)
+        pooled = F.layer_norm(masked_mean(hidden, attention_mask), (hidden.shape[-1],))
+        return _output(self.classifier(pooled), labels)
+
+
+def _output(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
+    return SequenceClassifierOutput(loss=None if labels is None else F.cross_entropy(logits, labels), logits=logits)
+
+
+def perceptron() -> nn.Module:
+    """Return a tanh perceptron of 269,322 parameters for 28 x 28 pixels: for its accuracy it has many noisy coordinates."""
+    hidden = (nn.Linear(784, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(256, 10))
+
+
+def mnist_cnn() -> nn.Module:
+    """Return the CNN for MNIST of Papernot et al. (*Tempered Sigmoid Activations*, AAAI 2021, Table 1), 26,010 weights."""
+    first = (nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, 1))
+    second = (nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1))
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+class DigitsViT(nn.Module):
+    """A Vision Transformer of one layer for 8 x 8 pixels: the network of the quick start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 64, "intermediate_size": 128}
+        self.vit = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_labels=10))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return logits."""
+        return self.vit(pixel_values=inputs).logits
+
+
+def with_trained(network: nn.Module, trained: Trained) -> Any:
+    """Freeze what is not trained, and add adapters if those are.
+
+    Args:
+        network: A network, whose head is `classifier` if not all of it is trained.
+        trained: all; lora, adapters of rank 8 on all linear layers, and the head; bitfit, biases and the head; or head.
+    """
+    if trained == "all":
+        return network
+    if trained == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear) and name != "classifier"]
+        return get_peft_model(network, LoraConfig(r=8, lora_alpha=16, target_modules=names, modules_to_save=["classifier"]))
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad = name.startswith("classifier.") or (trained == "bitfit" and name.endswith(".bias"))
+    return network

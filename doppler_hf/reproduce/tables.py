@@ -1,0 +1,51 @@
+"""The tables of a study. Differences are from the first method, paired by the seed, which fixes initialization and draws."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE: Final = 0.95
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table.
+
+    Attributes:
+        method: Its name.
+        learning_rate: The best.
+        accuracy: Of each seed, the same seeds for all lines.
+        twice: The accuracy of the tuning seeds at twice the best rate.
+    """
+
+    method: str
+    learning_rate: float
+    accuracy: np.ndarray
+    twice: float
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Return a table in Markdown: accuracies ± their standard errors, and the paired differences with intervals."""
+    rows = [
+        "| method | learning rate | accuracy, % | difference, 95 % interval | twice the rate |",
+        "|---|---|---|---|---|",
+    ]
+    for line in lines:
+        percent = 100 * line.accuracy
+        error = percent.std(ddof=1) / len(percent) ** 0.5
+        rows.append(
+            f"| {line.method} | {line.learning_rate:g} | {percent.mean():.2f} ± {error:.2f} | "
+            f"{difference(percent - 100 * lines[0].accuracy)} | {100 * line.twice:.1f} |"
+        )
+    return "\n".join(rows)
+
+
+def difference(paired: np.ndarray) -> str:
+    """Write the mean of paired differences, with Student's interval."""
+    if not paired.any():
+        return "–"
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(paired) - 1) * paired.std(ddof=1) / len(paired) ** 0.5
+    return f"{paired.mean():+.2f} [{paired.mean() - half:+.2f}, {paired.mean() + half:+.2f}]"

@@ -1,0 +1,46 @@
+"""The tasks, with the settings that all methods share, of a size that a CPU trains in seconds to minutes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from doppler_hf.reproduce.data import Data, Sources, images
+from doppler_hf.reproduce.frozen_layers import sentences
+from doppler_hf.reproduce.networks import DigitsViT, Trained, mnist_cnn, perceptron
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task.
+
+    Attributes:
+        load: Reads the data.
+        trained: Which weights are trained.
+        settings: Arguments of `DopplerTrainer`: B, T, C.
+    """
+
+    load: Callable[[Sources], Data]
+    trained: Trained
+    settings: Mapping[str, Any]
+
+
+def _settings(batch_size: int, steps: int, max_grad_norm: float, **more: Any) -> dict[str, Any]:
+    return {
+        "per_device_train_batch_size": batch_size,
+        "max_steps": steps,
+        "per_sample_max_grad_norm": max_grad_norm,
+        "clipping": "vanilla",
+        **more,
+    }
+
+
+TEXT: Final = _settings(1000, 200, 1.0, max_tokens_per_micro_batch=4096)
+SMALL: Final[Mapping[str, Task]] = {
+    "digits": Task(images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
+    "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(1000, 300, 1.0)),
+    "mnist-perceptron": Task(images("mnist", perceptron, held_out=5000), "all", _settings(1000, 300, 1.0)),
+    "sst2": Task(sentences("sst2", held_out=2000), "lora", TEXT),
+    "sst2-full": Task(sentences("sst2", held_out=2000), "all", TEXT),
+    "qnli": Task(sentences("qnli", held_out=1000), "lora", TEXT | {"per_device_train_batch_size": 500}),
+}
+"""Name → task, for two cores."""

@@ -1,0 +1,256 @@
+"""A study tunes on other data than it reports, runs nothing twice, and its table says what its log holds."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image
+from scipy import stats
+from torch.nn import functional as F
+from transformers import AutoModel
+
+from doppler_hf.cli import main
+from doppler_hf.filters import LowPassFilter, NoiseShape
+from doppler_hf.privacy import default_delta
+from doppler_hf.privacy.accounting import Releases, get_total_epsilon
+from doppler_hf.reproduce import frozen_layers, tuning
+from doppler_hf.reproduce.data import Sources, apart
+from doppler_hf.reproduce.networks import Classifier, TopLayers, mnist_cnn, perceptron, with_trained
+from doppler_hf.reproduce.runs import Run, train
+from doppler_hf.reproduce.studies import STUDIES
+from doppler_hf.reproduce.tables import Line, table
+from doppler_hf.reproduce.tasks import SMALL
+from doppler_hf.reproduce.tuning import best_on_grid
+from tests.support.folders import write_bert, write_glue
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """Random images, random sentences, and an encoder of three layers."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    generator = np.random.default_rng(0)
+    images = Features({"image": Image(), "label": ClassLabel(names=list("0123456789"))})
+    (tmp_path / "mnist").mkdir()
+    for name, rows in (("train", 60), ("test", 30)):
+        pixels, labels = generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
+        Dataset.from_dict({"image": list(pixels), "label": labels}, images).to_parquet(
+            tmp_path / "mnist" / f"{name}.parquet"
+        )
+    (tmp_path / "glue").mkdir()
+    write_glue(tmp_path / "glue" / "sst2", "sst2", train=60)
+    write_glue(tmp_path / "glue" / "qnli", "qnli", train=60)
+    return Sources(str(tmp_path), str(write_bert(tmp_path / "bert", num_hidden_layers=3)), tmp_path / "out")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tasks of three steps, of which twenty examples are held out."""
+    for name, task in SMALL.items():
+        settings = task.settings | {"per_device_train_batch_size": 10, "max_steps": 3}
+        monkeypatch.setitem(SMALL, name, dataclasses.replace(task, settings=settings))
+    order = apart(60, 20)
+    for module in ("data", "frozen_layers"):
+        monkeypatch.setattr(f"doppler_hf.reproduce.{module}.apart", lambda count, held_out: order)
+
+
+def words(sources, *more):
+    return [
+        *("reproduce", "noise-shaping", "--data-dir", sources.data_dir, "--encoder", sources.encoder),
+        *("--out", str(sources.cache_dir), "--seeds", "2", "--tune-seeds", "1", "--epsilons", "4", *more),
+    ]
+
+
+def made_up(run, data):
+    """Accuracies that depend on all that a run is."""
+    off = abs(np.log2(run.learning_rate / (0.032 if "auto" in run.arguments else 0.004)))
+    luck = np.random.default_rng([run.seed, len(run.arguments)]).uniform(0, 0.1)
+    return {"tuning": 0.9 - 0.2 * off + luck, "report": 0.8 - 0.1 * off + luck}
+
+
+def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, small, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "train", made_up)
+    arguments = words(sources, "--tasks", "mnist-perceptron", "--methods", "white, none", "auto, auto")
+    assert main(arguments) == 0
+    folder = sources.cache_dir / "noise-shaping"
+    rows = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    printed = capsys.readouterr().out
+    for method, rate in (("white", 0.004), ("auto", 0.032)):
+        own = [row for row in rows if f'"noise_shape": "{method}"' in row["arguments"]]
+        reported = {row["seed"]: row for row in own if row["seed"] < 100}
+        assert {row["learning_rate"] for row in reported.values()} == {rate}
+        tuned = {row["learning_rate"]: row["tuning"] for row in own if row["seed"] >= 100}
+        assert min(tuned) < rate < max(tuned)
+        accuracy = 100 * np.array([reported[seed]["report"] for seed in (0, 1)])
+        assert f"| {rate:g} | {accuracy.mean():.2f} ± {accuracy.std(ddof=1) / 2**0.5:.2f} |" in printed
+    tables = (folder / "tables.md").read_text()
+    assert "## mnist-perceptron, ε = 4" in tables
+    assert tables.splitlines()[-1] in printed
+    assert "2 of 2 lines" in printed
+    monkeypatch.setattr(tuning, "train", lambda run, data: pytest.fail("this was done already"))
+    assert main([*arguments, "--resume"]) == 0
+    assert (folder / "tables.md").read_text() == tables
+    assert main(arguments) == 2
+    assert "holds runs already. Add --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("mnist-perceptron", 269_322), ("sst2", 2 * 1_792 + 34)])
+def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
+    task, data = SMALL[name], SMALL[name].load(sources)
+    run = Run.of(name, task, STUDIES["noise-shaping"].methods["auto, auto"], 4.0, 0.01, 0)
+    result = train(run, data=data)
+    shape = NoiseShape.parse(result["noise_shape"])
+    turns = Releases.in_turns(result["noise_multiplier"], 10 / 40, 3, groups=shape.bands)
+    assert 3.99 < get_total_epsilon([turns], delta=default_delta(40), accountant="pld") <= 4.0
+    assert result["parameters"] == parameters
+    assert result["num_examples"] == 40
+    assert LowPassFilter.parse(result["low_pass_filter"])
+    for part in ("tuning", "report"):
+        assert result[part] * len(getattr(data, part)) == pytest.approx(round(result[part] * len(getattr(data, part))))
+    assert train(run, data=data) | {"seconds": 0} == result | {"seconds": 0}
+
+
+def test_a_run_that_was_killed_while_it_wrote_is_run_again(sources, small, monkeypatch):
+    done = []
+
+    def train(run, data):
+        done.append(run)
+        return {"tuning": 1 / (1 + abs(np.log2(run.learning_rate / 0.004))), "report": 0.5 + run.seed / 10}
+
+    monkeypatch.setattr(tuning, "train", train)
+    arguments = words(sources, "--tasks", "mnist", "--methods", "white, none")
+    assert main(arguments) == 0
+    path = sources.cache_dir / "noise-shaping" / "runs.jsonl"
+    whole = path.read_text()
+    last = done[-1]
+    path.write_text(whole[:-40])
+    done.clear()
+    assert main([*arguments, "--resume"]) == 0
+    assert done == [last]
+    assert path.read_text() == whole
+
+
+def test_no_example_is_trained_on_and_chosen_by():
+    train, tuning_rows = apart(100, 30)
+    assert len(tuning_rows) == 30
+    assert sorted([*train, *tuning_rows]) == list(range(100))
+
+
+def test_the_tuning_part_alone_chooses(sources, small, monkeypatch):
+    """The reported accuracy is best at another rate."""
+
+    def train(run, data):
+        return {"tuning": -abs(np.log2(run.learning_rate / 0.032)), "report": -abs(np.log2(run.learning_rate))}
+
+    monkeypatch.setattr(tuning, "train", train)
+    assert main(words(sources, "--tasks", "mnist", "--methods", "white, none")) == 0
+    tables = (sources.cache_dir / "noise-shaping" / "tables.md").read_text()
+    assert "| white, none | 0.032 |" in tables
+
+
+@pytest.mark.parametrize("best", [-5, 0, 7])
+def test_the_grid_is_widened_until_the_best_is_inside(best):
+    seen = []
+
+    def score(value):
+        seen.append(value)
+        return -abs(np.log2(value / 0.3) - best)
+
+    assert best_on_grid(score, centre=0.3) == 0.3 * 2.0**best
+    assert min(seen) < 0.3 * 2.0**best < max(seen)
+
+
+def test_differences_are_paired_and_have_students_interval():
+    first, second = np.array([0.80, 0.90, 0.85]), np.array([0.82, 0.91, 0.88])
+    rows = table([Line("a", 1.0, first, 0.5), Line("b", 2.0, second, 0.25)]).splitlines()
+    low, high = stats.ttest_1samp(100 * (second - first), 0).confidence_interval(0.95)
+    assert rows[2] == "| a | 1 | 85.00 ± 2.89 | – | 50.0 |"
+    assert rows[3] == f"| b | 2 | 87.00 ± 2.65 | +2.00 [{low:+.2f}, {high:+.2f}] | 25.0 |"
+
+
+@pytest.mark.parametrize("task_name", ["sst2", "qnli"])
+def test_frozen_and_trained_layers_together_are_the_encoder(sources, task_name):
+    data = frozen_layers.sentences(task_name, held_out=20)(sources)
+    encoder = AutoModel.from_pretrained(sources.encoder).eval()
+    network = data.network().eval()
+    examples = [data.train[row] for row in range(8)]
+    batch = data.collator(examples)
+    length = max(len(example["input_ids"]) for example in examples)
+    ids = torch.tensor([example["input_ids"] + [0] * (length - len(example["input_ids"])) for example in examples])
+    mask = batch["attention_mask"]
+    types = torch.tensor(
+        [example["token_type_ids"] + [0] * (length - len(example["token_type_ids"])) for example in examples]
+    )
+    with torch.no_grad():
+        hidden = encoder(input_ids=ids, attention_mask=mask, token_type_ids=types).last_hidden_state
+        means = torch.stack([row[: int(own.sum())].mean(0) for row, own in zip(hidden, mask)])
+        expected = network.classifier(F.layer_norm(means, means.shape[-1:]))
+        logits = network(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    # The outputs are kept in 16 bits.
+    torch.testing.assert_close(logits, expected, rtol=0, atol=5e-3)
+    assert batch["labels"].tolist() == [example["label"] for example in examples]
+    again = frozen_layers.sentences(task_name, held_out=20)(sources)
+    torch.testing.assert_close(again.collator(examples), batch, rtol=0, atol=0)
+
+
+def test_parts_do_not_overlap(sources):
+    data = frozen_layers.sentences("sst2", held_out=20)(sources)
+    texts = [set(part["text"]) for part in (data.train, data.tuning, data.report)]
+    assert [*map(len, texts)] == [40, 20, 12]
+    assert len(set.union(*texts)) == 72
+
+
+def test_networks_have_the_sizes_that_they_say():
+    assert sum(p.numel() for p in perceptron().parameters()) == 269_322
+    assert sum(p.numel() for p in mnist_cnn().parameters()) == 26_010
+
+
+@pytest.mark.parametrize(
+    ("trained", "kinds"),
+    [
+        ("all", {"weight", "bias"}),
+        ("head", {"classifier.weight", "classifier.bias"}),
+        ("bitfit", {"bias", "classifier.weight"}),
+        ("lora", {"lora_A.default.weight", "lora_B.default.weight", "classifier.modules_to_save.default"}),
+    ],
+)
+def test_what_is_trained(bert, trained, kinds):
+    network = with_trained(TopLayers(bert.bert.encoder.layer, hidden_size=bert.config.hidden_size, num_labels=2), trained)
+    names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all(any(kind in name for kind in kinds) for name in names)
+    assert all(any(kind in name for name in names) for kind in kinds)
+
+
+def test_a_classifier_returns_what_the_trainer_evaluates():
+    network = Classifier(perceptron())
+    images, labels = torch.randn(4, 1, 28, 28), torch.tensor([1, 2, 3, 4])
+    output = network(images, labels)
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, labels))
+    assert network(images).loss is None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tasks", "cola"], "--tasks must be of digits; mnist; mnist-perceptron; sst2; sst2-full; qnli, got 'cola'"),
+        (["--methods", "best"], "got 'best'"),
+        (["--seeds", "1"], "--seeds 2 or more, got 1 and 1. One run has no standard error."),
+        (["--epsilons", "-1"], "must be more than 0, got -1"),
+    ],
+)
+def test_mistakes_are_one_line(sources, capsys, more, message):
+    assert main([*words(sources), *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not sources.cache_dir.exists()
+
+
+def test_a_study_that_there_is_not_is_named(capsys):
+    assert main(["reproduce", "everything"]) == 2
+    assert f"NAME must be one of {', '.join(STUDIES)}, got 'everything'." in capsys.readouterr().err
+
+
+def test_where_nothing_is_learnt_the_grid_is_not_widened():
+    assert best_on_grid(lambda value: 0.5, centre=1.0) == 1.0
