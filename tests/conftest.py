@@ -53,6 +53,25 @@ def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
     jaxtyping.config.update("jaxtyping_disable", True)
 
 
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch):
+    """Let the checks before the first step look at few examples, and in few trials, where a user's take up to three seconds."""
+    from doppler_hf.privacy import shared_coins
+    from doppler_hf.privacy.batching import probe
+    from doppler_hf.privacy.clipping import model_coins
+
+    for seconds in ("_SECONDS", "_SECONDS_OF_SIZES", "_SECONDS_OF_LABELS"):
+        monkeypatch.setattr(probe, seconds, 0.0)
+    monkeypatch.setattr(model_coins, "_SECONDS", 0.0)
+    monkeypatch.setattr(shared_coins, "_TRIALS", 256)
+
+
+@pytest.fixture
+def all_trials(few_trials, monkeypatch):
+    """Look for as long as a user's training does, where what is seldom is the subject, or must not be refused."""
+    monkeypatch.undo()
+
+
 @pytest.fixture
 def bert():
     from tests.support.tiny import tiny_bert

@@ -40,13 +40,10 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: i
         step: Number of this filling. Only reproducible words depend on it.
     """
     stream = bit_stream(seed, purpose=f"generators of worker {worker}", rank=rank)
-
-    def words() -> np.ndarray:
-        return stream.bits(_WORDS // 2, step=step).view(np.uint32)
-
-    random.setstate((3, (*words().tolist(), _WORDS), None))
-    np.random.set_state(("MT19937", words(), _WORDS, 0, 0.0))
-    torch.set_rng_state(torch_state(words()))
+    of_python, of_numpy, of_torch = stream.bits(3 * _WORDS // 2, step=step).view(np.uint32).reshape(3, _WORDS)
+    random.setstate((3, (*of_python.tolist(), _WORDS), None))
+    np.random.set_state(("MT19937", of_numpy, _WORDS, 0, 0.0))
+    torch.set_rng_state(torch_state(of_torch))
     if worker == 0 and torch.accelerator.is_available():  # Philox on CUDA: its 64 bits are the whole key.
         torch.get_device_module().manual_seed(int(stream.bits(1, step=step)[0] >> np.uint64(1)))
 

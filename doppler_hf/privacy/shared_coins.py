@@ -222,12 +222,19 @@ def words_between(start: Words, end: Words) -> int:
     """Return how many words a Mersenne twister has given out between two states; 0 if the one does not lead to the other."""
     if _same(start, end):
         return 0
+    number = len(start[0])
+    first, last = (
+        {"bit_generator": "MT19937", "state": {"key": np.asarray(words, np.uint32), "pos": 0}} for words, _ in (start, end)
+    )
     twister = np.random.MT19937()
-    twister.state = {"bit_generator": "MT19937", "state": {"key": np.asarray(start[0], np.uint32), "pos": len(start[0])}}
-    for twists in range(256):
-        if np.array_equal(twister.state["state"]["key"], end[0]):
-            return len(start[0]) * twists + end[1] - start[1]
-        twister.random_raw(len(start[0]))
+    twister.state = last
+    sought = twister.random_raw(number)
+    twister.state = first
+    # Nearly always one of the first two blocks of what it gives out.
+    for before, blocks in ((0, 2), (2, 254)):
+        found = np.flatnonzero((twister.random_raw(blocks * number).reshape(blocks, number) == sought).all(axis=1))
+        if len(found):
+            return number * (before + int(found[0])) + end[1] - start[1]
     return 0
 
 

@@ -112,7 +112,7 @@ def trainer_for(case, folder, *, cls=DopplerTrainer, collator=None, model=None, 
         gradient_accumulation_steps=case["accumulation"], per_device_train_batch_size=9 // case["accumulation"],
         max_tokens_per_micro_batch=case["tokens"], remove_unused_columns=False,
         # Norms of every example are far above it, so that vanilla clipping brings all of them to C.
-        per_sample_max_grad_norm=1e-3,
+        per_sample_max_grad_norm=1e-3, grad_sample_self_check=True,
     )  # fmt: skip
     if case["unit"] != "example":
         options |= {"privacy_unit_column": "user", "per_device_train_batch_size": 6 // case["accumulation"]}

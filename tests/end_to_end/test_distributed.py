@@ -13,7 +13,8 @@ from doppler_hf.audit import neighbour_distances
 from doppler_hf.filters import NoiseShape
 from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, trainer_of, weights
+from tests.support.trainers import NoSignal, Recorder, weights
+from tests.support.trainers import checked_trainer_of as trainer_of
 
 SHAPE = "banded:bands=2"
 

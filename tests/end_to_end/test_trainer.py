@@ -30,7 +30,7 @@ from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.pairwise import pairwise
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of, weights
+from tests.support.trainers import NoSignal, Recorder, arguments, checked_trainer_of, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
 
@@ -501,7 +501,7 @@ def test_nothing_stays_on_the_model_after_training(tmp_path):
 
 
 def test_bf16_autocast_and_gradient_checkpointing_train(tmp_path):
-    trainer = trainer_of(tmp_path, bf16=True, gradient_checkpointing=True, max_steps=2)
+    trainer = checked_trainer_of(tmp_path, bf16=True, gradient_checkpointing=True, max_steps=2)
     trainer.train()
     assert weights(trainer).isfinite().all()
     assert weights(trainer).dtype == torch.float32
@@ -510,7 +510,7 @@ def test_bf16_autocast_and_gradient_checkpointing_train(tmp_path):
 def test_lora_trains_its_adapters_and_saves_them(tmp_path):
     adapted = get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
     before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
-    trainer = trainer_of(tmp_path, model=adapted, save_strategy="steps", save_steps=4)
+    trainer = checked_trainer_of(tmp_path, model=adapted, save_strategy="steps", save_steps=4)
     trainer.train()
     for name, parameter in adapted.named_parameters():
         assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
@@ -518,7 +518,7 @@ def test_lora_trains_its_adapters_and_saves_them(tmp_path):
 
 
 def test_worker_processes_and_plain_lists_of_examples_work(tmp_path):
-    trainer = trainer_of(tmp_path, data=list(text_data()), dataloader_num_workers=1, max_steps=2)
+    trainer = checked_trainer_of(tmp_path, data=list(text_data()), dataloader_num_workers=1, max_steps=2)
     with warnings.catch_warnings():  # of fork in a process with threads, which is torch's own affair
         warnings.simplefilter("ignore", DeprecationWarning)
         trainer.train()
@@ -540,7 +540,7 @@ def test_no_state_of_the_secret_streams_is_saved(tmp_path):
 
 def test_a_task_without_a_rule_is_refused_by_name_before_the_first_step(tmp_path):
     model = BertForPreTraining(tiny_bert().config)
-    trainer = trainer_of(tmp_path, model=model)
+    trainer = checked_trainer_of(tmp_path, model=model)
     with pytest.raises(ValueError, match=r"no per-example loss for BertForPreTraining.*compute_per_sample_loss"):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -571,7 +571,8 @@ def test_the_relative_bias_of_t5_trains(tmp_path):
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_labels=2,
                       decoder_start_token_id=0, dropout_rate=0.1)  # fmt: skip
     rows = [{"input_ids": [9] * length + [1], "attention_mask": [1] * (length + 1), "labels": 0} for length in range(1, 25)]
-    trainer = trainer_of(tmp_path, model=T5ForSequenceClassification(config), data=Dataset.from_list(rows), max_steps=3)
+    options = dict(model=T5ForSequenceClassification(config), data=Dataset.from_list(rows), max_steps=3)
+    trainer = checked_trainer_of(tmp_path, **options)
     trainer.train()
     assert trainer.state.global_step == 3
 
@@ -594,7 +595,7 @@ def test_the_summary_names_what_has_no_rule(tmp_path, capsys):
         def forward(self, x):
             return x @ torch.linalg.matrix_exp(self.matrix)
 
-    trainer_of(tmp_path, model=Scaled(tiny_bert().config), max_steps=1).train()
+    checked_trainer_of(tmp_path, model=Scaled(tiny_bert().config), max_steps=1).train()
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "2, such as" in printed
     assert "scales.0 (Scale: functorch" in printed
@@ -611,7 +612,7 @@ def test_a_buffer_that_remembers_the_data_is_refused(tmp_path):
             self.seen += input_ids.sum()
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
-    trainer = trainer_of(tmp_path, model=Remembering(tiny_bert().config))
+    trainer = checked_trainer_of(tmp_path, model=Remembering(tiny_bert().config))
     with pytest.raises(ValueError, match="writes the buffer 'seen'"):
         trainer.train()
 

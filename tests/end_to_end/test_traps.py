@@ -20,7 +20,8 @@ from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.run.model_card import privacy_section
 from tests.support.models import gpt2_lm
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of
+from tests.support.trainers import NoSignal, Recorder, arguments
+from tests.support.trainers import checked_trainer_of as trainer_of
 
 
 class Counting(DopplerTrainer):

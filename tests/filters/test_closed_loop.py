@@ -9,6 +9,7 @@ import scipy.signal
 
 from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape, momentum
 from doppler_hf.filters import closed_loop as module
+from tests.support.pairwise import pairwise
 
 NONE = LowPassFilter.parse("none")
 LINEAR = (1 - np.arange(120) / 120).tolist()
@@ -125,9 +126,7 @@ def test_shaping_gains_behind_a_filter_and_not_without():
     assert behind < 0.45 * without
 
 
-@pytest.mark.parametrize("low_pass_filter", ["none", "momentum"])
-@pytest.mark.parametrize("bands", [2, 3, 6])
-@pytest.mark.parametrize("steps", [60, 2000])
+@pytest.mark.parametrize(("low_pass_filter", "bands", "steps"), pairwise(["none", "momentum"], [2, 3, 6], [60, 2000]))
 def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_ROOT", 0.999)
     loop, rng = ClosedLoop.of_run(steps, np.linspace(1, 0, steps, endpoint=False).tolist()), np.random.default_rng(0)
@@ -137,7 +136,7 @@ def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
     least = loop.loss(low_pass_filter, best)
     assert least < loop.loss(low_pass_filter, NoiseShape.banded(bands))
     for scale in (1e-3, 1e-2, 0.1):
-        for _ in range(50):
+        for _ in range(15):  # Of an optimum that is missed, every other direction leads nearer to it.
             tried = np.array(best.c) + scale * np.pad(rng.normal(size=bands - 1), (1, 0))
             if max(abs(np.roots(tried))) < 0.999:
                 # Its coefficients are rounded to four decimals.

@@ -1,5 +1,6 @@
 """Numbers that rows share are told from those of each row by how many are drawn, whatever comes out."""
 
+import itertools
 import random
 
 import numpy as np
@@ -89,13 +90,21 @@ OF_ALL_ROWS = {
 
 
 @pytest.mark.parametrize("name", OF_EACH_ROW)
-def test_a_batch_whose_rows_have_numbers_of_their_own(name):
+def test_a_batch_whose_rows_have_numbers_of_their_own(name, all_trials):
     assert not is_shared_in_collation(OF_EACH_ROW[name])
 
 
-@pytest.mark.parametrize("of_row", OF_EACH_ROW)
-@pytest.mark.parametrize("of_all", OF_ALL_ROWS)
+# Where rows draw of the same generator, and not always as many, the one number is within what they vary by.
+NOISY = [("NumPy", "spans"), ("Python", "spans"), ("a choice", "spans"), ("torch", "torch, now and then")]
+
+
+@pytest.mark.parametrize(("of_all", "of_row"), sorted({*itertools.product(OF_ALL_ROWS, OF_EACH_ROW)} - {*NOISY}))
 def test_a_number_for_all_rows_is_seen_beside_those_of_each(of_all, of_row):
+    assert is_shared_in_collation(lambda rows: (OF_ALL_ROWS[of_all](rows), OF_EACH_ROW[of_row](rows)))
+
+
+@pytest.mark.parametrize(("of_all", "of_row"), NOISY)
+def test_a_number_for_all_rows_is_seen_where_each_row_draws_another_number_of_times(of_all, of_row, all_trials):
     assert is_shared_in_collation(lambda rows: (OF_ALL_ROWS[of_all](rows), OF_EACH_ROW[of_row](rows)))
 
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, set_seed
 
 from doppler_hf import DopplerTrainer
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import trainer_of
+from tests.support.trainers import checked_trainer_of as trainer_of
 
 
 class Rows(Dataset):

@@ -44,7 +44,7 @@ from doppler_hf.cli import main
 from doppler_hf.privacy.batching import probe
 from doppler_hf.run import engine
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import trainer_of
+from tests.support.trainers import checked_trainer_of as trainer_of
 
 # Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -205,12 +205,16 @@ def test_rows_are_counted_in_every_step(tmp_path, collator, got):
         trainer.train()
 
 
-@pytest.mark.parametrize("collator", [mixed_up, randomly_mixed_up, mixed_in_pairs, mixed_now_and_then, padded_on_the_left])
+@pytest.mark.parametrize("collator", [mixed_up, randomly_mixed_up, mixed_in_pairs, padded_on_the_left])
 def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
     refused(tmp_path, r"MixUp, CutMix or packing", collator=collator, gradient_accumulation_steps=1)
 
 
-def test_a_random_collator_that_mixes_nothing_trains(tmp_path):
+def test_rows_that_are_mixed_now_and_then_are_refused(tmp_path, all_trials):
+    refused(tmp_path, r"MixUp, CutMix or packing", collator=mixed_now_and_then, gradient_accumulation_steps=1)
+
+
+def test_a_random_collator_that_mixes_nothing_trains(tmp_path, all_trials):
     trainer = trainer_of(tmp_path, max_steps=1)
     trainer.data_collator = masked
     trainer.train()
@@ -623,7 +627,7 @@ class SeldomMixedUp(DopplerTrainer):
         return DopplerTrainer.compute_per_sample_loss(self, model, inputs)
 
 
-def test_a_loss_that_mixes_examples_now_and_then_is_refused(tmp_path):
+def test_a_loss_that_mixes_examples_now_and_then_is_refused(tmp_path, all_trials):
     options = dict(cls=SeldomMixedUp, model=frozen_embeddings(), gradient_accumulation_steps=1)
     refused(tmp_path, "changes? with (others in training mode|the examples beside it)|wrong", **options)
 
@@ -643,12 +647,15 @@ class Choosing(DopplerTrainer):
         return DopplerTrainer.compute_per_sample_loss(self, model, inputs)
 
 
-def test_a_choice_that_cannot_be_held_trains_unless_rows_are_mixed(tmp_path, monkeypatch):
+def test_a_choice_that_cannot_be_held_trains(tmp_path, all_trials):
     trainer = trainer_of(tmp_path, cls=Choosing, model=tiny_bert(initializer_range=0.3), max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_a_choice_that_cannot_be_held_is_refused_if_rows_are_mixed(tmp_path, monkeypatch):
     monkeypatch.setattr(Choosing, "mixes", True)
-    refused(tmp_path / "mixed", "change with others in training mode", cls=Choosing, model=tiny_bert(initializer_range=0.3))
+    refused(tmp_path, "change with others in training mode", cls=Choosing, model=tiny_bert(initializer_range=0.3))
 
 
 def mixture(**more):

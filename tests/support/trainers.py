@@ -1,4 +1,9 @@
-"""A tiny private run, and what watches it."""
+"""A tiny private run, and what watches it.
+
+The checks before the first step are off here, which a user has on: they take a third of such a run, and most tests are about
+what comes after them. `checked_trainer_of` has them, for tests of the checks, of models, collators and losses, and of whole
+trainings as a user starts them; scripts, recipes, workloads, processes and the README's examples have them too.
+"""
 
 import torch
 from transformers import TrainerCallback
@@ -11,7 +16,7 @@ def arguments(tmp_path, **overrides):
     defaults = dict(
         output_dir=str(tmp_path / "out"), noise_multiplier=1.0, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2, save_strategy="no", report_to="none",
-        disable_tqdm=True, logging_steps=1, use_cpu=True,
+        disable_tqdm=True, logging_steps=1, use_cpu=True, grad_sample_self_check=False,
     )  # fmt: skip
     return DopplerTrainingArguments(**(defaults | overrides))
 
@@ -25,6 +30,10 @@ def trainer_of(tmp_path, *, model=None, cls=DopplerTrainer, data=None, callbacks
         data_collator=pad,
         callbacks=callbacks,
     )
+
+
+def checked_trainer_of(tmp_path, **options):
+    return trainer_of(tmp_path, **{"grad_sample_self_check": True} | options)
 
 
 class Recorder(TrainerCallback):

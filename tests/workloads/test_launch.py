@@ -4,7 +4,7 @@ import json
 
 from doppler_hf.workloads.launch import train_and_evaluate
 from tests.support.tiny import text_data
-from tests.support.trainers import trainer_of
+from tests.support.trainers import checked_trainer_of as trainer_of
 
 
 def test_model_state_and_metrics_lie_in_the_output_folder(tmp_path):
