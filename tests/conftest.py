@@ -55,15 +55,24 @@ def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
 
 @pytest.fixture(autouse=True)
 def few_trials(monkeypatch):
-    """Let the checks before the first step look at few examples, and in few trials, where a user's take up to three seconds."""
+    """Let the checks before the first step look at few examples, in few trials: a user's take up to three seconds."""
     from doppler_hf.privacy import shared_coins
     from doppler_hf.privacy.batching import probe
     from doppler_hf.privacy.clipping import model_coins
 
     for seconds in ("_SECONDS", "_SECONDS_OF_SIZES", "_SECONDS_OF_LABELS"):
         monkeypatch.setattr(probe, seconds, 0.0)
+    monkeypatch.setattr(probe, "_TRIALS", 4)
     monkeypatch.setattr(model_coins, "_SECONDS", 0.0)
     monkeypatch.setattr(shared_coins, "_TRIALS", 256)
+
+
+@pytest.fixture
+def usual_trials(few_trials, monkeypatch):
+    """Make as many trials as a user's training at least, where something random is refused."""
+    from doppler_hf.privacy.batching import probe
+
+    monkeypatch.setattr(probe, "_TRIALS", 16)
 
 
 @pytest.fixture

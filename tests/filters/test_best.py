@@ -29,6 +29,11 @@ SIGNALS = {
 }
 
 
+@functools.cache
+def best_of(name, order, objective="snr"):
+    return best_filter(SIGNALS[name], order, objective=objective)
+
+
 def bound(low_pass_filter, c):
     """SNR · S_T per step as T → ∞."""
     return signal_to_noise_ratio(low_pass_filter, c) * float(impulse_response(low_pass_filter, len(c)) @ c)
@@ -44,7 +49,7 @@ def test_momentum_is_best_for_the_bound_of_an_exponential_decay(decay):
 
 def test_two_decays_are_matched_by_order_two():
     c = SIGNALS["two decays"]
-    best = bound(best_filter(c, 2, objective="bound"), c)
+    best = bound(best_of("two decays", 2, "bound"), c)
     np.testing.assert_allclose(best, c @ c, rtol=1e-4, atol=0)
 
 
@@ -64,7 +69,7 @@ def responses_of_first_order():
 def test_the_search_loses_to_no_grid_of_first_order_filters(name, objective):
     c = SIGNALS[name]
     value = signal_to_noise_ratio if objective == "snr" else bound
-    best = value(best_filter(c, 1, objective=objective), c)
+    best = value(best_of(name, 1, objective), c)
     kappa, noise = responses_of_first_order()
     signal = kappa[:, :60] @ c
     values = (signal if objective == "snr" else signal**2) / noise
@@ -92,13 +97,13 @@ def test_the_search_loses_to_no_global_search_at_order_two(name):
     bounds = [(-1, 1), (-1, 1), (-0.5, 1), (-1, 1)]
     found = scipy.optimize.differential_evolution(loss, bounds, seed=0, maxiter=150, popsize=15, polish=False)
     assert -found.fun > 1
-    assert signal_to_noise_ratio(best_filter(c, 2), c) >= -found.fun * (1 - 1e-6)
+    assert signal_to_noise_ratio(best_of(name, 2), c) >= -found.fun * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("name", ["smooth", "oscillation"])
 def test_more_order_is_never_worse(name):
     c = SIGNALS[name]
-    ratios = [signal_to_noise_ratio(best_filter(c, order), c) for order in range(3)]
+    ratios = [signal_to_noise_ratio(best_of(name, order), c) for order in range(3)]
     assert ratios[0] == pytest.approx(0.5, rel=1e-12)
     assert all(after >= before * (1 - 1e-4) for before, after in itertools.pairwise(ratios))
 
@@ -107,7 +112,7 @@ def test_more_order_is_never_worse(name):
 def test_the_search_beats_the_papers_filters_of_its_order(name):
     c = SIGNALS[name]
     for order in (1, 2):
-        best = signal_to_noise_ratio(best_filter(c, order), c)
+        best = signal_to_noise_ratio(best_of(name, order), c)
         rivals = [each for each in PAPER_FILTERS.values() if each.order <= order]
         assert len(rivals) > 7
         assert best > max(signal_to_noise_ratio(each, c) for each in rivals)
@@ -136,12 +141,12 @@ def test_the_step_response_stays_positive_where_the_best_would_not(objective):
 
 
 def test_poles_have_died_out_at_the_last_lag():
-    low_pass_filter = best_filter(SIGNALS["decay"], 2)
+    low_pass_filter = best_of("decay", 2)
     assert max(abs(np.roots(low_pass_filter.a))) <= LARGEST_POLE * (1 + 1e-9)
 
 
 def test_the_result_is_the_same_each_time():
-    assert best_filter(SIGNALS["oscillation"], 2) == best_filter(SIGNALS["oscillation"], 2)
+    assert best_filter(SIGNALS["oscillation"], 2) == best_of("oscillation", 2)
 
 
 @pytest.mark.parametrize(

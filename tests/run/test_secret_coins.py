@@ -15,6 +15,9 @@ from doppler_hf import DopplerTrainer
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 
+# Whole trainings, whose arrays others check.
+pytestmark = pytest.mark.usefixtures("unchecked_arrays", "usual_trials")
+
 
 class Rows(Dataset):
     """Examples that come with one of the numbers that are drawn for them."""

@@ -47,7 +47,7 @@ from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 # Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
-pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+pytestmark = pytest.mark.usefixtures("unchecked_arrays", "usual_trials")
 
 
 def refused(tmp_path, match, *, collator=None, **options):
