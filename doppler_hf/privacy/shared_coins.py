@@ -222,20 +222,21 @@ def words_between(start: Words, end: Words) -> int:
     """Return how many words a Mersenne twister has given out between two states; 0 if the one does not lead to the other."""
     if _same(start, end):
         return 0
-    number = len(start[0])
-    first, last = (
-        {"bit_generator": "MT19937", "state": {"key": np.asarray(words, np.uint32), "pos": 0}} for words, _ in (start, end)
-    )
-    twister = np.random.MT19937()
-    twister.state = last
+    number, twister = len(start[0]), np.random.MT19937()
+    twister.state = _beginning_of(end[0])
     sought = twister.random_raw(number)
-    twister.state = first
+    twister.state = _beginning_of(start[0])
     # Nearly always one of the first two blocks of what it gives out.
     for before, blocks in ((0, 2), (2, 254)):
         found = np.flatnonzero((twister.random_raw(blocks * number).reshape(blocks, number) == sought).all(axis=1))
         if len(found):
             return number * (before + int(found[0])) + end[1] - start[1]
     return 0
+
+
+def _beginning_of(words: Sequence[int] | np.ndarray) -> Any:
+    """Return the state of a Mersenne twister that has given out none of a block of words."""
+    return {"bit_generator": "MT19937", "state": {"key": np.asarray(words, np.uint32), "pos": 0}}
 
 
 def _same(first: Words, second: Words) -> bool:
