@@ -1,6 +1,7 @@
 """The core trains without the extras, and what needs one of them says so in one line."""
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -27,8 +28,11 @@ def names_of(requirements):
     return {canonicalize_name(Requirement(line).name) for line in requirements}
 
 
+INSTALLED = functools.cache(packages_distributions)  # which reads what every package has installed
+
+
 def distributions_of(module):
-    return set(map(canonicalize_name, packages_distributions()[module]))
+    return set(map(canonicalize_name, INSTALLED()[module]))
 
 
 def imported_modules():
