@@ -1,6 +1,7 @@
 """One run: the sampler that draws is the one that is accounted, and its parts begin and end together."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -188,6 +189,22 @@ def test_accelerates_flag_does_not_decide_when_a_draw_ends(tmp_path, flag, piece
     trainer.train()
     assert len(released) == trainer.privacy.ledger.steps_run == 2
     torch.testing.assert_close(recorder.gradients[1], recorder.gradients[0], rtol=1e-5, atol=1e-7)
+
+
+class Skipping(DopplerTrainer):
+    """Leaves the draw of the second step out, and takes that of the third in its place."""
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        if self.state.global_step == 1:
+            list(itertools.islice(epoch_iterator, num_batches))
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+
+def test_a_draw_is_used_at_its_own_step_alone(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Skipping)
+    with pytest.raises(RuntimeError, match=r"A draw for step 2 was taken at step 1, .* Leave the order of steps to the"):
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
