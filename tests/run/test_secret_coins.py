@@ -1,6 +1,7 @@
 """Coins stay secret whoever seeds the global generators, and coins of one's own are refused."""
 
 import functools
+import itertools
 import random
 
 import numpy as np
@@ -243,6 +244,20 @@ def test_a_generator_that_rarely_acts_is_found_wherever_it_is_kept(tmp_path, mon
     trainer = trainer_of(tmp_path)
     trainer.data_collator = Rare(where)
     with pytest.raises(ValueError, match=r"data_collator must draw .*, got a \w+ of its own\."):
+        trainer.train()
+
+
+def test_a_collator_that_counts_its_calls_is_refused(tmp_path):
+    calls = itertools.count()
+
+    def collator(examples):
+        batch = pad(examples)
+        batch["input_ids"][:, 0] = 5 + next(calls) % 40
+        return batch
+
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator = collator
+    with pytest.raises(ValueError, match=r"data_collator must draw .*, got other numbers from the same state"):
         trainer.train()
 
 
