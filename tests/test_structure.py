@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "audit": ("trainer training_args run privacy filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "reproduce": (
         "trainer training_args run.choices workloads.data_sources workloads.hub workloads.mean_pooling",
-        f"{ARRAYS} torch transformers datasets peft",
+        f"{ARRAYS} torch transformers datasets peft sklearn",
     ),
     "cli": ("extras filters privacy training_args trainer audit workloads reports reproduce", "rich numpy"),
     "__main__": ("cli", ""),

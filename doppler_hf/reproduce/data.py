@@ -1,9 +1,10 @@
 """Data in three parts: to train on, to choose learning rates by, and to report."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from doppler_hf.reproduce.networks import Classifier
-from doppler_hf.workloads.data_sources import load_images
+from doppler_hf.workloads.data_sources import glue_task, load_glue, load_images
+
+HASHED_WORDS: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -51,29 +54,29 @@ class Data(NamedTuple):
     collator: Callable[[list[Any]], Any] = default_collate
 
 
-class Images(Dataset[dict[str, Any]]):
-    """Images as numbers from -1 to 1, and their labels.
+class Rows(Dataset[dict[str, Any]]):
+    """Inputs and labels of some rows.
 
     Args:
-        pixels: Shape (images, height, width) or (images, height, width, channels), 8 bits each.
-        labels: Shape (images,).
+        inputs_of: Rows, shape (batch,) → inputs, shape (batch, *features).
+        labels: Of all rows.
+        rows: Which of them these are.
     """
 
-    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
-        self._pixels, self._labels = pixels, labels
+    def __init__(self, inputs_of: Callable[[np.ndarray], Tensor], labels: Tensor, rows: np.ndarray) -> None:
+        self._inputs_of, self._labels, self._rows = inputs_of, labels, rows
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return some images, read together."""
-        rows = torch.as_tensor(indices)
-        values = self._pixels[rows].float() / 127.5 - 1.0
-        values = values[:, None] if values.ndim == 3 else values.permute(0, 3, 1, 2)
-        return [{"inputs": image, "labels": label} for image, label in zip(values, self._labels[rows], strict=True)]
+        """Return some examples, read together."""
+        rows = self._rows[list(indices)]
+        pairs = zip(self._inputs_of(rows), self._labels[rows], strict=True)
+        return [{"inputs": values, "labels": label} for values, label in pairs]
 
 
 def apart(num_examples: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +86,7 @@ def apart(num_examples: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Callable[[Sources], Data]:
-    """Return what loads a data set of images.
+    """Return what loads a data set of images, as numbers from -1 to 1.
 
     Args:
         name: The data set.
@@ -97,12 +100,52 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Cal
             {split: torch.from_numpy(np.stack([np.asarray(each) for each in splits[split][column]])) for split in splits}
             for column in ("image", "label")
         )
-        train, tuning = apart(len(labels["train"]), held_out)
-        return Data(
-            train=Images(pixels["train"][train], labels["train"][train]),
-            tuning=Images(pixels["train"][tuning], labels["train"][tuning]),
-            report=Images(pixels["test"], labels["test"]),
-            network=lambda: Classifier(network()),
-        )
+
+        def inputs_of(rows: np.ndarray, *, split: str) -> Tensor:
+            values = pixels[split][rows].float() / 127.5 - 1.0
+            return values[:, None] if values.ndim == 3 else values.permute(0, 3, 1, 2)
+
+        return _parts(inputs_of, labels, network, held_out=held_out)
 
     return load
+
+
+def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) -> Callable[[Sources], Data]:
+    """Return what loads a GLUE task of single sentences as counts of hashed words, each sentence of norm 1.
+
+    The weights of the words are public: idf would be learnt from private data.
+
+    Args:
+        task_name: The task.
+        network: Makes a network of counts, shape (batch, HASHED_WORDS).
+        held_out: How many training examples to choose by.
+    """
+
+    def load(sources: Sources) -> Data:
+        from sklearn.feature_extraction.text import HashingVectorizer
+
+        splits = load_glue(task_name, sources.folder(f"glue/{task_name}"))
+        (column,) = glue_task(task_name).text_columns
+        counts = {name: HashingVectorizer(n_features=HASHED_WORDS).transform(splits[name][column]) for name in splits}
+        labels = {name: torch.tensor(splits[name]["label"]) for name in splits}
+
+        def inputs_of(rows: np.ndarray, *, split: str) -> Tensor:
+            return torch.from_numpy(counts[split][rows].toarray()).float()
+
+        return _parts(inputs_of, labels, network, held_out=held_out)
+
+    return load
+
+
+def _parts(
+    inputs_of: Callable[..., Tensor], labels: dict[str, Tensor], network: Callable[[], nn.Module], *, held_out: int
+) -> Data:
+    (report,) = labels.keys() - {"train"}
+    of_train, of_report = (functools.partial(inputs_of, split=split) for split in ("train", report))
+    train, tuning = apart(len(labels["train"]), held_out)
+    return Data(
+        train=Rows(of_train, labels["train"], train),
+        tuning=Rows(of_train, labels["train"], tuning),
+        report=Rows(of_report, labels[report], np.arange(len(labels[report]))),
+        network=lambda: Classifier(network()),
+    )

@@ -75,6 +75,11 @@ def mnist_cnn() -> nn.Module:
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10))
 
 
+def hashed_words() -> nn.Module:
+    """Return an MLP for counts of 4,096 hashed words: 131,170 parameters."""
+    return nn.Sequential(nn.Linear(4096, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
 class DigitsViT(nn.Module):
     """A Vision Transformer of one layer for 8 x 8 pixels: the network of the quick start."""
 

@@ -66,7 +66,7 @@ STUDIES: Final[Mapping[str, Study]] = {
     "noise-shaping": Study(
         "What is shaped noise worth, and which filter belongs to it?",
         SHAPES,
-        ("digits", "mnist", "mnist-perceptron", "sst2", "sst2-full", "qnli"),
+        ("digits", "mnist", "mnist-perceptron", "sst2-words", "sst2", "sst2-full", "qnli"),
     ),
 }
 """Name → study."""

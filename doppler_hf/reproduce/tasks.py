@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from doppler_hf.reproduce.data import Data, Sources, images
+from doppler_hf.reproduce.data import Data, Sources, images, words
 from doppler_hf.reproduce.frozen_layers import sentences
-from doppler_hf.reproduce.networks import DigitsViT, Trained, mnist_cnn, perceptron
+from doppler_hf.reproduce.networks import DigitsViT, Trained, hashed_words, mnist_cnn, perceptron
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ SMALL: Final[Mapping[str, Task]] = {
     "digits": Task(images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
     "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(1000, 300, 1.0)),
     "mnist-perceptron": Task(images("mnist", perceptron, held_out=5000), "all", _settings(1000, 300, 1.0)),
+    "sst2-words": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(1000, 200, 0.3)),
     "sst2": Task(sentences("sst2", held_out=2000), "lora", TEXT),
     "sst2-full": Task(sentences("sst2", held_out=2000), "all", TEXT),
     "qnli": Task(sentences("qnli", held_out=1000), "lora", TEXT | {"per_device_train_batch_size": 500}),

@@ -95,7 +95,9 @@ def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, sma
     assert "holds runs already. Add --resume" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("mnist-perceptron", 269_322), ("sst2", 2 * 1_792 + 34)])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("mnist-perceptron", 269_322), ("sst2-words", 131_170), ("sst2", 2 * 1_792 + 34)]
+)
 def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
     task, data = SMALL[name], SMALL[name].load(sources)
     run = Run.of(name, task, STUDIES["noise-shaping"].methods["auto, auto"], 4.0, 0.01, 0)
@@ -234,7 +236,10 @@ def test_a_classifier_returns_what_the_trainer_evaluates():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--tasks", "cola"], "--tasks must be of digits; mnist; mnist-perceptron; sst2; sst2-full; qnli, got 'cola'"),
+        (
+            ["--tasks", "cola"],
+            "--tasks must be of digits; mnist; mnist-perceptron; sst2-words; sst2; sst2-full; qnli, got 'cola'",
+        ),
         (["--methods", "best"], "got 'best'"),
         (["--seeds", "1"], "--seeds 2 or more, got 1 and 1. One run has no standard error."),
         (["--epsilons", "-1"], "must be more than 0, got -1"),
