@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
+from doppler_hf.run.checkpoints import begin_checkpoint, whole_checkpoint
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import optimizer_of
@@ -109,6 +110,12 @@ class DopplerTrainer(Trainer):
             checkpoint=checkpoint,
             earlier=earlier,
         )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the host does. `resume_from_checkpoint=True` skips checkpoints whose writing was interrupted."""
+        if not self.args.disable_dp:
+            resume_from_checkpoint = whole_checkpoint(resume_from_checkpoint, output_dir=self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, **kwargs: Any) -> Any:
         # The host's only method around the loop in which the model is final: `train` may still build it, or load into it.
@@ -247,6 +254,8 @@ class DopplerTrainer(Trainer):
         step = self.state.global_step if is_checkpoint else None
         beside = self._ledger_keeper.beside_model(folder, self.args, model=self.model, speaks=speaks, checkpoint_step=step)
         with self._weight_filter.applied(), beside if self.is_world_process_zero() else contextlib.nullcontext():
+            if is_checkpoint and self.is_world_process_zero():
+                begin_checkpoint(folder)
             super().save_model(output_dir, _internal_call=_internal_call)
             if is_checkpoint:
                 self._weight_filter.add_to_checkpoint(str(folder), self.args)

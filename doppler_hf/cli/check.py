@@ -20,6 +20,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
@@ -107,21 +108,22 @@ def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], Neigh
     """
     if not words or not Path(words[0]).is_file():
         raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
-    train, argv, path = DopplerTrainer.train, sys.argv, list(sys.path)
+    argv, path = sys.argv, list(sys.path)
 
     def check_instead(trainer: DopplerTrainer, *args: object, **options: object) -> None:
-        DopplerTrainer.train = train
+        replaced.stop()
         raise _Checked(check(trainer))
 
+    replaced = mock.patch.object(DopplerTrainer, "train", check_instead)
+    replaced.start()
     try:
-        DopplerTrainer.train = check_instead
         sys.argv = list(words)
         sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))  # as `python my_train.py` has it
         runpy.run_path(words[0], run_name="__main__")
     except _Checked as checked:
         return checked.outcome
     finally:
-        DopplerTrainer.train = train
+        replaced.stop()
         sys.argv, sys.path = argv, path
     raise ValueError(f"{words[0]} must call DopplerTrainer.train(), but ended without it. Check its own conditions.")
 

@@ -19,8 +19,7 @@ from doppler_hf.reproduce.networks import TopLayers
 from doppler_hf.workloads.data_sources import glue_task, load_glue
 from doppler_hf.workloads.hub import hub_or_folder
 
-# The layers that are trained, the longest text, and how many texts are computed together.
-TOP_LAYERS: Final = 2
+# The longest text, and how many texts are computed together.
 MAX_TOKENS: Final = 128
 TOGETHER: Final = 256
 
@@ -82,11 +81,12 @@ class Outputs:
         return cls(vectors, ends)
 
 
-def sentences(task_name: str, *, held_out: int) -> Callable[[Sources], Data]:
+def sentences(task_name: str, *, layers: int, held_out: int) -> Callable[[Sources], Data]:
     """Return what loads a GLUE task for the last layers of an encoder.
 
     Args:
         task_name: The task.
+        layers: How many are trained.
         held_out: How many training examples to choose by.
     """
 
@@ -98,12 +98,12 @@ def sentences(task_name: str, *, held_out: int) -> Callable[[Sources], Data]:
         splits = load_glue(task_name, sources.folder(f"glue/{task_name}"))
         with hub_or_folder(sources.encoder, "--encoder"):
             tokenizer, encoder = AutoTokenizer.from_pretrained(sources.encoder), AutoModel.from_pretrained(sources.encoder)
-        above = encoder.encoder.layer[-TOP_LAYERS:]
-        encoder.encoder.layer = encoder.encoder.layer[:-TOP_LAYERS]
+        above = encoder.encoder.layer[-layers:]
+        encoder.encoder.layer = encoder.encoder.layer[:-layers]
         parts = [splits["train"], splits[task.validation_splits[0]]]
         texts = [[text for part in parts for text in part[column]] for column in task.text_columns]
         tokens = tokenizer(*texts, truncation=True, max_length=MAX_TOKENS, return_attention_mask=False).data
-        digest = hashlib.sha256(repr((sources.encoder, TOP_LAYERS, tokens)).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr((sources.encoder, layers, tokens)).encode()).hexdigest()[:16]
         outputs = Outputs.of(encoder, tokens, sources.cache_dir / f"{task_name}-{digest}.pt", pad=tokenizer.pad)
         labels = [label for part in parts for label in part["label"]]
         # The lengths of input_ids are those by which a draw is sorted.

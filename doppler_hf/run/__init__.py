@@ -5,6 +5,7 @@
 - plan: every number of the mechanism, computed once
 - engine: the self-check, the engine of per-sample gradients, and its first pass
 - optimizer: the optimizer of the arguments
+- checkpoints: which are whole
 - ledger_callback: the ledger during training, and the guard of the budget
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start

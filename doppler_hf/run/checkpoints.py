@@ -1,0 +1,59 @@
+"""Which checkpoints are whole: a run may be killed while it writes one.
+
+The host writes the trainer's state last, so that a folder without it is not a whole checkpoint. Of one that is written
+again, it is removed first.
+"""
+
+import json
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+
+def begin_checkpoint(folder: Path) -> None:
+    """Let a folder not count as a checkpoint until it is written anew."""
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was written to its end."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+    return True
+
+
+def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: str) -> str | bool | None:
+    """Return what to resume from: of an output folder the last checkpoint that is whole.
+
+    Args:
+        resume_from_checkpoint: As in `Trainer.train`.
+        output_dir: The output folder.
+
+    Returns:
+        A folder; or the argument, where there is no checkpoint, about which the host says what there is to say.
+
+    Raises:
+        ValueError: If the checkpoint is not whole, or no checkpoint of the output folder is.
+    """
+    if resume_from_checkpoint is True:
+        checkpoints = sort_checkpoints(output_dir)
+        whole = [checkpoint for checkpoint in checkpoints if is_whole(Path(checkpoint))]
+        if checkpoints and not whole:
+            raise ValueError(
+                f"resume_from_checkpoint=True must find a whole checkpoint in {output_dir}, got {len(checkpoints)} whose "
+                f"writing was interrupted (they have no {TRAINER_STATE_NAME}). Remove them and begin anew. The ledger keeps "
+                "what was spent."
+            )
+        return whole[-1] if whole else True
+    if isinstance(resume_from_checkpoint, str):
+        checkpoint = Path(resume_from_checkpoint)
+        # A folder of another name may hold a model alone, to begin from.
+        if checkpoint.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and checkpoint.is_dir() and not is_whole(checkpoint):
+            raise ValueError(
+                f"resume_from_checkpoint must be a whole checkpoint, got {checkpoint}, whose writing was interrupted (it "
+                f"has no {TRAINER_STATE_NAME}). Give an earlier one, or True for the last that is whole."
+            )
+    return resume_from_checkpoint

@@ -1,0 +1,123 @@
+"""A run that is killed while it writes a checkpoint goes on from the last whole one, and no step is lost from the ledger."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer
+
+from doppler_hf.privacy import PrivacyLedger
+from tests.support.trainers import trainer_of, weights
+
+OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
+
+
+class Killed(BaseException):
+    """No handler of an `Exception` stops it."""
+
+
+def kill_at(monkeypatch, method, *, call):
+    """Let a method of the host's be the last that is called."""
+    calls, original = [], getattr(Trainer, method)
+
+    def killed(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == call:
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, method, killed)
+
+
+def killed_run(tmp_path, monkeypatch, method="_save_optimizer_and_scheduler", *, call=2, **more):
+    with monkeypatch.context() as patched:
+        kill_at(patched, method, call=call)
+        with pytest.raises(Killed):
+            trainer_of(tmp_path, **(OPTIONS | more)).train()
+
+
+@pytest.mark.parametrize("method", ["_save", "_save_optimizer_and_scheduler", "_save_scaler"])
+def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch, method):
+    killed_run(tmp_path, monkeypatch, method)
+    assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
+    resumed = trainer_of(tmp_path, **OPTIONS)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert resumed.privacy.ledger.restarts == [2]
+    assert resumed.privacy.ledger.steps_run == 4 + 6 - 2  # steps 3 and 4 twice
+    whole = trainer_of(tmp_path / "whole", **OPTIONS)
+    whole.train()
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(tmp_path, monkeypatch):
+    """The old state of the trainer would vouch for new weights with an old optimizer."""
+    trainer_of(tmp_path, **OPTIONS).train()
+    killed_run(tmp_path, monkeypatch, call=3)
+    resumed = trainer_of(tmp_path, **OPTIONS)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy.ledger.restarts[-1] == 4
+
+
+def test_a_state_that_was_cut_short_is_no_whole_checkpoint(tmp_path):
+    trainer_of(tmp_path, **OPTIONS).train()
+    path = tmp_path / "out" / "checkpoint-6" / "trainer_state.json"
+    path.write_text(path.read_text()[:-20])
+    resumed = trainer_of(tmp_path, **OPTIONS)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy.ledger.restarts == [4]
+
+
+def test_without_a_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
+    killed_run(tmp_path, monkeypatch, call=1)
+    with pytest.raises(ValueError, match=r"must find a whole checkpoint in .*, got 1 whose writing was interrupted"):
+        trainer_of(tmp_path, **OPTIONS).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match=r"got .*checkpoint-2, whose writing was interrupted"):
+        trainer_of(tmp_path, **OPTIONS).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert PrivacyLedger.load(tmp_path / "out").steps_run == 2
+
+
+def test_where_there_is_no_checkpoint_the_host_says_so(tmp_path):
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer_of(tmp_path, **OPTIONS).train(resume_from_checkpoint=True)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.support.trainers import trainer_of
+
+folder = Path(sys.argv[1])
+trainer = trainer_of(folder, max_steps=40, save_strategy="steps", save_steps=1, save_total_limit=3)
+print("begin", flush=True)
+trainer.train(resume_from_checkpoint=any((folder / "out").glob("checkpoint-*/trainer_state.json")))
+print("end", trainer.state.global_step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_path):
+    generator = np.random.default_rng(0)
+    root, counted, ended, kills = Path(__file__).parents[2], 0, "", 0
+    while not ended:
+        run = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True)
+        assert run.stdout.readline().startswith("begin")
+        if kills < 20:
+            time.sleep(generator.uniform(0.2, 2.0))
+            run.send_signal(signal.SIGKILL)
+            kills += 1
+        rest = run.communicate()[0]
+        ended = next((line for line in rest.splitlines() if line.startswith("end")), "")
+        if (tmp_path / "out" / "privacy_ledger.json").exists():
+            ledger = PrivacyLedger.load(tmp_path / "out")
+            assert ledger.steps_run >= counted
+            counted = ledger.steps_run
+            steps = [int(path.parent.name.split("-")[1]) for path in (tmp_path / "out").glob("*/trainer_state.json")]
+            assert counted >= max(steps, default=0)
+    assert ended == "end 40"
+    assert counted >= 40
