@@ -117,12 +117,12 @@ class DopplerTrainer(Trainer):
             resume_from_checkpoint = whole_checkpoint(resume_from_checkpoint, output_dir=self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _inner_training_loop(self, **kwargs: Any) -> Any:
+    def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
         # The host's only method around the loop in which the model is final: `train` may still build it, or load into it.
         self._weight_filter.checkpoint = checkpoint = kwargs.get("resume_from_checkpoint")
         checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
-            return super()._inner_training_loop(**kwargs)
+            return super()._inner_training_loop(batch_size, **kwargs)
         # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
         # discarded. `prepare` does not change a model that has been prepared.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
@@ -133,7 +133,7 @@ class DopplerTrainer(Trainer):
             self._run = self._new_run(checkpoint=checkpoint, earlier=earlier)
             running.enter_context(self._run)
             running.callback(lambda: self.privacy.end_run(self.args, self.state, model=self.model))
-            return super()._inner_training_loop(**kwargs)
+            return super()._inner_training_loop(batch_size, **kwargs)
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
         """Let the host count its steps, compare them with the plan, and attach the engine to the model."""

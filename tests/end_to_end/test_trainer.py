@@ -15,6 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
     BertForPreTraining,
+    BertForSequenceClassification,
     T5Config,
     T5ForSequenceClassification,
     Trainer,
@@ -452,6 +453,23 @@ def test_disable_dp_is_the_stock_trainer_to_the_last_bit(tmp_path):
     ]
     assert type(ours.optimizer.optimizer) is type(stock.optimizer.optimizer)
     assert not (tmp_path / "b" / LEDGER_NAME).exists()
+
+
+class FitsTwo(BertForSequenceClassification):
+    """Has memory for two examples."""
+
+    def forward(self, input_ids=None, **kwargs):
+        if self.training and len(input_ids) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return super().forward(input_ids, **kwargs)
+
+
+def test_without_privacy_the_host_finds_a_batch_size(tmp_path):
+    without_privacy = dict(disable_dp=True, noise_multiplier=None, auto_find_batch_size=True, remove_unused_columns=False)
+    trainer = trainer_of(tmp_path, model=FitsTwo(tiny_bert().config), **without_privacy)
+    trainer.train()
+    assert trainer._train_batch_size == 2
+    assert trainer.state.global_step == 4
 
 
 def test_learning_rate_schedule_and_weight_decay_reach_the_optimizer(tmp_path):
