@@ -208,6 +208,8 @@ class BookKeepingEngine:
 
     def _replace(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
         before = module.__dict__.get(method)
+        # With its signature: `generate` makes the positions of padded prompts only for a forward that names them.
+        functools.update_wrapper(function, getattr(module, method))
         # Bypasses nn.Module.__setattr__, which would look for parameters and sub-modules.
         module.__dict__[method] = function
         if before is None:
