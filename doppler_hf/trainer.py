@@ -75,9 +75,13 @@ class DopplerTrainer(Trainer):
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
             raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
+        # The host's Seq2SeqTrainer, which may come next, has no such argument.
+        optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         super().__init__(
-            model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_loss_func,
-            compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class, model_init=model_init, compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics, **optimizer,
         )  # fmt: skip
         self._disable_dp = args.disable_dp
         self._run: PrivateRun | None = None

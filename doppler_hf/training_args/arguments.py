@@ -150,6 +150,7 @@ class DopplerTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check the arguments, as HF does those that it has."""
+        checks.check_kinds(self, base=DopplerTrainingArguments)
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
         if self.noise_shape != "auto":
@@ -163,9 +164,8 @@ class DopplerTrainingArguments(TrainingArguments):
             if self.train_loss_budget is None:
                 self.train_loss_budget = DEFAULT_TRAIN_LOSS_BUDGET
         super().__post_init__()
-        checks.check_choices(self)
         if self.disable_dp:
-            checks.refuse_privacy_without_dp(self)
+            checks.refuse_privacy_without_dp(self, base=DopplerTrainingArguments)
         else:
             checks.check_ranges(self)
             checks.refuse_without_effect(self)

@@ -7,6 +7,7 @@ be circular.
 import math
 from collections.abc import Callable
 from dataclasses import Field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,14 @@ _Range = tuple[str, Callable[[float], bool]]
 _POSITIVE: Final[_Range] = ("be a finite number > 0", lambda value: 0.0 < value < math.inf)
 _COUNT: Final[_Range] = ("be at least 1", lambda value: value >= 1)
 _UNIT_INTERVAL: Final[_Range] = ("lie in (0, 1)", lambda value: 0.0 < value < 1.0)
+
+# The kind of an argument → the values that are of it, in words, and the mend.
+_KINDS: Final[dict[type, tuple[type, str, str]]] = {
+    float: (Real, "a number", "Write it without quotes, in YAML with a point, as 1.0e-5"),
+    int: (Integral, "a whole number", "Write it without quotes"),
+    bool: (bool, "True or False", "Set one of them"),
+    str: (str, "a string", "Write it in quotes"),
+}
 
 # Argument → its range, and the mend.
 _RANGES: Final[dict[str, tuple[_Range, str]]] = {
@@ -58,10 +67,10 @@ _BREAKS_PRIVACY: Final = {
 _MENDS: Final = {"fp16": "Use bf16", "deepspeed": "Use plain multi-process training"}
 
 
-def own_fields(args: TrainingArguments) -> list[Field[Any]]:
-    """Return the fields that the host's arguments do not have."""
+def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
+    """Return the fields of our class that the host's does not have; a subclass of ours may have more."""
     hosts = {field.name for field in fields(TrainingArguments)}
-    return [field for field in fields(args) if field.name not in hosts]
+    return [field for field in fields(base) if field.name not in hosts]
 
 
 def default_of(args: TrainingArguments, name: str) -> Any:
@@ -69,18 +78,25 @@ def default_of(args: TrainingArguments, name: str) -> Any:
     return type(args).__dataclass_fields__[name].default
 
 
-def check_choices(args: TrainingArguments) -> None:
-    """Refuse a word that is not among an argument's choices."""
-    hints = get_type_hints(type(args))
-    for name in (field.name for field in own_fields(args)):
-        choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        if choices and getattr(args, name) not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(args, name)!r}.")
+def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
+    """Refuse a word that is not among an argument's choices, and a value of another kind, such as a number in quotes."""
+    hints = get_type_hints(base)
+    for field in own_fields(base):
+        hint, value = hints[field.name], getattr(args, field.name)
+        if get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                raise ValueError(f"{field.name} must be one of {', '.join(get_args(hint))}, got {value!r}.")
+            continue
+        kind, *none = get_args(hint) or (hint,)
+        allowed, words, mend = _KINDS[kind]
+        is_bool = isinstance(value, bool)  # which Python takes for a number
+        if not isinstance(value, (allowed, *none)) or (is_bool and kind is not bool):
+            raise ValueError(f"{field.name} must be {words}, got {value!r}. {mend}, or leave it out for {field.default!r}.")
 
 
-def refuse_privacy_without_dp(args: TrainingArguments) -> None:
+def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
     """Refuse what has no effect with `disable_dp`: all of our own arguments but the filter on the weights."""
-    for field in own_fields(args):
+    for field in own_fields(base):
         value = getattr(args, field.name)
         if field.name not in ("disable_dp", "weight_filter") and value != field.default:
             raise ValueError(

@@ -332,7 +332,9 @@ def test_a_norm_rule_must_be_known_and_of_this_engine():
 def test_prompts_that_are_padded_on_the_left_are_continued_as_without_the_engine():
     model = build("gpt2-lm").eval()
     model.transformer.wpe.weight.mul_(20.0)  # so that a token follows from its position
-    prompts = dict(input_ids=torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]]), attention_mask=torch.tensor([[1] * 4, [0, 0, 1, 1]]))
+    prompts = dict(
+        input_ids=torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]]), attention_mask=torch.tensor([[1] * 4, [0, 0, 1, 1]])
+    )
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
     expected = model.generate(**prompts, **options)
     with ClippedGradients(model, max_grad_norm=1.0):
