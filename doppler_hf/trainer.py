@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.losses import per_sample_losses, without_adapters
+from doppler_hf.privacy.losses import per_sample_losses, refuse_another_loss, without_adapters
 from doppler_hf.run.checkpoints import begin_checkpoint, whole_checkpoint
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
@@ -145,7 +145,13 @@ class DopplerTrainer(Trainer):
         if not args.disable_dp:
             run = self.private_run
             assert values[-1] == run.statement.steps_planned, "the host plans another number of steps than was accounted"
-            run.attach(self.model, losses_of=self._losses, loader=dataloader, prepare=self._prepare_inputs)
+            run.attach(
+                self.model,
+                losses_of=self._losses,
+                check_loss=self._refuse_another_loss,
+                loader=dataloader,
+                prepare=self._prepare_inputs,
+            )
         return values
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
@@ -198,6 +204,11 @@ class DopplerTrainer(Trainer):
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         with self.compute_loss_context_manager():
             return self.compute_per_sample_loss(self.model, inputs)
+
+    def _refuse_another_loss(self, inputs: Any, tolerance: float) -> None:
+        if type(self).compute_per_sample_loss is DopplerTrainer.compute_per_sample_loss:
+            with self.compute_loss_context_manager():
+                refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
         """Add a piece of a draw, a list of micro-batches, and after the last one put the private gradient into `p.grad`.

@@ -37,13 +37,21 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # Relative, of gradients: batches of one and of three are rounded differently.
 ROUNDING, ROUNDING_BF16 = 1e-3, 0.1
+# Refuses a model whose own loss of a batch is another one, by more than a share of it.
+CheckLoss = Callable[[dict[str, Any], float], None]
 # Puts a model into a state without chance for a block.
 Still = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
 def attached_engine(
-    model: Any, args: DopplerTrainingArguments, *, statement: PrivacyStatement, losses_of: Losses, probes: Probes
+    model: Any,
+    args: DopplerTrainingArguments,
+    *,
+    statement: PrivacyStatement,
+    losses_of: Losses,
+    check_loss: CheckLoss,
+    probes: Probes,
 ) -> Iterator[ClippedGradients]:
     """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
 
@@ -65,12 +73,14 @@ def attached_engine(
         engine=args.grad_sample_engine,
     ) as clipped:
         with left_as_it_was(model), no_layer_replaced(model):
+            dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+            in_bf16 = args.bf16 or dtype == torch.bfloat16
             if args.grad_sample_self_check:
-                check = StartCheck(clipped, model, losses_of, probes)
-                dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-                check.run(in_bf16=args.bf16 or dtype == torch.bfloat16)
+                StartCheck(clipped, model, losses_of, probes).run(in_bf16=in_bf16)
             else:
                 run_once(clipped, model, losses_of, probes.probe().together)
+            with without_coins(model), clipped.unwatched():
+                check_loss(probes.probe().crowd, (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
         yield clipped
 
 

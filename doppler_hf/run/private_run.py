@@ -26,10 +26,11 @@ from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader, l
 from doppler_hf.privacy.batching.probe import Probes
 from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
 from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.generators import Refill, filled_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.choices import chosen_noise_shape
-from doppler_hf.run.engine import attached_engine
+from doppler_hf.run.engine import CheckLoss, attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.plan import budget_spent, planned_statement
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -169,7 +170,8 @@ class PrivateRun:
         self,
         model: nn.Module,
         *,
-        losses_of: Callable[[Mapping[str, Any]], Float[Tensor, " batch"]],
+        losses_of: Losses,
+        check_loss: CheckLoss,
         loader: Any,
         prepare: Callable[[Any], Any],
     ) -> None:
@@ -178,6 +180,7 @@ class PrivateRun:
         Args:
             model: The model to be trained.
             losses_of: A function that calls the model and returns one loss per example of a micro-batch.
+            check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
             loader: The private loader, of whose examples some are used for the check.
             prepare: A function that puts a collated batch on the model's device.
 
@@ -197,7 +200,9 @@ class PrivateRun:
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
         probes = Probes(loader, prepare=prepare)
-        engine = attached_engine(model, self._args, statement=self.statement, losses_of=losses_of, probes=probes)
+        engine = attached_engine(
+            model, self._args, statement=self.statement, losses_of=losses_of, check_loss=check_loss, probes=probes
+        )
         self._clipped = self._resources.enter_context(engine)
 
     @property

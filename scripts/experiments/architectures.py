@@ -230,11 +230,13 @@ def verdict(line: dict[str, Any]) -> str:
 
 
 def cause_of(message: str) -> str:
-    """Return what a refusal is for: neighbours, random numbers, statistics of the data, or a layer that the engine lacks."""
+    """Return what a refusal is for: neighbours, coins, statistics of the data, a loss, or a layer that the engine lacks."""
     if re.search("changes with the examples beside it|in the places of others", message):
         return "neighbours"
     if "global generators" in message:
         return "random numbers of its own"
+    if re.search("The (loss in the )?forward of", message):
+        return "a loss of its own"
     return "statistics of the data" if re.search("mixes the examples|writes the", message) else LAYER
 
 

@@ -46,7 +46,7 @@ def test_an_unknown_model_is_refused_in_one_line(tmp_path):
 
 
 VERDICTS = {
-    "BlenderbotForCausalLM": "trained",
+    "BlenderbotForCausalLM": "refused for a loss of its own",
     "GPT2LMHeadModel": "trained",
     "LlamaForTokenClassification": "trained",
     "SwitchTransformersForConditionalGeneration": "trained",

@@ -1,0 +1,126 @@
+"""A model's own loss, which the host would train: the same as that of a private run, or refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import BertForMaskedLM, BertForSequenceClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from doppler_hf import DopplerTrainer
+from tests.support.tiny import pad, tiny_bert
+from tests.support.trainers import trainer_of
+
+WEIGHTS = [1.0, 10.0]
+
+
+def bert(cls, **overrides):
+    torch.manual_seed(0)
+    return cls(tiny_bert(**overrides).config)
+
+
+class ClassWeights(BertForSequenceClassification):
+    """Weighs one class more than the other. Of a single example the weights cancel out."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        logits = super().forward(input_ids, attention_mask).logits
+        loss = None if labels is None else F.cross_entropy(logits, labels, weight=torch.tensor(WEIGHTS))
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class Penalty(BertForMaskedLM):
+    """Adds a penalty to the host's loss."""
+
+    def forward(self, **kwargs):
+        outputs = super().forward(**kwargs)
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss + outputs.logits.square().mean()
+        return outputs
+
+
+class Failing(BertForSequenceClassification):
+    """Cannot take its labels."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        outputs = super().forward(input_ids, attention_mask)
+        outputs.loss = None if labels is None else F.cross_entropy(outputs.logits[1:], labels)
+        return outputs
+
+
+class WithoutLabels(BertForSequenceClassification):
+    """Has no loss."""
+
+    def forward(self, input_ids=None, attention_mask=None):
+        return super().forward(input_ids, attention_mask)
+
+
+class Weighted(DopplerTrainer):
+    """Trains the loss of `ClassWeights`."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        return F.cross_entropy(model(**inputs).logits, labels, weight=torch.tensor(WEIGHTS), reduction="none")
+
+
+def pad_for_tokens(examples):
+    inputs = pad(examples)
+    return inputs | {"labels": torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], -100)}
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("cls", [ClassWeights, Penalty])
+def test_another_loss_than_that_of_the_rule_is_refused(tmp_path, cls, is_checked):
+    options = dict(remove_unused_columns=False, grad_sample_self_check=is_checked)
+    trainer = trainer_of(tmp_path, model=bert(cls), max_steps=1, **options)
+    if cls is Penalty:
+        trainer.data_collator = pad_for_tokens
+    with pytest.raises(ValueError, match=rf"in the forward of {cls.__name__} must be .*compute_per_sample_loss"):
+        trainer.train()
+
+
+def test_a_loss_that_cannot_be_computed_is_refused_without_sizes(tmp_path):
+    with pytest.raises(
+        ValueError, match="Failing must take `labels`, as the host calls it, got a ValueError from it"
+    ) as raised:
+        trainer_of(tmp_path, model=bert(Failing), max_steps=1).train()
+    assert not any(character.isdigit() for character in str(raised.value))
+
+
+def test_a_loss_of_each_example_may_stand_for_it(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Weighted, model=bert(ClassWeights), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (BertForSequenceClassification, {}),
+        (BertForSequenceClassification, dict(hidden_dropout_prob=0.5)),
+        (BertForMaskedLM, dict(hidden_dropout_prob=0.5)),
+        (WithoutLabels, {}),
+    ],
+)
+def test_the_loss_of_the_rule_trains_and_so_does_a_model_without_one(tmp_path, cls, options):
+    trainer = trainer_of(tmp_path, model=bert(cls, **options), max_steps=1, remove_unused_columns=False)
+    if cls is BertForMaskedLM:
+        trainer.data_collator = pad_for_tokens
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+class PlainModule(nn.Module):
+    """No model of the host's, with a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"logits": logits} | ({} if labels is None else {"loss": F.cross_entropy(logits, labels)})
+
+
+def test_the_loss_of_a_plain_module_is_asked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"no per-example loss for PlainModule.*compute_per_sample_loss"):
+        trainer_of(tmp_path, model=PlainModule(), max_steps=1).train()
