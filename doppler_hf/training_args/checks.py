@@ -5,7 +5,8 @@ be circular.
 """
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -65,6 +66,8 @@ _BREAKS_PRIVACY: Final = {
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
 _MENDS: Final = {"fp16": "Use bf16", "deepspeed": "Use plain multi-process training"}
+
+_PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
 
 
 def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
@@ -206,6 +209,13 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             "Several GPUs in one process cannot be used with differential privacy: nn.DataParallel splits the batch where "
             "the engine cannot see it. Start with `accelerate launch`."
         )
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if args.world_size == 1 != int(launched):
+        # As the host does where it finds no accelerator.
+        raise ValueError(
+            f"The processes of a launcher must train together, got {launched} (WORLD_SIZE) of which each would train by "
+            "itself, on all the data and with an ε of its own. On a CPU set use_cpu=True."
+        )
     if not args.skip_memory_metrics:
         raise ValueError(
             "skip_memory_metrics must be True with differential privacy, got False: the memory that a step takes depends on "
@@ -273,6 +283,20 @@ def refuse_a_run_without_data(args: TrainingArguments, train_dataset: Any) -> No
         raise ValueError("disable_dp must be False for a private run, got True. Set target_epsilon instead.")
     if train_dataset is None:
         raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
+    if isinstance(train_dataset, Mapping):
+        raise ValueError(
+            f"train_dataset must be one data set, got a {type(train_dataset).__name__} of {', '.join(train_dataset)}. Pass "
+            "one of them."
+        )
+    if len(train_dataset) == 0:
+        raise ValueError("train_dataset must have examples, got none. Look at what has filtered them out.")
+    # Sensitivity: which texts share a row depends on all of them, so that one text more changes many rows.
+    if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
+        raise ValueError(
+            f"train_dataset must have one text in each row, got a column {_PACKED!r}, as of rows that TRL has packed: ε would "
+            "be for a row, and one text more moves others to other rows. Do without packing, or pack the texts of each person "
+            "by themselves and set privacy_unit_column."
+        )
 
 
 def refuse_another_privacy(args: TrainingArguments, *, was_disabled: bool, checkpoint: str | None) -> None:

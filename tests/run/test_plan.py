@@ -92,6 +92,12 @@ def test_another_batch_size_is_another_mechanism(tmp_path):
     assert 0.998 * 3.0 <= total(plan, earlier, 90) <= 3.0
 
 
+def test_a_delta_that_permits_publishing_an_example_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match=r"less than 1/N to protect each of 1,000 units, got 0\.001,"):
+        plan_of(tmp_path, target_delta=1e-3)
+    assert plan_of(tmp_path, target_delta=0.999e-3).target_delta == 0.999e-3
+
+
 def test_a_given_noise_multiplier_is_taken_as_it_is(tmp_path):
     earlier = ledger_after(10, replace(plan_of(tmp_path), noise_multiplier=2.0))
     plan = plan_of(tmp_path, noise_multiplier=0.7, target_epsilon=None, earlier=earlier, first_step=10)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from datasets import DatasetDict
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf import DopplerTrainer
@@ -118,6 +119,10 @@ def test_positional_arguments_arrive(tmp_path):
     [
         (dict(disable_dp=True, noise_multiplier=None), text_data(), "disable_dp must be False for a private run, got True"),
         ({}, None, "train_dataset must be a data set with a length, got None"),
+        ({}, DatasetDict(train=text_data(), test=text_data()), "must be one data set, got a DatasetDict of train, test"),
+        ({}, text_data().filter(lambda _: False), "train_dataset must have examples, got none"),
+        ({}, [], "train_dataset must have examples, got none"),
+        ({}, text_data().add_column("seq_lengths", [[1, 2]] * 24), "must have one text in each row, .* 'seq_lengths'"),
     ],
 )
 def test_a_run_that_cannot_be_private_is_refused(tmp_path, overrides, data, message):

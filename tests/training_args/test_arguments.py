@@ -160,6 +160,12 @@ def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, na
         refuse_what_breaks_privacy(args)
 
 
+def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"train together, got 2 \(WORLD_SIZE\) of which each .* On a CPU set use_cpu=True"):
+        arguments(tmp_path)
+
+
 @pytest.mark.parametrize("name", [*PAPER_FILTERS, "b=0.1,0.1;a=1,-0.8"])
 def test_filters_are_kept_in_their_canonical_form(tmp_path, name):
     args = arguments(tmp_path, low_pass_filter=name)
