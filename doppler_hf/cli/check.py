@@ -20,6 +20,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 from unittest import mock
 
 from rich.console import Console
@@ -30,12 +31,16 @@ from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_neighb
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.workloads.recipe import parse_recipe
 
+_OPTIONS: Final = ("--pairs", "--draw-size", "--save", "--plot")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf check`."""
     _add_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--script", nargs=argparse.REMAINDER, metavar="FILE", help="a script of your own, and its words")
+    source.add_argument(
+        "--script", nargs=argparse.REMAINDER, metavar="FILE", help="a script of your own and its words; ours come before it"
+    )
     source.add_argument("recipe", nargs="?", metavar="RECIPE", help="YAML recipe of a private run")
     parser.add_argument(
         "flags", nargs=argparse.REMAINDER, metavar="...", help="the options above, and fields of the recipe as flags"
@@ -108,6 +113,9 @@ def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], Neigh
     """
     if not words or not Path(words[0]).is_file():
         raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
+    for word in words[1:]:
+        if word.partition("=")[0].replace("_", "-") in _OPTIONS:
+            print(f"{word} goes to {words[0]}. If it is meant for the check, put it before --script.", file=sys.stderr)
     argv, path = sys.argv, list(sys.path)
 
     def check_instead(trainer: DopplerTrainer, *args: object, **options: object) -> None:
