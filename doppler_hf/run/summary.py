@@ -24,7 +24,7 @@ def print_summary(run: PrivateRun, *, model: Any, first_step: int, optimizer_wor
         ("expected batch size B", f"{statement.expected_batch_size:,}"),
         ("sampling rate q", f"{statement.sample_rate:.4g}"),
         ("steps T", f"{statement.steps_planned:,}" + (f", resumed at {first_step:,}" if first_step else "")),
-        ("noise multiplier σ", f"{statement.noise_multiplier:.4g}"),
+        ("noise multiplier σ", statement.noise_multiplier_in_words),
         ("noise over time", run.noise_in_words),
         ("noise source", statement.noise_source),
         ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),

@@ -293,9 +293,9 @@ def refuse_a_run_without_data(args: TrainingArguments, train_dataset: Any) -> No
     # Sensitivity: which texts share a row depends on all of them, so that one text more changes many rows.
     if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
         raise ValueError(
-            f"train_dataset must have one text in each row, got a column {_PACKED!r}, as of rows that TRL has packed: ε would "
-            "be for a row, and one text more moves others to other rows. Do without packing, or pack the texts of each person "
-            "by themselves and set privacy_unit_column."
+            f"train_dataset must have one text in each row, got a column {_PACKED!r}, as of rows that TRL has packed: ε is "
+            "for a row, and one text more moves others to other rows. Do without packing, or pack each person's texts by "
+            "themselves and set privacy_unit_column."
         )
 
 

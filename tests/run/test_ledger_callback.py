@@ -392,6 +392,14 @@ def test_summary_and_last_line_name_what_the_guarantee_rests_on(tmp_path, capsys
     assert f"{tmp_path / 'out' / LEDGER_NAME}, whose last hash is {PrivacyLedger.load(tmp_path / 'out').head}." in output
 
 
+def test_the_summary_tells_the_gradients_noise_from_what_is_accounted(tmp_path, capsys):
+    trainer = trainer_of(tmp_path, max_steps=1, report_train_loss="private", noise_multiplier=1.0)
+    trainer.train()
+    words = trainer.privacy.ledger.statement.noise_multiplier_in_words
+    assert words == "1 of the gradient; with the loss σ₀ = 0.995, which is accounted"
+    assert f"noise multiplier σ {words}" in said(capsys)
+
+
 def test_the_chosen_accountant_comes_first_with_its_target(tmp_path, capsys):
     trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0, accountant="rdp", report_train_loss="none").train()
     output = said(capsys)

@@ -30,7 +30,8 @@ def test_the_section_says_what_the_ledger_says():
     assert table["target ε"] == "8"
     assert table["restarts"] == "at step 6"
     assert table["steps"] == "10 run, 10 planned"
-    assert table["noise multiplier σ, sampling rate q of 10 steps"] == "1, 0.05"
+    assert table["noise multiplier σ"] == "1"
+    assert table["accounted: σ₀, sampling rate q of 10 steps"] == "1, 0.05"
     assert table["clip norm C"] == "1 (automatic, flat)"
     assert table["noise source"] == "a test"
     assert "NOT PRIVATE" in table["training loss"]
@@ -55,6 +56,9 @@ def test_units_with_a_cap_and_a_private_loss_are_described():
     table = rows(privacy_section(after(PrivacyLedger.open(statement(**terms, **units)), 2)))
     assert table["unit of privacy"] == "all examples with the same 'user¦id', at most 7 of them in a draw"
     assert table["training loss"] == "private: clipped to 4, noise multiplier 3"
+    # 1/σ₀² = 1/1² + 1/3²: card and summary say the same of both.
+    assert table["noise multiplier σ"] == "1 of the gradient; with the loss σ₀ = 0.9487, which is accounted"
+    assert [row for name, row in table.items() if name.startswith("accounted: σ₀")] == ["0.948683, 0.05"]
     assert "counted ahead" in table["steps"]
 
 

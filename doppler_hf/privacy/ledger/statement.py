@@ -101,6 +101,14 @@ class PrivacyStatement:
         return joint_noise_multiplier(self.noise_multiplier, self.loss_noise_multiplier)
 
     @property
+    def noise_multiplier_in_words(self) -> str:
+        """σ, which is the gradient's, and σ₀ if a private loss makes that another number."""
+        if self.loss_noise_multiplier is None:
+            return f"{self.noise_multiplier:.4g}"
+        effective = self.effective_noise_multiplier
+        return f"{self.noise_multiplier:.4g} of the gradient; with the loss σ₀ = {effective:.4g}, which is accounted"
+
+    @property
     def unit_in_words(self) -> str:
         """The unit of privacy, and its cap if it has one."""
         cap = self.max_examples_per_unit

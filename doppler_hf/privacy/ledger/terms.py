@@ -13,8 +13,9 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("unit of privacy", statement.unit_in_words),
         ("number of units N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
         ("expected batch size B", f"{statement.expected_batch_size:,}"),
+        ("noise multiplier σ", statement.noise_multiplier_in_words),
         *(
-            (f"noise multiplier σ, sampling rate q of {steps:,} {what}", f"{sigma:.6g}, {rate:.6g}")
+            (f"accounted: σ₀, sampling rate q of {steps:,} {what}", f"{sigma:.6g}, {rate:.6g}")
             for sigma, rate, steps in ledger.history
         ),
         ("noise over time", statement.noise_shape_in_words),
