@@ -67,6 +67,7 @@ def shapes_of_equal_epsilon(
                     sample_rate=turns.sample_rate,
                     steps=turns.steps,
                     accountant=accountant,
+                    unchecked=True,
                 )
             except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
                 break

@@ -171,8 +171,11 @@ class PlanRequest:
         """δ, given or the default."""
         return default_delta(self.num_examples) if self.delta is None else self.delta
 
-    def solve(self) -> PlannedRun:
+    def solve(self, *, unchecked: bool = False) -> PlannedRun:
         """Return the run with the least noise, the most epochs or the largest batch within the target.
+
+        Args:
+            unchecked: As in `get_noise_multiplier`.
 
         Raises:
             ValueError: If nothing within reach of the unknown meets the target, or everything does.
@@ -188,6 +191,7 @@ class PlanRequest:
                 sample_rate=batch_size / self.num_examples,
                 steps=steps,
                 accountant=self.accountant,
+                unchecked=unchecked,
             )
         return PlannedRun(self.num_examples, batch_size, steps, noise_multiplier, self.max_grad_norm)
 
@@ -293,7 +297,7 @@ def alternatives(
                 delta=delta,
                 accountant=accountant,
                 max_grad_norm=run.max_grad_norm,
-            ).solve()
+            ).solve(unchecked=True)
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None
 

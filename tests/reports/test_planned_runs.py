@@ -7,7 +7,9 @@ import pytest
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.privacy import PoissonSampler
+from doppler_hf.privacy.accounting import accounting
 from doppler_hf.privacy.accounting.accounting import get_epsilon
+from doppler_hf.privacy.accounting.upper_bounds import prv_epsilon
 from doppler_hf.reports import planned_runs as planning
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
 
@@ -229,6 +231,23 @@ def test_alternatives_cost_the_same():
             assert 2.997 <= epsilon(1000, other.expected_batch_size, other.steps, other.noise_multiplier) <= 3
     assert [other is run for runs in table.values() for other in runs].count(True) == 1
     assert table[1.5][2] is run
+
+
+@pytest.mark.parametrize(("target", "num_examples", "epochs"), [(3.0, 67_349, 3.0), (0.1, 1000, 20.0)])
+def test_alternatives_cost_the_same_by_prv_which_is_not_asked_for_each(target, num_examples, epochs, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        accounting,
+        "prv_epsilon",
+        lambda mechanisms, *, delta: asked.append(mechanisms) or prv_epsilon(mechanisms, delta=delta),
+    )
+    delta, batch_size = num_examples**-1.1, round(num_examples / 67)
+    run = PlannedRun(num_examples, batch_size, math.ceil(epochs * math.ceil(num_examples / batch_size)), 0.7, 1.0)
+    table = alternatives(run, epochs=epochs, target_epsilon=target, delta=delta, accountant="prv")
+    assert not asked
+    for other in (table[epochs / 2][0], table[2 * epochs][1], table[4 * epochs][-1]):
+        spent = prv_epsilon([(other.noise_multiplier, other.sample_rate, other.steps)], delta=delta)
+        assert target * (1 - 1e-3) <= spent <= target
 
 
 def test_alternatives_have_their_own_target_and_delta():

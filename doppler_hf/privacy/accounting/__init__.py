@@ -2,6 +2,7 @@
 
 - accounting: ε of what was released, and σ or the number of steps for a target ε
 - upper_bounds: the accountants' upper bounds
+- step_loss: the privacy loss of one step, for PRV
 """
 
 from doppler_hf.privacy.accounting.accounting import (

@@ -30,14 +30,17 @@ def is_bound(epsilon, delta_at, delta, *, within):
     return delta_at(epsilon) <= delta * (1 + 1e-9) and delta_at(epsilon * (1 - within)) > delta
 
 
-@pytest.mark.parametrize("order", [1.1, 1.9, 2.0, 2.5, 5.5, 11.9, 12.0, 63.0])
+@pytest.mark.parametrize("order", [1.1, 1.9, 2.0, 2.5, 5.5, 11.9, 12.0, 63.0, 1024.0])
 @pytest.mark.parametrize(("sigma", "rate"), [(0.5, 1e-4), (0.4, 0.5), (1.0, 0.01), (30.0, 0.5), (300.0, 0.1), (2.0, 0.9)])
 def test_renyi_divergence_against_quadrature_is_never_less(sigma, rate, order):
     # E over N(0, σ²) of ((1 − q) + q e^{(2x − 1)/2σ²})^α: the trapezoidal rule is exact here to rounding.
     z = np.arange(-40, 40 + order / sigma, 0.01)
     log_ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * z * sigma - 1) / (2 * sigma**2))
     exact = logsumexp(order * log_ratio - z**2 / 2 + math.log(0.01) - math.log(2 * math.pi) / 2) / (order - 1)
-    ours = bounds._rdp_of_step(sigma, rate, order)
+    if order == int(order):
+        (ours,) = bounds._rdp_of_step(sigma, rate, (order,))
+    else:
+        ours = bounds._rdp_at_fractional_order(sigma, rate, order)
     # Opacus is exact to about 1e-13/(α − 1), and 1e-12/(α − 1) is added; the rest is the quadrature's rounding.
     assert exact * (1 - 1e-13) < ours <= exact * (1 + 1e-12) + 3e-12 / (order - 1)
 
@@ -105,7 +108,7 @@ def test_the_bounds_agree(mechanism):
     assert lower < estimate * (1 - 1e-4) < pld < prv < rdp
     assert prv < pld * 1.01
     # The coarse grid's rounding, h²T/12 in the variance of the loss, with the spacing h of the fine one times 8.
-    assert prv_estimate([mechanism], delta=1e-5) == pytest.approx(prv, rel=1e-3)
+    assert prv_estimate([mechanism], delta=1e-5) == pytest.approx(prv, rel=2e-4)
 
 
 def test_several_mechanisms_against_the_exact_gaussian():
