@@ -20,11 +20,12 @@ from transformers import Trainer, TrainerCallback
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.losses import per_sample_losses, refuse_another_loss, without_adapters
+from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.checkpoints import begin_checkpoint, whole_checkpoint
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import optimizer_of
+from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks

@@ -9,7 +9,6 @@ Which loss it is, the model says: transformers finds it by `loss_type`, the end 
 (`PreTrainedModel.__init__`, `loss/loss_utils.py`), and for older names by its tables of auto classes. So does this file.
 """
 
-import inspect
 import sys
 from typing import Any, Literal, get_args
 
@@ -25,8 +24,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
-
-from doppler_hf.privacy.generators import filled_generators
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
@@ -118,45 +115,6 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
         raise _no_rule(base_model)
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
-
-
-def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
-    """Refuse a model whose own loss, which the host would train, is no mean of the losses that are trained in its place.
-
-    Args:
-        model: As in `per_sample_losses`.
-        inputs: One micro-batch with `labels`.
-        base_model: As in `per_sample_losses`.
-        tolerance: The difference allowed, relative to the loss.
-
-    Raises:
-        ValueError: If it is neither the mean over the examples nor the mean over their labelled tokens.
-    """
-    accepted, name = inspect.signature(base_model.forward).parameters, type(base_model).__name__
-    if "labels" not in accepted and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
-        return
-    with torch.no_grad(), filled_generators(0):
-        losses = per_sample_losses(model, dict(inputs), base_model=base_model)
-    try:
-        with torch.no_grad(), filled_generators(0):  # the same dropout
-            outputs = model(**inputs)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise ValueError(
-            # Not the error's words, which may hold the sizes of examples: messages end in logs.
-            f"The forward of {name} must take `labels`, as the host calls it, got a {type(error).__name__} from it. "
-            "Override compute_per_sample_loss, and call the model without them."
-        ) from error
-    own = outputs.get("loss") if isinstance(outputs, dict) else None
-    if own is None or not own.isfinite().all():
-        return
-    task = token_task(base_model)
-    labelled = (inputs["labels"] != IGNORED_LABEL)[:, int(task == "causal_lm") :].sum(dim=1) if task else None
-    weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
-    if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
-        raise ValueError(
-            f"The loss in the forward of {name} must be the mean over examples of that which a private run trains, got "
-            "another one, which would not be trained. Override compute_per_sample_loss to return it for each example."
-        )
 
 
 def _no_rule(model: PreTrainedModel) -> ValueError:

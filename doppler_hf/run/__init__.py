@@ -4,6 +4,7 @@
 - choices: the filter and the shape of the noise, as named or chosen
 - plan: every number of the mechanism, computed once
 - engine: the self-check, the engine of per-sample gradients, and its first pass
+- own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments
 - checkpoints: which are whole
 - ledger_callback: the ledger during training, and the guard of the budget

@@ -1,0 +1,56 @@
+"""The loss that a model computes in its own forward, which the host would train: is it the one that a private run trains?
+
+The rule of `privacy.losses` follows from the model's class and not from its forward. What that adds or changes (class
+weights, a penalty, labels that are not shifted) would fall away without a sign. They are compared on a batch of several
+examples: in the mean of a single one class weights cancel out.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from doppler_hf.privacy.generators import filled_generators
+from doppler_hf.privacy.losses import IGNORED_LABEL, per_sample_losses, token_task
+
+
+def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
+    """Refuse a model whose own loss, which the host would train, is no mean of the losses that are trained in its place.
+
+    Args:
+        model: As in `privacy.losses.per_sample_losses`.
+        inputs: One micro-batch with `labels`.
+        base_model: As in `privacy.losses.per_sample_losses`.
+        tolerance: The difference allowed, relative to the loss.
+
+    Raises:
+        ValueError: If it is neither the mean over the examples nor the mean over their labelled tokens.
+    """
+    accepted = inspect.signature(base_model.forward).parameters
+    name = type(base_model).__name__ + ("" if model is base_model else " with its adapters")
+    if "labels" not in accepted and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        return
+    with torch.no_grad(), filled_generators(0):
+        losses = per_sample_losses(model, dict(inputs), base_model=base_model)
+    try:
+        with torch.no_grad(), filled_generators(0):  # the same dropout
+            outputs = model(**inputs)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise ValueError(
+            # Not the error's words, which may hold the sizes of examples: messages end in logs.
+            f"The forward of {name} must take `labels`, as the host calls it, got a {type(error).__name__} from it. "
+            "Override compute_per_sample_loss, and call the model without them."
+        ) from error
+    own = outputs.get("loss") if isinstance(outputs, dict) else None
+    if own is None or not own.isfinite().all():
+        return
+    task = token_task(base_model)
+    labelled = (inputs["labels"] != IGNORED_LABEL)[:, int(task == "causal_lm") :].sum(dim=1) if task else None
+    weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
+    if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
+        raise ValueError(
+            f"The loss in the forward of {name} must be the mean over examples of that which a private run trains, got "
+            "another one, which would not be trained. Override compute_per_sample_loss to return it for each example."
+        )
