@@ -161,7 +161,7 @@ class BookKeepingEngine:
             reason = f"its layer has an input of {self._not_batched[layer]} dimensions, which do not start with the batch"
         return (
             f"No per-sample gradient for the parameter {name!r}, although the loss depends on it: {reason}. Freeze it with "
-            "requires_grad_(False)."
+            "requires_grad_(False), or if it is an adapter's, train adapters of another kind, such as LoRA."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -206,8 +206,8 @@ class LayerWithoutRule:
         except LAYER_ERRORS as error:
             raise ValueError(
                 f"The layer {self._name!r} ({type(module).__name__}) has no rule, and functorch cannot compute the "
-                f"per-sample gradient of {', '.join(names)}. {error} Freeze them with requires_grad_(False), or, if the "
-                "layer has dropout, set that to 0."
+                f"per-sample gradient of {', '.join(names)}. {error} Freeze them with requires_grad_(False), set the "
+                "layer's dropout to 0 if it has one, or train adapters of another kind, such as LoRA."
             ) from error
 
     def _hold_against_autograd(

@@ -8,28 +8,51 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+# They have no forward: what they hold is their owner's, as of most of PEFT's adapters.
+_CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+
 
 def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters that the module itself owns."""
-    return [(name, p) for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+    """Return the trainable parameters that the module itself owns, those in its dictionaries and lists too."""
+    if isinstance(module, _CONTAINERS):
+        return []
+    held = {f"{name}.": child for name, child in module.named_children() if isinstance(child, _CONTAINERS)}
+    return [
+        (prefix + name, parameter)
+        for prefix, owner in {"": module, **held}.items()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
 
 
 @contextlib.contextmanager
 def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Substitute tensors for some of the parameters that the module itself owns."""
-    before = {name: module._parameters[name] for name in tensors}
-    # Straight into the dictionary, so that the parameters keep their places in the order that optimizers rely on.
-    module._parameters.update(tensors)  # type: ignore[arg-type]
+    # Straight into the dictionaries, so that the parameters keep their places in the order that optimizers rely on.
+    places = {name: (module.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in tensors}
+    before = {name: parameters[key] for name, (parameters, key) in places.items()}
     try:
+        for name, (parameters, key) in places.items():
+            parameters[key] = tensors[name]  # type: ignore[assignment]
         yield
     finally:
-        module._parameters.update(before)
+        for name, (parameters, key) in places.items():
+            parameters[key] = before[name]
 
 
 def refuse_layers(model: nn.Module) -> None:
     """Refuse layers that mix examples, write values that no noise covers, are compiled, or have no per-sample gradients."""
+    owners: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
+        for child_name, child in module.named_children():
+            held = [key for key, parameter in child.named_parameters(recurse=False) if parameter.requires_grad]
+            # A use in a layer within another one that owns it too would be noted for both.
+            if isinstance(child, _CONTAINERS) and held and owners.setdefault(child, name) != name:
+                raise ValueError(
+                    f"The parameters of '{name}.{child_name}' must be of one layer, got {owners[child]!r} too, so that they "
+                    "have no per-sample gradients. Train adapters of another kind, such as LoRA."
+                )
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
             raise ValueError(
                 f"The module {name or 'itself'!r} is compiled, but per-sample gradients are computed in the layers' own "

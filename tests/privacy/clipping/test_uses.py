@@ -314,3 +314,35 @@ def test_query_key_and_value_share_the_gram_matrix_of_their_input(monkeypatch):
     with book_keeping(net, norm_rule="ghost") as clipped:
         clipped.backward(on(net, draw(1, 6, 4))(slice(0, 1)))  # one example, for which nothing is checked first
     assert len(computed) == len(set(computed)) == 4
+
+
+class Held(nn.Module):
+    """A layer that keeps its parameters in a list and a dictionary, around another layer, as adapters do."""
+
+    def __init__(self, shared=None):
+        super().__init__()
+        self.base = nn.Linear(3, 4)
+        self.low_rank = nn.ParameterList([nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2, 4))])
+        self.scales = nn.ParameterDict({"default": torch.ones(4)}) if shared is None else shared
+
+    def forward(self, x):
+        return (self.base(x) + x @ self.low_rank[0] @ self.low_rank[1]) * self.scales["default"]
+
+
+@pytest.mark.parametrize("freeze_base", [False, True])
+def test_parameters_in_a_list_or_a_dictionary_are_those_of_the_layer_around_them(freeze_base):
+    net = ready(Net(lambda n, x: n.last(n.held(x).tanh()), held=Held(), last=nn.Linear(4, 2)))
+    net.held.base.requires_grad_(not freeze_base)
+    before = [(name, id(parameter)) for name, parameter in net.named_parameters()]
+    assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
+    assert [(name, id(parameter)) for name, parameter in net.named_parameters()] == before
+
+
+def test_a_dictionary_of_parameters_in_two_layers_is_refused_by_name():
+    one = Held()
+    net = ready(Net(lambda n, x: n.one(x) + n.two(x), one=one, two=Held(one.scales)))
+    with (
+        pytest.raises(ValueError, match=r"parameters of 'two.scales' must be of one layer, got 'one' too"),
+        book_keeping(net),
+    ):
+        pass

@@ -109,16 +109,24 @@ ADAPTERS_RIGHT = {
     "lora of Conv1D": (gpt2_lm, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)),
     "norms": (roberta, peft.LNTuningConfig(target_modules=["LayerNorm"])),
     "prefix": (gpt2_lm, peft.PrefixTuningConfig(**PROMPT)),
+    "ia3": (roberta, peft.IA3Config(feedforward_modules=["value"], **QUERIES)),
+    "vera": (roberta, peft.VeraConfig(r=4, **QUERIES)),
+    "adalora": (roberta, peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, **QUERIES)),
+    "fourier": (roberta, peft.FourierFTConfig(n_frequency=10, **QUERIES)),
+    "hra": (roberta, peft.HRAConfig(r=4, **QUERIES)),
+    "delora": (roberta, peft.DeloraConfig(r=4, **QUERIES)),
+    "waveft": (roberta, peft.WaveFTConfig(n_frequency=10, **QUERIES)),
+    "lora of embeddings": (roberta, peft.LoraConfig(r=4, **TOKENS)),
 }
 ADAPTERS_RIGHT_OR_REFUSED = {
-    "lora of embeddings": (roberta, peft.LoraConfig(r=4, **TOKENS)),
     "dora of embeddings": (roberta, peft.LoraConfig(r=4, use_dora=True, **TOKENS)),
     "new tokens": (qwen2_lm, peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4])),
     "prompt": (gpt2_lm, peft.PromptTuningConfig(**PROMPT)),
-    "ia3": (roberta, peft.IA3Config(feedforward_modules=["value"], **QUERIES)),
-    "vera": (roberta, peft.VeraConfig(r=4, **QUERIES)),
     "oft": (roberta, peft.OFTConfig(r=4, oft_block_size=0, **QUERIES)),
+    "randlora": (roberta, peft.RandLoraConfig(r=4, **QUERIES)),
+    "c3a": (roberta, peft.C3AConfig(block_size=4, **QUERIES)),
     "loha": (roberta, peft.LoHaConfig(r=4, **QUERIES)),
+    "vblora": (roberta, peft.VBLoRAConfig(num_vectors=4, vector_length=4, topk=2, **QUERIES)),
 }
 BATCHES = [6, LENGTH, DECODER_LENGTH]
 
