@@ -178,7 +178,8 @@ class BookKeepingEngine:
             layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
             raise ValueError(
                 f"The forward pass fails ({error}), perhaps because the output of {layers} has no batch and was repeated "
-                "for each example, which a later layer does not expect. Freeze these layers with requires_grad_(False)."
+                "for each example, which a later layer does not expect. Freeze these layers with requires_grad_(False), "
+                "or if they are a prompt's, train adapters of another kind, such as LoRA."
             ) from error
         finally:
             self._book.is_in_forward = False

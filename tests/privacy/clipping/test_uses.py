@@ -341,8 +341,5 @@ def test_parameters_in_a_list_or_a_dictionary_are_those_of_the_layer_around_them
 def test_a_dictionary_of_parameters_in_two_layers_is_refused_by_name():
     one = Held()
     net = ready(Net(lambda n, x: n.one(x) + n.two(x), one=one, two=Held(one.scales)))
-    with (
-        pytest.raises(ValueError, match=r"parameters of 'two.scales' must be of one layer, got 'one' too"),
-        book_keeping(net),
-    ):
-        pass
+    message = r"parameters of 'two\.scales' must be of one layer, got 'one' too"
+    assert_refused(net, on(net, draw(BATCH, 6, 3)), BATCH, message=message)

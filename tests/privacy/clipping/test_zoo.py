@@ -23,7 +23,7 @@ from tests.support.models import (
     roberta,
     rows,
 )
-from tests.support.per_example import assert_equals_loop, assert_matches, gradients_of_each
+from tests.support.per_example import assert_equals_loop, assert_matches, assert_refused, gradients_of_each
 
 # Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -201,3 +201,9 @@ def test_an_adapter_is_right(name, batch):
 @pytest.mark.parametrize("name", ADAPTERS_RIGHT_OR_REFUSED)
 def test_an_adapter_is_right_or_refused(name, batch):
     assert_right_or_refused_by_name(adapted(*ADAPTERS_RIGHT_OR_REFUSED[name]), batch)
+
+
+@pytest.mark.parametrize("name", ["prompt", "loha", "vblora", "new tokens"])
+def test_one_that_is_refused_is_not_only_told_to_freeze_what_it_trains(name):
+    model = adapted(*ADAPTERS_RIGHT_OR_REFUSED[name])
+    assert_refused(model, on_batch(model, 6), 6, message="adapters of another kind, such as LoRA")
