@@ -283,10 +283,10 @@ def refuse_a_run_without_data(args: TrainingArguments, train_dataset: Any) -> No
         raise ValueError("disable_dp must be False for a private run, got True. Set target_epsilon instead.")
     if train_dataset is None:
         raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
-    if isinstance(train_dataset, Mapping):
+    if isinstance(train_dataset, Mapping) and 0 not in train_dataset:
+        names = ", ".join(map(str, train_dataset))
         raise ValueError(
-            f"train_dataset must be one data set, got a {type(train_dataset).__name__} of {', '.join(train_dataset)}. Pass "
-            "one of them."
+            f"train_dataset must be one data set, got a {type(train_dataset).__name__} of {names}. Pass one of them."
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset must have examples, got none. Look at what has filtered them out.")
