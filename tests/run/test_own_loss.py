@@ -9,7 +9,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
 from tests.support.tiny import pad, tiny_bert
-from tests.support.trainers import trainer_of
+from tests.support.trainers import checked_trainer_of as trainer_of
 
 WEIGHTS = [1.0, 10.0]
 
