@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.factored import Dense, Grams, NormRule, PerSampleGradient, outer_products
+from doppler_hf.privacy.clipping.factored import Dense, NormRule, PerSampleGradient, outer_products
+from doppler_hf.privacy.clipping.ghost_norm import Bases
 
 
 class Book:
@@ -18,7 +19,6 @@ class Book:
 
     Args:
         norm_rule: How the norm of a product is computed; see `outer_products`.
-        embedded: Parameters that are looked up somewhere, for which a direct gradient would be a whole table per example.
 
     Attributes:
         batch_size: The batch size of the current forward pass, or None.
@@ -32,10 +32,9 @@ class Book:
         is_in_forward: Whether the model is in a forward pass whose gradient is wanted.
     """
 
-    def __init__(self, *, norm_rule: NormRule, embedded: set[Tensor]) -> None:
+    def __init__(self, *, norm_rule: NormRule) -> None:
         self._norm_rule: NormRule = norm_rule
-        self._embedded = embedded
-        self._grams = Grams()
+        self._bases = Bases()
         self.batch_size: int | None = None
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.copies: list[tuple[nn.Parameter, Tensor]] = []
@@ -65,7 +64,7 @@ class Book:
 
     def clear(self) -> None:
         """Discard all notes."""
-        self._grams = Grams()
+        self._bases = Bases()
         self.batch_size = None
         self.uses.clear()
         self.copies.clear()
@@ -98,8 +97,7 @@ class Book:
         self, parameter: Tensor, left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"]
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
-        rule: NormRule = "ghost" if parameter in self._embedded else self._norm_rule
-        self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=rule, grams=self._grams))
+        self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=self._norm_rule, bases=self._bases))
 
     def note_sum(self, parameter: Float[Tensor, "*shape"] | None, terms: Float[Tensor, "batch time *shape"]) -> None:
         """Note a use whose gradient is the sum over time of `terms`, if the parameter is trained."""

@@ -41,8 +41,7 @@ class BookKeepingEngine:
     def __init__(self, model: nn.Module, *, norm_rule: NormRule = "auto", by_rules: bool = True) -> None:
         refuse_layers(model)
         self._model = model
-        embedded: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-        self._book = Book(norm_rule=norm_rule, embedded=embedded)
+        self._book = Book(norm_rule=norm_rule)
         self._without_rule: dict[str, LayerWithoutRule] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()

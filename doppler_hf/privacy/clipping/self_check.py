@@ -16,7 +16,8 @@ from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping import at_fault
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, moved, without_coins
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
-from doppler_hf.privacy.clipping.factored import UNDERFLOW, NormRule
+from doppler_hf.privacy.clipping.factored import NormRule
+from doppler_hf.privacy.clipping.ghost_norm import UNDERFLOW
 from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of, norm_of, refuse_number_of_losses
 
 # The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
