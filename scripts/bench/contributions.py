@@ -70,7 +70,10 @@ def contribution(model: nn.Module, batch: dict[str, Tensor], *, precision: str) 
 def check(model: nn.Module, batch: dict[str, Tensor], *, precision: str) -> str:
     """Return "accepted", or why the check before the first step refuses the engine."""
     length = batch["input_ids"].shape[1]
-    short = {"input_ids": batch["input_ids"][:, : length // 2].roll(1, 1), "labels": batch["labels"][:, : length // 2].roll(1, 1)}
+    short = {
+        "input_ids": batch["input_ids"][:, : length // 2].roll(1, 1),
+        "labels": batch["labels"][:, : length // 2].roll(1, 1),
+    }
     together = {
         name: torch.cat([batch[name], nn.functional.pad(short[name], (0, length - length // 2), value=fill)])
         for name, fill in (("input_ids", 0), ("labels", -100))

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.factored import Dense, NormRule, PerSampleGradient, outer_products
-from doppler_hf.privacy.clipping.ghost_norm import Bases
+from doppler_hf.privacy.clipping.ghost_norm import Recent
 
 
 class Book:
@@ -34,7 +34,7 @@ class Book:
 
     def __init__(self, *, norm_rule: NormRule) -> None:
         self._norm_rule: NormRule = norm_rule
-        self._bases = Bases()
+        self._recent = Recent()
         self.batch_size: int | None = None
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.copies: list[tuple[nn.Parameter, Tensor]] = []
@@ -64,7 +64,7 @@ class Book:
 
     def clear(self) -> None:
         """Discard all notes."""
-        self._bases = Bases()
+        self._recent = Recent()
         self.batch_size = None
         self.uses.clear()
         self.copies.clear()
@@ -97,7 +97,7 @@ class Book:
         self, parameter: Tensor, left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"]
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
-        self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=self._norm_rule, bases=self._bases))
+        self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=self._norm_rule, recent=self._recent))
 
     def note_sum(self, parameter: Float[Tensor, "*shape"] | None, terms: Float[Tensor, "batch time *shape"]) -> None:
         """Note a use whose gradient is the sum over time of `terms`, if the parameter is trained."""

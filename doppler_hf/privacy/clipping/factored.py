@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.ghost_norm import Bases, gamma, product_norms, products, roundings
+from doppler_hf.privacy.clipping.ghost_norm import Recent, gamma, norms_and_sizes, products, roundings
 
 NormRule = Literal["auto", "ghost", "direct"]
 
@@ -106,12 +106,12 @@ class OuterProducts(PerSampleGradient):
     Args:
         left: Shape (batch, time, p).
         right: Shape (batch, time, q). The parameter has p·q elements, in this order.
-        bases: The last bases of factors, to be used again.
+        recent: What was computed of factors before.
     """
 
     left: Float[Tensor, "batch time p"]
     right: Float[Tensor, "batch time q"]
-    bases: Bases = field(default_factory=Bases)
+    recent: Recent = field(default_factory=Recent)
 
     def squared_norms(self) -> Float[Tensor, " batch"]:
         """Return ‖Σ_t l_t r_tᵀ‖² of every example, shape (batch,)."""
@@ -120,10 +120,7 @@ class OuterProducts(PerSampleGradient):
 
     def norms(self) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
         """Return bounds on ‖Σ_t l_t r_tᵀ‖ and on Σ_t ‖l_t‖‖r_t‖ of every example, shape (batch,)."""
-        longer, shorter = self.left, self.right
-        if longer.shape[2] < shorter.shape[2]:
-            longer, shorter = shorter, longer
-        return product_norms(longer, self.bases.of(shorter))
+        return norms_and_sizes(self.left, self.right, self.recent)
 
     def rounding_of_sum(self) -> float:
         """Return how far `add_weighted` may be off for an example alone, in units of Σ_t ‖l_t‖‖r_t‖.
@@ -153,7 +150,9 @@ class OuterProducts(PerSampleGradient):
         rows = max(1, SUM_PIECE // matrix.shape[1])
         for piece, of_piece in zip(matrix.split(rows), first.split(rows), strict=True):
             for left, right in zip(of_piece.split(SUM_BLOCK, dim=1), second.split(SUM_BLOCK), strict=True):
-                piece += left @ right  # not `addmm_`: it may begin with the sum so far, and round that once more for each token
+                piece += (
+                    left @ right
+                )  # not `addmm_`: it may begin with the sum so far, and round that once more for each token
 
     def densified(self, shape: torch.Size) -> Dense:
         """Return the same gradient with its matrix formed, for a parameter of this shape."""
@@ -197,9 +196,7 @@ class LookedUpRows(PerSampleGradient):
         """Set `total` to beta·total, with w_i v_it added to row id_it (modified in place)."""
         if beta == 0:
             total.zero_()
-        total.index_add_(
-            0, self.ids.flatten(), (self.values * weights.to(self.values.dtype)[:, None, None]).flatten(0, 1)
-        )
+        total.index_add_(0, self.ids.flatten(), (self.values * weights.to(self.values.dtype)[:, None, None]).flatten(0, 1))
 
     def densified(self, shape: torch.Size) -> Dense:
         """Return the same gradient as one table per example, for a parameter of this shape."""
@@ -250,7 +247,7 @@ class Tied(PerSampleGradient):
 
 
 def outer_products(
-    left: Tensor, right: Tensor, *, shape: torch.Size, rule: NormRule, bases: Bases
+    left: Tensor, right: Tensor, *, shape: torch.Size, rule: NormRule, recent: Recent
 ) -> OuterProducts | Dense:
     """Return Σ_t l_t r_tᵀ in the cheaper form.
 
@@ -263,14 +260,14 @@ def outer_products(
         right: Shape (batch, time, q).
         shape: Shape of the parameter.
         rule: "ghost", "direct", or "auto" for the cheaper one.
-        bases: The last bases of factors, to be used again.
+        recent: What was computed of factors before.
     """
     time, p, q = left.shape[1], left.shape[2], right.shape[2]
     if rule == "auto":
         cheaper = MEMORY_COST * p * q <= time * time * (p + q)
         smaller = p * q <= MEMORY_SLACK * time * (p + q)
         rule = "direct" if cheaper and smaller else "ghost"
-    factors = OuterProducts(left, right, bases)
+    factors = OuterProducts(left, right, recent)
     return factors if rule == "ghost" else factors.densified(shape)
 
 

@@ -1,35 +1,46 @@
 """The norm of Σ_t l_t r_tᵀ from its factors, raised by a bound on all rounding, without the matrix.
 
-With the factors as rows of l and r, of shapes (time, p) and (time, q), g = lᵀr. The shorter factor is replaced by a basis A
-with AAᵀ = rrᵀ, of at most `time` columns, and the norm is that of the matrix lᵀA, which is formed piece by piece:
+With the factors as rows of l and r, of shapes (time, p) and (time, q), g = lᵀr, and L = llᵀ, R = rrᵀ their Gram matrices,
 
-    ‖lᵀr‖² = Σ_st ⟨l_s, l_t⟩⟨r_s, r_t⟩ = tr(lᵀ rrᵀ l) = ‖lᵀA‖²                      S = Σ_t ‖l_t‖‖r_t‖
+    ‖g‖² = Σ_st L_st R_st = tr(lᵀRl) = ‖lᵀA‖²  for any A with AAᵀ = R.
 
-The middle is the *ghost norm* (Li et al. 2022, https://arxiv.org/abs/2110.05679). It takes as many multiply-adds, but its
-terms cancel: it knows ‖g‖ up to k·u·S²/‖g‖, where k counts the roundings of a term, p or q of them for inner products of
-such vectors. A sum of squares does not cancel, and lᵀA adds up along time alone, so that k·u·S is what is left. For
-unrelated tokens S is √time·‖g‖, and the bound does not grow with the vocabulary.
+The first is the *ghost norm* (Li et al. 2022, https://arxiv.org/abs/2110.05679). Its terms cancel, so that in float32 it knows
+the square only up to the rounding of sums of p and q terms, relative to a number that can be `time` times as large. How far it
+may be off is known afterwards. That is mostly little for short sequences and layers of ordinary size. For all other examples
+R of the shorter factor is computed in float64, A is its Cholesky factor, and lᵀA is formed piece by piece. This takes as many
+multiply-adds, and a sum of squares does not cancel: what is left is the rounding of sums over time, however large the
+vocabulary. Which of the two it is depends on the example and on the shapes alone.
 
-All bounds follow from one: a sum in which each term is rounded k times, in whatever order, is off by at most
-γ_k = ku/(1 − ku) times the sum of the terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in
-blocks, §4.2). Products and sums below the smallest normal number τ may vanish, at most 2τ for each.
+A sum in which each term is rounded k times, in whatever order, is off by at most γ_k = ku/(1 − ku) times the sum of the terms'
+sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). Products and sums below the
+smallest normal number τ may vanish, at most 2τ for each product. All bounds below follow from these, and from
+S = Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from doppler_hf.linalg import in_float32
 
-# Products of matrices add up so many terms in one go, so that their rounding is bounded by that of a block.
+# How many terms products of matrices add up in one go; in Gram matrices more for shorter sequences, in which errors add up less.
 BLOCK = 128
-# Columns of lᵀ in one piece of lᵀA, which stays in the cache; norms of that many numbers are taken in their own precision.
-TILE = 1024
+# The longest sequences and vectors whose Gram matrices are tried in float32, and how far off the square may then be.
+SHORT = 128
+LONGEST = 8192
+CERTAIN = 1.5e-3
+# The rows and columns of a piece of lᵀA, which stays in the cache.
+TILE = 2048
+COLUMNS = 64
 # A square may be raised by so much for products that were too small for its dtype: by this share, and by its square.
 UNDERFLOW = 1e-9
+
+
+Computed = TypeVar("Computed")
 
 
 class Basis(NamedTuple):
@@ -48,21 +59,21 @@ class Basis(NamedTuple):
     lost: float
 
 
-class Bases:
-    """Remembers the last three bases, because query, key and value read the same input."""
+class Recent:
+    """Remembers what was last computed of three factors, because query, key and value read the same input."""
 
     def __init__(self) -> None:
-        self._last: list[tuple[Tensor, Basis]] = []
+        self._last: list[tuple[Tensor, Callable[[Tensor], Any], Any]] = []
 
-    def of(self, factor: Float[Tensor, "batch time dim"]) -> Basis:
-        """Return `basis_of` the factor."""
-        for known, basis in self._last:
-            if same_memory(known, factor):
-                return basis
-        basis = basis_of(factor)
+    def of(self, factor: Float[Tensor, "batch time dim"], compute: Callable[[Tensor], Computed]) -> Computed:
+        """Return what a function computes of the factor."""
+        for known, function, computed in self._last:
+            if function is compute and same_memory(known, factor):
+                return computed
+        computed = compute(factor)
         # The factor is kept with it, so that no other tensor can be allocated at its address.
-        self._last = [*self._last[-2:], (factor, basis)]
-        return basis
+        self._last = [*self._last[-2:], (factor, compute, computed)]
+        return computed
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
@@ -72,50 +83,123 @@ def same_memory(first: Tensor, second: Tensor) -> bool:
     )  # fmt: skip
 
 
+def norms_and_sizes(
+    left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"], recent: Recent
+) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+    """Return bounds on ‖Σ_t l_t r_tᵀ‖ and on S of every example, shape (batch,), in float64.
+
+    What may have vanished is in them. It matters only if the factors differ by some twenty orders of magnitude; the norm is
+    then infinity.
+
+    Args:
+        left: l; row i depends on example i alone.
+        right: r.
+        recent: What was computed of factors before.
+    """
+    shorter, longer = (left, right) if left.shape[2] < right.shape[2] else (right, left)
+    if left.shape[1] > SHORT or longer.shape[2] > LONGEST:
+        return from_basis(longer, recent.of(shorter, basis_of))
+    grams = recent.of(longer, gram_matrix), recent.of(shorter, gram_matrix)
+    norms, sizes, certain = from_grams(*grams, lengths=(longer.shape[2], shorter.shape[2]))
+    if certain.all():
+        return norms, sizes
+    again = from_basis(longer[~certain], basis_of(shorter[~certain]))
+    return norms.masked_scatter(~certain, again[0]), sizes.masked_scatter(~certain, again[1])
+
+
+def from_grams(
+    left: Float[Tensor, "batch time time"], right: Float[Tensor, "batch time time"], *, lengths: tuple[int, int]
+) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"], Bool[Tensor, " batch"]]:
+    """Return `norms_and_sizes` from both Gram matrices, and whether the norm is off by little.
+
+    An entry L_st is off by γ_k‖l_s‖‖l_t‖ + 2pτ, k the roundings of p terms, so L by γ_k‖l‖² + 2pτ·time in the Frobenius norm,
+    where ‖l‖² ≤ tr L/(1 − γ_k) as computed, but for another 2pτ·time. With such bounds a and b for both matrices
+
+        |Σ_st L_st R_st − ‖g‖²| ≤ (‖L‖ + a)(‖R‖ + b) − ‖L‖‖R‖ + γ_time ‖L‖‖R‖ + 2τ·time²
+
+    by Cauchy and Schwarz; the last two are for adding up its rows in their own precision. And ‖L‖ ≤ tr L.
+
+    Args:
+        left: L.
+        right: R.
+        lengths: p and q.
+    """
+    time, info = left.shape[1], torch.finfo(left.dtype)
+    sizes, errors, squared, lost = [], [], [], []
+    for gram, length in zip((left, right), lengths, strict=True):
+        lost.append(2 * info.smallest_normal * length * time)
+        k = gamma(roundings(length, block_for(time)), left.dtype)
+        squared.append((gram.diagonal(dim1=1, dim2=2).sum(dim=1, dtype=torch.float64) + lost[-1]) / (1 - k))
+        errors.append(k * squared[-1] + lost[-1])
+        size = torch.linalg.vector_norm(norms_of(gram), dim=1)
+        sizes.append(size.minimum(squared[-1] + errors[-1]))  # where squares vanish
+    underflow = lost[0] * sizes[1] + lost[1] * sizes[0] + 2 * info.smallest_normal * time**2
+    error = sizes[0] * errors[1] + sizes[1] * errors[0] + errors[0] * errors[1] + underflow
+    error += gamma(time, left.dtype) * sizes[0] * sizes[1]
+    squares = torch.linalg.vecdot(left, right).sum(dim=1, dtype=torch.float64).clamp(min=0.0) + error
+    squares = squares.masked_fill(underflow > UNDERFLOW * (squares + UNDERFLOW), math.inf)
+    # What is not finite is computed again in any case, in float64.
+    certain = (error <= CERTAIN * squares + UNDERFLOW**2) | ~squares.isfinite()
+    return squares.sqrt(), (squared[0] * squared[1]).sqrt(), certain
+
+
 def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
     """Return a basis of min(time, dim) columns: the factor itself, or a Cholesky factor of its Gram matrix.
 
-    The Gram matrix R is known up to γ_k n_s n_t + 2·dim·τ, n the norms of the rows. With θ = dim·τ/u and d_t² = R_tt + θ as
-    computed, n_t² ≤ d_t²/(1 − γ_k) and dim·τ ≤ u·d_s d_t. So R_st/(d_s d_t) is known up to e = ku/(1 − 2ku) + 2u, and what
-    should be on its diagonal is at most 1 + e. The Cholesky factor Â of a matrix with 1 + ε there, in float64, has ÂÂᵀ within
-    γ_{time+1}(1 + ε)/(1 − γ_{time+1}) of it in every entry (Higham 2002, theorems 10.3 and 10.7). A matrix of such errors is
-    at most `time` times the largest as a quadratic form, so that with ε = time·(e + 2(time + 4)·2⁻⁵³) the factor exists, and
-    ÂÂᵀ is above the true matrix. Then ‖lᵀA‖ is above ‖lᵀr‖, by half of ε·Σ_t‖l_t‖²d_t²/‖g‖² of it: with ‖g‖² = Σ_t‖l_t‖²‖r_t‖²,
-    as of unrelated tokens, by 5e-4 for a block of them in float32. For more R is computed in float64.
+    The Gram matrix R is known up to γ_dim n_s n_t + 2·dim·τ, n the norms of the rows, u and τ those of float64. With
+    θ = dim·τ/u and d_t² = R_tt + θ as computed, n_t² ≤ d_t²/(1 − γ_dim) and dim·τ ≤ u·d_s d_t. So R_st/(d_s d_t) is known up
+    to e = dim·u/(1 − 2·dim·u) + 2u, and what should be on its diagonal is at most 1 + e. The Cholesky factor Â of a matrix
+    with 1 + ε there has ÂÂᵀ within γ_{time+1}(1 + ε)/(1 − γ_{time+1}) of it in every entry (Higham 2002, theorems 10.3 and
+    10.7). A matrix of such errors is at most `time` times the largest as a quadratic form, so that with
+    ε = time·(e + 2(time + 4)u) the factor exists, and ÂÂᵀ is above the true matrix. Then ‖lᵀA‖² is above ‖lᵀr‖², by
+    2ε·Σ_t ‖l_t‖²d_t² at most, where ε = 6e-9 for 4,096 tokens and dimensions.
 
     Args:
         factor: Row i depends on example i alone.
     """
-    _, time, dim = factor.shape
+    time, dim = factor.shape[1:]
     factor = in_float32(factor)
     if dim <= time:
         return Basis(factor, False, norms_of(factor), vanished(dim, factor.dtype) ** 2)
-    gram, info = gram_matrix(factor)
-    k = roundings(dim) if info.eps > torch.finfo(torch.float64).eps else dim
-    u, of_float64 = info.eps / 2, torch.finfo(torch.float64).eps / 2
+    gram, info = lower_gram_matrix(factor.double()), torch.finfo(torch.float64)
+    u = info.eps / 2
     lost = dim * info.smallest_normal / u
     sizes = (gram.diagonal(dim1=1, dim2=2) + lost).sqrt()
-    added = time * (k * u / (1 - 2 * k * u) + 2 * u + 2 * (time + 4) * of_float64)
-    gram /= sizes.unsqueeze(1) * sizes.unsqueeze(2)
-    gram.diagonal(dim1=1, dim2=2).fill_(1 + added)
-    # An example that is not finite stays so by its sizes; there must be numbers for the others' sake only.
-    triangle = torch.linalg.cholesky_ex(gram.nan_to_num_(0.0, 0.0, 0.0)).L
+    added = time * u * (dim / (1 - 2 * dim * u) + 2 * time + 10)
+    gram.div_(sizes.unsqueeze(1)).div_(sizes.unsqueeze(2)).diagonal(dim1=1, dim2=2).fill_(1 + added)
+    triangle = torch.linalg.cholesky_ex(gram).L  # there is none for an example that is not finite, nor are its sizes
+    rows = torch.empty_like(triangle, dtype=factor.dtype)
+    torch.mul(triangle, sizes.unsqueeze(2), out=rows)
     norms = sizes * math.sqrt(1 + added) * (1 + 4 * torch.finfo(factor.dtype).eps)
-    return Basis((triangle * sizes.unsqueeze(2)).to(factor.dtype), True, norms, lost)
+    return Basis(rows, True, norms, lost)
 
 
-def gram_matrix(factor: Float[Tensor, "batch time dim"]) -> tuple[Float[Tensor, "batch time time"], torch.finfo]:
-    """Return ⟨x_s, x_t⟩ of every example in float64, and the precision in which it was computed."""
-    if factor.shape[1] > BLOCK:
-        factor = factor.double()
-        return torch.bmm(factor, factor.mT), torch.finfo(factor.dtype)
-    return products(factor, factor.mT).double(), torch.finfo(factor.dtype)
+def gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
+    """Return ⟨x_s, x_t⟩ of every example."""
+    factor = in_float32(factor)
+    return products(factor, factor.mT, block=block_for(factor.shape[1]))
 
 
-def products(first: Float[Tensor, "batch m dim"], second: Float[Tensor, "batch dim n"]) -> Float[Tensor, "batch m n"]:
-    """Return the matrix product of every example; its terms are rounded `roundings(dim)` times at most."""
+def lower_gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
+    """Return ⟨x_s, x_t⟩ of every example for t ≤ s; the rest is partly left out."""
+    batch, time, _ = factor.shape
+    gram = factor.new_zeros(batch, time, time)
+    for end in range(BLOCK, time + BLOCK, BLOCK):
+        gram[:, end - BLOCK : end, :end] = torch.bmm(factor[:, end - BLOCK : end], factor[:, :end].mT)
+    return gram
+
+
+def block_for(time: int) -> int:
+    """Return how many terms of a Gram matrix are added up in one go."""
+    return BLOCK * max(SHORT // time, 1)
+
+
+def products(
+    first: Float[Tensor, "batch m dim"], second: Float[Tensor, "batch dim n"], *, block: int = BLOCK
+) -> Float[Tensor, "batch m n"]:
+    """Return the matrix product of every example; its terms are rounded `roundings(dim, block)` times at most."""
     # Not `baddbmm`: it may begin with the sum so far, which every product of the block would then round again.
-    of_blocks = map(torch.bmm, first.split(BLOCK, dim=2), second.split(BLOCK, dim=1))
+    of_blocks = map(torch.bmm, first.split(block, dim=2), second.split(block, dim=1))
     total = next(of_blocks)
     for product in of_blocks:
         total += product
@@ -145,30 +229,25 @@ def vanished(count: int, dtype: torch.dtype) -> float:
     return math.sqrt(2 * torch.finfo(dtype).smallest_normal * count)
 
 
-def product_norms(
-    kept: Float[Tensor, "batch time p"], basis: Basis
-) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """Return bounds on ‖lᵀr‖ and on S of every example, shape (batch,), in float64.
+def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+    """Return `norms_and_sizes` as the norm of lᵀA, which is off by γ_k·S, k = roundings(time) and two more for A itself.
 
-    lᵀA is off by at most γ_k·S in the norm, k = roundings(time) and two more for the rounding of A itself, and norms of
-    pieces by γ_TILE of themselves. What may have vanished is added too. It matters only if the factors differ by twenty
-    orders of magnitude; the result is then infinity.
+    The norms of pieces' rows are taken in their own precision: their squares are off by γ_TILE of themselves.
 
     Args:
         kept: The longer factor l.
         basis: Of the other one.
     """
     (_, time, p), m, dtype = kept.shape, basis.rows.shape[2], basis.rows.dtype
-    columns = max(BLOCK // 4, math.ceil(m / 4))
     squares = basis.norms.new_zeros(len(kept))
     of_kept = torch.zeros_like(basis.norms)
     for tile in map(in_float32, kept.split(TILE, dim=2)):
         of_kept += torch.linalg.vector_norm(tile, dim=2).double().square()
-        for column in range(0, m, columns):
+        for column in range(0, m, COLUMNS):
             first = column if basis.is_triangular else 0
-            piece = products(basis.rows[:, first:, column : column + columns].mT, tile[:, first:])
+            piece = products(basis.rows[:, first:, column : column + COLUMNS].mT, tile[:, first:])
             squares += torch.linalg.vector_norm(piece, dim=2).double().square().sum(dim=1)
-    raised, k = 1 + gamma(TILE, dtype), roundings(time) + 2
+    raised, k = 1 + gamma(TILE // 2 + 2, dtype), roundings(time) + 2
     of_kept = of_kept.sqrt() * raised
     sizes = (of_kept * basis.norms).sum(dim=1)
     lost_sizes = vanished(p, dtype) * basis.norms.sum(dim=1) + math.sqrt(basis.lost) * of_kept.sum(dim=1)

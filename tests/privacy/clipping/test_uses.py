@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from doppler_hf.privacy.clipping import factored as gradients
+from doppler_hf.privacy.clipping import ghost_norm
 from tests.privacy.clipping.test_layers import BATCH, Net, check, draw, on, ready, tokens
 from tests.support.per_example import (
     NORM_RULES,
@@ -307,8 +307,8 @@ def test_an_unused_layer_contributes_nothing():
 
 
 def test_query_key_and_value_share_the_gram_matrix_of_their_input(monkeypatch):
-    computed, gram_matrix = [], gradients.gram_matrix
-    monkeypatch.setattr(gradients, "gram_matrix", lambda factor: computed.append(factor.data_ptr()) or gram_matrix(factor))
+    computed, gram_matrix = [], ghost_norm.gram_matrix
+    monkeypatch.setattr(ghost_norm, "gram_matrix", lambda factor: computed.append(factor.data_ptr()) or gram_matrix(factor))
     parts = dict(query=nn.Linear(4, 4, bias=False), key=nn.Linear(4, 4, bias=False), value=nn.Linear(4, 4, bias=False))
     net = ready(Net(lambda n, x: n.query(x).tanh() * n.key(x).tanh() + n.value(x).sin(), **parts))
     with book_keeping(net, norm_rule="ghost") as clipped:
