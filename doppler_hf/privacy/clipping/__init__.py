@@ -4,6 +4,7 @@
 - engine: stand-ins for the layers' forward passes, and one backward pass
 - book: the notes of the layers for it
 - factored: the forms of a per-sample gradient
+- ghost_norm: the norm of a product from its factors, with a bound on rounding
 - torch_layers, host_layers, other_layers: rules for the layers of torch, of transformers and PEFT, and for all others
 - refused_layers: layers that mix examples
 - self_check: a comparison of the engine with plain autograd

@@ -4,15 +4,15 @@ With the factors as rows of l and r, of shapes (time, p) and (time, q), g = lᵀ
 
     ‖g‖² = Σ_st L_st R_st = tr(lᵀRl) = ‖lᵀA‖²  for any A with AAᵀ = R.
 
-The first is the *ghost norm* (Li et al. 2022, https://arxiv.org/abs/2110.05679). Its terms cancel, so that in float32 it knows
-the square only up to the rounding of sums of p and q terms, relative to a number that can be `time` times as large. How far it
-may be off is known afterwards. That is mostly little for short sequences and layers of ordinary size. For all other examples
-R of the shorter factor is computed in float64, A is its Cholesky factor, and lᵀA is formed piece by piece. This takes as many
-multiply-adds, and a sum of squares does not cancel: what is left is the rounding of sums over time, however large the
-vocabulary. Which of the two it is depends on the example and on the shapes alone.
+The first is the *ghost norm* (Li et al. 2022, https://arxiv.org/abs/2110.05679). Its terms cancel, so that in float32 it
+knows the square only up to the rounding of sums of p and q terms, relative to a number that can be `time` times as large.
+How far it may be off is known afterwards: mostly little, for short sequences and layers of ordinary size. For all other
+examples R of the shorter factor is computed in float64, A is its Cholesky factor, and lᵀA is formed piece by piece. This
+takes as many multiply-adds, and a sum of squares does not cancel: what is left is the rounding of sums over time, however
+large the vocabulary. Which of the two it is depends on the shapes and on the example alone.
 
-A sum in which each term is rounded k times, in whatever order, is off by at most γ_k = ku/(1 − ku) times the sum of the terms'
-sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). Products and sums below the
+A sum in which each term is rounded k times, in whatever order, is off by at most γ_k = ku/(1 − ku) times the sum of the
+terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). Products and sums below the
 smallest normal number τ may vanish, at most 2τ for each product. All bounds below follow from these, and from
 S = Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from doppler_hf.linalg import in_float32
 
-# How many terms products of matrices add up in one go; in Gram matrices more for shorter sequences, in which errors add up less.
+# How many terms products of matrices add up in one go; in Gram matrices more, the shorter the sequence.
 BLOCK = 128
 # The longest sequences and vectors whose Gram matrices are tried in float32, and how far off the square may then be.
 SHORT = 128
@@ -112,7 +112,7 @@ def from_grams(
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"], Bool[Tensor, " batch"]]:
     """Return `norms_and_sizes` from both Gram matrices, and whether the norm is off by little.
 
-    An entry L_st is off by γ_k‖l_s‖‖l_t‖ + 2pτ, k the roundings of p terms, so L by γ_k‖l‖² + 2pτ·time in the Frobenius norm,
+    An entry L_st is off by γ_k‖l_s‖‖l_t‖ + 2pτ, k the roundings of p terms, so L by γ_k‖l‖² + 2pτ·time in Frobenius norm,
     where ‖l‖² ≤ tr L/(1 − γ_k) as computed, but for another 2pτ·time. With such bounds a and b for both matrices
 
         |Σ_st L_st R_st − ‖g‖²| ≤ (‖L‖ + a)(‖R‖ + b) − ‖L‖‖R‖ + γ_time ‖L‖‖R‖ + 2τ·time²
