@@ -36,8 +36,8 @@ NormRule = Literal["auto", "ghost", "direct"]
 MEMORY_COST = 50
 # The memory that a direct per-sample gradient may take, in units of its two factors.
 MEMORY_SLACK = 1.0
-# Sums over more tokens of an example are computed in blocks, so that their rounding does not add up, and in pieces of so many
-# numbers, which stay in the cache.
+# Sums over more tokens of an example are computed in blocks, so that their rounding does not add up, and in pieces of so
+# many numbers, which stay in the cache.
 SUM_BLOCK = 256
 SUM_PIECE = 2**20
 # Numbers whose squares are added up in their own precision.

@@ -12,8 +12,8 @@ takes as many multiply-adds, and a sum of squares does not cancel: what is left 
 large the vocabulary. Which of the two it is depends on the shapes and on the example alone.
 
 A sum in which each term is rounded k times, in whatever order, is off by at most γ_k = ku/(1 − ku) times the sum of the
-terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). Products and sums below the
-smallest normal number τ may vanish, at most 2τ for each product. All bounds below follow from these, and from
+terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). Products and sums below
+the smallest normal number τ may vanish, at most 2τ for each product. All bounds below follow from these, and from
 S = Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖.
 """
 
@@ -32,7 +32,7 @@ BLOCK = 128
 # The longest sequences and vectors whose Gram matrices are tried in float32, and how far off the square may then be.
 SHORT = 128
 LONGEST = 8192
-CERTAIN = 1.5e-3
+CERTAIN = 3e-3
 # The rows and columns of a piece of lᵀA, which stays in the cache.
 TILE = 2048
 COLUMNS = 64
