@@ -284,12 +284,12 @@ def test_a_parameter_used_outside_its_module_is_refused():
     class Outside(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weights = nn.ParameterList([nn.Parameter(torch.ones(3))])
+            self.inner = nn.Linear(3, 3, bias=False)
 
         def forward(self, x):
-            return x * self.weights[0]
+            return x @ self.inner.weight
 
-    refused(Outside(), "No per-sample gradient for the parameter 'weights.0'")
+    refused(Outside(), "No per-sample gradient for the parameter 'inner.weight'")
 
 
 def test_an_embedding_whose_table_is_also_a_head_is_refused():
