@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.ghost_norm import Recent, gamma, norms_and_sizes, products, roundings
+from doppler_hf.privacy.clipping.ghost_norm import NormsAndSizes, Recent, gamma, norms_and_sizes, products, roundings
 
 NormRule = Literal["auto", "ghost", "direct"]
 
@@ -115,21 +115,18 @@ class OuterProducts(PerSampleGradient):
 
     def squared_norms(self) -> Float[Tensor, " batch"]:
         """Return ‖Σ_t l_t r_tᵀ‖² of every example, shape (batch,)."""
-        norms, sizes = self.norms()
-        return (norms + self.rounding_of_sum() * sizes).square()
+        norms, rounding = self.norms_and_rounding()
+        return (norms.norms + rounding).square()
 
-    def norms(self) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """Return bounds on ‖Σ_t l_t r_tᵀ‖ and on Σ_t ‖l_t‖‖r_t‖ of every example, shape (batch,)."""
-        return norms_and_sizes(self.left, self.right, self.recent)
-
-    def rounding_of_sum(self) -> float:
-        """Return how far `add_weighted` may be off for an example alone, in units of Σ_t ‖l_t‖‖r_t‖.
+    def norms_and_rounding(self) -> tuple[NormsAndSizes, Float[Tensor, " batch"]]:
+        """Return bounds on ‖Σ_t l_t r_tᵀ‖, and how far `add_weighted` may be off for an example alone, shape (batch,).
 
         The terms of others, which it has in common with them, are left out: to add zeros is exact. A block may begin with
         another example, so that there is one more; and the weight is rounded into one of the factors.
         """
-        time, dtype = self.left.shape[1], in_float32(self.left[:0]).dtype
-        return gamma(time if time <= SUM_BLOCK else roundings(time, SUM_BLOCK) + 1, dtype) + gamma(2, dtype)
+        found, dtype = norms_and_sizes(self.left, self.right, self.recent), in_float32(self.left[:0]).dtype
+        rounding = gamma(roundings(found.own_lengths, SUM_BLOCK) + 1, dtype) + gamma(2, dtype)
+        return found, rounding * found.sizes
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "OuterProducts":
         """Return the same form, of both factors' images."""
@@ -229,12 +226,12 @@ class Tied(PerSampleGradient):
         left, right, values = in_float32(self.products.left), in_float32(self.products.right), self.rows.values
         ids = self.rows.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = (left.gather(2, ids) * products(right, values.mT)).sum(dim=(1, 2), dtype=torch.float64)
-        norms, sizes = self.products.norms()
+        found, rounding = self.products.norms_and_rounding()
         of_rows = self.rows.squared_norms().sqrt()
-        cross += gamma(roundings(right.shape[2]) + 1, left.dtype) * sizes * of_rows
-        squares = (norms.square() + of_rows.square() + 2 * cross).clamp(min=0.0)
+        cross += gamma(roundings(right.shape[2]) + 1, left.dtype) * found.sizes * of_rows
+        squares = (found.norms.square() + of_rows.square() + 2 * cross).clamp(min=0.0)
         once = gamma(1, left.dtype)
-        return (squares.sqrt() + (self.products.rounding_of_sum() + once) * sizes + once * of_rows).square()
+        return (squares.sqrt() + rounding + once * (found.sizes + of_rows)).square()
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Tied":
         """Return the same form, of both parts' images."""

@@ -12,9 +12,10 @@ takes as many multiply-adds, and a sum of squares does not cancel: what is left 
 large the vocabulary. Which of the two it is depends on the shapes and on the example alone.
 
 A sum in which each term is rounded k times, in whatever order, is off by at most γ_k = ku/(1 − ku) times the sum of the
-terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). Products and sums below
-the smallest normal number τ may vanish, at most 2τ for each product. All bounds below follow from these, and from
-S = Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖.
+terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). To add 0 is exact, so
+that sums over time count an example's own tokens: padding depends on other examples, and a bound that grew with it would let
+them change this one's weight. Products and sums below the smallest normal number τ may vanish, at most 2τ for each product.
+All bounds below follow from these, and from S = Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖.
 """
 
 import math
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from doppler_hf.linalg import in_float32
 
-# How many terms products of matrices add up in one go; in Gram matrices more, the shorter the sequence.
+# How many terms products of matrices add up in one go.
 BLOCK = 128
 # The longest sequences and vectors whose Gram matrices are tried in float32, and how far off the square may then be.
 SHORT = 128
@@ -41,6 +42,21 @@ UNDERFLOW = 1e-9
 
 
 Computed = TypeVar("Computed")
+Count = TypeVar("Count", int, Tensor)
+
+
+class NormsAndSizes(NamedTuple):
+    """Bounds on the norms of products, in float64.
+
+    Attributes:
+        norms: On ‖Σ_t l_t r_tᵀ‖, shape (batch,).
+        sizes: On S, shape (batch,).
+        own_lengths: Tokens up to the last whose term is not 0, shape (batch,).
+    """
+
+    norms: Float[Tensor, " batch"]
+    sizes: Float[Tensor, " batch"]
+    own_lengths: Float[Tensor, " batch"]
 
 
 class Basis(NamedTuple):
@@ -50,12 +66,14 @@ class Basis(NamedTuple):
         rows: A, shape (batch, time, m).
         is_triangular: Whether A is 0 above its diagonal.
         norms: Bounds on the norms of rows of A and of r, shape (batch, time), in float64.
+        is_zero: Which rows are 0, shape (batch, time).
         lost: What their squares were raised by, because products may have vanished.
     """
 
     rows: Float[Tensor, "batch time m"]
     is_triangular: bool
     norms: Float[Tensor, "batch time"]
+    is_zero: Bool[Tensor, "batch time"]
     lost: float
 
 
@@ -85,8 +103,8 @@ def same_memory(first: Tensor, second: Tensor) -> bool:
 
 def norms_and_sizes(
     left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"], recent: Recent
-) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """Return bounds on ‖Σ_t l_t r_tᵀ‖ and on S of every example, shape (batch,), in float64.
+) -> NormsAndSizes:
+    """Return bounds on ‖Σ_t l_t r_tᵀ‖ and on S of every example, and its own length.
 
     What may have vanished is in them. It matters only if the factors differ by some twenty orders of magnitude; the norm is
     then infinity.
@@ -100,24 +118,25 @@ def norms_and_sizes(
     if left.shape[1] > SHORT or longer.shape[2] > LONGEST:
         return from_basis(longer, recent.of(shorter, basis_of))
     grams = recent.of(longer, gram_matrix), recent.of(shorter, gram_matrix)
-    norms, sizes, certain = from_grams(*grams, lengths=(longer.shape[2], shorter.shape[2]))
+    found, certain = from_grams(*grams, lengths=(longer.shape[2], shorter.shape[2]))
     if certain.all():
-        return norms, sizes
+        return found
     again = from_basis(longer[~certain], basis_of(shorter[~certain]))
-    return norms.masked_scatter(~certain, again[0]), sizes.masked_scatter(~certain, again[1])
+    return NormsAndSizes(*(first.masked_scatter(~certain, second) for first, second in zip(found, again, strict=True)))
 
 
 def from_grams(
     left: Float[Tensor, "batch time time"], right: Float[Tensor, "batch time time"], *, lengths: tuple[int, int]
-) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"], Bool[Tensor, " batch"]]:
+) -> tuple[NormsAndSizes, Bool[Tensor, " batch"]]:
     """Return `norms_and_sizes` from both Gram matrices, and whether the norm is off by little.
 
     An entry L_st is off by γ_k‖l_s‖‖l_t‖ + 2pτ, k the roundings of p terms, so L by γ_k‖l‖² + 2pτ·time in Frobenius norm,
     where ‖l‖² ≤ tr L/(1 − γ_k) as computed, but for another 2pτ·time. With such bounds a and b for both matrices
 
-        |Σ_st L_st R_st − ‖g‖²| ≤ (‖L‖ + a)(‖R‖ + b) − ‖L‖‖R‖ + γ_time ‖L‖‖R‖ + 2τ·time²
+        |Σ_st L_st R_st − ‖g‖²| ≤ (‖L‖ + a)(‖R‖ + b) − ‖L‖‖R‖ + γ_n ‖L‖‖R‖ + 2τ·time²
 
-    by Cauchy and Schwarz; the last two are for adding up its rows in their own precision. And ‖L‖ ≤ tr L.
+    by Cauchy and Schwarz; the last two are for adding up its rows in their own precision, n the example's own length. And
+    ‖L‖ ≤ tr L.
 
     Args:
         left: L.
@@ -125,22 +144,29 @@ def from_grams(
         lengths: p and q.
     """
     time, info = left.shape[1], torch.finfo(left.dtype)
-    sizes, errors, squared, lost = [], [], [], []
-    for gram, length in zip((left, right), lengths, strict=True):
+    diagonals = [gram.diagonal(dim1=1, dim2=2) for gram in (left, right)]
+    is_zero = (diagonals[0] == 0) | (diagonals[1] == 0)
+    own, kept = own_length(is_zero), (~is_zero).to(left.dtype)
+    sizes, errors, squared, lost, whole = [], [], [], [], []
+    for gram, diagonal, length in zip((left, right), diagonals, lengths, strict=True):
         lost.append(2 * info.smallest_normal * length * time)
-        k = gamma(roundings(length, block_for(time)), left.dtype)
-        squared.append((gram.diagonal(dim1=1, dim2=2).sum(dim=1, dtype=torch.float64) + lost[-1]) / (1 - k))
+        k = gamma(roundings(length), left.dtype)
+        squared.append(((diagonal * kept).sum(dim=1, dtype=torch.float64) + lost[-1]) / (1 - k))
         errors.append(k * squared[-1] + lost[-1])
-        size = torch.linalg.vector_norm(norms_of(gram), dim=1)
+        size = torch.linalg.vector_norm(norms_of(gram * kept.unsqueeze(1)) * kept, dim=1)
         sizes.append(size.minimum(squared[-1] + errors[-1]))  # where squares vanish
-    underflow = lost[0] * sizes[1] + lost[1] * sizes[0] + 2 * info.smallest_normal * time**2
+        whole.append((diagonal.sum(dim=1, dtype=torch.float64) + lost[-1]) / (1 - k))
+    # Of both matrices, the rows in which a diagonal entry has vanished too: a row's norm is then √(2pτ) at most.
+    underflow = 2 * info.smallest_normal * time**2 + sum(
+        (lost[i] + (lost[i] * whole[i]).sqrt() * time) * whole[1 - i] for i in (0, 1)
+    )
     error = sizes[0] * errors[1] + sizes[1] * errors[0] + errors[0] * errors[1] + underflow
-    error += gamma(time, left.dtype) * sizes[0] * sizes[1]
+    error += gamma(own, left.dtype) * sizes[0] * sizes[1]
     squares = torch.linalg.vecdot(left, right).sum(dim=1, dtype=torch.float64).clamp(min=0.0) + error
     squares = squares.masked_fill(underflow > UNDERFLOW * (squares + UNDERFLOW), math.inf)
     # What is not finite is computed again in any case, in float64.
     certain = (error <= CERTAIN * squares + UNDERFLOW**2) | ~squares.isfinite()
-    return squares.sqrt(), (squared[0] * squared[1]).sqrt(), certain
+    return NormsAndSizes(squares.sqrt(), (squared[0] * squared[1]).sqrt(), own), certain
 
 
 def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
@@ -160,24 +186,27 @@ def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
     time, dim = factor.shape[1:]
     factor = in_float32(factor)
     if dim <= time:
-        return Basis(factor, False, norms_of(factor), vanished(dim, factor.dtype) ** 2)
+        norms = norms_of(factor)
+        lost = vanished(dim, factor.dtype)
+        return Basis(factor, False, norms, norms <= lost, lost**2)
     gram, info = lower_gram_matrix(factor.double()), torch.finfo(torch.float64)
     u = info.eps / 2
     lost = dim * info.smallest_normal / u
-    sizes = (gram.diagonal(dim1=1, dim2=2) + lost).sqrt()
+    squares = gram.diagonal(dim1=1, dim2=2)
+    is_zero, sizes = squares == 0, (squares + lost).sqrt()
     added = time * u * (dim / (1 - 2 * dim * u) + 2 * time + 10)
     gram.div_(sizes.unsqueeze(1)).div_(sizes.unsqueeze(2)).diagonal(dim1=1, dim2=2).fill_(1 + added)
     triangle = torch.linalg.cholesky_ex(gram).L  # there is none for an example that is not finite, nor are its sizes
     rows = torch.empty_like(triangle, dtype=factor.dtype)
     torch.mul(triangle, sizes.unsqueeze(2), out=rows)
     norms = sizes * math.sqrt(1 + added) * (1 + 4 * torch.finfo(factor.dtype).eps)
-    return Basis(rows, True, norms, lost)
+    return Basis(rows, True, norms, is_zero, lost)
 
 
 def gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
     """Return ⟨x_s, x_t⟩ of every example."""
     factor = in_float32(factor)
-    return products(factor, factor.mT, block=block_for(factor.shape[1]))
+    return products(factor, factor.mT)
 
 
 def lower_gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
@@ -189,32 +218,32 @@ def lower_gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, 
     return gram
 
 
-def block_for(time: int) -> int:
-    """Return how many terms of a Gram matrix are added up in one go."""
-    return BLOCK * max(SHORT // time, 1)
-
-
-def products(
-    first: Float[Tensor, "batch m dim"], second: Float[Tensor, "batch dim n"], *, block: int = BLOCK
-) -> Float[Tensor, "batch m n"]:
-    """Return the matrix product of every example; its terms are rounded `roundings(dim, block)` times at most."""
+def products(first: Float[Tensor, "batch m dim"], second: Float[Tensor, "batch dim n"]) -> Float[Tensor, "batch m n"]:
+    """Return the matrix product of every example; its terms are rounded `roundings(dim)` times at most."""
     # Not `baddbmm`: it may begin with the sum so far, which every product of the block would then round again.
-    of_blocks = map(torch.bmm, first.split(block, dim=2), second.split(block, dim=1))
+    of_blocks = map(torch.bmm, first.split(BLOCK, dim=2), second.split(BLOCK, dim=1))
     total = next(of_blocks)
     for product in of_blocks:
         total += product
     return total
 
 
-def roundings(length: int, block: int = BLOCK) -> int:
+def roundings(length: Count, block: int = BLOCK) -> Count:
     """Return how often a term of a sum is rounded at most: in its block, and with each block that is added."""
-    return min(length, block) + max(math.ceil(length / block) - 1, 0)
+    more = length - block
+    return length - more * (more > 0) + -(-more // block) * (more > 0)
 
 
-def gamma(k: int, dtype: torch.dtype) -> float:
-    """Return γ_k: by how much of its terms' sizes a sum may be off whose terms are rounded k times."""
-    ku = k * torch.finfo(dtype).eps / 2
+def gamma(k: Count, dtype: torch.dtype) -> Any:
+    """Return γ_k, of k's type: by how much of its terms' sizes a sum may be off whose terms are rounded k times."""
+    ku = k * (torch.finfo(dtype).eps / 2)
     return ku / (1 - ku)
+
+
+def own_length(is_zero: Bool[Tensor, "batch time"]) -> Float[Tensor, " batch"]:
+    """Return the number of tokens up to the last that is not 0, in float64."""
+    places = torch.arange(1.0, is_zero.shape[1] + 1, dtype=torch.float64, device=is_zero.device)
+    return places.where(~is_zero, 0.0).amax(dim=1)
 
 
 def norms_of(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time"]:
@@ -229,8 +258,8 @@ def vanished(count: int, dtype: torch.dtype) -> float:
     return math.sqrt(2 * torch.finfo(dtype).smallest_normal * count)
 
 
-def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """Return `norms_and_sizes` as the norm of lᵀA, which is off by γ_k·S, k = roundings(time) and two more for A itself.
+def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> NormsAndSizes:
+    """Return `norms_and_sizes` as the norm of lᵀA, off by γ_k·S, k the roundings over time and two more for A itself.
 
     The norms of pieces' rows are taken in their own precision: their squares are off by γ_TILE of themselves.
 
@@ -247,11 +276,13 @@ def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> tuple[Float
             first = column if basis.is_triangular else 0
             piece = products(basis.rows[:, first:, column : column + COLUMNS].mT, tile[:, first:])
             squares += torch.linalg.vector_norm(piece, dim=2).double().square().sum(dim=1)
-    raised, k = 1 + gamma(TILE // 2 + 2, dtype), roundings(time) + 2
+    own = own_length(basis.is_zero | (of_kept == 0))
+    raised, k = 1 + gamma(TILE // 2 + 2, dtype), roundings(own) + 2
     of_kept = of_kept.sqrt() * raised
     sizes = (of_kept * basis.norms).sum(dim=1)
     lost_sizes = vanished(p, dtype) * basis.norms.sum(dim=1) + math.sqrt(basis.lost) * of_kept.sum(dim=1)
     lost = gamma(time + 2, dtype) * lost_sizes + 2 * vanished(p * m, dtype)
     norms = squares.sqrt() * raised + gamma(k, dtype) * sizes + lost
     lost_squares = lost.square() + basis.lost * of_kept.square().sum(dim=1)
-    return norms.masked_fill(lost_squares > UNDERFLOW * (norms.square() + UNDERFLOW), math.inf), sizes + lost_sizes
+    norms = norms.masked_fill(lost_squares > UNDERFLOW * (norms.square() + UNDERFLOW), math.inf)
+    return NormsAndSizes(norms, sizes + lost_sizes, own)
