@@ -119,7 +119,8 @@ class DopplerTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the host does. `resume_from_checkpoint=True` skips checkpoints whose writing was interrupted."""
         if not self.args.disable_dp:
-            resume_from_checkpoint = whole_checkpoint(resume_from_checkpoint, output_dir=self.args.output_dir)
+            given = resume_from_checkpoint
+            resume_from_checkpoint = on_process_0(lambda: whole_checkpoint(given, output_dir=self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:

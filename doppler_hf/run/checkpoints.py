@@ -5,10 +5,14 @@ again, it is removed first.
 """
 
 import json
+import os
+import re
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 
 
 def begin_checkpoint(folder: Path) -> None:
@@ -20,7 +24,7 @@ def is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint was written to its end."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):  # not JSON, or no text
         return False
     return True
 
@@ -39,19 +43,20 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         ValueError: If the checkpoint is not whole, or no checkpoint of the output folder is.
     """
     if resume_from_checkpoint is True:
-        checkpoints = sort_checkpoints(output_dir)
+        # As the host: no folder of another name, such as checkpoint-9-old.
+        checkpoints = [path for path in sort_checkpoints(output_dir) if _NAME.fullmatch(Path(path).name)]
         whole = [checkpoint for checkpoint in checkpoints if is_whole(Path(checkpoint))]
         if checkpoints and not whole:
             raise ValueError(
                 f"resume_from_checkpoint=True must find a whole checkpoint in {output_dir}, got {len(checkpoints)} whose "
-                f"writing was interrupted (they have no {TRAINER_STATE_NAME}). Remove them and begin anew. The ledger keeps "
-                "what was spent."
+                f"writing was interrupted (they have no {TRAINER_STATE_NAME}). Remove them to begin anew. What was "
+                "spent stays in its ledger, which is set aside, and the ε of both add up."
             )
         return whole[-1] if whole else True
-    if isinstance(resume_from_checkpoint, str):
+    if isinstance(resume_from_checkpoint, str | os.PathLike):
         checkpoint = Path(resume_from_checkpoint)
         # A folder of another name may hold a model alone, to begin from.
-        if checkpoint.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and checkpoint.is_dir() and not is_whole(checkpoint):
+        if _NAME.fullmatch(checkpoint.name) and checkpoint.is_dir() and not is_whole(checkpoint):
             raise ValueError(
                 f"resume_from_checkpoint must be a whole checkpoint, got {checkpoint}, whose writing was interrupted (it "
                 f"has no {TRAINER_STATE_NAME}). Give an earlier one, or True for the last that is whole."

@@ -284,9 +284,10 @@ def refuse_a_run_without_data(args: TrainingArguments, train_dataset: Any) -> No
     if train_dataset is None:
         raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
     if isinstance(train_dataset, Mapping) and 0 not in train_dataset:
-        names = ", ".join(map(str, train_dataset))
+        # Not its keys, which may name people: messages end in logs.
         raise ValueError(
-            f"train_dataset must be one data set, got a {type(train_dataset).__name__} of {names}. Pass one of them."
+            f"train_dataset must be one data set, got a {type(train_dataset).__name__}, whose keys are not 0, 1, 2, …. Pass "
+            "one of its values, such as train_dataset['train']."
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset must have examples, got none. Look at what has filtered them out.")

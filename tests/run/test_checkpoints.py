@@ -1,5 +1,6 @@
 """A run that is killed while it writes a checkpoint goes on from the last whole one, and no step is lost from the ledger."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +63,15 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(tmp_path, m
     resumed = trainer_of(tmp_path, **OPTIONS)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.privacy.ledger.restarts[-1] == 4
+
+
+def test_folders_of_other_names_are_no_checkpoints(tmp_path):
+    trainer_of(tmp_path, **OPTIONS).train()
+    shutil.copytree(tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-9-old")
+    resumed = trainer_of(tmp_path, **OPTIONS)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert resumed.privacy.ledger.restarts == [6]
 
 
 def test_a_state_that_was_cut_short_is_no_whole_checkpoint(tmp_path):

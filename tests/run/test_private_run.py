@@ -119,7 +119,7 @@ def test_positional_arguments_arrive(tmp_path):
     [
         (dict(disable_dp=True, noise_multiplier=None), text_data(), "disable_dp must be False for a private run, got True"),
         ({}, None, "train_dataset must be a data set with a length, got None"),
-        ({}, DatasetDict(train=text_data(), test=text_data()), "must be one data set, got a DatasetDict of train, test"),
+        ({}, DatasetDict(train=text_data(), test=text_data()), "must be one data set, got a DatasetDict, whose keys"),
         ({}, text_data().filter(lambda _: False), "train_dataset must have examples, got none"),
         ({}, [], "train_dataset must have examples, got none"),
         ({}, text_data().add_column("seq_lengths", [[1, 2]] * 24), "must have one text in each row, .* 'seq_lengths'"),
