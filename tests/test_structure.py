@@ -47,10 +47,10 @@ MAY_IMPORT = {
     ),
     "audit": ("trainer training_args run privacy filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "reproduce": (
-        "trainer training_args run.choices workloads.data_sources workloads.hub workloads.mean_pooling",
+        "trainer training_args run.choices run.parameters workloads.data_sources workloads.hub workloads.mean_pooling",
         f"{ARRAYS} torch transformers datasets peft sklearn",
     ),
-    "cli": ("extras filters privacy training_args trainer audit workloads reports reproduce", "rich numpy"),
+    "cli": ("extras filters privacy training_args trainer audit workloads reports reproduce", "rich numpy filelock"),
     "__main__": ("cli", ""),
     "__init__": ("trainer training_args run", ""),
 }

@@ -1,32 +1,35 @@
 """Run a study: which method trains best at equal ε?
 
 Every method is tuned on the same grid, on data that are not reported. Every run is a line of OUT/NAME/runs.jsonl, written as
-it ends; with --resume those that it holds are not run again. The tables go to OUT/NAME/tables.md.
+it ends; with --resume those that it holds are not run again. The tables are printed, the progress goes to standard error.
 
-  doppler-hf reproduce noise-shaping
+  doppler-hf reproduce noise-shaping > tables.md
   doppler-hf reproduce noise-shaping --tasks sst2 --epsilons 3 --data-dir DATA --encoder MODEL --resume
 """
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# The first seed of those that choose; those that are reported are below it.
+FIRST_TUNING_SEED = 100
 # The encoder of the texts.
 ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf reproduce`."""
-    parser.add_argument("study", metavar="NAME", help="the study: noise-shaping")
+    parser.add_argument("study", metavar="NAME", help="the study: noise-shaping or peers")
     parser.add_argument("--resume", action="store_true", help="go on with the runs that OUT/NAME holds")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="some of the study's tasks")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of its methods; the first is compared with")
     parser.add_argument("--epsilons", nargs="+", type=float, metavar="ε", help="other budgets than the study's")
     parser.add_argument("--tune-seeds", type=int, default=2, metavar="S", help="how many choose (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, metavar="S", help="how many are reported (default: %(default)s)")
-    parser.add_argument("--data-dir", metavar="DIR", help="mnist/, cifar10/ and glue/TASK/ as parquet; default: the hub")
+    parser.add_argument("--data-dir", metavar="DIR", help="mnist/ and glue/TASK/ as parquet; default: the hub")
     parser.add_argument(
         "--encoder",
         default=ENCODER,
@@ -37,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what is missing, and write the tables."""
+    """Run what is missing, and print the tables."""
+    from filelock import FileLock, Timeout
+
     from doppler_hf.reproduce.data import Sources
     from doppler_hf.reproduce.studies import STUDIES
     from doppler_hf.reproduce.tasks import SMALL
@@ -45,26 +50,37 @@ def run(args: argparse.Namespace) -> int:
 
     if args.study not in STUDIES:
         raise ValueError(f"NAME must be one of {', '.join(STUDIES)}, got {args.study!r}.")
-    if args.tune_seeds < 1 or args.seeds < 2:
+    if args.tune_seeds < 1 or not 2 <= args.seeds <= FIRST_TUNING_SEED:
         raise ValueError(
-            f"--tune-seeds must be 1 or more and --seeds 2 or more, got {args.tune_seeds} and {args.seeds}. One run has no "
-            "standard error."
+            f"--tune-seeds must be 1 or more and --seeds 2 to {FIRST_TUNING_SEED}, got {args.tune_seeds} and {args.seeds}. "
+            "Of one run there is no standard error."
         )
-    if min(args.epsilons or [1.0]) <= 0:
-        raise ValueError(f"--epsilons must be more than 0, got {min(args.epsilons):g}. Give budgets such as 1 3 8.")
     study = STUDIES[args.study]
-    methods = _some("--methods", args.methods, study.methods)
     study = dataclasses.replace(
         study,
         tasks=tuple(_some("--tasks", args.tasks, dict.fromkeys(study.tasks))),
-        methods=methods,
-        epsilons=tuple(args.epsilons or study.epsilons),
+        methods=_some("--methods", args.methods, study.methods),
+        epsilons=tuple(dict.fromkeys(args.epsilons or study.epsilons)),
     )
-    folder = args.out / args.study
-    if (folder / "runs.jsonl").exists() and not args.resume:
-        raise ValueError(f"{folder} holds runs already. Add --resume to go on with them, or give another --out.")
-    sources = Sources(args.data_dir, args.encoder, args.out)
-    run_study(study, folder, SMALL, sources, Seeds(range(100, 100 + args.tune_seeds), range(args.seeds)))
+    for epsilon in study.epsilons:
+        if not 0 < epsilon < math.inf:
+            raise ValueError(f"--epsilons must be positive numbers, got {epsilon:g}. Give budgets such as 1 3 8.")
+    for name in study.tasks:  # or it would be found when that task begins, hours later
+        folder = SMALL[name].folder
+        if args.data_dir is not None and folder is not None and not Path(args.data_dir, folder).is_dir():
+            raise ValueError(f"--data-dir must have {folder} for the task {name}, got {args.data_dir} without it. Add it.")
+    out = args.out / args.study
+    if (out / "runs.jsonl").exists() and not args.resume:
+        raise ValueError(f"{out} holds runs already. Add --resume to go on with them, or give another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    seeds = Seeds(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + args.tune_seeds), range(args.seeds))
+    try:
+        with FileLock(out / "runs.lock", timeout=0):
+            print(f"# {study.question}\n", flush=True)
+            for table in run_study(study, out / "runs.jsonl", SMALL, Sources(args.data_dir, args.encoder, args.out), seeds):
+                print(table, flush=True)
+    except Timeout:
+        raise ValueError(f"{out} is being written to by another study. Give another --out, or wait for it.") from None
     return 0
 
 

@@ -1,6 +1,7 @@
 """Data in three parts: to train on, to choose learning rates by, and to report."""
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ class Sources:
     """Where data and pretrained models come from.
 
     Attributes:
-        data_dir: A folder with mnist/, cifar10/ and glue/TASK/, each with its splits as parquet files; None for the hub.
+        data_dir: A folder with mnist/ and glue/TASK/, each with its splits as parquet files; None for the hub.
         encoder: Hub name or folder of a BERT-like encoder.
         cache_dir: Where the outputs of frozen layers are kept.
     """
@@ -40,6 +41,7 @@ class Data(NamedTuple):
     """Three parts of a data set, and what they need.
 
     Attributes:
+        digest: Of all examples, of their parts, and of what was pretrained: by it a run knows what it was trained on.
         train: To train on.
         tuning: Cut from the training data, to choose learning rates by.
         report: What the data set is evaluated on.
@@ -47,6 +49,7 @@ class Data(NamedTuple):
         collator: Makes a batch of examples.
     """
 
+    digest: str
     train: Any
     tuning: Any
     report: Any
@@ -105,7 +108,8 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Cal
             values = pixels[split][rows].float() / 127.5 - 1.0
             return values[:, None] if values.ndim == 3 else values.permute(0, 3, 1, 2)
 
-        return _parts(inputs_of, labels, network, held_out=held_out)
+        digest = digest_of(name, held_out, *(each[split].numpy().tobytes() for split in splits for each in (pixels, labels)))
+        return _parts(digest, inputs_of, labels, network, held_out=held_out)
 
     return load
 
@@ -132,18 +136,30 @@ def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) ->
         def inputs_of(rows: np.ndarray, *, split: str) -> Tensor:
             return torch.from_numpy(counts[split][rows].toarray()).float()
 
-        return _parts(inputs_of, labels, network, held_out=held_out)
+        digest = digest_of(task_name, held_out, *(list(splits[name][each]) for name in splits for each in (column, "label")))
+        return _parts(digest, inputs_of, labels, network, held_out=held_out)
 
     return load
 
 
+def digest_of(*parts: Any) -> str:
+    """Return 16 hexadecimal digits for bytes, texts, numbers, and lists of them."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
 def _parts(
-    inputs_of: Callable[..., Tensor], labels: dict[str, Tensor], network: Callable[[], nn.Module], *, held_out: int
+    digest: str,
+    inputs_of: Callable[..., Tensor],
+    labels: dict[str, Tensor],
+    network: Callable[[], nn.Module],
+    *,
+    held_out: int,
 ) -> Data:
     (report,) = labels.keys() - {"train"}
     of_train, of_report = (functools.partial(inputs_of, split=split) for split in ("train", report))
     train, tuning = apart(len(labels["train"]), held_out)
     return Data(
+        digest=digest,
         train=Rows(of_train, labels["train"], train),
         tuning=Rows(of_train, labels["train"], tuning),
         report=Rows(of_report, labels[report], np.arange(len(labels[report]))),

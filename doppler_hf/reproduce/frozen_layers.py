@@ -5,7 +5,6 @@ run on outputs is the run on texts, at a fraction of the time.
 """
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doppler_hf.reproduce.data import Data, Sources, apart
+from doppler_hf.reproduce.data import Data, Sources, apart, digest_of
 from doppler_hf.reproduce.networks import TopLayers
+from doppler_hf.run.parameters import parameters_digest
 from doppler_hf.workloads.data_sources import glue_task, load_glue
 from doppler_hf.workloads.hub import hub_or_folder
 
@@ -98,14 +98,19 @@ def sentences(task_name: str, *, layers: int, held_out: int) -> Callable[[Source
         splits = load_glue(task_name, sources.folder(f"glue/{task_name}"))
         with hub_or_folder(sources.encoder, "--encoder"):
             tokenizer, encoder = AutoTokenizer.from_pretrained(sources.encoder), AutoModel.from_pretrained(sources.encoder)
+        if not isinstance(getattr(getattr(encoder, "encoder", None), "layer", None), nn.ModuleList):
+            raise ValueError(
+                f"--encoder must be a BERT-like model with a list of layers, got a {type(encoder).__name__}. Give one such "
+                "as sentence-transformers/all-MiniLM-L6-v2."
+            )
         above = encoder.encoder.layer[-layers:]
         encoder.encoder.layer = encoder.encoder.layer[:-layers]
         parts = [splits["train"], splits[task.validation_splits[0]]]
         texts = [[text for part in parts for text in part[column]] for column in task.text_columns]
         tokens = tokenizer(*texts, truncation=True, max_length=MAX_TOKENS, return_attention_mask=False).data
-        digest = hashlib.sha256(repr((sources.encoder, layers, tokens)).encode()).hexdigest()[:16]
-        outputs = Outputs.of(encoder, tokens, sources.cache_dir / f"{task_name}-{digest}.pt", pad=tokenizer.pad)
         labels = [label for part in parts for label in part["label"]]
+        digest = digest_of(parameters_digest(encoder), parameters_digest(above), layers, held_out, tokens, labels)
+        outputs = Outputs.of(encoder, tokens, sources.cache_dir / f"{task_name}-{digest}.pt", pad=tokenizer.pad)
         # The lengths of input_ids are those by which a draw is sorted.
         rows = Dataset.from_dict({**tokens, "text": range(len(labels)), "label": labels})
         train, tuning = apart(len(parts[0]), held_out)
@@ -114,6 +119,6 @@ def sentences(task_name: str, *, layers: int, held_out: int) -> Callable[[Source
             return TopLayers(copy.deepcopy(above), hidden_size=encoder.config.hidden_size, num_labels=task.num_labels)
 
         report = rows.select(range(len(parts[0]), len(rows)))
-        return Data(rows.select(train), rows.select(tuning), report, network, outputs)
+        return Data(digest, rows.select(train), rows.select(tuning), report, network, outputs)
 
     return load

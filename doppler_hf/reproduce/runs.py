@@ -1,4 +1,4 @@
-"""One private training of a task, and the log of all that were run.
+"""One private training of a task.
 
 A run's noise and draws follow its seed, so that methods can be paired. Nothing here is meant to be private: the data are
 public, and every ε is what the same training would cost.
@@ -32,6 +32,7 @@ class Run:
 
     Attributes:
         task: Its name.
+        data: The digest of its data.
         epsilon: ε.
         trained: Which weights are trained.
         arguments: Those of `DopplerTrainer` that are not the defaults, as JSON: the task's and the method's.
@@ -40,6 +41,7 @@ class Run:
     """
 
     task: str
+    data: str
     epsilon: float
     trained: Trained
     arguments: str
@@ -47,10 +49,10 @@ class Run:
     seed: int
 
     @classmethod
-    def of(cls, name: str, task: Task, method: Method, epsilon: float, learning_rate: float, seed: int) -> "Run":
+    def of(cls, name: str, task: Task, data: Data, method: Method, epsilon: float, learning_rate: float, seed: int) -> "Run":
         """Return the run of a task by a method."""
         arguments = json.dumps({**task.settings, **method.arguments}, sort_keys=True)
-        return cls(name, epsilon, method.trained or task.trained, arguments, learning_rate, seed)
+        return cls(name, data.digest, epsilon, method.trained or task.trained, arguments, learning_rate, seed)
 
 
 class StudyTrainer(DopplerTrainer):

@@ -1,8 +1,4 @@
-"""What is compared on what.
-
-Each method is at its best: its own clipping, base optimizer and trained weights, and a learning rate tuned like that of the
-others.
-"""
+"""What is compared on what."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,6 +56,23 @@ SHAPES: Final[Mapping[str, Method]] = {
     "auto, first-order-v1": shaped("first-order-v1", "auto"),
     "auto, auto": shaped("auto", "auto"),
     "auto, on weights": shaped("none", "auto", **ON_WEIGHTS),
+    "banded:bands=4, first-order-v1": shaped("first-order-v1", "banded:bands=4"),
+    "SGD: white, none": shaped("none", "white", base_optimizer="sgd"),
+    "SGD: white, auto": shaped("auto", "white", base_optimizer="sgd"),
+    "SGD: auto, auto": shaped("auto", "auto", base_optimizer="sgd"),
+}
+# As their own papers have them: clipping, base optimizer and what is trained.
+PEERS: Final[Mapping[str, Method]] = {
+    "auto, auto": shaped("auto", "auto"),
+    "DP-SGD, vanilla (Opacus)": shaped("none", "white", base_optimizer="sgd"),
+    "DP-Adam, vanilla (Opacus, dp-transformers)": shaped("none", "white", base_optimizer="adam"),
+    "DP-Adam, automatic (fastDP)": shaped("none", "white", base_optimizer="adam", clipping="automatic"),
+    "DP-Adam, automatic, biases alone (fastDP's BiTFiT)": Method(
+        {"base_optimizer": "adam", "clipping": "automatic"}, trained="bitfit"
+    ),
+    "DP-Adam, head alone": Method({"base_optimizer": "adam"}, trained="head"),
+    "LP-DPSGD": shaped("first-order-v1", "white", base_optimizer="sgd"),
+    "LP-DPAdamBC": shaped("first-order-v1", "white"),
 }
 
 STUDIES: Final[Mapping[str, Study]] = {
@@ -68,5 +81,6 @@ STUDIES: Final[Mapping[str, Study]] = {
         SHAPES,
         ("digits", "mnist", "mnist-perceptron", "sst2-words", "sst2", "sst2-full", "qnli"),
     ),
+    "peers": Study("Which method trains best, each at its best learning rate?", PEERS, ("sst2", "qnli")),
 }
 """Name → study."""

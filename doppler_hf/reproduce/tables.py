@@ -1,4 +1,7 @@
-"""The tables of a study. Differences are from the first method, paired by the seed, which fixes initialization and draws."""
+"""The tables of a study. Differences are from the first method, paired by the seed, which fixes initialization.
+
+It fixes draws and noise, too, but a shape of several bands draws from a group at a time.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,19 +21,19 @@ class Line:
         method: Its name.
         learning_rate: The best.
         accuracy: Of each seed, the same seeds for all lines.
-        twice: The accuracy of the tuning seeds at twice the best rate.
+        tuning: The mean accuracy on the tuning part at the best rate, and at twice that.
     """
 
     method: str
     learning_rate: float
     accuracy: np.ndarray
-    twice: float
+    tuning: tuple[float, float]
 
 
 def table(lines: Sequence[Line]) -> str:
     """Return a table in Markdown: accuracies ± their standard errors, and the paired differences with intervals."""
     rows = [
-        "| method | learning rate | accuracy, % | difference, 95 % interval | twice the rate |",
+        "| method | learning rate | accuracy, % | difference, 95 % interval | tuning part: best, twice the rate |",
         "|---|---|---|---|---|",
     ]
     for line in lines:
@@ -38,14 +41,13 @@ def table(lines: Sequence[Line]) -> str:
         error = percent.std(ddof=1) / len(percent) ** 0.5
         rows.append(
             f"| {line.method} | {line.learning_rate:g} | {percent.mean():.2f} ± {error:.2f} | "
-            f"{difference(percent - 100 * lines[0].accuracy)} | {100 * line.twice:.1f} |"
+            f"{'–' if line is lines[0] else difference(percent - 100 * lines[0].accuracy)} | "
+            f"{100 * line.tuning[0]:.1f}, {100 * line.tuning[1]:.1f} |"
         )
     return "\n".join(rows)
 
 
 def difference(paired: np.ndarray) -> str:
     """Write the mean of paired differences, with Student's interval."""
-    if not paired.any():
-        return "–"
     half = stats.t.ppf((1 + CONFIDENCE) / 2, len(paired) - 1) * paired.std(ddof=1) / len(paired) ** 0.5
     return f"{paired.mean():+.2f} [{paired.mean() - half:+.2f}, {paired.mean() + half:+.2f}]"

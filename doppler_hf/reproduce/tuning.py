@@ -7,14 +7,14 @@ is reported.
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from doppler_hf.reproduce.data import Sources
-from doppler_hf.reproduce.log import Log
+from doppler_hf.reproduce.log import Log, say
 from doppler_hf.reproduce.runs import Run, train
 from doppler_hf.reproduce.studies import Study
 from doppler_hf.reproduce.tables import Line, table
@@ -33,37 +33,37 @@ class Seeds(NamedTuple):
     report: Sequence[int]
 
 
-def run_study(study: Study, folder: Path, tasks: Mapping[str, Task], sources: Sources, seeds: Seeds) -> str:
-    """Train what is missing, and return the tables, which are also written as they are completed.
+def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sources, seeds: Seeds) -> Iterator[str]:
+    """Train what is missing, and return a table for every task and ε, as it is completed.
 
     Args:
         study: What is compared.
-        folder: Where runs.jsonl and tables.md lie.
+        path: The log.
         tasks: Name → task.
         sources: Where the data come from.
         seeds: The seeds.
     """
-    begun, done, total = time.perf_counter(), 0, len(study.tasks) * len(study.epsilons) * len(study.methods)
-    tables = []
     for name in study.tasks:
         task, centres = tasks[name], dict(FIRST_RATES)
-        log = Log(folder / "runs.jsonl", functools.partial(train, data=task.load(sources)))
+        data = task.load(sources)
+        log = Log(path, functools.partial(train, data=data))
+        left = len(study.epsilons) * len(study.methods)
+        took: list[float] = []
         for epsilon in study.epsilons:
             lines = []
             for label, method in study.methods.items():
-                run_of = functools.partial(Run.of, name, task, method, epsilon)
+                say(f"{name}, ε = {epsilon:g}: {label}")
+                begun, held = time.perf_counter(), len(log)
+                run_of = functools.partial(Run.of, name, task, data, method, epsilon)
                 base = method.arguments.get("base_optimizer", DEFAULT_BASE)
-                print(f"{name}, ε = {epsilon:g}: {label}", flush=True)
                 line = line_of(log, label, run_of, centre=centres[base], seeds=seeds)
                 centres[base] = line.learning_rate  # where the next search begins
                 lines.append(line)
-                done += 1
-                left = (time.perf_counter() - begun) / done * (total - done) / 60
-                print(f"{done} of {total} lines, about {left:.0f} min left", flush=True)
-            tables.append(f"## {name}, ε = {epsilon:g}\n\n{table(lines)}\n")
-            (folder / "tables.md").write_text("\n".join([f"# {study.question}\n", *tables]))
-            print(f"\n{tables[-1]}", flush=True)
-    return "\n".join(tables)
+                left -= 1
+                if len(log) > held:
+                    took.append(time.perf_counter() - begun)
+                    say(f"{left} lines of {name} to come, about {left * np.mean(took) / 60:.0f} min")
+            yield f"## {name}, ε = {epsilon:g}\n\n{table(lines)}\n"
 
 
 def line_of(log: Log, name: str, run_of: Callable[[float, int], Run], *, centre: float, seeds: Seeds) -> Line:
@@ -82,7 +82,7 @@ def line_of(log: Log, name: str, run_of: Callable[[float, int], Run], *, centre:
 
     rate = best_on_grid(chosen_by, centre=centre)
     accuracy = np.array([log[run_of(rate, seed)]["report"] for seed in seeds.report])
-    return Line(name, rate, accuracy, chosen_by(2 * rate))
+    return Line(name, rate, accuracy, (chosen_by(rate), chosen_by(2 * rate)))
 
 
 def best_on_grid(score: Callable[[float], float], *, centre: float) -> float:

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
+from filelock import FileLock
 from scipy import stats
 from torch.nn import functional as F
 from transformers import AutoModel
@@ -23,7 +26,7 @@ from doppler_hf.reproduce.studies import STUDIES
 from doppler_hf.reproduce.tables import Line, table
 from doppler_hf.reproduce.tasks import SMALL
 from doppler_hf.reproduce.tuning import best_on_grid
-from tests.support.folders import write_bert, write_glue
+from tests.support.folders import write_bert, write_glue, write_gpt2
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, sma
     assert main(arguments) == 0
     folder = sources.cache_dir / "noise-shaping"
     rows = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
     for method, rate in (("white", 0.004), ("auto", 0.032)):
         own = [row for row in rows if f'"noise_shape": "{method}"' in row["arguments"]]
         reported = {row["seed"]: row for row in own if row["seed"] < 100}
@@ -84,13 +87,13 @@ def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, sma
         assert min(tuned) < rate < max(tuned)
         accuracy = 100 * np.array([reported[seed]["report"] for seed in (0, 1)])
         assert f"| {rate:g} | {accuracy.mean():.2f} ± {accuracy.std(ddof=1) / 2**0.5:.2f} |" in printed
-    tables = (folder / "tables.md").read_text()
-    assert "## mnist-perceptron, ε = 4" in tables
-    assert tables.splitlines()[-1] in printed
-    assert "2 of 2 lines" in printed
+    assert "## mnist-perceptron, ε = 4" in printed
+    assert "1 lines of mnist-perceptron to come, about 0 min" in progress
     monkeypatch.setattr(tuning, "train", lambda run, data: pytest.fail("this was done already"))
     assert main([*arguments, "--resume"]) == 0
-    assert (folder / "tables.md").read_text() == tables
+    again = capsys.readouterr()
+    assert again.out == printed
+    assert "to come" not in again.err
     assert main(arguments) == 2
     assert "holds runs already. Add --resume" in capsys.readouterr().err
 
@@ -100,7 +103,7 @@ def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, sma
 )
 def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
     task, data = SMALL[name], SMALL[name].load(sources)
-    run = Run.of(name, task, STUDIES["noise-shaping"].methods["auto, auto"], 4.0, 0.01, 0)
+    run = Run.of(name, task, data, STUDIES["noise-shaping"].methods["auto, auto"], 4.0, 0.01, 0)
     result = train(run, data=data)
     shape = NoiseShape.parse(result["noise_shape"])
     turns = Releases.in_turns(result["noise_multiplier"], 10 / 40, 3, groups=shape.bands)
@@ -139,7 +142,7 @@ def test_no_example_is_trained_on_and_chosen_by():
     assert sorted([*train, *tuning_rows]) == list(range(100))
 
 
-def test_the_tuning_part_alone_chooses(sources, small, monkeypatch):
+def test_the_tuning_part_alone_chooses(sources, small, monkeypatch, capsys):
     """The reported accuracy is best at another rate."""
 
     def train(run, data):
@@ -147,8 +150,7 @@ def test_the_tuning_part_alone_chooses(sources, small, monkeypatch):
 
     monkeypatch.setattr(tuning, "train", train)
     assert main(words(sources, "--tasks", "mnist", "--methods", "white, none")) == 0
-    tables = (sources.cache_dir / "noise-shaping" / "tables.md").read_text()
-    assert "| white, none | 0.032 |" in tables
+    assert "| white, none | 0.032 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("best", [-5, 0, 7])
@@ -165,10 +167,10 @@ def test_the_grid_is_widened_until_the_best_is_inside(best):
 
 def test_differences_are_paired_and_have_students_interval():
     first, second = np.array([0.80, 0.90, 0.85]), np.array([0.82, 0.91, 0.88])
-    rows = table([Line("a", 1.0, first, 0.5), Line("b", 2.0, second, 0.25)]).splitlines()
+    rows = table([Line("a", 1.0, first, (0.6, 0.5)), Line("b", 2.0, second, (0.7, 0.25))]).splitlines()
     low, high = stats.ttest_1samp(100 * (second - first), 0).confidence_interval(0.95)
-    assert rows[2] == "| a | 1 | 85.00 ± 2.89 | – | 50.0 |"
-    assert rows[3] == f"| b | 2 | 87.00 ± 2.65 | +2.00 [{low:+.2f}, {high:+.2f}] | 25.0 |"
+    assert rows[2] == "| a | 1 | 85.00 ± 2.89 | – | 60.0, 50.0 |"
+    assert rows[3] == f"| b | 2 | 87.00 ± 2.65 | +2.00 [{low:+.2f}, {high:+.2f}] | 70.0, 25.0 |"
 
 
 @pytest.mark.parametrize("task_name", ["sst2", "qnli"])
@@ -196,6 +198,34 @@ def test_frozen_and_trained_layers_together_are_the_encoder(sources, task_name):
     torch.testing.assert_close(again.collator(examples), batch, rtol=0, atol=0)
 
 
+def test_runs_on_other_data_or_another_encoder_are_other_runs(sources, small, tmp_path):
+    def run_of(sources):
+        task = SMALL["sst2"]
+        return Run.of("sst2", task, task.load(sources), STUDIES["noise-shaping"].methods["white, none"], 4.0, 0.01, 0)
+
+    first = run_of(sources)
+    assert run_of(sources) == first
+    write_bert(Path(sources.encoder), num_hidden_layers=3)  # other weights at the same place
+    second = run_of(sources)
+    shutil.rmtree(tmp_path / "glue" / "sst2")
+    write_glue(tmp_path / "glue" / "sst2", "sst2", train=59)
+    assert len({first, second, run_of(sources)}) == 3
+
+
+def test_an_encoder_without_a_list_of_layers_is_refused(sources, tmp_path):
+    other = dataclasses.replace(sources, encoder=str(write_gpt2(tmp_path / "gpt2")))
+    with pytest.raises(ValueError, match="--encoder must be a BERT-like model with a list of layers, got a GPT2Model"):
+        SMALL["sst2"].load(other)
+
+
+def test_a_folder_has_one_writer(sources, small, capsys):
+    folder = sources.cache_dir / "noise-shaping"
+    folder.mkdir(parents=True)
+    with FileLock(folder / "runs.lock"):
+        assert main(words(sources, "--tasks", "mnist")) == 2
+    assert "is being written to by another study" in capsys.readouterr().err
+
+
 def test_parts_do_not_overlap(sources):
     data = frozen_layers.sentences("sst2", layers=2, held_out=20)(sources)
     texts = [set(part["text"]) for part in (data.train, data.tuning, data.report)]
@@ -206,6 +236,13 @@ def test_parts_do_not_overlap(sources):
 def test_networks_have_the_sizes_that_they_say():
     assert sum(p.numel() for p in perceptron().parameters()) == 269_322
     assert sum(p.numel() for p in mnist_cnn().parameters()) == 26_010
+
+
+@pytest.mark.parametrize("name", STUDIES["peers"].methods)
+def test_every_peer_trains(sources, small, name):
+    task = SMALL["sst2"]
+    data = task.load(sources)
+    assert 0 <= train(Run.of("sst2", task, data, STUDIES["peers"].methods[name], 4.0, 0.01, 0), data=data)["report"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -241,8 +278,11 @@ def test_a_classifier_returns_what_the_trainer_evaluates():
             "--tasks must be of digits; mnist; mnist-perceptron; sst2-words; sst2; sst2-full; qnli, got 'cola'",
         ),
         (["--methods", "best"], "got 'best'"),
-        (["--seeds", "1"], "--seeds 2 or more, got 1 and 1. One run has no standard error."),
-        (["--epsilons", "-1"], "must be more than 0, got -1"),
+        (["--seeds", "1"], "--seeds 2 to 100, got 1 and 1. Of one run there is no standard error."),
+        (["--seeds", "101"], "got 1 and 101"),
+        (["--epsilons", "3", "-1"], "must be positive numbers, got -1"),
+        (["--epsilons", "3", "nan"], "must be positive numbers, got nan"),
+        (["--data-dir", "elsewhere"], "--data-dir must have mnist for the task mnist, got elsewhere without it"),
     ],
 )
 def test_mistakes_are_one_line(sources, capsys, more, message):
