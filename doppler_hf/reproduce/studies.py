@@ -50,7 +50,7 @@ SHAPES: Final[Mapping[str, Method]] = {
     "white, none": shaped("none", "white"),
     "white, first-order-v1": shaped("first-order-v1", "white"),
     "white, second-order": shaped("second-order", "white"),
-    "white, auto": shaped("auto", "white"),
+    "white, momentum": shaped("momentum:beta=0.85", "white"),
     "white, on weights": shaped("none", "white", **ON_WEIGHTS),
     "auto, none": shaped("none", "auto"),
     "auto, first-order-v1": shaped("first-order-v1", "auto"),

@@ -42,10 +42,15 @@ def test_a_named_filter_is_taken_as_it_is(tmp_path, name):
     assert filter_of(tmp_path, low_pass_filter=name) == LowPassFilter.parse(name)
 
 
-@pytest.mark.parametrize("shape", ["white", "banded:bands=4"])
-def test_an_auto_filter_follows_from_the_plan_the_schedule_and_the_shape(tmp_path, shape):
+@pytest.mark.parametrize("base", ["adam", "adam_bc"])
+def test_behind_adam_white_noise_gets_no_filter(tmp_path, base):
+    assert filter_of(tmp_path, low_pass_filter="auto", base_optimizer=base) == LowPassFilter.parse("none")
+
+
+@pytest.mark.parametrize(("shape", "base"), [("white", "sgd"), ("banded:bands=4", "sgd"), ("banded:bands=4", "adam_bc")])
+def test_an_auto_filter_follows_from_the_plan_the_schedule_and_the_shape(tmp_path, shape, base):
     shape = NoiseShape.parse(shape)
-    chosen = filter_of(tmp_path, low_pass_filter="auto", noise_shape=str(shape), shape=shape)
+    chosen = filter_of(tmp_path, low_pass_filter="auto", noise_shape=str(shape), shape=shape, base_optimizer=base)
     rates = [1 - step / 400 for step in range(400)]
     assert chosen == auto_filter(400, learning_rates=rates, noise=shape)
 
