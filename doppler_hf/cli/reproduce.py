@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="some of the study's tasks")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of its methods; the first is compared with")
     parser.add_argument("--epsilons", nargs="+", type=float, metavar="ε", help="other budgets than the study's")
-    parser.add_argument("--tune-seeds", type=int, default=2, metavar="S", help="how many choose (default: %(default)s)")
+    parser.add_argument("--tune-seeds", type=int, default=3, metavar="S", help="how many choose (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, metavar="S", help="how many are reported (default: %(default)s)")
     parser.add_argument("--data-dir", metavar="DIR", help="mnist/ and glue/TASK/ as parquet; default: the hub")
     parser.add_argument(
