@@ -5,17 +5,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from doppler_hf.reproduce.networks import Classifier
+from doppler_hf.reproduce.networks import HASHED_WORDS, Classifier
 from doppler_hf.workloads.data_sources import glue_task, load_glue, load_images
-
-HASHED_WORDS: Final = 4096
 
 
 @dataclass(frozen=True)

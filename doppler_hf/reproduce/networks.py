@@ -1,6 +1,6 @@
 """The networks of the tasks: classifiers that return logits, as `DopplerTrainer` expects of a model of one's own."""
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +11,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.workloads.mean_pooling import masked_mean
 
+HASHED_WORDS: Final = 4096
 Trained = Literal["all", "lora", "bitfit", "head"]
 
 
@@ -76,8 +77,8 @@ def mnist_cnn() -> nn.Module:
 
 
 def hashed_words() -> nn.Module:
-    """Return an MLP for counts of 4,096 hashed words: 131,170 parameters."""
-    return nn.Sequential(nn.Linear(4096, 32), nn.ReLU(), nn.Linear(32, 2))
+    """Return an MLP for counts of hashed words: 131,170 parameters."""
+    return nn.Sequential(nn.Linear(HASHED_WORDS, 32), nn.ReLU(), nn.Linear(32, 2))
 
 
 class DigitsViT(nn.Module):
