@@ -1,6 +1,7 @@
 """Numbers that rows share are told from those of each row by how many are drawn, whatever comes out."""
 
 import itertools
+import math
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from doppler_hf.privacy import shared_coins
 from doppler_hf.privacy.generators import filled_generators
 from doppler_hf.privacy.shared_coins import drawn_in_forward, is_shared_in_collation, numbers_drawn
 
@@ -94,8 +96,15 @@ def test_a_batch_whose_rows_have_numbers_of_their_own(name, all_trials):
     assert not is_shared_in_collation(OF_EACH_ROW[name])
 
 
-# Where rows draw of the same generator, and not always as many, the one number is within what they vary by.
-NOISY = [("NumPy", "spans"), ("Python", "spans"), ("a choice", "spans"), ("torch", "torch, now and then")]
+# Where rows draw of the same generator, and not always as many, the one number is within what they vary by: so many trials
+# bring it nine standard errors off, where four refuse.
+NOISY = {
+    ("NumPy", "normal"): 1200,
+    ("NumPy", "spans"): 1800,
+    ("Python", "spans"): 800,
+    ("a choice", "spans"): 2200,
+    ("torch", "torch, now and then"): 800,
+}
 
 
 @pytest.mark.parametrize(("of_all", "of_row"), sorted({*itertools.product(OF_ALL_ROWS, OF_EACH_ROW)} - {*NOISY}))
@@ -104,7 +113,9 @@ def test_a_number_for_all_rows_is_seen_beside_those_of_each(of_all, of_row):
 
 
 @pytest.mark.parametrize(("of_all", "of_row"), NOISY)
-def test_a_number_for_all_rows_is_seen_where_each_row_draws_another_number_of_times(of_all, of_row, all_trials):
+def test_a_number_for_all_rows_is_seen_where_each_row_draws_another_number_of_times(of_all, of_row, monkeypatch):
+    monkeypatch.setattr(shared_coins, "_TRIALS", NOISY[of_all, of_row])
+    monkeypatch.setattr(shared_coins, "_SECONDS", math.inf)
     assert is_shared_in_collation(lambda rows: (OF_ALL_ROWS[of_all](rows), OF_EACH_ROW[of_row](rows)))
 
 
