@@ -8,7 +8,7 @@ the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum i
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_matmul_precision
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
-from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient
+from doppler_hf.privacy.clipping.factored import NormRule, Norms, PerSampleGradient
 
 Clipping = Literal["automatic", "vanilla"]
 Granularity = Literal["flat", "per_layer"]
@@ -98,6 +98,8 @@ class ClippedGradients:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
         self.engine_name, self._norm_rule = engine, norm_rule
         self._trainable = trainable
+        # The coarsest in which something is summed.
+        self._dtype = max((self._sum_dtype(name) for name in trainable), key=lambda dtype: torch.finfo(dtype).eps)
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._sums: dict[str, Tensor] = {}
         self.num_non_finite = 0
@@ -198,10 +200,12 @@ class ClippedGradients:
                 f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before the training begins."
             )
 
+    def _sum_dtype(self, name: str) -> torch.dtype:
+        return torch.promote_types(self._trainable[name].dtype, torch.float32)
+
     def _empty_sum(self, name: str) -> Tensor:
         # Allocated when first written, like the gradients of ordinary training, so that it takes no memory in the forward.
-        parameter = self._trainable[name]
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        parameter, dtype = self._trainable[name], self._sum_dtype(name)
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
@@ -211,31 +215,32 @@ class ClippedGradients:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same
         # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
         # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        squares = self._squared_norms(gradients.items())
+        norms = self._norms(gradients.items())
         # The norms and sums that float32 cannot hold are computed in float64, for these examples alone: to the others it
         # makes no difference that they are there.
-        beyond = ~joint_norms(squares).isfinite()
+        beyond = ~joint(norms.values()).is_finite()
         any_beyond = bool(beyond.any())
         if any_beyond:
-            again = self._squared_norms(
-                (name, gradient.of_examples(beyond).in_float64()) for name, gradient in gradients.items()
-            )
-            squares = {group: square.masked_scatter(beyond, again[group]) for group, square in squares.items()}
-        norms = joint_norms(squares)
+            again = self._norms((name, gradient.of_examples(beyond).in_float64()) for name, gradient in gradients.items())
+            norms = {
+                group: Norms(*(mine.masked_scatter(beyond, other) for mine, other in zip(norm, again[group], strict=True)))
+                for group, norm in norms.items()
+            }
+        whole = joint(norms.values())
 
         # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Its rows are
         # left out, since 0·NaN would still be NaN.
-        finite = norms.isfinite()
+        finite = whole.is_finite()
         num_non_finite = batch_size - int(finite.sum())
         self.num_non_finite += num_non_finite
         if num_non_finite == batch_size:
-            return norms
+            return whole.values
 
         layers = len(set(self._group_of.values()))
         bound = self._max_grad_norm / layers**0.5
         factors = {
-            group: clip_factors(square.sqrt(), max_grad_norm=bound, clipping=self._clipping)
-            for group, square in squares.items()
+            group: clip_factors(norm.raised(self._dtype), max_grad_norm=bound, clipping=self._clipping)
+            for group, norm in norms.items()
         }
         if weights is not None:  # at most 1 each: factor·norm stays within the bound
             factors = {group: factor * weights.to(factor) for group, factor in factors.items()}
@@ -253,17 +258,16 @@ class ClippedGradients:
             in_float64 = torch.zeros_like(self._sums[name], dtype=torch.float64)
             gradient.of_examples(beyond).in_float64().add_weighted(in_float64, factor[beyond])
             self._sums[name] += in_float64
-        return norms
+        return whole.values
 
-    def _squared_norms(self, gradients: Iterable[tuple[str, PerSampleGradient]]) -> dict[str, Float[Tensor, " batch"]]:
-        """Return the squared norms by group."""
-        squares: dict[str, Tensor] = {}
+    def _norms(self, gradients: Iterable[tuple[str, PerSampleGradient]]) -> dict[str, Norms]:
+        """Return the norms by group."""
+        parts: dict[str, list[Norms]] = {}
         for name, gradient in gradients:
-            square, group = gradient.squared_norms(), self._group_of[name]
-            squares[group] = squares[group] + square if group in squares else square
-        return squares
+            parts.setdefault(self._group_of[name], []).append(gradient.norms())
+        return {group: joint(norms) for group, norms in parts.items()}
 
 
-def joint_norms(squares: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, " batch"]:
-    """Return the norms over all groups."""
-    return torch.stack(tuple(squares.values())).sum(dim=0).sqrt()
+def joint(parts: Iterable[Norms]) -> Norms:
+    """Return the norms of vectors whose parts have these; the norm of a sum is at most the sum of the norms."""
+    return Norms(*(torch.stack(numbers).square().sum(dim=0).sqrt() for numbers in zip(*parts, strict=True)))

@@ -9,10 +9,11 @@ Clipping needs ‖g_i‖² and Σ w_i g_i. The last two forms give both without 
 https://arxiv.org/abs/2210.00038).
 
 Sensitivity: row i of every tensor depends on example i alone, and the norm and the weighted sum are computed from the same
-tensors in float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. Norms are
-raised by bounds on their own rounding and on that of the sum of one example's terms, so that what is added has the norm that
-was clipped. A norm whose squares leave the range of float32 comes out as infinity, and is computed again `in_float64`, whose
-range holds all that factors in float32 can give.
+tensors in float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. Norms
+come with bounds on their own rounding and on that of the sum of one example's terms, and are `raised` by a thousandth, in
+every form alike: which form is the cheapest depends on what the example is padded to, and so on others. Where a bound is
+larger, the norm is raised by that. A norm whose squares leave the range of float32 comes out as infinity, or its bound
+does, and is computed again `in_float64`, whose range holds all that factors in float32 can give.
 """
 
 import math
@@ -20,14 +21,22 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.ghost_norm import NormsAndSizes, Recent, gamma, norms_and_sizes, products, roundings
+from doppler_hf.privacy.clipping.ghost_norm import (
+    RAISED_BY,
+    ProductNorms,
+    Recent,
+    gamma,
+    product_norms,
+    products,
+    roundings,
+)
 
 NormRule = Literal["auto", "ghost", "direct"]
 
@@ -44,12 +53,32 @@ SUM_PIECE = 2**20
 RUN = 64
 
 
+class Norms(NamedTuple):
+    """Norms of per-sample gradients, in float64.
+
+    Attributes:
+        values: ‖g_i‖ as computed, shape (batch,).
+        errors: Bounds on how far they are below the norms of what `add_weighted` adds, shape (batch,).
+    """
+
+    values: Float[Tensor, " batch"]
+    errors: Float[Tensor, " batch"]
+
+    def is_finite(self) -> Bool[Tensor, " batch"]:
+        """Return whether the range of the dtype suffices."""
+        return self.values.isfinite() & self.errors.isfinite()
+
+    def raised(self, dtype: torch.dtype) -> Float[Tensor, " batch"]:
+        """Return norms that rounding in this dtype leaves above those of what is added."""
+        return self.values + torch.maximum(RAISED_BY * torch.finfo(dtype).eps * self.values, self.errors)
+
+
 class PerSampleGradient(ABC):
     """The gradient of each example's loss with respect to one parameter."""
 
     @abstractmethod
-    def squared_norms(self) -> Float[Tensor, " batch"]:
-        """Return ‖g_i‖² of every example, shape (batch,), in float64; not finite if the range of the dtype is too small."""
+    def norms(self) -> Norms:
+        """Return ‖g_i‖ of every example; not finite if the range of the dtype is too small."""
 
     @abstractmethod
     def each(self, change: Callable[[Tensor], Tensor]) -> "PerSampleGradient":
@@ -83,11 +112,11 @@ class Dense(PerSampleGradient):
 
     def __init__(self, values: Float[Tensor, "batch ..."]) -> None:
         self.values = values
-        self._squares = sum_of_squares(values)  # at once, while the values are still in the cache
+        self._norms = norms_in_full(values)  # at once, while the values are still in the cache
 
-    def squared_norms(self) -> Float[Tensor, " batch"]:
-        """Return ‖g_i‖², shape (batch,)."""
-        return self._squares
+    def norms(self) -> Norms:
+        """Return ‖g_i‖ of every example."""
+        return self._norms
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Dense":
         """Return the same form, of the values' image."""
@@ -113,18 +142,18 @@ class OuterProducts(PerSampleGradient):
     right: Float[Tensor, "batch time q"]
     recent: Recent = field(default_factory=Recent)
 
-    def squared_norms(self) -> Float[Tensor, " batch"]:
-        """Return ‖Σ_t l_t r_tᵀ‖² of every example, shape (batch,)."""
-        norms, rounding = self.norms_and_rounding()
-        return (norms.norms + rounding).square()
+    def norms(self) -> Norms:
+        """Return ‖Σ_t l_t r_tᵀ‖ of every example."""
+        found, rounding = self.product_norms_and_rounding()
+        return Norms(found.norms, found.errors + rounding)
 
-    def norms_and_rounding(self) -> tuple[NormsAndSizes, Float[Tensor, " batch"]]:
-        """Return bounds on ‖Σ_t l_t r_tᵀ‖, and how far `add_weighted` may be off for an example alone, shape (batch,).
+    def product_norms_and_rounding(self) -> tuple[ProductNorms, Float[Tensor, " batch"]]:
+        """Return the norms from their factors, and how far `add_weighted` may be off for an example alone, shape (batch,).
 
         The terms of others, which it has in common with them, are left out: to add zeros is exact. A block may begin with
         another example, so that there is one more; and the weight is rounded into one of the factors.
         """
-        found, dtype = norms_and_sizes(self.left, self.right, self.recent), in_float32(self.left[:0]).dtype
+        found, dtype = product_norms(self.left, self.right, self.recent), in_float32(self.left[:0]).dtype
         rounding = gamma(roundings(found.own_lengths, SUM_BLOCK) + 1, dtype) + gamma(2, dtype)
         return found, rounding * found.sizes
 
@@ -179,11 +208,11 @@ class LookedUpRows(PerSampleGradient):
         summed = torch.zeros_like(values, memory_format=torch.contiguous_format)
         summed.flatten(0, 1).index_add_(0, place.flatten(), values.flatten(0, 1))
         self.ids, self.values = ids, summed
-        self._squares = sum_of_squares(summed)
+        self._norms = norms_in_full(summed)
 
-    def squared_norms(self) -> Float[Tensor, " batch"]:
-        """Return ‖g_i‖², shape (batch,)."""
-        return self._squares
+    def norms(self) -> Norms:
+        """Return ‖g_i‖ of every example."""
+        return self._norms
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "LookedUpRows":
         """Return the same form, of the images of rows and values."""
@@ -216,8 +245,8 @@ class Tied(PerSampleGradient):
     products: OuterProducts
     rows: LookedUpRows
 
-    def squared_norms(self) -> Float[Tensor, " batch"]:
-        """Return ‖products‖² + ‖rows‖² + 2⟨products, rows⟩ of every example, shape (batch,).
+    def norms(self) -> Norms:
+        """Return √(‖products‖² + ‖rows‖² + 2⟨products, rows⟩) of every example.
 
         The last is Σ_st l_s[id_t]⟨r_s, v_t⟩: only the looked-up rows of the product contribute to it. With S as of the
         products it is off by γ_k·S·‖rows‖, since Σ_t |l_s[id_t]|‖v_t‖ ≤ ‖l_s‖‖rows‖; k counts the inner products, and one
@@ -226,12 +255,14 @@ class Tied(PerSampleGradient):
         left, right, values = in_float32(self.products.left), in_float32(self.products.right), self.rows.values
         ids = self.rows.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = (left.gather(2, ids) * products(right, values.mT)).sum(dim=(1, 2), dtype=torch.float64)
-        found, rounding = self.products.norms_and_rounding()
-        of_rows = self.rows.squared_norms().sqrt()
-        cross += gamma(roundings(right.shape[2]) + 1, left.dtype) * found.sizes * of_rows
-        squares = (found.norms.square() + of_rows.square() + 2 * cross).clamp(min=0.0)
-        once = gamma(1, left.dtype)
-        return (squares.sqrt() + rounding + once * (found.sizes + of_rows)).square()
+        (of_products, errors, sizes, _), rounding = self.products.product_norms_and_rounding()
+        of_rows, row_errors = self.rows.norms()
+        squares = (of_products.square() + of_rows.square() + 2 * cross).clamp(min=0.0)
+        error = (2 * of_products + errors) * errors + (2 * of_rows + row_errors) * row_errors
+        error += 2 * gamma(roundings(right.shape[2]) + 1, left.dtype) * sizes * (of_rows + row_errors)
+        found = squares.sqrt()
+        once = gamma(1, left.dtype) * (sizes + of_rows + row_errors)
+        return Norms(found, (squares + error).sqrt() - found + rounding + once)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Tied":
         """Return the same form, of both parts' images."""
@@ -299,16 +330,18 @@ def joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(first, dim=1), torch.cat(second, dim=1)
 
 
-def sum_of_squares(values: Float[Tensor, "batch ..."]) -> Float[Tensor, " batch"]:
-    """Return the sum of squares of every example, shape (batch,), in float64, raised by a bound on its rounding.
+def norms_in_full(values: Float[Tensor, "batch ..."]) -> Norms:
+    """Return the norm of every example's numbers.
 
     Four million equal numbers added in float32 are off by 0.3 %, so only short runs are, and their norms in float64. Squares
-    and sums below the smallest normal number may vanish, which is made up for.
+    and sums below the smallest normal number may vanish.
     """
     values = in_float32(values).reshape(len(values), math.prod(values.shape[1:]))
     if values.shape[1] % RUN or values.shape[1] < RUN**2:
-        return torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+        norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)
+        return Norms(norms, torch.zeros_like(norms))
     runs = torch.linalg.vector_norm(values.view(len(values), values.shape[1] // RUN, RUN), dim=2)
     lost = 2 * torch.finfo(values.dtype).smallest_normal * values.shape[1]
+    norms = torch.linalg.vector_norm(runs, dim=1, dtype=torch.float64)
     # A run's square is off by γ_RUN, and its root is rounded once.
-    return torch.linalg.vector_norm(runs, dim=1, dtype=torch.float64).square() * (1 + gamma(RUN + 4, values.dtype)) + lost
+    return Norms(norms, norms * gamma(RUN + 4, values.dtype) + math.sqrt(lost))

@@ -1,4 +1,4 @@
-"""The norm of Σ_t l_t r_tᵀ from its factors, raised by a bound on all rounding, without the matrix.
+"""The norm of Σ_t l_t r_tᵀ from its factors, with a bound on all rounding, without the matrix.
 
 With the factors as rows of l and r, of shapes (time, p) and (time, q), g = lᵀr, and L = llᵀ, R = rrᵀ their Gram matrices,
 
@@ -13,9 +13,9 @@ large the vocabulary. Which of the two it is depends on the shapes and on the ex
 
 A sum in which each term is rounded k times, in whatever order, is off by at most γ_k = ku/(1 − ku) times the sum of the
 terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). To add 0 is exact, so
-that sums over time count an example's own tokens: padding depends on other examples, and a bound that grew with it would let
-them change this one's weight. Products and sums below the smallest normal number τ may vanish, at most 2τ for each product.
-All bounds below follow from these, and from S = Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖.
+that sums over time count an example's own tokens: padding depends on other examples. Products and sums below the smallest
+normal number τ may vanish, at most 2τ for each product. All bounds below follow from these, and from
+S = Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖.
 """
 
 import math
@@ -28,12 +28,16 @@ from torch import Tensor
 
 from doppler_hf.linalg import in_float32
 
+# By how much every norm is raised, in units of eps, so that rounding leaves it above the true one: in the same way whatever
+# form it is computed in, which depends on what others are padded to. In float32 that is a thousandth.
+RAISED_BY = 2**13
 # How many terms products of matrices add up in one go.
 BLOCK = 128
-# The longest sequences and vectors whose Gram matrices are tried in float32, and how far off the square may then be.
+# The longest sequences and vectors whose Gram matrices are tried in float32, and how far off the square may then be, in
+# units of eps: three quarters of RAISED_BY, of the norm.
 SHORT = 128
 LONGEST = 8192
-CERTAIN = 3e-3
+CERTAIN = 1.5 * RAISED_BY
 # The rows and columns of a piece of lᵀA, which stays in the cache.
 TILE = 2048
 COLUMNS = 64
@@ -45,16 +49,18 @@ Computed = TypeVar("Computed")
 Count = TypeVar("Count", int, Tensor)
 
 
-class NormsAndSizes(NamedTuple):
-    """Bounds on the norms of products, in float64.
+class ProductNorms(NamedTuple):
+    """Norms of products, in float64.
 
     Attributes:
-        norms: On ‖Σ_t l_t r_tᵀ‖, shape (batch,).
-        sizes: On S, shape (batch,).
+        norms: ‖Σ_t l_t r_tᵀ‖ as computed, shape (batch,).
+        errors: Bounds on how far they are below the true ones, shape (batch,).
+        sizes: Bounds on S, shape (batch,).
         own_lengths: Tokens up to the last whose term is not 0, shape (batch,).
     """
 
     norms: Float[Tensor, " batch"]
+    errors: Float[Tensor, " batch"]
     sizes: Float[Tensor, " batch"]
     own_lengths: Float[Tensor, " batch"]
 
@@ -101,13 +107,11 @@ def same_memory(first: Tensor, second: Tensor) -> bool:
     )  # fmt: skip
 
 
-def norms_and_sizes(
-    left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"], recent: Recent
-) -> NormsAndSizes:
-    """Return bounds on ‖Σ_t l_t r_tᵀ‖ and on S of every example, and its own length.
+def product_norms(left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"], recent: Recent) -> ProductNorms:
+    """Return ‖Σ_t l_t r_tᵀ‖ of every example.
 
-    What may have vanished is in them. It matters only if the factors differ by some twenty orders of magnitude; the norm is
-    then infinity.
+    What may have vanished is in the bounds. It matters only if the factors differ by some twenty orders of magnitude; the
+    bound is then infinity.
 
     Args:
         left: l; row i depends on example i alone.
@@ -122,13 +126,13 @@ def norms_and_sizes(
     if certain.all():
         return found
     again = from_basis(longer[~certain], basis_of(shorter[~certain]))
-    return NormsAndSizes(*(first.masked_scatter(~certain, second) for first, second in zip(found, again, strict=True)))
+    return ProductNorms(*(first.masked_scatter(~certain, second) for first, second in zip(found, again, strict=True)))
 
 
 def from_grams(
     left: Float[Tensor, "batch time time"], right: Float[Tensor, "batch time time"], *, lengths: tuple[int, int]
-) -> tuple[NormsAndSizes, Bool[Tensor, " batch"]]:
-    """Return `norms_and_sizes` from both Gram matrices, and whether the norm is off by little.
+) -> tuple[ProductNorms, Bool[Tensor, " batch"]]:
+    """Return `product_norms` from both Gram matrices, and whether the norm is off by little.
 
     An entry L_st is off by γ_k‖l_s‖‖l_t‖ + 2pτ, k the roundings of p terms, so L by γ_k‖l‖² + 2pτ·time in Frobenius norm,
     where ‖l‖² ≤ tr L/(1 − γ_k) as computed, but for another 2pτ·time. With such bounds a and b for both matrices
@@ -162,11 +166,12 @@ def from_grams(
     )
     error = sizes[0] * errors[1] + sizes[1] * errors[0] + errors[0] * errors[1] + underflow
     error += gamma(own, left.dtype) * sizes[0] * sizes[1]
-    squares = torch.linalg.vecdot(left, right).sum(dim=1, dtype=torch.float64).clamp(min=0.0) + error
-    squares = squares.masked_fill(underflow > UNDERFLOW * (squares + UNDERFLOW), math.inf)
+    squares = torch.linalg.vecdot(left, right).sum(dim=1, dtype=torch.float64).clamp(min=0.0)
+    error = error.masked_fill(underflow > UNDERFLOW * (squares + error + UNDERFLOW), math.inf)
     # What is not finite is computed again in any case, in float64.
-    certain = (error <= CERTAIN * squares + UNDERFLOW**2) | ~squares.isfinite()
-    return NormsAndSizes(squares.sqrt(), (squared[0] * squared[1]).sqrt(), own), certain
+    certain = (error <= CERTAIN * info.eps * squares + UNDERFLOW**2) | ~error.isfinite() | ~squares.isfinite()
+    norms = squares.sqrt()
+    return ProductNorms(norms, (squares + error).sqrt() - norms, (squared[0] * squared[1]).sqrt(), own), certain
 
 
 def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
@@ -258,8 +263,8 @@ def vanished(count: int, dtype: torch.dtype) -> float:
     return math.sqrt(2 * torch.finfo(dtype).smallest_normal * count)
 
 
-def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> NormsAndSizes:
-    """Return `norms_and_sizes` as the norm of lᵀA, off by γ_k·S, k the roundings over time and two more for A itself.
+def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> ProductNorms:
+    """Return `product_norms` as the norm of lᵀA, off by γ_k·S, k the roundings over time and two more for A itself.
 
     The norms of pieces' rows are taken in their own precision: their squares are off by γ_TILE of themselves.
 
@@ -282,7 +287,8 @@ def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> NormsAndSiz
     sizes = (of_kept * basis.norms).sum(dim=1)
     lost_sizes = vanished(p, dtype) * basis.norms.sum(dim=1) + math.sqrt(basis.lost) * of_kept.sum(dim=1)
     lost = gamma(time + 2, dtype) * lost_sizes + 2 * vanished(p * m, dtype)
-    norms = squares.sqrt() * raised + gamma(k, dtype) * sizes + lost
+    norms = squares.sqrt()
+    errors = norms * (raised - 1) + gamma(k, dtype) * sizes + lost
     lost_squares = lost.square() + basis.lost * of_kept.square().sum(dim=1)
-    norms = norms.masked_fill(lost_squares > UNDERFLOW * (norms.square() + UNDERFLOW), math.inf)
-    return NormsAndSizes(norms, sizes + lost_sizes, own)
+    errors = errors.masked_fill(lost_squares > UNDERFLOW * ((norms + errors).square() + UNDERFLOW), math.inf)
+    return ProductNorms(norms, errors, sizes + lost_sizes, own)

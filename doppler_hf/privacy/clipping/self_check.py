@@ -23,8 +23,6 @@ from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of, nor
 # The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
 # gradients, such as that of the bias of attention's keys, consist of rounding only.
 OF_THE_WHOLE = 1e-2
-# Norms may be too large by this much: some are raised by a bound on their rounding.
-NORM_ALLOWANCE = 0.1
 
 
 def check_per_sample_gradients(
@@ -165,7 +163,7 @@ class Comparison:
             raise ValueError(found or self._of_the_engine(worst))
         for norm, norm_alone in zip(norms, norms_alone, strict=True):
             # A norm that is too small would let an example contribute more than the bound, one too large only less.
-            lowest, highest = norm_alone * (1 - tolerance), norm_alone * (1 + max(tolerance, NORM_ALLOWANCE)) + UNDERFLOW
+            lowest, highest = norm_alone * (1 - tolerance), norm_alone * (1 + tolerance) + UNDERFLOW
             if math.isfinite(norm_alone) and not lowest <= norm <= highest:
                 # Neither of the norms: both are about one private example, and messages end in logs.
                 size = "smaller" if norm < lowest else "larger"

@@ -470,22 +470,23 @@ def test_a_norm_is_never_below_the_exact_one_and_above_by_less_than_a_thousandth
         right = right[:, :1] + 0.1 * right
     exact = ((left.double() @ left.double().mT) * (right.double() @ right.double().mT)).sum()
     for factors in ((left, right), (right, left)):
-        ratio = float((gradients.OuterProducts(*factors).squared_norms() / exact).sqrt())
-        assert 1 <= ratio <= 1 + 1e-3
+        norms = gradients.OuterProducts(*factors).norms()
+        assert 1 <= norms.raised(torch.float32) / exact.sqrt() <= 1 + 1e-3
+        assert norms.values + norms.errors >= exact.sqrt()
 
 
 def test_an_uncertain_example_leaves_the_norms_of_others_as_they_are():
     """That Gram matrices do not suffice is found, and mended, for each example on its own."""
     left, right = normal(3, 128, 8192, seed=1), normal(3, 128, 512, seed=2)
     left[1], right[1, 64:] = torch.cat([left[1, :64], left[1, 64:] * 0.1 - left[1, :64]]), right[1, :64]  # mostly cancels
-    norms = gradients.OuterProducts(left, right).squared_norms()
+    norms = raised(left, right)
     for row in range(3):
-        alone = gradients.OuterProducts(left[row : row + 1], right[row : row + 1]).squared_norms()
-        torch.testing.assert_close(norms[row : row + 1], alone, atol=0.0, rtol=1e-6)
-    exact = ((left.double() @ left.double().mT) * (right.double() @ right.double().mT)).sum(dim=(1, 2))
-    ratios = (norms / exact).sqrt()
-    assert (ratios >= 1).all()
-    assert (ratios[[0, 2]] <= 1 + 1e-3).all()
+        torch.testing.assert_close(
+            norms[row : row + 1], raised(left[row : row + 1], right[row : row + 1]), atol=0.0, rtol=2e-7
+        )
+    exact = ((left.double() @ left.double().mT) * (right.double() @ right.double().mT)).sum(dim=(1, 2)).sqrt()
+    assert (norms >= exact).all()
+    assert (norms[[0, 2]] <= exact[[0, 2]] * (1 + 1e-3)).all()
     grams = ghost_norm.gram_matrix(left), ghost_norm.gram_matrix(right)
     assert ghost_norm.from_grams(*grams, lengths=(8192, 512))[1].tolist() == [True, False, True]
 
@@ -508,7 +509,7 @@ def test_a_row_that_is_looked_up_often_has_the_norm_of_its_sum():
     ours = contribution(
         table, lambda: (table(torch.zeros(1, 512, dtype=torch.long)) * weights).sum(dim=(1, 2)), max_grad_norm=C
     )
-    assert C * (1 - 1e-5) <= ours <= C * (1 + SLACK)
+    assert C * (1 - 1e-3) <= ours <= C * (1 + SLACK)
 
 
 class LanguageModel(nn.Module):
@@ -581,13 +582,23 @@ def test_norms_are_taken_in_full_precision_whatever_the_user_allows(monkeypatch)
     assert set(seen) == {("highest", False)}
 
 
-@pytest.mark.parametrize(("own", "padded"), [(40, 128), (150, 500), (300, 1000)])
-@pytest.mark.parametrize("swapped", [False, True])
-def test_padding_does_not_change_a_norm(own, padded, swapped):
-    """It is as long as another example asks for, which would change the weight of this one, and of all others."""
-    left, right = normal(1, padded, 96, seed=1), normal(1, padded, 64, seed=2)
+@pytest.mark.parametrize(("own", "padded"), [(40, 128), (100, 300), (150, 500), (300, 1000)])
+@pytest.mark.parametrize("hidden", [(96, 64), (768, 768), (5000, 64)])
+@pytest.mark.parametrize("alike", [False, True])
+def test_padding_does_not_change_a_weight(own, padded, hidden, alike):
+    """It is as long as another example asks for, which would change the weight of this one, and of all others.
+
+    By it is chosen whether the norm is taken from both Gram matrices, from a basis, or from the gradient itself.
+    """
+    left, right = normal(1, padded, hidden[0], seed=1), normal(1, padded, hidden[1], seed=2)
     left[:, own:] = 0  # the loss does not depend on what stands behind the end
-    if swapped:
-        left, right = right, left
-    norms = [gradients.OuterProducts(left[:, :time], right[:, :time]).squared_norms().sqrt() for time in (own, padded)]
-    torch.testing.assert_close(*norms, rtol=4e-7, atol=0)
+    if alike:
+        right = right[:, :1] + 0.1 * right
+    factors = left[:, :own], right[:, :own]
+    direct = gradients.OuterProducts(*factors).densified(torch.Size(hidden)).norms().raised(torch.float32)
+    for norm in (raised(left, right), raised(*(factor.flip(1) for factor in (left, right))), direct):
+        torch.testing.assert_close(norm, raised(*factors), rtol=2e-7, atol=0.0)
+
+
+def raised(left, right):
+    return gradients.OuterProducts(left, right).norms().raised(torch.float32)
