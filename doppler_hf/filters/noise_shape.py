@@ -17,6 +17,7 @@ import itertools
 import math
 import operator
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -139,13 +140,16 @@ class NoiseShape:
         response = self.response(min(step + 1, 64 * self.bands))
         return self.norm * float(np.linalg.norm(response))
 
-    def std_of_sum(self, steps: int) -> float:
+    def std_of_sum(self, rates: Sequence[float]) -> float:
         """Return the standard deviation of the sum of all noise of a run, which is what stays in the weights of SGD.
 
         Args:
-            steps: T, of which white noise has √T, in units of one step of white noise of the same σ.
+            rates: The learning rate of each step.
+
+        Returns:
+            In units of one step of white noise of the same σ, of which white noise has ‖rates‖.
         """
-        return self.norm * float(np.linalg.norm(np.cumsum(self.response(steps))))
+        return self.norm * float(np.linalg.norm(scipy.signal.lfilter([1.0], self.c, rates[::-1])))
 
     def __str__(self) -> str:
         """Return its name: white, banded:bands=4, or its coefficients."""

@@ -76,7 +76,7 @@ def shapes_of_equal_epsilon(
             ShapedRun(
                 shape,
                 sigma,
-                end=more * shape.std_of_sum(run.steps) / math.sqrt(run.steps),
+                end=more * shape.std_of_sum([1.0] * run.steps) / math.sqrt(run.steps),
                 step=more * shape.std(run.steps),
                 filtered=sigma * noise_gain(low_pass_filter, shape) ** 0.5 / white,
                 loop=None if math.isinf(of_white) else more * math.sqrt(loop.loss(low_pass_filter, shape) / of_white),

@@ -48,7 +48,7 @@ class Log:
                 file.write(json.dumps(self._results[run]) + "\n")
             result = self._results[run]
             say(
-                f"  lr {run.learning_rate:g}, seed {run.seed}: {100 * result['report']:.2f} % "
+                f"  lr {result['first_rate']:.3g}, seed {run.seed}: {100 * result['report']:.2f} % "
                 f"({100 * result['tuning']:.2f} % to choose by), {time.perf_counter() - start:.0f} s"
             )
         return self._results[run]

@@ -36,7 +36,7 @@ class Run:
         epsilon: ε.
         trained: Which weights are trained.
         arguments: Those of `DopplerTrainer` that are not the defaults, as JSON: the task's and the method's.
-        learning_rate: The first.
+        learning_rate: The first; None for that of the rule.
         seed: Of initialization, draws and noise.
     """
 
@@ -45,11 +45,13 @@ class Run:
     epsilon: float
     trained: Trained
     arguments: str
-    learning_rate: float
+    learning_rate: float | None
     seed: int
 
     @classmethod
-    def of(cls, name: str, task: Task, data: Data, method: Method, epsilon: float, learning_rate: float, seed: int) -> "Run":
+    def of(
+        cls, name: str, task: Task, data: Data, method: Method, epsilon: float, learning_rate: float | None, seed: int
+    ) -> "Run":
         """Return the run of a task by a method."""
         arguments = json.dumps({**task.settings, **method.arguments}, sort_keys=True)
         return cls(name, data.digest, epsilon, method.trained or task.trained, arguments, learning_rate, seed)
@@ -102,6 +104,7 @@ def train(run: Run, *, data: Data) -> dict[str, Any]:
         "noise_multiplier": statement.noise_multiplier,
         "noise_shape": statement.noise_shape,
         "low_pass_filter": str(chosen_filter(args, statement)),
+        "first_rate": trainer.optimizer.optimizer.defaults["lr"],
         "parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
         "num_examples": len(data.train),
         "seconds": round(time.perf_counter() - start, 1),

@@ -22,19 +22,22 @@ class Line:
         learning_rate: The best.
         accuracy: Of each seed, the same seeds for all lines.
         tuning: The mean accuracy on the tuning part at the best rate, and at twice that.
+        untuned: The rate of the rule, and the accuracy at it; None where there is no rule.
     """
 
     method: str
     learning_rate: float
     accuracy: np.ndarray
     tuning: tuple[float, float]
+    untuned: tuple[float, np.ndarray] | None
 
 
 def table(lines: Sequence[Line]) -> str:
     """Return a table in Markdown: accuracies ± their standard errors, and the paired differences with intervals."""
     rows = [
-        "| method | learning rate | accuracy, % | difference, 95 % interval | tuning part: best, twice the rate |",
-        "|---|---|---|---|---|",
+        "| method | learning rate | accuracy, % | difference, 95 % interval | tuning part: best, twice the rate "
+        "| rate by rule | difference |",
+        "|---|---|---|---|---|---|---|",
     ]
     for line in lines:
         percent = 100 * line.accuracy
@@ -42,9 +45,16 @@ def table(lines: Sequence[Line]) -> str:
         rows.append(
             f"| {line.method} | {line.learning_rate:g} | {percent.mean():.2f} ± {error:.2f} | "
             f"{'–' if line is lines[0] else difference(percent - 100 * lines[0].accuracy)} | "
-            f"{100 * line.tuning[0]:.1f}, {100 * line.tuning[1]:.1f} |"
+            f"{100 * line.tuning[0]:.1f}, {100 * line.tuning[1]:.1f} | {_untuned(line)} |"
         )
     return "\n".join(rows)
+
+
+def _untuned(line: Line) -> str:
+    if line.untuned is None:
+        return "– | –"
+    rate, accuracy = line.untuned
+    return f"{rate:.3g} | {difference(100 * (accuracy - line.accuracy))}"
 
 
 def difference(paired: np.ndarray) -> str:

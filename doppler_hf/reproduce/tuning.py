@@ -2,7 +2,7 @@
 
 Every method has a learning rate of its own for every task and ε: the best by the mean accuracy of the tuning seeds on the
 tuning part, on a grid of factor 2 that is widened until the best is inside. Other seeds are reported at it, on the part that
-is reported.
+is reported, and where a rule chooses a rate without any trial, at that one, too.
 """
 
 import functools
@@ -56,7 +56,7 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
                 begun, held = time.perf_counter(), len(log)
                 run_of = functools.partial(Run.of, name, task, data, method, epsilon)
                 base = method.arguments.get("base_optimizer", DEFAULT_BASE)
-                line = line_of(log, label, run_of, centre=centres[base], seeds=seeds)
+                line = line_of(log, label, run_of, centre=centres[base], seeds=seeds, has_rule=base != "sgd")
                 centres[base] = line.learning_rate  # where the next search begins
                 lines.append(line)
                 left -= 1
@@ -66,7 +66,9 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
             yield f"## {name}, ε = {epsilon:g}\n\n{table(lines)}\n"
 
 
-def line_of(log: Log, name: str, run_of: Callable[[float, int], Run], *, centre: float, seeds: Seeds) -> Line:
+def line_of(
+    log: Log, name: str, run_of: Callable[[float | None, int], Run], *, centre: float, seeds: Seeds, has_rule: bool
+) -> Line:
     """Tune and report a method.
 
     Args:
@@ -75,14 +77,20 @@ def line_of(log: Log, name: str, run_of: Callable[[float, int], Run], *, centre:
         run_of: Learning rate and seed → run.
         centre: The learning rate at which the search begins.
         seeds: The seeds.
+        has_rule: Whether a rate that is left out is chosen by a rule, which is then reported beside.
     """
 
     def chosen_by(rate: float) -> float:
         return float(np.mean([log[run_of(rate, seed)]["tuning"] for seed in seeds.tuning]))
 
     rate = best_on_grid(chosen_by, centre=centre)
-    accuracy = np.array([log[run_of(rate, seed)]["report"] for seed in seeds.report])
-    return Line(name, rate, accuracy, (chosen_by(rate), chosen_by(2 * rate)))
+
+    def reported(at: float | None) -> tuple[float, np.ndarray]:
+        results = [log[run_of(at, seed)] for seed in seeds.report]
+        return results[0]["first_rate"], np.array([result["report"] for result in results])
+
+    tuning = chosen_by(rate), chosen_by(2 * rate)
+    return Line(name, *reported(rate), tuning, reported(None) if has_rule else None)
 
 
 def best_on_grid(score: Callable[[float], float], *, centre: float) -> float:

@@ -2,6 +2,7 @@
 
 - private_run: the run, whose parts are opened and closed together
 - choices: the filter and the shape of the noise, as named or chosen
+- learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
 - engine: the self-check, the engine of per-sample gradients, and its first pass
 - own_loss: whether the model's own loss is the one that is trained

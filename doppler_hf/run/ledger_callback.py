@@ -21,7 +21,7 @@ from doppler_hf.privacy.ledger.ledger import latest, ledgers_in, set_aside
 from doppler_hf.privacy.ledger.lock import WriterLock
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.model_card import complete_card
-from doppler_hf.run.optimizer import filter_in_words, optimizer_in_words
+from doppler_hf.run.optimizer import filter_in_words, learning_rate_in_words, optimizer_in_words
 from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.summary import epsilons_in_words, print_summary
@@ -41,7 +41,7 @@ class PrivacyCallback(TrainerCallback):
     def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
         self._current_run = current_run
         self._locks: dict[Path, WriterLock] = {}
-        self.filter_words = ""
+        self.filter_words = self._rate_words = ""
         self.ledger: PrivacyLedger | None = None
         self._is_running = False
         self._untrained: str | None = None
@@ -89,6 +89,7 @@ class PrivacyCallback(TrainerCallback):
         optimizer = kwargs["optimizer"].optimizer
         checks.refuse_another_optimizer(optimizer)
         self.filter_words = filter_in_words(args, optimizer.low_pass_filter)
+        self._rate_words = learning_rate_in_words(args, optimizer)
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
         self._is_running = True
@@ -104,6 +105,7 @@ class PrivacyCallback(TrainerCallback):
                 model=kwargs["model"],
                 first_step=step,
                 optimizer_words=optimizer_in_words(args),
+                rate_words=self._rate_words,
                 filter_words=self.filter_words,
             )
             if aside is not None:
@@ -214,7 +216,13 @@ class PrivacyCallback(TrainerCallback):
     def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
         """Add the optimizer and a section on privacy to the host's model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
-            complete_card(Path(args.output_dir) / "README.md", args, ledger=self.ledger, filter_words=self.filter_words)
+            complete_card(
+                Path(args.output_dir) / "README.md",
+                args,
+                ledger=self.ledger,
+                rate_words=self._rate_words,
+                filter_words=self.filter_words,
+            )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop if the next step would exceed the budget."""

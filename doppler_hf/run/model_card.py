@@ -58,12 +58,16 @@ def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     ]
 
 
-def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, filter_words: str) -> None:
-    """Add the optimizer, a heading for ε and the section on privacy to a card that the host has just written anew."""
+def complete_card(
+    path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, rate_words: str, filter_words: str
+) -> None:
+    """Complete a card that the host has just written anew: learning rate, optimizer, a heading for ε, and privacy."""
     weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
     optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}"
-    # In the place of the optimizer that the host's own arguments name.
-    text = re.sub(r"^- optimizer: .*$", lambda _: f"- optimizer: {optimizer}", path.read_text("utf-8"), flags=re.MULTILINE)
+    # In the place of what the host's own arguments name.
+    text = path.read_text("utf-8")
+    for line in (f"- learning_rate: {rate_words}", f"- optimizer: {optimizer}"):
+        text = "\n".join(line if each.startswith(line[: line.index(":") + 1]) else each for each in text.split("\n"))
     # The host's table of evaluations heads a column by what follows the first "_" in its name, and "epsilon" has none.
     text = re.sub(r"^(\| Training Loss \|.*\| ) ", r"\1ε", text, flags=re.MULTILINE)
     path.write_text(f"{text.rstrip()}\n\n{privacy_section(ledger)}", "utf-8")

@@ -7,6 +7,7 @@ from torch import nn
 from doppler_hf.filters import LowPassFilter, noise_gain
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
 from doppler_hf.run.choices import chosen_filter
+from doppler_hf.run.learning_rate import chosen_learning_rate
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.galore import GaloreArguments, target_parameters
@@ -19,6 +20,11 @@ def optimizer_in_words(args: DopplerTrainingArguments) -> str:
         return args.base_optimizer
     named = targets if isinstance(targets, str) else ", ".join(targets)
     return f"{args.base_optimizer}, GaLore of rank {GaloreArguments.parse(args.optim_args).rank} on {named}"
+
+
+def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOptimizer) -> str:
+    """Return the first learning rate, and whether it was chosen."""
+    return f"{optimizer.defaults['lr']:.3g}" + (" (auto)" if args.learning_rate is None else "")
 
 
 def optimizer_of(
@@ -45,7 +51,7 @@ def optimizer_of(
     )
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
-        lr=args.learning_rate,
+        lr=chosen_learning_rate(args, run.statement, num_trained=sum(p.numel() for _, p in named)),
         low_pass_filter=chosen_filter(args, run.statement),
         base=args.base_optimizer,
         beta2=args.adam_beta2,

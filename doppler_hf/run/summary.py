@@ -10,8 +10,10 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.private_run import PrivateRun
 
 
-def print_summary(run: PrivateRun, *, model: Any, first_step: int, optimizer_words: str, filter_words: str) -> None:
-    """Print the mechanism, its ε, the optimizer and the filter of a run from `first_step` on, as a table."""
+def print_summary(
+    run: PrivateRun, *, model: Any, first_step: int, optimizer_words: str, rate_words: str, filter_words: str
+) -> None:
+    """Print the mechanism, its ε, the optimizer, its rate and the filter of a run from `first_step` on, as a table."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
     parameters = list(model.parameters())
@@ -33,6 +35,7 @@ def print_summary(run: PrivateRun, *, model: Any, first_step: int, optimizer_wor
         ("δ", f"{statement.target_delta:.3g}"),
         ("training loss", statement.train_loss_in_words + mend),
         ("optimizer", optimizer_words),
+        ("learning rate", rate_words),
         ("filter", filter_words),
         ("trainable parameters", f"{trainable:,} of {sum(p.numel() for p in parameters):,}"),
     )

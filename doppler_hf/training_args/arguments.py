@@ -142,6 +142,11 @@ class DopplerTrainingArguments(TrainingArguments):
     noise_seed: int | None = HfArg(
         default=None, help="For tests only: makes noise and draws reproducible, and the run not private."
     )
+    learning_rate: float | None = HfArg(
+        default=None,
+        help="First learning rate. Default: with noise and Adam one chosen from the number of weights, steps and schedule, "
+        "shown before the first step; without noise or privacy HF's 5e-5. For base_optimizer=sgd and GaLore it must be set.",
+    )
     max_grad_norm: float | None = HfArg(
         default=None,
         help="Clipping of the whole gradient. Without privacy HF's default of 1.0; with privacy it must stay "
@@ -153,6 +158,8 @@ class DopplerTrainingArguments(TrainingArguments):
         checks.check_kinds(self, base=DopplerTrainingArguments)
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
+        if self.learning_rate is None and (self.disable_dp or self.noise_multiplier == 0.0):
+            self.learning_rate = TrainingArguments.learning_rate
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         self.low_pass_filter = canonical(self.low_pass_filter)
@@ -170,6 +177,7 @@ class DopplerTrainingArguments(TrainingArguments):
             checks.check_ranges(self)
             checks.refuse_without_effect(self)
             checks.check_galore(self)
+            checks.refuse_no_learning_rate(self)
             checks.refuse_what_breaks_privacy(self)
 
 

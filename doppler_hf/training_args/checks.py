@@ -126,6 +126,16 @@ def check_ranges(args: TrainingArguments) -> None:
         )
 
 
+def refuse_no_learning_rate(args: TrainingArguments) -> None:
+    """Refuse a learning rate that is left out where there is no rule for it."""
+    for fits, what in ((args.base_optimizer != "sgd", "base_optimizer='sgd'"), (not args.optim_target_modules, "GaLore")):
+        if args.learning_rate is None and not fits:
+            raise ValueError(
+                f"learning_rate must be set with {what}, got None: the best one depends on the loss, and is chosen for Adam "
+                "alone. Set it, or leave that out."
+            )
+
+
 def refuse_without_effect(args: TrainingArguments) -> None:
     """Refuse what would have no effect in this private run."""
     optimizer = f"with base_optimizer={args.base_optimizer!r}"

@@ -56,4 +56,5 @@ def test_the_sum_of_the_noise_is_what_is_simulated():
     inverse = np.linalg.inv(
         np.array([[shape.c[i - j] if 0 <= i - j < 3 else 0.0 for j in range(steps)] for i in range(steps)])
     )
-    assert shape.std_of_sum(steps) == pytest.approx(shape.norm * np.linalg.norm(np.ones(steps) @ inverse))
+    for rates in (np.ones(steps), np.linspace(1.0, 0.0, steps)):
+        assert shape.std_of_sum(rates) == pytest.approx(shape.norm * np.linalg.norm(rates @ inverse))

@@ -67,9 +67,10 @@ def words(sources, *more):
 
 def made_up(run, data):
     """Accuracies that depend on all that a run is."""
-    off = abs(np.log2(run.learning_rate / (0.032 if "auto" in run.arguments else 0.004)))
+    rate = run.learning_rate or 0.002  # by the rule
+    off = abs(np.log2(rate / (0.032 if "auto" in run.arguments else 0.004)))
     luck = np.random.default_rng([run.seed, len(run.arguments)]).uniform(0, 0.1)
-    return {"tuning": 0.9 - 0.2 * off + luck, "report": 0.8 - 0.1 * off + luck}
+    return {"tuning": 0.9 - 0.2 * off + luck, "report": 0.8 - 0.1 * off + luck, "first_rate": rate}
 
 
 def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, small, monkeypatch, capsys):
@@ -81,12 +82,15 @@ def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, sma
     printed, progress = capsys.readouterr()
     for method, rate in (("white", 0.004), ("auto", 0.032)):
         own = [row for row in rows if f'"noise_shape": "{method}"' in row["arguments"]]
-        reported = {row["seed"]: row for row in own if row["seed"] < 100}
+        reported = {row["seed"]: row for row in own if row["seed"] < 100 and row["learning_rate"]}
         assert {row["learning_rate"] for row in reported.values()} == {rate}
         tuned = {row["learning_rate"]: row["tuning"] for row in own if row["seed"] >= 100}
         assert min(tuned) < rate < max(tuned)
         accuracy = 100 * np.array([reported[seed]["report"] for seed in (0, 1)])
         assert f"| {rate:g} | {accuracy.mean():.2f} ± {accuracy.std(ddof=1) / 2**0.5:.2f} |" in printed
+    # The rule's rate is off by a factor of two for the one, and of sixteen for the other.
+    assert "| 0.002 | -10.00 [-10.00, -10.00] |" in printed
+    assert "| 0.002 | -40.00 [-40.00, -40.00] |" in printed
     assert "## mnist-perceptron, ε = 4" in printed
     assert "1 lines of mnist-perceptron to come, about 0 min" in progress
     monkeypatch.setattr(tuning, "train", lambda run, data: pytest.fail("this was done already"))
@@ -121,7 +125,8 @@ def test_a_run_that_was_killed_while_it_wrote_is_run_again(sources, small, monke
 
     def train(run, data):
         done.append(run)
-        return {"tuning": 1 / (1 + abs(np.log2(run.learning_rate / 0.004))), "report": 0.5 + run.seed / 10}
+        rate = run.learning_rate or 0.002
+        return {"tuning": 1 / (1 + abs(np.log2(rate / 0.004))), "report": 0.5 + run.seed / 10, "first_rate": rate}
 
     monkeypatch.setattr(tuning, "train", train)
     arguments = words(sources, "--tasks", "mnist", "--methods", "white, none")
@@ -146,11 +151,20 @@ def test_the_tuning_part_alone_chooses(sources, small, monkeypatch, capsys):
     """The reported accuracy is best at another rate."""
 
     def train(run, data):
-        return {"tuning": -abs(np.log2(run.learning_rate / 0.032)), "report": -abs(np.log2(run.learning_rate))}
+        rate = run.learning_rate or 0.002
+        return {"tuning": -abs(np.log2(rate / 0.032)), "report": -abs(np.log2(rate)), "first_rate": rate}
 
     monkeypatch.setattr(tuning, "train", train)
     assert main(words(sources, "--tasks", "mnist", "--methods", "white, none")) == 0
     assert "| white, none | 0.032 |" in capsys.readouterr().out
+
+
+def test_a_method_without_a_rule_is_tuned_alone(sources, small, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "train", made_up)
+    assert main(words(sources, "--tasks", "mnist", "--methods", "SGD: white, none", "white, none")) == 0
+    sgd, adam = [line for line in capsys.readouterr().out.splitlines() if "white, none" in line]
+    assert sgd.endswith("| – | – |")
+    assert "| 0.002 |" in adam
 
 
 @pytest.mark.parametrize("best", [-5, 0, 7])
@@ -167,10 +181,12 @@ def test_the_grid_is_widened_until_the_best_is_inside(best):
 
 def test_differences_are_paired_and_have_students_interval():
     first, second = np.array([0.80, 0.90, 0.85]), np.array([0.82, 0.91, 0.88])
-    rows = table([Line("a", 1.0, first, (0.6, 0.5)), Line("b", 2.0, second, (0.7, 0.25))]).splitlines()
+    lines = [Line("a", 1.0, first, (0.6, 0.5), None), Line("b", 2.0, second, (0.7, 0.25), (0.125, first))]
+    rows = table(lines).splitlines()
     low, high = stats.ttest_1samp(100 * (second - first), 0).confidence_interval(0.95)
-    assert rows[2] == "| a | 1 | 85.00 ± 2.89 | – | 60.0, 50.0 |"
-    assert rows[3] == f"| b | 2 | 87.00 ± 2.65 | +2.00 [{low:+.2f}, {high:+.2f}] | 70.0, 25.0 |"
+    assert rows[2] == "| a | 1 | 85.00 ± 2.89 | – | 60.0, 50.0 | – | – |"
+    by_rule = f"0.125 | -2.00 [{-high:+.2f}, {-low:+.2f}]"
+    assert rows[3] == f"| b | 2 | 87.00 ± 2.65 | +2.00 [{low:+.2f}, {high:+.2f}] | 70.0, 25.0 | {by_rule} |"
 
 
 @pytest.mark.parametrize("task_name", ["sst2", "qnli"])

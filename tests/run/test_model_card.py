@@ -5,7 +5,10 @@ from doppler_hf.run.model_card import complete_card, privacy_section
 from tests.support.ledgers import after, all_events, statement
 from tests.support.trainers import arguments
 
-CARD = "---\nlicense: mit\n---\n\n# A model\n\n- seed: 42\n- optimizer: the host's\n\n## Usage\n\nσ | ε\n"
+CARD = (
+    "---\nlicense: mit\n---\n\n# A model\n\n"
+    "- learning_rate: None\n- optimizer: the host's\n- seed: 42\n\n## Usage\n\nσ | ε\n"
+)
 
 
 def rows(section):
@@ -62,10 +65,11 @@ def test_units_with_a_cap_and_a_private_loss_are_described():
     assert "counted ahead" in table["steps"]
 
 
-def test_the_section_ends_the_card_and_nothing_but_the_optimizer_changes(tmp_path):
+def test_the_section_ends_the_card_and_nothing_but_rate_and_optimizer_changes(tmp_path):
     path, ledger = tmp_path / "README.md", all_events(private=False)
     path.write_text(CARD)
-    complete_card(path, arguments(tmp_path), ledger=ledger, filter_words="none, noise power × 1")
-    optimizer = "- optimizer: adam_bc, of doppler_hf; filter: none, noise power × 1"
-    expected = CARD.replace("- optimizer: the host's", optimizer) + "\n" + privacy_section(ledger)
+    complete_card(path, arguments(tmp_path), ledger=ledger, rate_words="0.0125 (auto)", filter_words="none, noise power × 1")
+    lines = "- learning_rate: 0.0125 (auto)\n- optimizer: adam_bc, of doppler_hf; filter: none, noise power × 1"
+    card = CARD.replace("- learning_rate: None\n- optimizer: the host's", lines)
+    expected = card + "\n" + privacy_section(ledger)
     assert path.read_text() == expected

@@ -1,0 +1,102 @@
+"""A rate that is left out follows from public numbers: it keeps the way that noise takes the weights to what is known."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from doppler_hf import DopplerTrainingArguments
+from doppler_hf.filters import LowPassFilter, NoiseShape
+from doppler_hf.filters.noise_shape import WHITE
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.privacy import GaussianMechanism, PoissonSampler
+from doppler_hf.run.learning_rate import LARGEST_STEP, LONGEST_WAY, chosen_learning_rate
+from doppler_hf.run.plan import planned_statement
+from tests.support.trainers import arguments, trainer_of
+
+SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
+MANY = 10**7  # weights, of which noise moves the whole far
+
+
+def rate_of(tmp_path, *, num_trained, shape=WHITE, **overrides):
+    args = arguments(tmp_path, **(dict(max_steps=400, learning_rate=None) | overrides))
+    statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
+    return chosen_learning_rate(args, statement, num_trained=num_trained)
+
+
+def test_a_rate_that_is_named_is_taken_as_it_is(tmp_path):
+    assert rate_of(tmp_path, num_trained=MANY, learning_rate=0.125) == 0.125
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+@pytest.mark.parametrize(
+    ("shape", "low_pass_filter", "beyond"),
+    [("white", "none", 0.05), ("white", "momentum", 0.1), ("banded:bands=8", "momentum:beta=0.8", 0.3)],
+)
+@pytest.mark.parametrize(("base", "within"), [("adam_bc", 0.25), ("adam", 0.1)])
+def test_noise_alone_moves_the_weights_by_the_longest_way(tmp_path, schedule, shape, low_pass_filter, beyond, base, within):
+    """AdamBC's way is somewhat shorter: its second moment scatters about the noise, and is now and then above its floor.
+
+    A filter makes it longer: the first gradients count for more, since it is corrected for where it begins, and of shaped
+    noise they are not taken back in full.
+    """
+    steps, size = 200, 60_000
+    options = dict(base_optimizer=base, lr_scheduler_type=schedule, max_steps=steps, noise_shape=shape)
+    shape = NoiseShape.parse(shape)
+    rate = rate_of(tmp_path, num_trained=size * 1000, shape=shape, low_pass_filter=low_pass_filter, **options)
+    weights = nn.Parameter(torch.zeros(size))
+    mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1, shape=shape, seed=0)
+    optimizer = DopplerOptimizer(
+        [weights],
+        lr=rate,
+        low_pass_filter=LowPassFilter.parse(low_pass_filter),
+        base=base,
+        noise_std=mechanism.noise_std(steps),
+    )
+    scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=0, num_training_steps=steps)
+    for step in range(steps):
+        weights.grad = mechanism.privatize({"": torch.zeros(size)}, step=step)[""]
+        optimizer.step()
+        scheduler.step()
+    way = weights.detach().norm() * math.sqrt(1000)
+    assert LONGEST_WAY * (1 - within) <= way <= LONGEST_WAY * (1 + beyond)
+
+
+def test_few_weights_get_the_largest_step_whatever_the_length(tmp_path):
+    rates = [rate_of(tmp_path, num_trained=10, max_steps=steps) for steps in (10, 1000)]
+    assert rates == pytest.approx([LARGEST_STEP * math.sqrt(0.3)] * 2)
+    shape = NoiseShape.banded(4)
+    shaped = rate_of(tmp_path, num_trained=10, shape=shape, noise_shape=str(shape))
+    assert shaped == pytest.approx(rates[0] * shape.std(400))
+
+
+def test_a_floor_of_ones_own_is_the_denominator_that_counts(tmp_path):
+    white = 1.0 * 1.0 / 50  # σC/B
+    options = dict(noise_multiplier=1.0, per_sample_max_grad_norm=1.0, num_trained=MANY)
+    default, own = rate_of(tmp_path, **options), rate_of(tmp_path, adam_bc_floor=1.2 * white**2, **options)
+    assert own == pytest.approx(2 * default)
+
+
+@pytest.mark.parametrize("options", [dict(base_optimizer="sgd"), dict(optim_target_modules=["query"])])
+def test_where_there_is_no_rule_it_must_be_named(tmp_path, options):
+    with pytest.raises(ValueError, match="learning_rate must be set with"):
+        DopplerTrainingArguments(output_dir=str(tmp_path), target_epsilon=3.0, **options)
+
+
+@pytest.mark.parametrize("options", [dict(noise_multiplier=0.0), dict(disable_dp=True)])
+def test_without_noise_or_privacy_it_is_the_hosts(tmp_path, options):
+    assert DopplerTrainingArguments(output_dir=str(tmp_path), **options).learning_rate == 5e-5
+
+
+def test_it_is_shown_and_used_and_stands_on_the_model_card(tmp_path, capsys):
+    trainer = trainer_of(tmp_path, learning_rate=None, max_steps=2)
+    trainer.train()
+    num_trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    rate = chosen_learning_rate(trainer.args, trainer.private_run.statement, num_trained=num_trained)
+    assert trainer.optimizer.optimizer.defaults["lr"] == rate
+    words = f"{rate:.3g} (auto)"
+    assert f"│ learning rate │ {words} │" in " ".join(capsys.readouterr().out.split())
+    trainer.create_model_card()
+    assert f"- learning_rate: {words}\n" in (tmp_path / "out" / "README.md").read_text("utf-8")
