@@ -22,7 +22,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # η/(u·s), and D.
 LARGEST_STEP: Final = 0.022
-LONGEST_WAY: Final = 85.0
+LONGEST_WAY: Final = 70.0
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, num_trained: int) -> float:
