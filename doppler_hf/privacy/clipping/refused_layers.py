@@ -10,19 +10,26 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 # They have no forward: what they hold is their owner's, as of most of PEFT's adapters.
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+_REPLACE = "`model = opacus.validators.ModuleValidator.fix(model)` does, with new weights where a layer has another form"
 
 
 def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters that the module itself owns, those in its dictionaries and lists too."""
+    """Return the trainable parameters that the module itself owns, those in its dictionaries and lists too.
+
+    What is a layer's within it is that one's, as in Opacus's recurrent layers, which name the parameters of their cells.
+    """
     if isinstance(module, _CONTAINERS):
         return []
     held = {f"{name}.": child for name, child in module.named_children() if isinstance(child, _CONTAINERS)}
-    return [
+    own = [
         (prefix + name, parameter)
         for prefix, owner in {"": module, **held}.items()
         for name, parameter in owner.named_parameters(recurse=False)
         if parameter.requires_grad
     ]
+    layers = [child for child in module.children() if own and not isinstance(child, _CONTAINERS)]
+    within = {parameter for layer in layers for parameter in layer.parameters()}
+    return [(name, parameter) for name, parameter in own if parameter not in within]
 
 
 @contextlib.contextmanager
@@ -62,7 +69,7 @@ def refuse_layers(model: nn.Module) -> None:
         if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):
             raise ValueError(
                 f"The layer {name!r} ({kind}) mixes the examples of a batch, so that clipping bounds nothing. Replace it "
-                "by GroupNorm or LayerNorm."
+                f"by GroupNorm or LayerNorm: {_REPLACE}."
             )
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise ValueError(
@@ -72,5 +79,5 @@ def refuse_layers(model: nn.Module) -> None:
         if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             raise ValueError(
                 f"The layer {name!r} ({kind}) has no per-sample gradients. Freeze it with requires_grad_(False), or replace "
-                "it by its namesake in opacus.layers."
+                f"it: {_REPLACE}."
             )

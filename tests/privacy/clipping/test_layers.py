@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -135,6 +136,38 @@ def test_a_kind_of_layer(name, norm_rule):
 def test_a_kind_of_layer_in_every_clipping(name, clipping, granularity):
     net, inputs = LAYERS[name]
     check(net, inputs, clipping=clipping, granularity=granularity)
+
+
+class FirstResult(nn.Module):
+    """The first result of a layer that is called with so many times the same input."""
+
+    def __init__(self, layer, times=1):
+        super().__init__()
+        self.layer, self.times = layer, times
+
+    def forward(self, x):
+        return self.layer(*[x] * self.times)[0]
+
+
+# What the refusal of a layer names as the way to replace it.
+REPLACED = {
+    "batch norm": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), IMAGE),
+    "long short-term memory": (
+        FirstResult(nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)),
+        draw(BATCH, 6, 4),
+    ),
+    "gated recurrence": (FirstResult(nn.GRU(4, 3, batch_first=True)), draw(BATCH, 6, 4)),
+    "attention": (FirstResult(nn.MultiheadAttention(4, 2, batch_first=True), times=3), draw(BATCH, 6, 4)),
+}
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_refused_layer_is_replaced_as_its_refusal_says(name, norm_rule):
+    layer, inputs = REPLACED[name]
+    with pytest.raises(ValueError, match=r"opacus\.validators\.ModuleValidator\.fix\(model\)"):
+        check(layer, inputs)
+    check(ModuleValidator.fix(layer), inputs, norm_rule=norm_rule)
 
 
 # No promise to support these; but a wrong gradient would be worse than none.
