@@ -1,18 +1,23 @@
 """The learning rate of a run that names none: from public numbers, since every trial would spend privacy.
 
 Under noise Adam's steps are known beforehand. Its denominators are about the noise's size, s in units of white noise of the
-same σ, so that noise moves each of d weights by a random walk of known length: over the run by
+same σ, so that noise takes each weight on a random walk, in the whole run by
 
-    D = η/(u·s)·S·√d
+    δ = η/(u·s)·S
 
 with η the first rate, u the least denominator in units of the noise of a step, and S that of Σ_t r_t·noise_t, with the
-schedule r; of white noise it is √(Σ_t r_t²). Wherever noise limited the rates that were tuned, the best of them had about
-the same D; elsewhere the best had about the same step for a gradient as large as white noise, η/(u·s). The rule is the
-smaller of the two rates. What it loses against a tuned rate is in recipes/results/learning-rate.md.
+schedule r; of white noise it is √(Σ_t r_t²). Of the rates that were tuned, the best was always the smallest of three: with
+about the same walk √d·δ of all d weights together; with about the same step for a gradient as large as white noise,
+η/(u·s); and with LoRA the one at which the walks of both factors together add to the layer's weights as much as these are.
+Their constants are below. What the rule loses against a tuned rate is in recipes/results/learning-rate.md.
 """
 
 import math
+import sys
+from collections.abc import Iterator
 from typing import Final
+
+from torch import nn
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
@@ -20,28 +25,49 @@ from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# η/(u·s), and D.
+# √d·δ, and η/(u·s).
+LONGEST_WALK: Final = 70.0
 LARGEST_STEP: Final = 0.022
-LONGEST_WAY: Final = 70.0
 
 
-def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, num_trained: int) -> float:
+def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
     """Return the first learning rate of a run: that of the arguments, or of the rule, for Adam under noise.
 
     Args:
         args: The arguments.
         statement: The run's statement.
-        num_trained: d, the number of weights that are trained.
+        model: The model before training.
     """
     if args.learning_rate is not None:
         return args.learning_rate
     steps, shape = statement.steps_planned, NoiseShape.parse(statement.noise_shape)
     rates = learning_rates_of(args, steps=steps) or [1.0] * steps
     size = shape.std(steps)
-    way = shape.std_of_sum(rates) / size * math.sqrt(num_trained)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    walk = min([LONGEST_WALK / math.sqrt(num_trained), *walks_of_adapters(model)])
     least = 1.0
     if args.base_optimizer == "adam_bc":
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
         floor = DEFAULT_FLOOR_FRACTION if args.adam_bc_floor is None else args.adam_bc_floor / (white * size) ** 2
         least = math.sqrt(floor)
-    return least * min(LARGEST_STEP * size, LONGEST_WAY / way)
+    return least * size * min(LARGEST_STEP, walk / shape.std_of_sum(rates))
+
+
+def walks_of_adapters(model: nn.Module) -> Iterator[float]:
+    """Return for each pair of LoRA's factors the walk of a weight, δ, that adds as much to a layer as its own weights are.
+
+    Of two matrices of independent weights of size δ the product of rank r has some √r·δ², times the adapter's scaling.
+
+    Args:
+        model: The model before training.
+    """
+    if (lora := sys.modules.get("peft.tuners.lora")) is None:
+        return
+    for layer in model.modules():
+        if isinstance(layer, lora.LoraLayer):
+            weight = layer.get_base_layer().weight
+            for name, factor in layer.lora_B.items():
+                # Of packed weights, in four bits, the size is not known.
+                if factor.weight.requires_grad and weight.is_floating_point():
+                    size = float(weight.detach().float().norm()) / math.sqrt(weight.numel())
+                    yield math.sqrt(size / (layer.scaling[name] * math.sqrt(layer.r[name])))

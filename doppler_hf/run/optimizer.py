@@ -51,7 +51,7 @@ def optimizer_of(
     )
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
-        lr=chosen_learning_rate(args, run.statement, num_trained=sum(p.numel() for _, p in named)),
+        lr=chosen_learning_rate(args, run.statement, model=model),
         low_pass_filter=chosen_filter(args, run.statement),
         base=args.base_optimizer,
         beta2=args.adam_beta2,

@@ -31,6 +31,7 @@ from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.pairwise import pairwise
 from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tolerances import RAISED
 from tests.support.trainers import NoSignal, Recorder, arguments, checked_trainer_of, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
@@ -75,9 +76,6 @@ def test_the_same_seed_gives_other_noise_and_other_batches(tmp_path):
         drawn.append([tuple(batch) for batch in trainer.get_train_dataloader().batch_sampler])
     assert not torch.any(runs[0] == runs[1])
     assert drawn[0] != drawn[1]  # equal with a probability below 1e-12
-
-
-RAISED = 1 + 2**13 * torch.finfo(torch.float32).eps  # norms, so that rounding leaves no contribution above C
 
 
 def test_without_noise_grad_is_the_clipped_sum_over_the_expected_batch(tmp_path):

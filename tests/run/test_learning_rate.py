@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import get_scheduler
 
@@ -12,8 +14,9 @@ from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler
-from doppler_hf.run.learning_rate import LARGEST_STEP, LONGEST_WAY, chosen_learning_rate
+from doppler_hf.run.learning_rate import LARGEST_STEP, LONGEST_WALK, chosen_learning_rate, walks_of_adapters
 from doppler_hf.run.plan import planned_statement
+from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
@@ -23,7 +26,7 @@ MANY = 10**7  # weights, of which noise moves the whole far
 def rate_of(tmp_path, *, num_trained, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400, learning_rate=None) | overrides))
     statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
-    return chosen_learning_rate(args, statement, num_trained=num_trained)
+    return chosen_learning_rate(args, statement, model=nn.Linear(num_trained, 1, bias=False, device="meta"))
 
 
 def test_a_rate_that_is_named_is_taken_as_it_is(tmp_path):
@@ -36,8 +39,8 @@ def test_a_rate_that_is_named_is_taken_as_it_is(tmp_path):
     [("white", "none", 0.05), ("white", "momentum", 0.1), ("banded:bands=8", "momentum:beta=0.8", 0.3)],
 )
 @pytest.mark.parametrize(("base", "within"), [("adam_bc", 0.25), ("adam", 0.1)])
-def test_noise_alone_moves_the_weights_by_the_longest_way(tmp_path, schedule, shape, low_pass_filter, beyond, base, within):
-    """AdamBC's way is somewhat shorter: its second moment scatters about the noise, and is now and then above its floor.
+def test_noise_alone_moves_the_weights_by_the_longest_walk(tmp_path, schedule, shape, low_pass_filter, beyond, base, within):
+    """AdamBC's walk is somewhat shorter: its second moment scatters about the noise, and is now and then above its floor.
 
     A filter makes it longer: the first gradients count for more, since it is corrected for where it begins, and of shaped
     noise they are not taken back in full.
@@ -61,7 +64,7 @@ def test_noise_alone_moves_the_weights_by_the_longest_way(tmp_path, schedule, sh
         optimizer.step()
         scheduler.step()
     way = weights.detach().norm() * math.sqrt(1000)
-    assert LONGEST_WAY * (1 - within) <= way <= LONGEST_WAY * (1 + beyond)
+    assert LONGEST_WALK * (1 - within) <= way <= LONGEST_WALK * (1 + beyond)
 
 
 def test_few_weights_get_the_largest_step_whatever_the_length(tmp_path):
@@ -70,6 +73,25 @@ def test_few_weights_get_the_largest_step_whatever_the_length(tmp_path):
     shape = NoiseShape.banded(4)
     shaped = rate_of(tmp_path, num_trained=10, shape=shape, noise_shape=str(shape))
     assert shaped == pytest.approx(rates[0] * shape.std(400))
+
+
+def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
+    config = LoraConfig(r=4, lora_alpha=24, target_modules=["query", "dense"])
+    model = get_peft_model(tiny_bert(), config)
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    walks = list(walks_of_adapters(model))
+    assert len(walks) == len(layers) > 2
+    for layer, walk in zip(layers, walks, strict=True):
+        torch.manual_seed(0)
+        for factor in (layer.lora_A["default"], layer.lora_B["default"]):
+            nn.init.normal_(factor.weight, std=walk)
+        added, own = layer.get_delta_weight("default"), layer.get_base_layer().weight
+        assert float(added.detach().norm()) == pytest.approx(float(own.detach().norm()), rel=0.25)
+    args = arguments(tmp_path, max_steps=400, learning_rate=None, lr_scheduler_type="constant")
+    statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="a coin")
+    assert chosen_learning_rate(args, statement, model=model) == pytest.approx(math.sqrt(0.3) * min(walks) / 20)
+    model.requires_grad_(False).classifier.requires_grad_(True)
+    assert not list(walks_of_adapters(model))
 
 
 def test_a_floor_of_ones_own_is_the_denominator_that_counts(tmp_path):
@@ -93,8 +115,7 @@ def test_without_noise_or_privacy_it_is_the_hosts(tmp_path, options):
 def test_it_is_shown_and_used_and_stands_on_the_model_card(tmp_path, capsys):
     trainer = trainer_of(tmp_path, learning_rate=None, max_steps=2)
     trainer.train()
-    num_trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    rate = chosen_learning_rate(trainer.args, trainer.private_run.statement, num_trained=num_trained)
+    rate = chosen_learning_rate(trainer.args, trainer.private_run.statement, model=trainer.model)
     assert trainer.optimizer.optimizer.defaults["lr"] == rate
     words = f"{rate:.3g} (auto)"
     assert f"│ learning rate │ {words} │" in " ".join(capsys.readouterr().out.split())

@@ -2,6 +2,9 @@
 
 import torch
 
+# By how much a norm in float32 is raised, so that no rounding leaves a contribution above C.
+RAISED = 1 + 2**13 * torch.finfo(torch.float32).eps
+
 
 def of_optimizer_steps(steps, *, largest, dtypes):
     """Return the absolute tolerance for weights after steps that another program made, or in another order of memory.
