@@ -17,7 +17,7 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader
 from doppler_hf.privacy.batching.probe import drawn, is_random_data, labels_of, refuse_own_generators
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
 from doppler_hf.privacy.clipping.model_coins import is_random
@@ -127,7 +127,8 @@ def neighbour_distances(
     ends = [0, len(loader.examples) - 1]
     refuse_own_generators(loader, ends)
     is_held = is_random_data(loader, ends)
-    if is_held and is_random_data(trainer.private_run.loader(HeldExamples(loader.examples), loader.collator), ends):
+    held = trainer.private_run.loader(HeldExamples(loader.examples), loader.collator)
+    if is_held and is_random_data(held, ends, is_held=True):
         raise ValueError(
             "data_collator must not be random in a neighbour test, in which all others keep their masks, got one that draws "
             "new ones for every batch. Take one that is not, or mask in the data set. Whether the random one mixes examples "
@@ -179,19 +180,27 @@ class HeldExamples(Dataset[Any]):
 
     Args:
         examples: The data set.
+        views: How many views of an example, each with numbers of its own, are fetched one after another.
     """
 
-    def __init__(self, examples: Any) -> None:
-        self._examples = examples
+    def __init__(self, examples: Any, *, views: int = 1) -> None:
+        self._examples, self._views = examples, views
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return len(self._examples)
 
     def __getitem__(self, index: int) -> Any:
-        """Return one example."""
-        fill_generators(int(index))
-        return self._examples[int(index)]
+        """Return the first view of an example."""
+        return self._view(int(index), 0)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return all views of several examples."""
+        return [self._view(int(index), place % self._views) for place, index in enumerate(indices)]
+
+    def _view(self, index: int, number: int) -> Any:
+        fill_generators(index, step=number)
+        return self._examples[index]
 
 
 class Coins:
@@ -262,8 +271,14 @@ class ScriptedRun:
         shard = np.arange(self._args.process_index, run.sampler.num_units, self._args.world_size)
         run.sampler.coins = Coins(self._draws, shard=shard)  # type: ignore[method-assign]
         if self._is_held:
-            load = run.loader
-            run.loader = lambda dataset, collator: load(HeldExamples(dataset), collator)  # type: ignore[method-assign]
+            load, views = run.loader, run.statement.augmentation_multiplicity
+
+            def held_loader(dataset: Any, collator: Collator) -> PrivateLoader:
+                loader = load(HeldExamples(dataset, views=views), collator)
+                loader.examples = HeldExamples(dataset)  # for the checks before the first step, which fetch single rows
+                return loader
+
+            run.loader = held_loader  # type: ignore[method-assign]
         run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)
         self.witnesses = [witness]
         if run.private_loss is not None:

@@ -89,6 +89,7 @@ def planned_statement(
             per_sample_max_grad_norm=args.per_sample_max_grad_norm,
             clipping=args.clipping,
             clipping_granularity=args.clipping_granularity,
+            augmentation_multiplicity=args.augmentation_multiplicity,
             train_loss=args.report_train_loss,
             per_sample_max_loss=args.per_sample_max_loss,
             loss_noise_multiplier=noise_multiplier * math.sqrt((1.0 - share) / share) if share else None,

@@ -160,6 +160,7 @@ class PrivateRun:
             collator=collator,
             max_tokens=self._args.max_tokens_per_micro_batch,
             fill=self.fill_generators,
+            views=self.statement.augmentation_multiplicity,
             num_workers=self._args.dataloader_num_workers,
             pin_memory=self._args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self._args.dataloader_persistent_workers,
@@ -309,19 +310,19 @@ class PrivateRun:
             self.private_loss.reset()
         self._pieces_left = len(pieces)
 
-    def add(self, losses: Float[Tensor, " batch"], *, size: int, weight: float) -> None:
+    def add(self, losses: Float[Tensor, " rows"], *, size: int, weight: float) -> None:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw.
 
         Args:
-            losses: One loss per example, shape (batch,), attached to the graph.
-            size: The number of examples that were collated.
+            losses: One loss per row, shape (rows,), attached to the graph; an example's loss is the mean over its views.
+            size: The number of rows that were collated.
             weight: Each example's share of its unit's contribution.
 
         Raises:
-            ValueError: If there are more or fewer losses than examples.
+            ValueError: If there are more or fewer losses than rows.
         """
         assert self._clipped is not None
-        # Sensitivity: each row is clipped to C, so an example that has two rows would contribute 2C.
+        # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
         if len(losses) != size:
             # Not their numbers: the size of a draw is private, and messages end in logs.
             raise ValueError(
@@ -329,10 +330,11 @@ class PrivateRun:
                 f"{'more' if len(losses) > size else 'fewer'}. Let the collator return one row for each example, and "
                 "compute_per_sample_loss one loss."
             )
-        weights = None if weight == 1.0 else torch.full((size,), weight, device=losses.device)
-        self._clipped.backward(losses, weights=weights)
+        views = self.statement.augmentation_multiplicity
+        weights = None if weight == 1.0 else torch.full((size // views,), weight, device=losses.device)
+        self._clipped.backward(losses, weights=weights, views=views)
         if self.private_loss is not None:
-            self.private_loss.add(losses.detach(), weights=weights)
+            self.private_loss.add(losses.detach().unflatten(0, (-1, views)).mean(dim=1), weights=weights)
 
     def end_piece(self, model: nn.Module, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
         """Count a piece of the draw as added; after the last one, turn the sum into the private gradient in `p.grad`.

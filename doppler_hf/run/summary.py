@@ -29,7 +29,7 @@ def print_summary(
         ("noise multiplier σ", statement.noise_multiplier_in_words),
         ("noise over time", run.noise_in_words),
         ("noise source", statement.noise_source),
-        ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
+        ("clip norm C", statement.clipping_in_words),
         ("noise per coordinate", f"{run.settled_noise_std:.3g}"),
         ("at the end", epsilons_in_words(ledger, further_steps=run.affordable_steps) + target),
         ("δ", f"{statement.target_delta:.3g}"),

@@ -68,6 +68,11 @@ class DopplerTrainingArguments(TrainingArguments):
     clipping_granularity: Granularity = HfArg(
         default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
     )
+    augmentation_multiplicity: int = HfArg(
+        default=1,
+        help="K, how many views of each example a step takes, which a random transform or collator makes of it. Their mean "
+        "gradient is clipped, so that the privacy is that of one. Batch sizes count examples; memory and time are K times.",
+    )
     grad_sample_engine: Engine = HfArg(
         default="book_keeping",
         help="How per-sample gradients are computed: book_keeping, at about the cost of ordinary gradients, or "
@@ -80,7 +85,7 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,
-        help="The most padded tokens, examples × longest length, in one forward pass: each of the "
+        help="The most padded tokens, rows × longest length, in one forward pass: each of the "
         "gradient_accumulation_steps pieces of a draw is cut further to fit. Lengths count before the collator rounds "
         "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass.",
     )

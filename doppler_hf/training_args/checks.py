@@ -39,6 +39,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "noise_multiplier": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
     "target_delta": (_UNIT_INTERVAL, "Usual is less than 1/N."),
     "per_sample_max_grad_norm": (_POSITIVE, "Usual is 1."),
+    "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each example."),
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
     "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
     "per_sample_max_loss": (_POSITIVE, "Usual is 5."),

@@ -36,6 +36,9 @@ REFUSED = [
     (dict(accountant="gdp"), "accountant must be one of prv, rdp, pld, got 'gdp'"),
     (dict(per_sample_max_grad_norm=0.0), "per_sample_max_grad_norm must be a finite number > 0, got 0"),
     (dict(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch must be at least 1, got 0"),
+    (dict(augmentation_multiplicity=0), "augmentation_multiplicity must be at least 1, got 0. Leave it out"),
+    (dict(augmentation_multiplicity=2.0), "augmentation_multiplicity must be a whole number, got 2.0"),
+    (dict(augmentation_multiplicity=True), "augmentation_multiplicity must be a whole number, got True"),
     (dict(clipping="soft"), "clipping must be one of"),
     (dict(clipping_granularity="block"), "clipping_granularity must be one of"),
     (dict(grad_sample_engine="ghost"), "grad_sample_engine must be one of"),
@@ -109,7 +112,8 @@ GALORE = [
 PRIVATE = dict(
     target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, accountant="rdp", per_sample_max_grad_norm=2.0,
     privacy_unit_column="user", max_examples_per_unit=2, clipping="vanilla", clipping_granularity="per_layer",
-    grad_sample_engine="opacus", grad_sample_self_check=False, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
+    augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
+    max_tokens_per_micro_batch=64, low_pass_filter="momentum",
     base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
     noise_generator="philox", floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2",
 )  # fmt: skip

@@ -4,6 +4,9 @@ A draw is sorted by weight and length and comes in `gradient_accumulation_steps`
 the host's loop. A piece is collated as one micro-batch for each weight, or, within a budget of tokens, as several. It is cut
 here rather than in the sampler, because a loader's item must be a flat list of indices, and because nothing but memory
 depends on the cut.
+
+An example may come in several views, which a random data set or collator makes of it (`augmentation_multiplicity`). They are
+rows of the batch that stand together, and no cut parts them.
 """
 
 import functools
@@ -28,7 +31,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         inputs: The collated examples.
-        size: How many examples were collated, which must be the number of losses.
+        size: How many rows were collated, one for each view of an example, which must be the number of losses.
         weight: Each example's share of its unit's contribution; the same for all, so that no order of the collator's rows
             can give one the share of another.
     """
@@ -63,28 +66,31 @@ def collated(examples: Sequence[Any], *, collator: Collator, fill: Callable[[], 
 
 
 class DrawnExamples(Dataset[Any]):
-    """A data set whose examples come with their weights, and in lists that know the step of their draw.
+    """A data set whose examples come in views, with their weights, and in lists that know the step of their draw.
 
     Args:
         examples: The training set.
         weights: One weight per example, shape (num_examples,); None for none.
         fill: Fills the global generators; see `fetch`.
+        views: How often each example is fetched.
     """
 
     def __init__(
-        self, examples: Any, weights: Float[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None]
+        self, examples: Any, weights: Float[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None], views: int
     ) -> None:
-        self._examples, self._weights, self._fill = examples, weights, fill
+        self._examples, self._weights, self._fill, self._views = examples, weights, fill, views
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return len(self._examples)
 
     def __getitems__(self, indices: OfStep) -> OfStep:
-        """Return several examples with their weights: `datasets` reads them faster together."""
-        examples = fetch(self._examples, indices, fill=self._fill)
+        """Return all views of several examples, with their weights: `datasets` reads them faster together."""
+        # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
+        rows = [index for index in indices for _ in range(self._views)]
+        examples = fetch(self._examples, rows, fill=self._fill)
         if self._weights is not None:
-            examples = list(zip(examples, self._weights[indices].tolist(), strict=True))
+            examples = list(zip(examples, self._weights[rows].tolist(), strict=True))
         return OfStep(examples, step=indices.step)
 
 
@@ -134,8 +140,8 @@ def units_of(dataset: Any, *, column: str) -> list[int]:
         raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}).") from error
 
 
-def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens: int) -> None:
-    """Refuse a budget of tokens that cannot be met, before the first step.
+def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens: int, views: int = 1) -> None:
+    """Refuse a budget of tokens that cannot be met by all views of an example, before the first step.
 
     Raises:
         ValueError: If there are no lengths, or an example is longer than the budget.
@@ -145,11 +151,12 @@ def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens
             f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
             "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size."
         )
-    if max(lengths) > max_tokens:
+    if max(lengths) * views > max_tokens:
         # Neither which example nor how long it is: messages end in logs, and both are about one private example.
         raise ValueError(
-            f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example. Truncate the examples "
-            "to that length when they are tokenized, or raise the budget."
+            f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example"
+            + (f" times augmentation_multiplicity={views}" if views > 1 else "")
+            + ". Truncate the examples to that length when they are tokenized, or raise the budget."
         )
 
 
@@ -186,30 +193,36 @@ def collate_piece(
     collator: Collator,
     max_tokens: int | None,
     is_weighted: bool = False,
+    views: int = 1,
 ) -> OfStep:
     """Return the micro-batches of one piece of a draw; none for an empty piece, since collators expect an example.
 
     Args:
-        examples: The piece, in the order of the draw.
+        examples: The piece, in the order of the draw, the views of an example side by side.
         collator: A function that makes a batch of a list of examples.
         max_tokens: The most padded tokens of a micro-batch, or None for a single micro-batch of any size.
         is_weighted: Whether each example comes with its weight, as in `DrawnExamples`.
+        views: How many views each example has.
     """
     by_weight = itertools.groupby(examples, key=operator.itemgetter(1)) if is_weighted else [(1.0, examples)]
     micro_batches = (
         MicroBatch(collator(part), len(part), weight)
         for weight, group in by_weight
-        for part in parts_of([example for example, _ in group] if is_weighted else list(examples), max_tokens=max_tokens)
+        for part in parts_of(
+            [example for example, _ in group] if is_weighted else list(examples), max_tokens=max_tokens, views=views
+        )
     )
     return OfStep(micro_batches, step=examples.step)
 
 
-def parts_of(examples: Sequence[Any], *, max_tokens: int | None) -> list[Sequence[Any]]:
+def parts_of(examples: Sequence[Any], *, max_tokens: int | None, views: int) -> list[Sequence[Any]]:
     """Return consecutive parts of the examples within a budget of tokens, without a budget one; of no examples, none."""
     if max_tokens is None:
         return [examples] if examples else []
     lengths = [len(example[LENGTH_COLUMN]) for example in examples]
-    return [examples[part] for part in cut_by_tokens(lengths, max_tokens=max_tokens)]
+    of_all_views = [views * max(lengths[start : start + views]) for start in range(0, len(lengths), views)]
+    parts = cut_by_tokens(of_all_views, max_tokens=max_tokens)
+    return [examples[part.start * views : part.stop * views] for part in parts]
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -224,12 +237,14 @@ class PrivateLoader(DataLoader[Any]):
         collator: A function that makes a batch of a list of examples.
         max_tokens: The most padded tokens of a micro-batch, or None for no limit.
         fill: Fills the global generators; called before each example is fetched, and before each batch is collated.
+        views: How many views each example has.
         **options: Further arguments of `DataLoader`, such as `num_workers`.
 
     Attributes:
         examples: The training set.
         lengths: The sampler's.
         collator: As given.
+        views: As given.
         is_cut: Whether a draw may come in several micro-batches, by what is in it. By weight does not count: a unit has the
             same weight in every draw.
 
@@ -245,17 +260,20 @@ class PrivateLoader(DataLoader[Any]):
         collator: Collator,
         max_tokens: int | None,
         fill: Callable[[], None],
+        views: int = 1,
         **options: Any,
     ) -> None:
         if max_tokens is not None:
-            check_token_budget(sampler.lengths, max_tokens=max_tokens)
-        self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
+            check_token_budget(sampler.lengths, max_tokens=max_tokens, views=views)
+        self.examples, self.lengths, self.collator, self.views = dataset, sampler.lengths, collator, views
         self.is_cut = sampler.micro_batches > 1 or max_tokens is not None
         is_weighted = sampler.weights is not None
         filled = functools.partial(collated, collator=collator, fill=fill)
         super().__init__(
-            DrawnExamples(dataset, sampler.weights, fill=fill),
+            DrawnExamples(dataset, sampler.weights, fill=fill, views=views),
             batch_sampler=sampler,
-            collate_fn=functools.partial(collate_piece, collator=filled, max_tokens=max_tokens, is_weighted=is_weighted),
+            collate_fn=functools.partial(
+                collate_piece, collator=filled, max_tokens=max_tokens, is_weighted=is_weighted, views=views
+            ),
             **options,
         )

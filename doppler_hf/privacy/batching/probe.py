@@ -67,6 +67,7 @@ class Probes:
 
     Attributes:
         is_cut: The loader's.
+        is_random: Whether data set or collator draw random numbers.
 
     Raises:
         ValueError: If data set or collator draw random numbers from generators of their own, or are random and mix examples.
@@ -95,9 +96,11 @@ class Probes:
         refuse_own_generators(loader, self._pair)
         if self.is_cut:
             refuse_shared_in_collation(copies_of(loader, self._pair[0]))
-        self._is_random = is_random_data(loader, self._pair)
-        if self._is_random:
+        self.is_random = is_random_data(loader, self._pair)
+        if self.is_random:
             refuse_random_mixing(loader, self._pair, self._middling)
+        elif loader.views > 1:
+            refuse_another_order(loader, self._crowd)
 
     @property
     def knows_largest_batch(self) -> bool:
@@ -118,14 +121,14 @@ class Probes:
         """Return the examples, collated."""
         small, large = self._pair
         # An example that is masked at random is another one when it comes again.
-        rows, places = ((0, 1, 2), (0, 1, 2)) if self._is_random else ((0, 2), (0, 0, 1))
+        rows, places = ((0, 1, 2), (0, 1, 2)) if self.is_random else ((0, 2), (0, 0, 1))
         together, alone = self._with_rows([small, small, large], rows=rows)
         return Probe(alone, together, places, *self._crowd_in_parts())
 
     def _crowd_in_parts(self) -> tuple[Inputs, list[Inputs]]:
         """Return the crowd, and its two parts."""
         crowd, parts = drawn(self._loader, self._crowd, trial=self._seed), (slice(0, PART), slice(PART, CROWD))
-        if self._is_random:  # By themselves they would be masked otherwise.
+        if self.is_random:  # By themselves they would be masked otherwise.
             of_crowd = [rows_of(crowd, part) for part in parts]
         else:
             of_crowd = [drawn(self._loader, self._crowd[part], trial=self._seed) for part in parts]
@@ -139,7 +142,7 @@ class Probes:
         """Return a batch, and some of its examples alone."""
         batch = drawn(self._loader, indices, trial=self._seed)
         alone = [drawn(self._loader, [indices[row]], trial=self._seed) for row in rows]
-        if self._is_random:
+        if self.is_random:
             # Alone they would be masked otherwise, so they are cut out of the batch, without their padding.
             alone = [cut_out(batch, row, like=inputs) for row, inputs in zip(rows, alone, strict=True)]
         return self._prepare(batch), [self._prepare(inputs) for inputs in alone]
@@ -246,10 +249,18 @@ def copies_of(loader: PrivateLoader, index: int) -> Callable[[int], Inputs]:
     return lambda number: loader.collator([copy.copy(example) for _ in range(number)])
 
 
-def is_random_data(loader: PrivateLoader, indices: Sequence[int]) -> bool:
-    """Return whether random numbers are drawn for the batches of a loader, or show in them, seldom as it may be."""
+def is_random_data(loader: PrivateLoader, indices: Sequence[int], *, is_held: bool = False) -> bool:
+    """Return whether random numbers are drawn for the batches of a loader, or show in them, seldom as it may be.
+
+    Args:
+        loader: The loader.
+        indices: Some examples.
+        is_held: Whether an example gets the same numbers whenever it is fetched; then only what the collator draws counts.
+    """
     first, counts = drawn_and_counted(loader, indices, trial=fresh_seed())
-    return any(counts) or not all(same_batch(first, drawn(loader, indices, trial=fresh_seed())) for _ in range(_TRIALS))
+    return any(counts[3:] if is_held else counts) or not all(
+        same_batch(first, drawn(loader, indices, trial=fresh_seed())) for _ in range(_TRIALS)
+    )
 
 
 def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None:
@@ -300,6 +311,24 @@ def refuse_random_mixing(loader: PrivateLoader, pair: Sequence[int], other: int)
             "data_collator must return a row for each example that depends on that example alone, got others for some "
             "examples when the rest were changed or left out. Use a collator that mixes no examples (no MixUp, CutMix or "
             "packing), and counts nothing over the batch."
+        )
+
+
+def refuse_another_order(loader: PrivateLoader, indices: Sequence[int]) -> None:
+    """Refuse data that are not random whose rows come in another order than the examples.
+
+    Raises:
+        ValueError: If they do.
+    """
+    # Sensitivity: whose rows are averaged is told from their places alone. If rows of others stood there, an example would
+    # contribute to several clipped gradients. Where data are random, it shows as a row that changes with others.
+    batch, reversed_batch = drawn(loader, indices), drawn(loader, indices[::-1])
+    number = len(indices)
+    of_rows = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    if not all(same(value.flip(0), reversed_batch[name]) for name, value in of_rows.items() if len(value) == number):
+        raise ValueError(
+            "data_collator must return the rows of a batch in the order of its examples with augmentation_multiplicity > 1, "
+            "got another order. The views of an example are the rows that stand together. Sort nothing in the collator."
         )
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.factored import Dense, NormRule, PerSampleGradient, outer_products
+from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows, NormRule, PerSampleGradient, outer_products
 from doppler_hf.privacy.clipping.ghost_norm import Recent
 
 
@@ -21,7 +21,8 @@ class Book:
         norm_rule: How the norm of a product is computed; see `outer_products`.
 
     Attributes:
-        batch_size: The batch size of the current forward pass, or None.
+        batch_size: The number of rows of the current forward pass, or None.
+        views: How many rows, one after another, are views of one example; a use's gradient is their sum.
         uses: Parameter → its per-sample gradient from each use, filled by the backward pass.
         copies: Parameters that were replaced by one copy per example in the forward pass, and these copies: their ordinary
             gradient is the per-sample gradient.
@@ -36,6 +37,8 @@ class Book:
         self._norm_rule: NormRule = norm_rule
         self._recent = Recent()
         self.batch_size: int | None = None
+        self.views = 1
+        self._join = self._token_by_token  # once, since `Recent` knows a function by its identity
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.copies: list[tuple[nn.Parameter, Tensor]] = []
         self.repeated: list[str] = []
@@ -65,7 +68,7 @@ class Book:
     def clear(self) -> None:
         """Discard all notes."""
         self._recent = Recent()
-        self.batch_size = None
+        self.batch_size, self.views = None, 1
         self.uses.clear()
         self.copies.clear()
         self.repeated.clear()
@@ -85,6 +88,7 @@ class Book:
             self.uses.setdefault(parameter, []).append(gradient)
             return
         assert self.batch_size is not None
+        assert self.views == 1
         others = torch.arange(self.batch_size) != self.only_example
         of_others = gradient.of_examples(others).in_float64().norms()
         finite = of_others.is_finite()
@@ -94,22 +98,39 @@ class Book:
             self.coupled.add(parameter)
 
     def note_product(
-        self, parameter: Tensor, left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"]
+        self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
+        left, right = self._joined(left), self._joined(right)
         self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=self._norm_rule, recent=self._recent))
 
-    def note_sum(self, parameter: Float[Tensor, "*shape"] | None, terms: Float[Tensor, "batch time *shape"]) -> None:
+    def note_lookup(self, parameter: Tensor, ids: Int[Tensor, "rows time"], values: Float[Tensor, "rows time dim"]) -> None:
+        """Note a use that looks up rows of a table, whose gradients are `values`."""
+        self.note(parameter, LookedUpRows(self._joined(ids), self._joined(values)))
+
+    def note_sum(self, parameter: Float[Tensor, "*shape"] | None, terms: Float[Tensor, "rows time *shape"]) -> None:
         """Note a use whose gradient is the sum over time of `terms`, if the parameter is trained."""
         if parameter is not None and parameter.requires_grad:
-            self.note(parameter, Dense(in_float32(terms).sum(dim=1)))
+            self.note_rows(parameter, in_float32(terms).sum(dim=1))
 
-    def note_copy(self, parameter: Tensor, gradient: Float[Tensor, "batch ..."]) -> None:
-        """Note the gradient of a parameter's copies, one for each example."""
-        self.note(parameter, Dense(in_float32(gradient).reshape(len(gradient), *parameter.shape)))
+    def note_rows(self, parameter: Tensor, gradient: Float[Tensor, "rows ..."]) -> None:
+        """Note the gradient of each row in full, as of a parameter's copies."""
+        # Sensitivity: the views are added up before anything is clipped, so that an example is one vector of norm C at most,
+        # however many rows it has.
+        gradient = in_float32(gradient).reshape(len(gradient), *parameter.shape)
+        self.note(parameter, Dense(gradient if self.views == 1 else gradient.unflatten(0, (-1, self.views)).sum(dim=1)))
 
-    def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "batch ..."]:
-        """Return a stand-in for the parameter with one copy per example, shape (batch, *shape)."""
+    def _joined(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
+        """Return the views of an example as one sequence, whose sum over time is the sum over all of them."""
+        return factor if self.views == 1 else self._recent.of(factor, self._join)
+
+    def _token_by_token(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
+        # Padding comes behind the tokens of all views, as behind those of a single row. The bound on an example's rounding
+        # counts up to its last token, and must not follow the length to which others pad it.
+        return factor.unflatten(0, (-1, self.views)).transpose(1, 2).flatten(1, 2)
+
+    def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
+        """Return a stand-in for the parameter with one copy per row, shape (rows, *shape)."""
         assert self.batch_size is not None
         copy = parameter.detach().view(shape).expand(self.batch_size, *shape).requires_grad_()
         self.copies.append((parameter, copy))
@@ -149,5 +170,5 @@ class _OutputPerExample(torch.autograd.Function):
         # Linear in the gradient of the output, so every example's is back-propagated separately.
         gradients = torch.autograd.grad(ctx.output, ctx.leaves, grad.unsqueeze(1), is_grads_batched=True, retain_graph=True)
         for parameter, gradient in zip(ctx.parameters, gradients, strict=True):
-            ctx.book.note_copy(parameter, gradient)
+            ctx.book.note_rows(parameter, gradient)
         return (None,) * (3 + len(gradients))

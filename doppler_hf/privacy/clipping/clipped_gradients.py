@@ -128,34 +128,45 @@ class ClippedGradients:
             self._engine = None
 
     def backward(
-        self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None = None
+        self, losses: Float[Tensor, " rows"], *, weights: Float[Tensor, " batch"] | None = None, views: int = 1
     ) -> Float[Tensor, " batch"]:
         """Back-propagate one loss per example and add the clipped per-sample gradients to `sums`.
+
+        With K views, an example is K rows of the batch, one after another, and the mean of their gradients is clipped once:
+        *augmentation multiplicity* (De et al. 2022, https://arxiv.org/abs/2204.13650). The sensitivity stays C.
 
         The ordinary gradients that the backward pass leaves in `.grad` are not private and are discarded.
 
         Args:
-            losses: One loss per example, shape (batch,), from a call of the model with that batch. An example's loss must
-                depend on that example alone: no mean over the batch's tokens, no term over the batch.
+            losses: One loss per row, shape (batch·views,), from a call of the model with these rows. A row's loss must
+                depend on that row alone: no mean over the batch's tokens, no term over the batch.
             weights: Factors of the clipped gradients, shape (batch,), in [0, 1]; by default 1. If several examples belong
                 to one unit of privacy and their weights add up to 1 or less, the unit contributes at most C.
+            views: K, how many rows each example has; by default an example is one row.
 
         Returns:
             Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,). Not private.
 
         Raises:
-            ValueError: If `losses` or `weights` are not of shape (batch,), a weight is outside [0, 1], or the first
-                dimension of a per-sample gradient is not the batch.
+            ValueError: If `losses` or `weights` are of another shape, a weight is outside [0, 1], or the first dimension of
+                a per-sample gradient is not the batch.
             RuntimeError: If it is called outside the `with` block.
         """
         if self._engine is None:
             raise RuntimeError("ClippedGradients.backward was called outside its `with` block. Call it inside.")
         if losses.ndim != 1:
             raise ValueError(f"losses must have shape (batch,), one per example, got {losses.ndim} dimensions.")
-        if weights is not None and (weights.shape != losses.shape or not bool(((weights >= 0) & (weights <= 1)).all())):
+        # Sensitivity: an example of which some views stood with another's would contribute to two clipped gradients.
+        if views < 1 or len(losses) % views:
+            raise ValueError(
+                f"views must be at least 1 and divide the number of losses, got {views}. Let the views of an example stand "
+                "together, all of them in one call of the model."
+            )
+        batch_size = len(losses) // views
+        if weights is not None and (weights.shape != (batch_size,) or not bool(((weights >= 0) & (weights <= 1)).all())):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
             raise ValueError(
-                f"weights must be {len(losses)} numbers in [0, 1], one per example, got another shape or a "
+                f"weights must be {batch_size} numbers in [0, 1], one per example, got another shape or a "
                 "number outside [0, 1]."
             )
         self._refuse_other_parameters()
@@ -163,7 +174,8 @@ class ClippedGradients:
             return losses.detach()
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
-            return self._add_clipped(self._engine.per_sample_gradients(losses), weights, batch_size=len(losses))
+            gradients = self._engine.per_sample_gradients(losses, views=views)
+            return self._add_clipped(gradients, weights, batch_size=batch_size)
 
     @contextlib.contextmanager
     def unclipped(self) -> Iterator[None]:

@@ -76,11 +76,12 @@ class BookKeepingEngine:
         self._book.clear()
         self._cleanup.close()
 
-    def per_sample_gradients(self, losses: Float[Tensor, " batch"]) -> dict[str, PerSampleGradient]:
+    def per_sample_gradients(self, losses: Float[Tensor, " rows"], *, views: int = 1) -> dict[str, PerSampleGradient]:
         """Back-propagate `losses` and return each example's gradient.
 
         Args:
-            losses: One loss per example, shape (batch,), from one forward pass.
+            losses: One loss per row, shape (rows,), from one forward pass.
+            views: How many rows, one after another, are views of one example, whose loss is their mean.
 
         Returns:
             Parameter name → gradient of each example's loss. A parameter that the forward pass did not use is left out.
@@ -101,7 +102,8 @@ class BookKeepingEngine:
                 self._check_that_examples_are_apart(losses, trainable)
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
                 self._is_checked = book.is_conclusive
-            self._back_propagate(losses.sum(), trainable)
+            book.views = views
+            self._back_propagate(losses.sum() / views, trainable)
             return {
                 name: combined(book.uses.pop(parameter), shape=parameter.shape)
                 for name, parameter in trainable.items()
@@ -125,7 +127,7 @@ class BookKeepingEngine:
         loss.backward(retain_graph=retain_graph)
         for parameter, copy in book.copies:
             if copy.grad is not None:
-                book.note_copy(parameter, copy.grad)
+                book.note_rows(parameter, copy.grad)
         for name, parameter in trainable.items():
             if parameter.grad is not None:
                 raise ValueError(self._unexplained(name))

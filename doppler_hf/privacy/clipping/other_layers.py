@@ -237,7 +237,7 @@ class LayerWithoutRule:
 
     def note(self, name: str, values: Float[Tensor, "batch *shape"]) -> None:
         """Note the per-sample gradient of one of the layer's parameters."""
-        self._book.note_copy(self._module.get_parameter(name), values)
+        self._book.note_rows(self._module.get_parameter(name), values)
 
 
 class _Tap(torch.autograd.Function):

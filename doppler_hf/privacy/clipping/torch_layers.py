@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows
 
 Rule = Callable[..., Any]
 
@@ -92,7 +91,7 @@ class _Embedding(torch.autograd.Function):
         ids, values = ctx.saved_tensors[0].reshape(len(grad), -1), over_time(grad)
         if ctx.padding_idx is not None:
             values = values.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0.0)
-        ctx.book.note(ctx.weight, LookedUpRows(ids, values))
+        ctx.book.note_lookup(ctx.weight, ids, values)
         return (None,) * 4
 
 
@@ -205,7 +204,7 @@ class _Conv2d(torch.autograd.Function):
                 # One small product for each group: no factored form keeps groups apart.
                 left = in_float32(grad).reshape(len(x), groups, -1, patches.shape[2])
                 right = in_float32(patches).view(len(x), groups, -1, patches.shape[2])
-                ctx.book.note(ctx.weight, Dense((left @ right.mT).view(len(x), *ctx.weight.shape)))
+                ctx.book.note_rows(ctx.weight, left @ right.mT)
         ctx.book.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5

@@ -45,6 +45,7 @@ class PrivacyStatement:
         per_sample_max_grad_norm: C.
         clipping: The clipping function.
         clipping_granularity: One norm over all parameters, or one for each layer.
+        augmentation_multiplicity: The views of an example, whose mean gradient is clipped; ε does not depend on it.
         train_loss: How the training loss is reported; "raw" is not covered by the guarantee.
         per_sample_max_loss: The most that one unit adds to the private training loss; None without one.
         loss_noise_multiplier: σ_L, the noise on that loss in units of it; None without one.
@@ -66,6 +67,7 @@ class PrivacyStatement:
     per_sample_max_grad_norm: float
     clipping: Literal["automatic", "vanilla"]
     clipping_granularity: Literal["flat", "per_layer"]
+    augmentation_multiplicity: int
     train_loss: Literal["raw", "none", "private"]
     per_sample_max_loss: float | None
     loss_noise_multiplier: float | None
@@ -107,6 +109,13 @@ class PrivacyStatement:
             return f"{self.noise_multiplier:.4g}"
         effective = self.effective_noise_multiplier
         return f"{self.noise_multiplier:.4g} of the gradient; with the loss σ₀ = {effective:.4g}, which is accounted"
+
+    @property
+    def clipping_in_words(self) -> str:
+        """C, and what is clipped to it."""
+        views = self.augmentation_multiplicity
+        of_views = "" if views == 1 else f", the mean gradient over {views} views of an example"
+        return f"{self.per_sample_max_grad_norm:g} ({self.clipping}, {self.clipping_granularity}{of_views})"
 
     @property
     def unit_in_words(self) -> str:

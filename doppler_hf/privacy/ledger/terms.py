@@ -19,7 +19,7 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
             for sigma, rate, steps in ledger.history
         ),
         ("noise over time", statement.noise_shape_in_words),
-        ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({statement.clipping}, {statement.clipping_granularity})"),
+        ("clip norm C", statement.clipping_in_words),
         ("training loss", statement.train_loss_in_words),
         ("noise source", statement.noise_source),
         ("δ", f"{statement.target_delta:.4g}"),

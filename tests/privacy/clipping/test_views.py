@@ -1,0 +1,149 @@
+"""Augmentation multiplicity: the rows of an example are averaged, and clipped once."""
+
+import pytest
+import torch
+
+from doppler_hf.privacy import ClippedGradients
+from tests.support.models import BATCH, batch_for, build, losses_of, rows
+from tests.support.pairwise import pairwise
+from tests.support.per_example import (
+    CLIPPINGS,
+    GRANULARITIES,
+    NORM_RULES,
+    TOLERANCE,
+    assert_same_sums,
+    clip_and_sum,
+    gradients_of_each,
+    median_norm,
+    norm_of,
+    norms_of,
+)
+from tests.support.tiny import pad
+
+MODELS = ["roberta", "gpt2-lm", "llama-lm", "t5-lm", "vit", "resnet", "roberta-lora", "llama-dora"]
+C = 0.1
+
+
+def means(model, losses, number, *, views):
+    """The mean gradient of every `views` rows."""
+    # Divided first: RMSNorm computes in float32, in which a third of a gradient is not the gradient of a third.
+    of_rows = gradients_of_each(model, lambda index: losses(index) / views, number)
+    groups = [of_rows[start : start + views] for start in range(0, number, views)]
+    return [{name: sum(row[name] for row in group) for name in group[0]} for group in groups]
+
+
+def assert_averages(name, *, views, engine="book_keeping", clipping="vanilla", granularity="flat", **options):
+    model = build(name)
+    inputs, labels = batch_for(model)
+    gradients = means(model, lambda index: losses_of(model, *rows(inputs, labels, index)), BATCH, views=views)
+    chosen = dict(max_grad_norm=median_norm(gradients), clipping=clipping, granularity=granularity)
+    with ClippedGradients(model, engine=engine, **chosen, **options) as clipped:
+        norms = clipped.backward(losses_of(model, inputs, labels), views=views)
+        torch.testing.assert_close(norms, norms_of(gradients), **TOLERANCE)
+        assert_same_sums(clipped.sums, clip_and_sum(gradients, **chosen))
+
+
+@pytest.mark.parametrize(
+    ("name", "views", "norm_rule", "clipping", "granularity"),
+    pairwise(MODELS, [2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES),
+)
+def test_the_mean_over_the_views_of_an_example_is_clipped(name, views, norm_rule, clipping, granularity):
+    assert_averages(name, views=views, norm_rule=norm_rule, clipping=clipping, granularity=granularity)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit", "resnet", "roberta-lora"])
+def test_so_it_is_by_opacus_samplers(name):
+    assert_averages(name, views=3, engine="opacus")
+
+
+def test_a_grouped_convolution_averages_too():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3, groups=2), torch.nn.Flatten(), torch.nn.Linear(32, 1)).double()
+    images = torch.randn(6, 4, 4, 4, dtype=torch.float64)
+    gradients = means(model, lambda index: model(images[index]).square().sum(1), 6, views=2)
+    chosen = dict(max_grad_norm=median_norm(gradients))
+    with ClippedGradients(model, **chosen) as clipped:
+        clipped.backward(model(images).square().sum(1), views=2)
+        assert_same_sums(clipped.sums, clip_and_sum(gradients, **chosen))
+
+
+@pytest.mark.parametrize(
+    ("name", "clipping", "granularity", "norm_rule"),
+    pairwise(["roberta", "gpt2-lm", "t5-lm", "vit", "resnet", "roberta-lora"], CLIPPINGS, GRANULARITIES, NORM_RULES),
+)
+def test_an_example_of_several_views_contributes_at_most_the_clip_norm(name, clipping, granularity, norm_rule):
+    model = build(name, torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    options = dict(max_grad_norm=C, clipping=clipping, granularity=granularity, norm_rule=norm_rule)
+    for autocast in (True, False):
+        for scale in (1e-3, 1.0, 1e4):
+            with ClippedGradients(model, **options) as clipped:
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    losses = losses_of(model, inputs, labels).float()
+                of_second = torch.arange(BATCH) // 3 == 1
+                clipped.backward(scale * torch.where(of_second, losses, 0.0), views=3)
+                assert 0.0 < norm_of(clipped.sums.values()) <= C * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("copies", [2, 5])
+def test_equal_views_change_nothing(copies):
+    model = build("roberta")
+    inputs, labels = batch_for(model)
+    repeated = torch.arange(BATCH).repeat_interleave(copies)
+    found = []
+    for views, (some, of_these) in ((1, (inputs, labels)), (copies, rows(inputs, labels, repeated))):
+        with ClippedGradients(model, max_grad_norm=C) as clipped:
+            clipped.backward(losses_of(model, some, of_these), views=views)
+            found.append(clipped.sums)
+    assert_same_sums(found[1], found[0])
+
+
+@pytest.mark.parametrize("norm_rule", ["ghost", "direct"])
+def test_the_weight_of_an_example_does_not_follow_its_padding(norm_rule):
+    """Its norm is off by rounding alone, whatever the length to which others pad its views, and not by the bound on it."""
+    model = build("roberta", torch.float32)
+    tokens = torch.arange(2, 5)
+    norms = []
+    for length in (3, 16):
+        batch = pad([{"input_ids": [*tokens], "attention_mask": [1] * 3, "labels": view % 3} for view in range(4)])
+        inputs = {
+            name: torch.nn.functional.pad(batch[name], (0, length - 3), value=0) for name in ("input_ids", "attention_mask")
+        }
+        with ClippedGradients(model, max_grad_norm=C, norm_rule=norm_rule) as clipped:
+            losses = losses_of(model, inputs, batch["labels"])
+            norms.append(clipped.backward(losses * torch.tensor([1.0, -0.5, 2.0, 0.3]), views=4).item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_weights_are_of_examples():
+    model = build("roberta")
+    inputs, labels = batch_for(model)
+    sums = []
+    for weights in (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), torch.tensor([0.25, 0.5])):
+        with ClippedGradients(model, max_grad_norm=C) as clipped:
+            clipped.backward(losses_of(model, inputs, labels), weights=weights, views=3)
+            sums.append(clipped.sums)
+    assert_same_sums(sums[2], {name: 0.25 * sums[0][name] + 0.5 * sums[1][name] for name in sums[0]})
+
+
+def test_a_view_that_is_not_finite_takes_its_example_with_it():
+    model = build("roberta")
+    inputs, labels = batch_for(model)
+    factor = torch.ones(BATCH, dtype=torch.float64)
+    factor[0] = float("inf")
+    with ClippedGradients(model, max_grad_norm=C) as clipped:
+        norms = clipped.backward(losses_of(model, inputs, labels) * factor, views=3)
+        assert norms.isfinite().tolist() == [False, True]
+        assert clipped.num_non_finite == 1
+        assert 0.0 < norm_of(clipped.sums.values()) <= C * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("views", [0, 4])
+def test_rows_that_are_no_whole_examples_are_refused(views):
+    model = build("roberta")
+    inputs, labels = batch_for(model)
+    with (
+        ClippedGradients(model) as clipped,
+        pytest.raises(ValueError, match=rf"views must be at least 1 and divide the number of losses, got {views}\."),
+    ):
+        clipped.backward(losses_of(model, inputs, labels), views=views)
