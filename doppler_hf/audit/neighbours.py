@@ -275,7 +275,8 @@ class ScriptedRun:
 
             def held_loader(dataset: Any, collator: Collator) -> PrivateLoader:
                 loader = load(HeldExamples(dataset, views=views), collator)
-                loader.examples = HeldExamples(dataset)  # for the checks before the first step, which fetch single rows
+                # To the checks before the first step an example is one row, and always the same.
+                loader.examples, loader.views = HeldExamples(dataset), 1
                 return loader
 
             run.loader = held_loader  # type: ignore[method-assign]

@@ -82,9 +82,9 @@ def attached_engine(
                 run_once(clipped, model, losses_of, probes.probe().together)
             with without_coins(model), clipped.unwatched():
                 check_loss(probes.probe().crowd, (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
-            if args.augmentation_multiplicity > 1 and not probes.is_random:
+            if probes.views > 1 and not probes.is_random:
                 with clipped.unwatched():
-                    warn_of_equal_views(model, losses_of, probes, views=args.augmentation_multiplicity)
+                    warn_of_equal_views(model, losses_of, probes)
         yield clipped
 
 
@@ -143,13 +143,13 @@ def run_once(clipped: ClippedGradients, model: nn.Module, losses_of: Losses, inp
     clipped.reset()
 
 
-def warn_of_equal_views(model: nn.Module, losses_of: Losses, probes: Probes, *, views: int) -> None:
+def warn_of_equal_views(model: nn.Module, losses_of: Losses, probes: Probes) -> None:
     """Warn that views of data that are not random are all the same, unless the model draws random numbers."""
     model.train()
     with torch.no_grad():
         if not is_random(losses_of, probes.probe().together):
             warnings.warn(
-                f"augmentation_multiplicity={views} takes the same view of an example each time, since train_dataset, "
+                f"augmentation_multiplicity={probes.views} takes the same view of an example each time: train_dataset, "
                 "data_collator and model draw no random numbers. Augment at random, or leave it out.",
                 stacklevel=2,
             )

@@ -43,6 +43,14 @@ IMPOSSIBLE = {
     ("update", "galore"): {"roberta-lora", "llama-dora", "resnet"},
 }
 USUAL = {name: values[0] for name, values in SETTINGS.items()}
+# Cases in which an example comes in several views.
+VIEWS = 4
+OF_VIEWS = [
+    USUAL | {"model": "vit", "clipping": "vanilla"},
+    USUAL | {"model": "resnet", "clipping": "vanilla", "accumulation": 3, "engine": "opacus"},
+    USUAL | {"model": "resnet", "unit": "user, two at most", "granularity": "per_layer", "loss": "private"},
+    USUAL | {"model": "gpt2-lm", "clipping": "vanilla", "accumulation": 3, "tokens": 96},
+]
 
 
 def cases():
@@ -76,6 +84,20 @@ def data_for(model, *, seed=0):
     return Dataset.from_list(rows)
 
 
+def augmented(rows):
+    """Transform images and texts at random, each by itself: moved, mirrored, with tokens hidden."""
+    if "pixel_values" in rows:
+        rows["pixel_values"] = [
+            np.roll(np.flip(image, axis=2) if np.random.random() < 0.5 else image, np.random.randint(-2, 3, size=2), (1, 2))
+            for image in np.asarray(rows["pixel_values"])
+        ]
+    elif "input_ids" in rows:
+        rows["input_ids"] = [
+            np.where(np.random.random(len(tokens)) < 0.3, 1, tokens).tolist() for tokens in rows["input_ids"]
+        ]
+    return rows
+
+
 def collator_for(padding):
     """Return a collator that pads on the right to the longest example or to a multiple of eight."""
 
@@ -100,8 +122,8 @@ def collator_for(padding):
     return collate
 
 
-def trainer_for(case, folder, *, cls=DopplerTrainer, collator=None, model=None, **overrides):
-    """Return a trainer of one case."""
+def trainer_for(case, folder, *, cls=DopplerTrainer, collator=None, model=None, views=1, **overrides):
+    """Return a trainer of one case; the data are random if an example comes in several views."""
     if model is None:
         model = build(case["model"], checkpointing=case["checkpointing"])
         for module in model.modules():
@@ -124,6 +146,8 @@ def trainer_for(case, folder, *, cls=DopplerTrainer, collator=None, model=None, 
     else:
         options |= {"base_optimizer": case["update"]}
     data = data_for(model)
+    if views > 1:
+        data, options["augmentation_multiplicity"] = data.with_transform(augmented), views
     return cls(
         model=model,
         args=arguments(Path(folder), **(options | overrides)),
@@ -132,19 +156,26 @@ def trainer_for(case, folder, *, cls=DopplerTrainer, collator=None, model=None, 
     )
 
 
-def result_of(case, *, pairs=2):
+def result_of(case, *, pairs=2, views=1):
     """Return the outcome of the neighbour test of one case."""
     with tempfile.TemporaryDirectory() as folder:
-        return neighbour_distances(trainer_for(case, folder), pairs=pairs, tolerance=1e-6)
+        return neighbour_distances(trainer_for(case, folder, views=views), pairs=pairs, tolerance=1e-6)
 
 
 def main():
-    """Print a table of all cases, for the results page."""
+    """Print a table of all cases, and one of those in several views, for the results page."""
+    print_table(cases(), views=1)
+    print(f"\nWith {VIEWS} views of each example:\n")
+    print_table(OF_VIEWS, views=VIEWS)
+
+
+def print_table(cases, *, views):
+    """Print a table of some cases."""
     print("|", " | ".join(SETTINGS), "| largest distance | largest coupling |")
     print("|" + " --- |" * (len(SETTINGS) + 2))
     distances, couplings = [], []
-    for case in cases():
-        result = result_of(case, pairs=12)
+    for case in cases:
+        result = result_of(case, pairs=12, views=views)
         distances.append(result.distances.max())
         couplings.append(result.couplings.max())
         print(

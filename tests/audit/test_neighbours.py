@@ -11,7 +11,7 @@ from doppler_hf.audit import NeighbourResult, neighbour_distances
 from doppler_hf.audit.neighbours import neighbouring_draws
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
-from tests.audit.neighbour_cases import SETTINGS, USUAL, cases, collator_for, result_of, trainer_for
+from tests.audit.neighbour_cases import OF_VIEWS, SETTINGS, USUAL, VIEWS, cases, collator_for, result_of, trainer_for
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of, weights
 
@@ -32,8 +32,8 @@ def few():
     return found
 
 
-def check(case):
-    result = result_of(case)
+def check(case, *, views=1):
+    result = result_of(case, views=views)
     assert not result.contradicts_claim
     assert result.distances.max() <= 1.0 + 1e-6
     assert result.couplings.max() < 1e-12
@@ -49,6 +49,11 @@ def test_one_unit_moves_the_sum_by_at_most_c(case):
 @pytest.mark.parametrize("case", [case for case in cases() if case not in few()], ids=name_of)
 def test_one_unit_moves_the_sum_by_at_most_c_whatever_two_settings_meet(case):
     check(case)
+
+
+@pytest.mark.parametrize("case", OF_VIEWS, ids=name_of)
+def test_an_example_of_several_views_moves_the_sum_by_at_most_c(case):
+    check(case, views=VIEWS)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -93,7 +98,18 @@ def hide_in_all(rows):
     return rows | {"input_ids": [hide({"input_ids": tokens})["input_ids"] for tokens in rows["input_ids"]]}
 
 
-RANDOM = {"data set": Augmented, "transform": lambda: text_data().with_transform(hide_in_all)}
+class AugmentedByTorch(Augmented):
+    """With numbers of torch's generator."""
+
+    def __getitem__(self, index):
+        return hide(self.rows[index], random=lambda: torch.rand(()).item())
+
+
+RANDOM = {
+    "data set": Augmented,
+    "torch": AugmentedByTorch,
+    "transform": lambda: text_data().with_transform(hide_in_all),
+}
 
 
 @pytest.mark.parametrize("data", RANDOM)

@@ -76,7 +76,7 @@ class DrawnExamples(Dataset[Any]):
     """
 
     def __init__(
-        self, examples: Any, weights: Float[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None], views: int
+        self, examples: Any, weights: Float[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None], views: int = 1
     ) -> None:
         self._examples, self._weights, self._fill, self._views = examples, weights, fill, views
 

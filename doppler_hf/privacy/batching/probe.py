@@ -67,6 +67,7 @@ class Probes:
 
     Attributes:
         is_cut: The loader's.
+        views: The loader's.
         is_random: Whether data set or collator draw random numbers.
 
     Raises:
@@ -76,7 +77,7 @@ class Probes:
 
     def __init__(self, loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> None:
         self._loader, self._prepare = loader, prepare
-        self.is_cut, self._seed = loader.is_cut, fresh_seed()
+        self.is_cut, self.views, self._seed = loader.is_cut, loader.views, fresh_seed()
         indices, sizes = sizes_of(loader)
         smaller, larger = halves(indices, sizes)
         self._knows_all_sizes = len(indices) == len(loader.examples)
@@ -99,7 +100,7 @@ class Probes:
         self.is_random = is_random_data(loader, self._pair)
         if self.is_random:
             refuse_random_mixing(loader, self._pair, self._middling)
-        elif loader.views > 1:
+        elif self.views > 1:
             refuse_another_order(loader, self._crowd)
 
     @property

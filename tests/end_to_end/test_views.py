@@ -1,0 +1,239 @@
+"""Augmentation multiplicity in the trainer: K views of each example, at the privacy of one. False-alarm rates are stated."""
+
+import functools
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import set_seed
+
+from doppler_hf import DopplerTrainer
+from tests.support.models import CLASSES, build
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import NoSignal, Recorder, arguments, checked_trainer_of, trainer_of, weights
+
+VIEWS = 4
+
+
+def stripes(num_examples=40, seed=0):
+    """Images of 8×8 pixels that are bright in one third, which is the label, and noise."""
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(CLASSES, size=num_examples)
+    images = generator.normal(size=(num_examples, 3, 8, 8)).astype(np.float32)
+    for image, label in zip(images, labels, strict=True):
+        image[:, :, 3 * label : 3 * label + 2] += 2.0
+    return Dataset.from_dict({"pixel_values": images.tolist(), "labels": labels.tolist()})
+
+
+def shifted(rows):
+    """Each image moved up or down and mirrored at random."""
+    images = []
+    for image in torch.tensor(rows["pixel_values"]):
+        moved = torch.roll(image, int(torch.randint(-2, 3, ())), dims=1)
+        images.append(moved.flip(1) if torch.rand(()) < 0.5 else moved)
+    return rows | {"pixel_values": images}
+
+
+def stack(rows, *, dtype):
+    return {
+        "pixel_values": torch.stack([torch.as_tensor(row["pixel_values"], dtype=dtype) for row in rows]),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+
+
+def image_trainer(tmp_path, *, cls=DopplerTrainer, data=None, model=None, callbacks=None, **overrides):
+    options = dict(remove_unused_columns=False, augmentation_multiplicity=VIEWS, grad_sample_self_check=True)
+    model = build("vit", torch.float32) if model is None else model
+    return cls(
+        model=model,
+        args=arguments(tmp_path, **(options | overrides)),
+        train_dataset=stripes().with_transform(shifted) if data is None else data,
+        eval_dataset=stripes(12, seed=1),
+        data_collator=functools.partial(stack, dtype=model.dtype),
+        callbacks=callbacks,
+    )
+
+
+class Watched(DopplerTrainer):
+    """Keeps every micro-batch of the training, but not of the checks before it."""
+
+    def set_initial_training_values(self, args, dataloader):
+        values = super().set_initial_training_values(args, dataloader)
+        self.batches = []
+        return values
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.__dict__.setdefault("batches", []).append({name: value.clone() for name, value in inputs.items()})
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_each_example_comes_in_different_views_and_evaluations_do_not(tmp_path):
+    trainer = image_trainer(tmp_path, cls=Watched)
+    trainer.train()
+    assert trainer.batches
+    differing = 0
+    for batch in trainer.batches:
+        views, labels = batch["pixel_values"].unflatten(0, (-1, VIEWS)), batch["labels"].view(-1, VIEWS)
+        assert bool((labels == labels[:, :1]).all())
+        # Of one image: rows are moved, and images of noise have no two values alike.
+        assert torch.equal(views.flatten(2).sort(dim=2).values, views[:, :1].flatten(2).sort(dim=2).values.expand(-1, 4, -1))
+        differing += sum(len({view.numpy().tobytes() for view in of_example}) > 1 for of_example in views)
+    # Of ten ways to move an image four are the same with probability 1e-3.
+    examples = sum(len(batch["labels"]) for batch in trainer.batches) // VIEWS
+    assert differing >= examples - 3
+    assert len(trainer.get_eval_dataloader().dataset) == 12
+    assert sum(len(batch["labels"]) for batch in trainer.get_eval_dataloader()) == 12
+
+
+@pytest.mark.parametrize("views", [1, VIEWS])
+def test_the_noise_is_that_of_one_view(tmp_path, views):
+    recorder = Recorder()
+    options = dict(noise_multiplier=1.7, per_sample_max_grad_norm=0.3, max_steps=4, augmentation_multiplicity=views)
+    trainer = image_trainer(tmp_path, cls=NoSignal, callbacks=[recorder], grad_sample_self_check=False, **options)
+    trainer.train()
+    drawn = torch.cat(recorder.gradients)
+    expected = 1.7 * 0.3 / 8
+    assert trainer.private_run.mechanism.noise_std(0) == pytest.approx(expected)
+    # The deviation of n normals is off by 1/√(2n) of itself; six of these have a probability of 2e-9.
+    assert drawn.std().item() == pytest.approx(expected, rel=6 / math.sqrt(2 * len(drawn)))
+
+
+def test_the_guarantee_is_that_of_one_view_and_the_ledger_says_how_many_there_were(tmp_path):
+    trainers = [image_trainer(tmp_path / str(views), augmentation_multiplicity=views, max_steps=2) for views in (1, VIEWS)]
+    for trainer in trainers:
+        trainer.train()
+    one, several = (trainer.privacy.ledger for trainer in trainers)
+    assert several.epsilons() == one.epsilons()
+    assert several.statement.augmentation_multiplicity == VIEWS
+    assert several.statement.clipping_in_words == "1 (automatic, flat, the mean gradient over 4 views of an example)"
+    assert one.statement.clipping_in_words == "1 (automatic, flat)"
+
+
+def step_by_hand(trainer):
+    """The private gradient of the first step, from the micro-batches that the trainer has seen, with ordinary autograd."""
+    model, args = trainer.model, trainer.args
+    total, losses = torch.zeros_like(weights(trainer)), []
+    for batch in trainer.batches:
+        for start in range(0, len(batch["labels"]), VIEWS):
+            of_example = {name: value[start : start + VIEWS] for name, value in batch.items()}
+            loss = model(**of_example).loss  # the host's mean over rows
+            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+            total += gradient * min(1.0, args.per_sample_max_grad_norm / gradient.norm())
+            losses.append(loss.item())
+    return total / trainer.private_run.sampler.expected_batch_size, losses
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("engine", ["book_keeping", "opacus"])
+def test_a_step_is_that_of_mean_gradients_clipped_once(tmp_path, accumulation, engine):
+    recorder = Recorder()
+    trainer = image_trainer(
+        tmp_path, cls=Watched, model=build("vit"), callbacks=[recorder], clipping="vanilla",
+        per_sample_max_grad_norm=2.0, noise_multiplier=0.0, learning_rate=0.0, max_steps=1, grad_sample_engine=engine, noise_seed=1,
+        gradient_accumulation_steps=accumulation, per_device_train_batch_size=8 // accumulation,
+    )  # fmt: skip
+    trainer.train()
+    expected, losses = step_by_hand(trainer)
+    torch.testing.assert_close(recorder.gradients[0], expected, atol=1e-9, rtol=1e-7)
+    if accumulation == 1:  # else a mean of means, as the host's
+        logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        assert logged == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_a_private_loss_is_of_the_mean_over_views(tmp_path):
+    added = []
+
+    class Losses(Watched):
+        def set_initial_training_values(self, args, dataloader):
+            values = super().set_initial_training_values(args, dataloader)
+            private_loss = self.private_run.private_loss
+            add = private_loss.add
+            private_loss.add = lambda losses, **options: (added.append(losses), add(losses, **options))
+            return values
+
+    options = dict(report_train_loss="private", max_steps=1, learning_rate=0.0, noise_seed=1)
+    trainer = image_trainer(tmp_path, cls=Losses, **options)
+    trainer.train()
+    expected = torch.tensor(step_by_hand(trainer)[1])
+    torch.testing.assert_close(torch.cat(added), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_users_and_budgets_of_tokens_count_as_with_one_view(tmp_path):
+    data = text_data().add_column("user", [number // 2 for number in range(24)])
+    ends = []
+    for views, tokens in ((1, None), (2, None), (2, 32)):
+        recorder = Recorder()
+        trainer = trainer_of(
+            tmp_path / f"{views} {tokens}", model=tiny_bert().double(), data=data, callbacks=[recorder], noise_seed=1,
+            noise_multiplier=0.0, augmentation_multiplicity=views, max_tokens_per_micro_batch=tokens,
+            privacy_unit_column="user", per_device_train_batch_size=3, max_steps=2, remove_unused_columns=False,
+        )  # fmt: skip
+        if views == 1:
+            trainer.train()
+        else:
+            with pytest.warns(UserWarning, match="augmentation_multiplicity=2 takes the same view"):
+                trainer.train()
+        ends.append(torch.stack(recorder.gradients))
+    torch.testing.assert_close(ends[1], ends[0], atol=1e-12, rtol=1e-9)  # views that are all the same change nothing
+    torch.testing.assert_close(ends[2], ends[0], atol=1e-12, rtol=1e-9)
+
+
+def test_dropout_alone_makes_views(tmp_path):
+    model = tiny_bert(hidden_dropout_prob=0.2)
+    trainer_of(tmp_path, model=model, augmentation_multiplicity=2, max_steps=1).train()  # and warnings are errors
+
+
+def hidden(examples):
+    """A random collator: tokens hidden, each row by itself."""
+    batch = pad(examples)
+    return batch | {"input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.3, 4)}
+
+
+class Sorted:
+    """A collator that returns rows in another order."""
+
+    def __init__(self, collator, key):
+        self.collator, self.key = collator, key
+
+    def __call__(self, examples):
+        return self.collator(sorted(examples, key=self.key))
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("collator", [pad, hidden])
+@pytest.mark.parametrize("key", [lambda row: -row["labels"], lambda row: row["input_ids"][0]], ids=["label", "token"])
+def test_a_collator_that_reorders_rows_is_refused(tmp_path, collator, key, self_check):
+    trainer = trainer_of(
+        tmp_path, augmentation_multiplicity=2, grad_sample_self_check=self_check, gradient_accumulation_steps=1
+    )
+    trainer.data_collator = Sorted(collator, key)
+    with pytest.raises(ValueError, match=r"the order of its examples|depends on that example alone|another order"):
+        trainer.train()
+
+
+def test_it_learns_at_little_noise(tmp_path):
+    set_seed(0)
+    trainer = image_trainer(
+        tmp_path, noise_multiplier=0.1, per_device_train_batch_size=16, gradient_accumulation_steps=1, max_steps=40,
+        learning_rate=5e-3, base_optimizer="adam",
+    )  # fmt: skip
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.5 * before
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert np.mean(losses[-10:]) < np.mean(losses[:10])
+
+
+def test_workers_make_views_too(tmp_path):
+    trainer = checked_trainer_of(
+        tmp_path, cls=Watched, augmentation_multiplicity=3, data=text_data(), max_steps=2, dataloader_num_workers=1
+    )
+    trainer.data_collator = hidden
+    with warnings.catch_warnings():  # of fork in a process with threads, which is torch's own affair
+        warnings.simplefilter("ignore", DeprecationWarning)
+        trainer.train()
+    rows = [batch["input_ids"].unflatten(0, (-1, 3)) for batch in trainer.batches]
+    assert any(len({view.numpy().tobytes() for view in of_example}) == 3 for views in rows for of_example in views)
