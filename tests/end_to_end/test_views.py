@@ -131,8 +131,8 @@ def step_by_hand(trainer):
 def test_a_step_is_that_of_mean_gradients_clipped_once(tmp_path, accumulation, engine):
     recorder = Recorder()
     trainer = image_trainer(
-        tmp_path, cls=Watched, model=build("vit"), callbacks=[recorder], clipping="vanilla",
-        per_sample_max_grad_norm=2.0, noise_multiplier=0.0, learning_rate=0.0, max_steps=1, grad_sample_engine=engine, noise_seed=1,
+        tmp_path, cls=Watched, model=build("vit"), callbacks=[recorder], clipping="vanilla", noise_seed=1,
+        per_sample_max_grad_norm=2.0, noise_multiplier=0.0, learning_rate=0.0, max_steps=1, grad_sample_engine=engine,
         gradient_accumulation_steps=accumulation, per_device_train_batch_size=8 // accumulation,
     )  # fmt: skip
     trainer.train()
