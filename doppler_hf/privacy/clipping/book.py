@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows, NormRule, PerSampleGradient, outer_products
+from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows, NormRule, PerSampleGradient, is_formed, outer_products
 from doppler_hf.privacy.clipping.ghost_norm import Recent
 
 
@@ -18,7 +18,7 @@ class Book:
     """The notes that layers make during one forward and backward pass.
 
     Args:
-        norm_rule: How the norm of a product is computed; see `outer_products`.
+        norm_rule: How the norm of a product is computed; see `is_formed`.
 
     Attributes:
         batch_size: The number of rows of the current forward pass, or None.
@@ -101,6 +101,10 @@ class Book:
         self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
+        if self.views > 1 and is_formed(left, right, rule=self._norm_rule):
+            # Of each row: to put the patches of images side by side would take longer than to add up their products.
+            self.note_rows(parameter, torch.bmm(in_float32(left).mT, in_float32(right)))
+            return
         left, right = self._joined(left), self._joined(right)
         self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=self._norm_rule, recent=self._recent))
 

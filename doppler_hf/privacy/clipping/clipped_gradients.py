@@ -51,7 +51,7 @@ class ClippedGradients:
         engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
             ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
         norm_rule: How "book_keeping" computes the norm of a matrix's gradient: "ghost" from its factors, "direct" from
-            the matrix itself, "auto" the cheaper way for each layer and sequence length; see `factored.outer_products`.
+            the matrix itself, "auto" the cheaper way for each layer and sequence length; see `factored.is_formed`.
 
     Attributes:
         engine_name: `engine`.

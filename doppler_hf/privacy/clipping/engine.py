@@ -31,7 +31,7 @@ class BookKeepingEngine:
 
     Args:
         model: The model, not wrapped in anything.
-        norm_rule: "auto" chooses by cost for each product; see `factored.outer_products`.
+        norm_rule: "auto" chooses by cost for each product; see `factored.is_formed`.
         by_rules: False uses Opacus's samplers for all layers that have one, as a reference.
 
     Raises:

@@ -279,10 +279,6 @@ def outer_products(
 ) -> OuterProducts | Dense:
     """Return Σ_t l_t r_tᵀ in the cheaper form.
 
-    Per example, with p·q elements and T positions: the ghost norm costs T²(p + q) multiply-adds on top of the one product
-    that the sum needs. The direct gradient *is* that product; writing and reading it costs MEMORY_COST·pq, and it takes pq
-    numbers of memory instead of T(p + q). It is chosen if it takes less of both.
-
     Args:
         left: Shape (batch, time, p).
         right: Shape (batch, time, q).
@@ -290,13 +286,28 @@ def outer_products(
         rule: "ghost", "direct", or "auto" for the cheaper one.
         recent: What was computed of factors before.
     """
-    time, p, q = left.shape[1], left.shape[2], right.shape[2]
-    if rule == "auto":
-        cheaper = MEMORY_COST * p * q <= time * time * (p + q)
-        smaller = p * q <= MEMORY_SLACK * time * (p + q)
-        rule = "direct" if cheaper and smaller else "ghost"
     factors = OuterProducts(left, right, recent)
-    return factors if rule == "ghost" else factors.densified(shape)
+    return factors.densified(shape) if is_formed(left, right, rule=rule) else factors
+
+
+def is_formed(left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"], *, rule: NormRule) -> bool:
+    """Return whether the matrix of each example is to be formed.
+
+    Per example, with p·q elements and T positions: the ghost norm costs T²(p + q) multiply-adds on top of the one product
+    that the sum needs. The direct gradient *is* that product; writing and reading it costs MEMORY_COST·pq, and it takes pq
+    numbers of memory instead of T(p + q). It is chosen if it takes less of both.
+
+    Args:
+        left: The one factor.
+        right: The other one.
+        rule: As in `outer_products`.
+    """
+    if rule != "auto":
+        return rule == "direct"
+    time, p, q = left.shape[1], left.shape[2], right.shape[2]
+    cheaper = MEMORY_COST * p * q <= time * time * (p + q)
+    smaller = p * q <= MEMORY_SLACK * time * (p + q)
+    return cheaper and smaller
 
 
 def combined(uses: Iterable[PerSampleGradient], *, shape: torch.Size) -> PerSampleGradient:
