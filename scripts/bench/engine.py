@@ -87,6 +87,7 @@ class BenchArguments:
     works: str = field(default=",".join(WORKS), metadata={"help": f"Of {', '.join(WORKS)}; comma separated."})
     engines: str = field(default="book_keeping", metadata={"help": "Engines of ClippedGradients, comma separated."})
     norm_rule: str = field(default="auto", metadata={"help": "auto, ghost or direct; for book_keeping only."})
+    views: int = field(default=1, metadata={"help": "How many rows of a batch are views of one example."})
     pairs: int = field(default=30, metadata={"help": "How many pairs of steps."})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
     threads: int = field(default=2, metadata={"help": "torch's threads."})
@@ -134,7 +135,9 @@ def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], *, norm_rule: str) -> Iterator[Callable[[], None]]:
+def stepping(
+    engine: str, model: nn.Module, batch: dict[str, Tensor], *, norm_rule: str, views: int = 1
+) -> Iterator[Callable[[], None]]:
     """Yield a function that makes one step: an ordinary one for "plain", else a private one without noise."""
 
     def plain() -> None:
@@ -150,7 +153,7 @@ def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], *, norm_ru
 
         def private() -> None:
             model.zero_grad(set_to_none=True)
-            clipped.backward(losses_of(model, batch))
+            clipped.backward(losses_of(model, batch), views=views)
             for name, total in clipped.sums.items():
                 model.get_parameter(name).grad = total
             clipped.reset()
@@ -162,7 +165,7 @@ def paired_seconds(work: Work, engine: str, args: BenchArguments) -> np.ndarray:
     """Return the seconds of plain and of private steps, made in turn on two equal models, shape (pairs, 2)."""
     with contextlib.ExitStack() as stack:
         steps = [
-            stack.enter_context(stepping(kind, *build(work, device=args.device), norm_rule=args.norm_rule))
+            stack.enter_context(stepping(kind, *build(work, device=args.device), norm_rule=args.norm_rule, views=args.views))
             for kind in ("plain", engine)
         ]
         for step in steps * WARM_UP:
@@ -180,7 +183,7 @@ def peak_memory(work: Work, engine: str, args: BenchArguments) -> float:
     model, batch = build(work, device=args.device)
     gc.collect()
     before = memory_now(args.device)
-    with stepping(engine, model, batch, norm_rule=args.norm_rule) as step:
+    with stepping(engine, model, batch, norm_rule=args.norm_rule, views=args.views) as step:
         for _ in range(MEMORY_STEPS):
             step()
     return (memory_peak(args.device) - before) / MIB

@@ -91,7 +91,7 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
 
 
 def test_there_are_snippets_and_commands():
-    assert [len(blocks(page, "python")) for page in (README, DOCS / "trainer.md", DOCS / "filters.md")] == [1, 5, 1]
+    assert [len(blocks(page, "python")) for page in (README, DOCS / "trainer.md", DOCS / "filters.md")] == [1, 6, 1]
     assert sum(len(blocks(page, "sh")) for page in PAGES) > 10
 
 

@@ -49,9 +49,9 @@ def test_a_private_step_leaves_the_clipped_sum(name, engine):
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", WORKS)
-def test_every_work_is_stepped_in_pairs(name):
-    seconds = paired_seconds(tiny(name), "book_keeping", BenchArguments(pairs=2))
+@pytest.mark.parametrize(("name", "views"), [*((name, 1) for name in WORKS), ("vit-full", 2)])
+def test_every_work_is_stepped_in_pairs(name, views):
+    seconds = paired_seconds(tiny(name), "book_keeping", BenchArguments(pairs=2, views=views))
     assert seconds.shape == (2, 2)
     assert (seconds > 0).all()
 
