@@ -22,7 +22,7 @@ ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf reproduce`."""
-    parser.add_argument("study", metavar="NAME", help="the study: noise-shaping or peers")
+    parser.add_argument("study", metavar="NAME", help="the study: noise-shaping, peers or floor")
     parser.add_argument("--resume", action="store_true", help="go on with the runs that OUT/NAME holds")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="some of the study's tasks")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of its methods; the first is compared with")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         if not 0 < epsilon < math.inf:
             raise ValueError(f"--epsilons must be positive numbers, got {epsilon:g}. Give budgets such as 1 3 8.")
     for name in study.tasks:  # or it would be found when that task begins, hours later
-        folder = SMALL[name].folder
+        folder = SMALL[name].load.folder
         if args.data_dir is not None and folder is not None and not Path(args.data_dir, folder).is_dir():
             raise ValueError(f"--data-dir must have {folder} for the task {name}, got {args.data_dir} without it. Add it.")
     out = args.out / args.study

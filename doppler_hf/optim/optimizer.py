@@ -46,7 +46,7 @@ from doppler_hf.optim.state import BASES, Base, dense, full_dtype, loaded, refus
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
 # is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
-# hence a fraction of it, not a constant. Measured on two tasks and two ε (scripts/experiments/tune_floor.py), with a rate
+# hence a fraction of it, not a constant. Measured on two tasks and two ε (recipes/results/floor.md), with a rate
 # for each: 0.1 to 1 are the same, below that accuracy falls.
 DEFAULT_FLOOR_FRACTION: Final = 0.3
 # Parameters from which on compiling, some twenty seconds, is worth its time.

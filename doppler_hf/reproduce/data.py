@@ -30,10 +30,6 @@ class Sources:
     encoder: str
     cache_dir: Path
 
-    def folder(self, name: str) -> str | None:
-        """Return the folder of a data set, or None for the hub."""
-        return None if self.data_dir is None else f"{self.data_dir}/{name}"
-
 
 class Data(NamedTuple):
     """Three parts of a data set, and what they need.
@@ -53,6 +49,23 @@ class Data(NamedTuple):
     report: Any
     network: Callable[[], nn.Module]
     collator: Callable[[list[Any]], Any] = default_collate
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads the data of a task.
+
+    Attributes:
+        folder: Where they lie, in a local folder of all data; None for data that come with a package.
+        read: Reads them from a folder, or from the hub for None.
+    """
+
+    folder: str | None
+    read: Callable[[str | None, Sources], Data]
+
+    def __call__(self, sources: Sources) -> Data:
+        is_local = sources.data_dir is not None and self.folder is not None
+        return self.read(f"{sources.data_dir}/{self.folder}" if is_local else None, sources)
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -86,7 +99,7 @@ def apart(num_examples: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Callable[[Sources], Data]:
+def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loader:
     """Return what loads a data set of images, as numbers from -1 to 1.
 
     Args:
@@ -95,8 +108,8 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Cal
         held_out: How many training examples to choose by.
     """
 
-    def load(sources: Sources) -> Data:
-        splits = load_images(name, None if name == "digits" else sources.folder(name))
+    def read(folder: str | None, sources: Sources) -> Data:
+        splits = load_images(name, folder)
         pixels, labels = (
             {split: torch.from_numpy(np.stack([np.asarray(each) for each in splits[split][column]])) for split in splits}
             for column in ("image", "label")
@@ -109,10 +122,10 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Cal
         digest = digest_of(name, held_out, *(each[split].numpy().tobytes() for split in splits for each in (pixels, labels)))
         return _parts(digest, inputs_of, labels, network, held_out=held_out)
 
-    return load
+    return Loader(None if name == "digits" else name, read)
 
 
-def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) -> Callable[[Sources], Data]:
+def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loader:
     """Return what loads a GLUE task of single sentences as counts of hashed words, each sentence of norm 1.
 
     The weights of the words are public: idf would be learnt from private data.
@@ -123,10 +136,10 @@ def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) ->
         held_out: How many training examples to choose by.
     """
 
-    def load(sources: Sources) -> Data:
+    def read(folder: str | None, sources: Sources) -> Data:
         from sklearn.feature_extraction.text import HashingVectorizer
 
-        splits = load_glue(task_name, sources.folder(f"glue/{task_name}"))
+        splits = load_glue(task_name, folder)
         (column,) = glue_task(task_name).text_columns
         counts = {name: HashingVectorizer(n_features=HASHED_WORDS).transform(splits[name][column]) for name in splits}
         labels = {name: torch.tensor(splits[name]["label"]) for name in splits}
@@ -137,7 +150,7 @@ def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) ->
         digest = digest_of(task_name, held_out, *(list(splits[name][each]) for name in splits for each in (column, "label")))
         return _parts(digest, inputs_of, labels, network, held_out=held_out)
 
-    return load
+    return Loader(f"glue/{task_name}", read)
 
 
 def digest_of(*parts: Any) -> str:

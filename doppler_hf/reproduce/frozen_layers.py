@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doppler_hf.reproduce.data import Data, Sources, apart, digest_of
+from doppler_hf.reproduce.data import Data, Loader, Sources, apart, digest_of
 from doppler_hf.reproduce.networks import TopLayers
 from doppler_hf.run.parameters import parameters_digest
 from doppler_hf.workloads.data_sources import glue_task, load_glue
@@ -81,7 +81,7 @@ class Outputs:
         return cls(vectors, ends)
 
 
-def sentences(task_name: str, *, layers: int, held_out: int) -> Callable[[Sources], Data]:
+def sentences(task_name: str, *, layers: int, held_out: int) -> Loader:
     """Return what loads a GLUE task for the last layers of an encoder.
 
     Args:
@@ -90,12 +90,12 @@ def sentences(task_name: str, *, layers: int, held_out: int) -> Callable[[Source
         held_out: How many training examples to choose by.
     """
 
-    def load(sources: Sources) -> Data:
+    def read(folder: str | None, sources: Sources) -> Data:
         from datasets import Dataset
         from transformers import AutoModel, AutoTokenizer
 
         task = glue_task(task_name)
-        splits = load_glue(task_name, sources.folder(f"glue/{task_name}"))
+        splits = load_glue(task_name, folder)
         with hub_or_folder(sources.encoder, "--encoder"):
             tokenizer, encoder = AutoTokenizer.from_pretrained(sources.encoder), AutoModel.from_pretrained(sources.encoder)
         if not isinstance(getattr(getattr(encoder, "encoder", None), "layer", None), nn.ModuleList):
@@ -121,4 +121,4 @@ def sentences(task_name: str, *, layers: int, held_out: int) -> Callable[[Source
         report = rows.select(range(len(parts[0]), len(rows)))
         return Data(digest, rows.select(train), rows.select(tuning), report, network, outputs)
 
-    return load
+    return Loader(f"glue/{task_name}", read)

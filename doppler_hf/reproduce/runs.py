@@ -35,7 +35,7 @@ class Run:
         data: The digest of its data.
         epsilon: ε.
         trained: Which weights are trained.
-        arguments: Those of `DopplerTrainer` that are not the defaults, as JSON: the task's and the method's.
+        arguments: The task's and the method's, as JSON; the others are the defaults of `DopplerTrainer`.
         learning_rate: The first; None for that of the rule.
         seed: Of initialization, draws and noise.
     """
@@ -73,6 +73,8 @@ def train(run: Run, *, data: Data) -> dict[str, Any]:
         `tuning` and `report`, the accuracies on these parts, and the numbers of the mechanism.
     """
     start = time.perf_counter()
+    arguments = json.loads(run.arguments)
+    floor_fraction = arguments.pop("floor_fraction", None)
     set_seed(run.seed)
     network = with_trained(data.network(), run.trained)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -91,12 +93,14 @@ def train(run: Run, *, data: Data) -> dict[str, Any]:
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_pin_memory=torch.cuda.is_available(),
-            **json.loads(run.arguments),
+            **arguments,
         )
         trainer = StudyTrainer(
             model=network, args=args, train_dataset=data.train, data_collator=data.collator, compute_metrics=_accuracy
         )
         trainer.remove_callback(PrinterCallback)
+        if floor_fraction is not None:
+            args.adam_bc_floor = floor_fraction * trainer.private_run.settled_noise_std**2
         trainer.train()
         scores = {part: trainer.evaluate(getattr(data, part))["eval_accuracy"] for part in ("tuning", "report")}
     statement = trainer.private_run.statement

@@ -12,7 +12,7 @@ class Method:
     """A way to train a task, as arguments of `DopplerTrainer`; all others are the task's.
 
     Attributes:
-        arguments: The arguments.
+        arguments: The arguments; `floor_fraction` is `adam_bc_floor` in units of the noise's variance.
         trained: Which weights are trained; None for those of the task.
     """
 
@@ -74,6 +74,8 @@ PEERS: Final[Mapping[str, Method]] = {
     "LP-DPSGD": shaped("first-order-v1", "white", base_optimizer="sgd"),
     "LP-DPAdamBC": shaped("first-order-v1", "white"),
 }
+# The default first.
+FLOORS: Final = (0.3, 0.003, 0.01, 0.03, 0.1, 1.0, 3.0, 10.0)
 
 STUDIES: Final[Mapping[str, Study]] = {
     "noise-shaping": Study(
@@ -82,5 +84,11 @@ STUDIES: Final[Mapping[str, Study]] = {
         ("digits", "mnist", "mnist-perceptron", "sst2-words", "sst2", "sst2-full", "qnli"),
     ),
     "peers": Study("Which method trains best, each at its best learning rate?", PEERS, ("sst2", "qnli")),
+    "floor": Study(
+        "How small may AdamBC's corrected second moment become, in units of the noise's variance?",
+        {f"{fraction:g}": shaped("momentum", "white", floor_fraction=fraction) for fraction in FLOORS},
+        ("mnist", "sst2-words"),
+        epsilons=(1.0, 8.0),
+    ),
 }
 """Name → study."""

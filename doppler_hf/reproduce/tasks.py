@@ -1,10 +1,10 @@
 """The tasks, with the settings that all methods share, of a size that a CPU trains in seconds to minutes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from doppler_hf.reproduce.data import Data, Sources, images, words
+from doppler_hf.reproduce.data import Loader, images, words
 from doppler_hf.reproduce.frozen_layers import sentences
 from doppler_hf.reproduce.networks import DigitsViT, Trained, hashed_words, mnist_cnn, perceptron
 
@@ -14,14 +14,12 @@ class Task:
     """A task.
 
     Attributes:
-        folder: Where its data lie, in a local folder of all data; None for data that come with a package.
-        load: Reads the data.
+        load: Loads the data.
         trained: Which weights are trained.
         settings: Arguments of `DopplerTrainer`: B, T, C.
     """
 
-    folder: str | None
-    load: Callable[[Sources], Data]
+    load: Loader
     trained: Trained
     settings: Mapping[str, Any]
 
@@ -39,12 +37,12 @@ def _settings(batch_size: int, steps: int, max_grad_norm: float, **more: Any) ->
 # The head's input has norm √hidden, and a clip norm far below that of most gradients turns all examples into equal pushes.
 TEXT: Final = _settings(500, 100, 10.0, max_tokens_per_micro_batch=4096)
 SMALL: Final[Mapping[str, Task]] = {
-    "digits": Task(None, images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
-    "mnist": Task("mnist", images("mnist", mnist_cnn, held_out=5000), "all", _settings(1000, 300, 1.0)),
-    "mnist-perceptron": Task("mnist", images("mnist", perceptron, held_out=5000), "all", _settings(1000, 300, 1.0)),
-    "sst2-words": Task("glue/sst2", words("sst2", hashed_words, held_out=2000), "all", _settings(1000, 200, 0.3)),
-    "sst2": Task("glue/sst2", sentences("sst2", layers=1, held_out=2000), "lora", TEXT),
-    "sst2-full": Task("glue/sst2", sentences("sst2", layers=1, held_out=2000), "all", TEXT),
-    "qnli": Task("glue/qnli", sentences("qnli", layers=1, held_out=1000), "lora", TEXT),
+    "digits": Task(images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
+    "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(1000, 300, 1.0)),
+    "mnist-perceptron": Task(images("mnist", perceptron, held_out=5000), "all", _settings(1000, 300, 1.0)),
+    "sst2-words": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(1000, 200, 0.3)),
+    "sst2": Task(sentences("sst2", layers=1, held_out=2000), "lora", TEXT),
+    "sst2-full": Task(sentences("sst2", layers=1, held_out=2000), "all", TEXT),
+    "qnli": Task(sentences("qnli", layers=1, held_out=1000), "lora", TEXT),
 }
 """Name → task, for two cores."""
