@@ -21,6 +21,8 @@ import torch
 GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
 _NOT_LOOKED_INTO = (ModuleType, type, CodeType, torch.Tensor, np.ndarray, str, bytes, int, float, *GENERATORS)
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+# They refer to nothing, and most of what is referred to is one of them.
+_ATOMS = frozenset({str, bytes, int, float, bool, type(None), CodeType})
 # Longer ones hold data.
 _MOST_IN_A_CONTAINER = 1000
 # A model has some thousands of objects; nearer ones are seen first.
@@ -31,7 +33,7 @@ _BUILDERS = ("__init__", "__new__", "__post_init__")
 
 
 def reachable(*roots: object) -> Iterator[Any]:
-    """Yield the objects that some objects refer to, and these, nearer ones first and each once."""
+    """Yield the objects that some objects refer to, and these, nearer ones first and each once, without single values."""
     ahead = collections.deque(roots)
     seen: dict[int, Any] = {}  # kept alive, so that no number is given twice
     kinds: set[type] = set()
@@ -44,7 +46,7 @@ def reachable(*roots: object) -> Iterator[Any]:
         kind: type = type(found)
         if is_opaque(kind):
             continue
-        ahead.extend(referents_of(found))
+        ahead.extend(each for each in referents_of(found) if type(each) not in _ATOMS)
         if kind not in kinds:
             kinds.add(kind)
             ahead.extend(class_attributes(kind))
@@ -58,9 +60,10 @@ def is_opaque(kind: type) -> bool:
 
 def referents_of(owner: Any) -> list[Any]:
     """Return what an object refers to itself, but for its class and its data."""
-    if is_a(owner, *CONTAINERS) and len(owner) > _MOST_IN_A_CONTAINER:
+    kind: type = type(owner)  # which is not asked, since it may do anything when it is asked
+    if issubclass(kind, CONTAINERS) and len(owner) > _MOST_IN_A_CONTAINER:
         return []
-    if is_a(owner, FunctionType):
+    if kind is FunctionType:
         parts = [owner.__closure__, owner.__defaults__, owner.__kwdefaults__, owner.__dict__]
         return parts if is_library(owner.__code__.co_filename) else [*parts, *globals_of(owner)]
     return gc.get_referents(owner)
