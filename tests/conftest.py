@@ -24,9 +24,10 @@ def pytest_sessionstart(session):
     """
     if session.config.option.dist == "no":
         import tests.support.tiny  # noqa: F401
-        from tests.support.array_types import CHECKED
+        from tests.support.array_types import CHECKED, jaxtyped
 
         # Nothing of ours has been imported so far, or it would not be checked.
+        jaxtyping.jaxtyped = jaxtyped
         jaxtyping.install_import_hook(CHECKED, "tests.support.array_types.checked")
 
 

@@ -6,6 +6,7 @@ purpose.
 
 from typing import get_args
 
+import jaxtyping
 import numpy as np
 from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray
@@ -53,6 +54,22 @@ TOO_BUSY = (
 ARRAYS = (AbstractArray, Tensor, np.ndarray)
 # As everywhere in Python's typing, an int is a float.
 BEARTYPE = beartype(conf=BeartypeConf(is_pep484_tower=True))
+
+WRAPPED = jaxtyping.jaxtyped
+
+
+def jaxtyped(*, typechecker):
+    """Wrap what names arrays, in the place of jaxtyping's own decorator, which wraps every function.
+
+    A function within another is wrapped each time that the other is called: only where arrays are checked.
+    """
+
+    def wrapped(function):
+        is_idle = "<locals>" in function.__qualname__ and jaxtyping.config.jaxtyping_disable
+        is_of_arrays = isinstance(function, type) or any(map(names_arrays, function.__annotations__.values()))
+        return WRAPPED(function, typechecker=typechecker) if is_of_arrays and not is_idle else function
+
+    return wrapped
 
 
 def checked(function):
