@@ -21,12 +21,13 @@ from transformers import Trainer, TrainerCallback
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
-from doppler_hf.run.checkpoints import begin_checkpoint, whole_checkpoint
-from doppler_hf.run.gradient_recorder import GradientRecorder
+from doppler_hf.run.checkpoints import whole_checkpoint
+from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import optimizer_of
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.saving import saved_whole
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -59,21 +60,13 @@ class DopplerTrainer(Trainer):
     optimizer: Any
 
     def __init__(
-        self,
-        model: Any = None,
-        args: DopplerTrainingArguments | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., Any] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., Any] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        self, model: Any = None, args: DopplerTrainingArguments | None = None, data_collator: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None, compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None), optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(args, DopplerTrainingArguments):
             raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
         # The host's Seq2SeqTrainer, which may come next, has no such argument.
@@ -97,8 +90,6 @@ class DopplerTrainer(Trainer):
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
-    # --- the run ------------------------------------------------------------------------------------------------------
-
     @property
     def private_run(self) -> PrivateRun:
         """The current run, or the last one; before the first training the one that would begin."""
@@ -111,7 +102,7 @@ class DopplerTrainer(Trainer):
             self.args,
             self.train_dataset,
             expected_batch_size=self.get_total_train_batch_size(self.args),
-            recorders=self._recorders(),
+            recorders=recorders_in(self.callback_handler.callbacks),
             checkpoint=checkpoint,
             earlier=earlier,
         )
@@ -147,13 +138,8 @@ class DopplerTrainer(Trainer):
         if not args.disable_dp:
             run = self.private_run
             assert values[-1] == run.statement.steps_planned, "the host plans another number of steps than was accounted"
-            run.attach(
-                self.model,
-                losses_of=self._losses,
-                check_loss=self._refuse_another_loss,
-                loader=dataloader,
-                prepare=self._prepare_inputs,
-            )
+            losses, prepare = self._losses, self._prepare_inputs
+            run.attach(self.model, losses_of=losses, check_loss=self._check_loss, loader=dataloader, prepare=prepare)
         return values
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
@@ -162,9 +148,10 @@ class DopplerTrainer(Trainer):
         """Return a loader of Poisson draws: `gradient_accumulation_steps` items a draw, each a list of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
-        checks.refuse_seeded_collator(self.data_collator)
-        dataset, collator, unit = self.train_dataset, self.data_collator, self.args.privacy_unit_column
-        dataset = dataset if unit is None else dataset.remove_columns(unit)
+        dataset, collator = self.train_dataset, self.data_collator
+        checks.refuse_seeded_collator(collator)
+        if self.args.privacy_unit_column is not None:
+            dataset = dataset.remove_columns(self.args.privacy_unit_column)
         # The first two helpers that the host's `_get_dataloader` calls.
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -207,7 +194,7 @@ class DopplerTrainer(Trainer):
         with self.compute_loss_context_manager():
             return self.compute_per_sample_loss(self.model, inputs)
 
-    def _refuse_another_loss(self, inputs: Any, tolerance: float) -> None:
+    def _check_loss(self, inputs: Any, tolerance: float) -> None:
         if type(self).compute_per_sample_loss is DopplerTrainer.compute_per_sample_loss:
             with self.compute_loss_context_manager():
                 refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
@@ -251,9 +238,6 @@ class DopplerTrainer(Trainer):
 
     # --- what is evaluated, saved and logged --------------------------------------------------------------------------
 
-    def _recorders(self) -> list[GradientRecorder]:
-        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, GradientRecorder)]
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
         with self._ledger_keeper.evaluating(self.model), self._weight_filter.applied():
@@ -266,16 +250,12 @@ class DopplerTrainer(Trainer):
         """
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
-        is_checkpoint = _internal_call and output_dir is not None
-        speaks = self._ledger_keeper.speaks_for(self.model)  # of the raw weights, for which the filtered ones stand in next
-        step = self.state.global_step if is_checkpoint else None
-        beside = self._ledger_keeper.beside_model(folder, self.args, model=self.model, speaks=speaks, checkpoint_step=step)
-        with self._weight_filter.applied(), beside if self.is_world_process_zero() else contextlib.nullcontext():
-            if is_checkpoint and self.is_world_process_zero():
-                begin_checkpoint(folder)
+        step = self.state.global_step if _internal_call and output_dir is not None else None
+        keepers = self._ledger_keeper, self._weight_filter
+        with saved_whole(
+            folder, self.args, self.model, *keepers, checkpoint_step=step, is_first=self.is_world_process_zero()
+        ):
             super().save_model(output_dir, _internal_call=_internal_call)
-            if is_checkpoint:
-                self._weight_filter.add_to_checkpoint(str(folder), self.args)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.
@@ -304,6 +284,6 @@ class DopplerTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""
         self._ledger_keeper.complete_log(logs, model=self.model)
-        for recorder in self._recorders():
+        for recorder in recorders_in(self.callback_handler.callbacks):
             recorder.add_estimates(logs)
         super().log(logs, start_time)

@@ -64,6 +64,7 @@ class Loader:
     read: Callable[[str | None, Sources], Data]
 
     def __call__(self, sources: Sources) -> Data:
+        """Return the data, from a local folder of all data if there is one."""
         is_local = sources.data_dir is not None and self.folder is not None
         return self.read(f"{sources.data_dir}/{self.folder}" if is_local else None, sources)
 

@@ -7,7 +7,7 @@ private as the gradient. The accountant takes the gradients of *every* step to b
 have no noise, and void the guarantee of the run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -198,3 +198,8 @@ class GradientRecorder(TrainerCallback):
         logs |= {"signal_power": before.signal, "signal_power_error": before.error, "noise_power": before.noise}
         if self.noise_std:
             logs |= {"snr_before": before.snr, "snr_after": after.snr}
+
+
+def recorders_in(callbacks: Iterable[TrainerCallback]) -> list[GradientRecorder]:
+    """Return the callbacks that record gradients."""
+    return [callback for callback in callbacks if isinstance(callback, GradientRecorder)]
