@@ -1,5 +1,6 @@
 """What all tests share: one thread each, no network, and a tiny model with its data."""
 
+import contextlib
 import gc
 import os
 
@@ -24,8 +25,12 @@ def pytest_sessionstart(session):
     """
     if session.config.option.dist == "no":
         import tests.support.tiny  # noqa: F401
+        from scripts.bench.measure import keep_freed_memory
         from tests.support.array_types import CHECKED, jaxtyped
 
+        # Memory that goes back to the system is cleared when it comes again. Only glibc can be told to keep it.
+        with contextlib.suppress(OSError, ValueError):
+            keep_freed_memory()
         # Nothing of ours has been imported so far, or it would not be checked.
         jaxtyping.jaxtyped = jaxtyped
         jaxtyping.install_import_hook(CHECKED, "tests.support.array_types.checked")

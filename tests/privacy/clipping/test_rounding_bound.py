@@ -545,9 +545,16 @@ SMALL = [(50_257, 128, 256), (128_256, 128, 192), (151_936, 96, 256), (256_000, 
 LARGE = [(50_257, 512, 768), (151_936, 256, 768), (256_000, 512, 64), (256_000, 1024, 256), (50_257, 4096, 768)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+QUICK = [(*sizes, place % 2 == 1) for place, sizes in enumerate(SMALL)]
+
+
 @pytest.mark.parametrize(
-    ("words", "length", "hidden"), SMALL + [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in LARGE]
+    ("words", "length", "hidden", "tied"),
+    [
+        pytest.param(*sizes, tied, marks=() if (*sizes, tied) in QUICK else pytest.mark.slow)
+        for sizes in [*SMALL, *LARGE]
+        for tied in (False, True)
+    ],
 )
 def test_a_clipped_text_contributes_the_clip_norm_whatever_the_vocabulary(words, length, hidden, tied):
     assert 1 - 1e-3 <= contribution_of_a_text(words, length, hidden, tied=tied) <= 1 + SLACK
