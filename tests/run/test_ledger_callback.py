@@ -406,7 +406,7 @@ def test_the_chosen_accountant_comes_first_with_its_target(tmp_path, capsys):
     (epsilon,) = re.findall(r"at the end ε = (\S+) by rdp", output)
     assert 3.0 * 0.999 <= float(epsilon) <= 3.0
     assert "(target 3)" in output
-    assert "training loss not reported optimizer adam_bc filter" in output
+    assert "training loss not reported optimizer adam_bc learning rate 0.01 filter" in output
 
 
 def test_without_privacy_both_say_so(tmp_path, capsys):
