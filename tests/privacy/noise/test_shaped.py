@@ -79,13 +79,13 @@ def test_a_step_that_is_repeated_or_left_out_is_refused_before_noise_is_drawn(st
     assert torch.equal(total, torch.ones(3))
 
 
-def test_what_it_remembers_is_b_minus_one_steps_and_cannot_be_saved():
+def test_what_it_remembers_is_b_minus_one_steps_and_cannot_be_saved(tmp_path):
     mechanism = mechanism_of(NoiseShape.banded(4))
     for step in range(9):
         mechanism.privatize({"w": torch.zeros(6)}, step=step)
     assert [tensor.shape for tensor in mechanism._shaped._past["w"]] == [(6,)] * 3
     with pytest.raises(TypeError, match="cannot be pickled"):
-        torch.save(mechanism, "nowhere")
+        torch.save(mechanism, tmp_path / "mechanism.pt")
 
 
 def test_in_a_subspace_shaped_noise_fills_the_whole_matrix():
