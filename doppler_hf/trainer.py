@@ -252,8 +252,12 @@ class DopplerTrainer(Trainer):
         # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
         step = self.state.global_step if _internal_call and output_dir is not None else None
         keepers = self._ledger_keeper, self._weight_filter
-        with saved_whole(
-            folder, self.args, self.model, *keepers, checkpoint_step=step, is_first=self.is_world_process_zero()
+        unwatched = contextlib.nullcontext() if self._run is None else self._run.unwatched()
+        with (
+            unwatched,
+            saved_whole(
+                folder, self.args, self.model, *keepers, checkpoint_step=step, is_first=self.is_world_process_zero()
+            ),
         ):
             super().save_model(output_dir, _internal_call=_internal_call)
 

@@ -17,7 +17,7 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader, fetch_one
 from doppler_hf.privacy.batching.probe import drawn, is_random_data, labels_of, refuse_own_generators
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
 from doppler_hf.privacy.clipping.model_coins import is_random
@@ -185,22 +185,19 @@ class HeldExamples(Dataset[Any]):
 
     def __init__(self, examples: Any, *, views: int = 1) -> None:
         self._examples, self._views = examples, views
+        self._last, self._number = -1, 0
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return len(self._examples)
 
     def __getitem__(self, index: int) -> Any:
-        """Return the first view of an example."""
-        return self._view(int(index), 0)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return all views of several examples."""
-        return [self._view(int(index), place % self._views) for place, index in enumerate(indices)]
-
-    def _view(self, index: int, number: int) -> Any:
-        fill_generators(index, step=number)
-        return self._examples[index]
+        """Return the next view of an example, or the first."""
+        index = int(index)
+        self._number = (self._number + 1) % self._views if index == self._last else 0
+        self._last = index
+        fill_generators(index, step=self._number)
+        return fetch_one(self._examples, index)
 
 
 class Coins:

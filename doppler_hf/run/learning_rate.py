@@ -8,8 +8,9 @@ same σ, so that noise takes each weight on a random walk, in the whole run by
 with η the first rate, u the least denominator in units of the noise of a step, and S that of Σ_t r_t·noise_t, with the
 schedule r; of white noise it is √(Σ_t r_t²). Of the rates that were tuned, the best was always the smallest of three: with
 about the same walk √d·δ of all d weights together; with about the same step for a gradient as large as white noise,
-η/(u·s); and with LoRA the one at which the walks of both factors together add to the layer's weights as much as these are.
-Their constants are below. What the rule loses against a tuned rate is in recipes/results/learning-rate.md.
+η/(u·s), or in a short run the same path, that times Σ_t r_t; and with LoRA the one at which the walks of both factors
+together add to the layer's weights as much as these are. The constants are below. What the rule loses against a
+tuned rate is in recipes/results/learning-rate.md.
 """
 
 import math
@@ -25,9 +26,10 @@ from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# √d·δ, and η/(u·s).
+# √d·δ; η/(u·s), and that path.
 LONGEST_WALK: Final = 70.0
 LARGEST_STEP: Final = 0.022
+SHORTEST_PATH: Final = 1.1
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
@@ -50,7 +52,8 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
         floor = DEFAULT_FLOOR_FRACTION if args.adam_bc_floor is None else args.adam_bc_floor / (white * size) ** 2
         least = math.sqrt(floor)
-    return least * size * min(LARGEST_STEP, walk / shape.std_of_sum(rates))
+    step = max(LARGEST_STEP, SHORTEST_PATH / math.fsum(rates))
+    return least * size * min(step, walk / shape.std_of_sum(rates))
 
 
 def walks_of_adapters(model: nn.Module) -> Iterator[float]:

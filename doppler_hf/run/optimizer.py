@@ -23,8 +23,11 @@ def optimizer_in_words(args: DopplerTrainingArguments) -> str:
 
 
 def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOptimizer) -> str:
-    """Return the first learning rate, and whether it was chosen."""
-    return f"{optimizer.defaults['lr']:.3g}" + (" (auto)" if args.learning_rate is None else "")
+    """Return the first learning rate, and whether it was chosen, or comes from a checkpoint, which keeps its own."""
+    group = optimizer.param_groups[0]
+    rate = group.get("initial_lr", group["lr"])
+    chosen = " (auto)" if args.learning_rate is None else ""
+    return f"{rate:.3g}" + (chosen if rate == optimizer.defaults["lr"] else " (the checkpoint's)")
 
 
 def optimizer_of(

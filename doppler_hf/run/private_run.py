@@ -206,6 +206,10 @@ class PrivateRun:
         )
         self._clipped = self._resources.enter_context(engine)
 
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
+        return contextlib.nullcontext() if self._clipped is None else self._clipped.unwatched()
+
     @property
     def fallbacks(self) -> Mapping[str, str]:
         """Layers without a rule in the engine, by name, and how their gradient is computed."""

@@ -85,7 +85,8 @@ def default_of(args: TrainingArguments, name: str) -> Any:
 def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
     """Refuse a word that is not among an argument's choices, and a value of another kind, such as a number in quotes."""
     hints = get_type_hints(base)
-    for field in own_fields(base):
+    redefined = [field for field in fields(base) if field.name in ("learning_rate", "max_grad_norm")]
+    for field in own_fields(base) + redefined:
         hint, value = hints[field.name], getattr(args, field.name)
         if get_origin(hint) is Literal:
             if value not in get_args(hint):

@@ -14,7 +14,7 @@ from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler
-from doppler_hf.run.learning_rate import LARGEST_STEP, LONGEST_WALK, chosen_learning_rate, walks_of_adapters
+from doppler_hf.run.learning_rate import LARGEST_STEP, LONGEST_WALK, SHORTEST_PATH, chosen_learning_rate, walks_of_adapters
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments, trainer_of
@@ -67,8 +67,9 @@ def test_noise_alone_moves_the_weights_by_the_longest_walk(tmp_path, schedule, s
     assert LONGEST_WALK * (1 - within) <= way <= LONGEST_WALK * (1 + beyond)
 
 
-def test_few_weights_get_the_largest_step_whatever_the_length(tmp_path):
-    rates = [rate_of(tmp_path, num_trained=10, max_steps=steps) for steps in (10, 1000)]
+def test_few_weights_get_the_largest_step_or_in_a_short_run_the_shortest_path(tmp_path):
+    short, *rates = [rate_of(tmp_path, num_trained=10, max_steps=steps) for steps in (10, 400, 1000)]
+    assert short * 5.5 == pytest.approx(SHORTEST_PATH * math.sqrt(0.3))  # (1 + … + 10) / 10 is 5.5
     assert rates == pytest.approx([LARGEST_STEP * math.sqrt(0.3)] * 2)
     shape = NoiseShape.banded(4)
     shaped = rate_of(tmp_path, num_trained=10, shape=shape, noise_shape=str(shape))
@@ -121,3 +122,18 @@ def test_it_is_shown_and_used_and_stands_on_the_model_card(tmp_path, capsys):
     assert f"│ learning rate │ {words} │" in " ".join(capsys.readouterr().out.split())
     trainer.create_model_card()
     assert f"- learning_rate: {words}\n" in (tmp_path / "out" / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("rate", ["1e-3", "auto"])
+def test_a_rate_that_is_no_number_is_refused(tmp_path, rate):
+    with pytest.raises(ValueError, match="learning_rate must be a number, got '"):
+        arguments(tmp_path, learning_rate=rate)
+
+
+def test_a_resumed_run_shows_the_rate_that_it_goes_on_with(tmp_path, capsys):
+    trainer_of(tmp_path, learning_rate=0.03, max_steps=4, save_strategy="steps", save_steps=2).train()
+    capsys.readouterr()
+    trainer = trainer_of(tmp_path, learning_rate=1e-3, max_steps=4, save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert "│ learning rate │ 0.03 (the checkpoint's) │" in " ".join(capsys.readouterr().out.split())
+    assert trainer.state.log_history[2]["learning_rate"] == pytest.approx(0.03 / 2)

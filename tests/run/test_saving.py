@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
@@ -23,6 +23,15 @@ PUBLIC = dict(disable_dp=True, noise_multiplier=None)
 
 def adapted(name="default"):
     return get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]), adapter_name=name)
+
+
+def test_an_adapter_that_is_called_when_it_is_saved_is_saved_during_training(tmp_path):
+    """PEFT reads a prefix by a call of its layer."""
+    model = get_peft_model(tiny_bert(), PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
+    trainer_of(tmp_path, model=model, **CHECKPOINTS).train()
+    saved = load_file(tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors")
+    assert "prompt_embeddings" in saved
+    assert verified(tmp_path / "out" / "checkpoint-4")
 
 
 def verified(folder):

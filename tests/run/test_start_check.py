@@ -744,14 +744,31 @@ def test_examples_none_of_which_has_a_gradient_are_refused(tmp_path):
     refused(tmp_path, "must have a finite gradient that is not zero", cls=Nothing)
 
 
-def test_a_transform_that_sees_its_neighbours_is_refused(tmp_path):
-    """As training does it, `datasets` transforms all examples that are fetched together."""
+def test_a_transform_is_given_one_example_at_a_time(tmp_path):
+    """`datasets` transforms all examples that are fetched together, and could mix them, or draw one number for all."""
+    seen = []
 
-    def centered(rows):
-        shift = max(tokens[0] for tokens in rows["input_ids"]) % 5
-        return rows | {"input_ids": [[token - shift for token in tokens] for tokens in rows["input_ids"]]}
+    def counted(rows):
+        seen.append(len(rows["input_ids"]))
+        return rows
 
-    refused(tmp_path, "row that data set and collator make", data=text_data().with_transform(centered))
+    trainer_of(tmp_path, data=text_data().with_transform(counted), remove_unused_columns=False, max_steps=2).train()
+    assert set(seen) == {1}
+
+
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("views", [1, 2])
+def test_a_transform_that_makes_more_rows_of_an_example_is_refused(tmp_path, times, views):
+    """Each window of a long text would contribute C, with the checks before the first step and without them."""
+
+    def windows(rows):
+        return {name: [value for value in values for _ in range(times)] for name, values in rows.items()}
+
+    data = text_data().with_transform(windows)
+    for checked in (True, False):
+        options = dict(grad_sample_self_check=checked, augmentation_multiplicity=views, remove_unused_columns=False)
+        with pytest.raises(ValueError, match="train_dataset must return one row for each example, got more or fewer"):
+            trainer_of(tmp_path / str(checked), data=data, **options).train()
 
 
 def weighted(examples, *, share):
@@ -1057,14 +1074,6 @@ def test_a_share_of_masks_for_a_batch_is_refused_where_a_draw_has_several_and_tr
     trainer.data_collator = masked_alike
     trainer.train()
     assert trainer.state.global_step == 1
-
-
-def test_a_transform_that_draws_once_for_all_that_are_fetched_is_refused(tmp_path):
-    def shifted(rows):
-        shift = random.randrange(3)
-        return rows | {"input_ids": [[max(token - shift, 5) for token in tokens] for tokens in rows["input_ids"]]}
-
-    refused(tmp_path, r"must draw its random numbers for each example", data=text_data().with_transform(shifted))
 
 
 # --- what a refusal says --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ rows of the batch that stand together, and no cut parts them.
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,21 +42,49 @@ class MicroBatch(NamedTuple):
 
 
 def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None]) -> list[Any]:
-    """Return some examples as torch's loaders fetch them: together, if the data set has a method for that.
+    """Return some examples, each from numbers of its own.
 
     Args:
         examples: The data set.
         indices: Which of them.
-        fill: Fills the global generators; called before each example, or once for those that are fetched together.
+        fill: Fills the global generators; called before each example.
+
+    Raises:
+        ValueError: If the data set makes more or fewer rows than one of an example.
     """
-    if getattr(examples, "__getitems__", None) is not None:
-        fill()
+    if is_stored(examples):
         return list(examples.__getitems__(list(indices)))
     found = []
     for index in indices:
         fill()
-        found.append(examples[index])
+        found.append(fetch_one(examples, index))
     return found
+
+
+def fetch_one(examples: Any, index: int) -> Any:
+    """Return one example, as torch's loaders fetch it: by the method for lists of them, if there is one.
+
+    Raises:
+        ValueError: If the data set makes more or fewer rows than one of it.
+    """
+    if getattr(examples, "__getitems__", None) is None:
+        return examples[index]
+    # Sensitivity: alone, since a transform of many could mix them, or make several rows of one, which would contribute more
+    # than C, as would those behind it whose places they take.
+    rows = list(examples.__getitems__([index]))
+    if len(rows) != 1:
+        # Not their number: it is about a private example, and messages end in logs.
+        raise ValueError(
+            "train_dataset must return one row for each example, got more or fewer from its transform. Make a row of each "
+            "window or piece before training, as datasets.Dataset.map does, and name what they are pieces of with "
+            "privacy_unit_column."
+        )
+    return rows[0]
+
+
+def is_stored(examples: Any) -> bool:
+    """Return whether examples are read from a table as they stand there, as by `datasets` without a transform."""
+    return isinstance(form := getattr(examples, "format", None), Mapping) and form.get("type") != "custom"
 
 
 def collated(examples: Sequence[Any], *, collator: Collator, fill: Callable[[], None]) -> dict[str, Any]:
@@ -85,7 +113,7 @@ class DrawnExamples(Dataset[Any]):
         return len(self._examples)
 
     def __getitems__(self, indices: OfStep) -> OfStep:
-        """Return all views of several examples, with their weights: `datasets` reads them faster together."""
+        """Return all views of several examples, with their weights."""
         # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
         rows = [index for index in indices for _ in range(self._views)]
         examples = fetch(self._examples, rows, fill=self._fill)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from doppler_hf.linalg import same
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
 from doppler_hf.privacy.generators import fill_generators, filled_generators, fresh_seed
 from doppler_hf.privacy.own_generators import own_generators
 from doppler_hf.privacy.shared_coins import numbers_drawn, refuse_shared_in_collation
@@ -243,10 +243,8 @@ def drawn_and_counted(loader: PrivateLoader, indices: Sequence[int], *, trial: i
 
 def copies_of(loader: PrivateLoader, index: int) -> Callable[[int], Inputs]:
     """Return a function that makes a batch of some copies of an example, from the global generators as they are."""
-    if getattr(loader.examples, "__getitems__", None) is not None:
-        return lambda number: loader.collator(list(loader.examples.__getitems__([index] * number)))
     # Filled before each example in training, so that what a data set draws is for that example.
-    example = loader.examples[index]
+    example = fetch_one(loader.examples, index)
     return lambda number: loader.collator([copy.copy(example) for _ in range(number)])
 
 

@@ -24,6 +24,7 @@ Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]
 
 AUTOMATIC_CLIPPING_GAMMA = 0.01
+SMALLEST_FACTOR = 2.0**-130
 
 
 def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
@@ -256,6 +257,8 @@ class ClippedGradients:
         }
         if weights is not None:  # at most 1 each: factor·norm stays within the bound
             factors = {group: factor * weights.to(factor) for group, factor in factors.items()}
+        # In float32 smaller ones are rounded by more than the norms are raised by. Such an example contributes nothing.
+        factors = {group: factor.where(beyond | (factor >= SMALLEST_FACTOR), 0.0) for group, factor in factors.items()}
         within, beyond = finite & ~beyond, finite & beyond
         for name in tuple(gradients):
             gradient, factor = gradients.pop(name), factors[self._group_of[name]]  # so that its memory is freed

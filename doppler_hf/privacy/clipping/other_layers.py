@@ -86,8 +86,10 @@ class LayerWithoutRule:
         inputs = pytree.tree_leaves((args, kwargs))
         with torch.no_grad():
             output = output_of(own)
+        trained = {parameter for parameter in self._module.parameters() if parameter.requires_grad}
         if (
-            not isinstance(output, Tensor)
+            trained > {*own.values()}  # those of layers within it, which would get none
+            or not isinstance(output, Tensor)
             or len(output) != 1
             or any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         ):

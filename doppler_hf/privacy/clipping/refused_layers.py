@@ -77,7 +77,8 @@ def refuse_layers(model: nn.Module) -> None:
                 "up, without clipping or noise. Set max_norm to None."
             )
         if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            # Opacus's recurrent layers name their weights twice, which transformers does not save.
+            mend = "" if isinstance(module, nn.RNNBase) else f", or replace it: {_REPLACE}"
             raise ValueError(
-                f"The layer {name!r} ({kind}) has no per-sample gradients. Freeze it with requires_grad_(False), or replace "
-                f"it: {_REPLACE}."
+                f"The layer {name!r} ({kind}) has no per-sample gradients. Freeze it with requires_grad_(False){mend}."
             )

@@ -403,6 +403,16 @@ def test_small_factors_leave_no_trace_in_the_bound_where_they_cancel():
     assert norm / 10 * (1 - 1e-2) <= ours <= norm / 10 * (1 + SLACK)
 
 
+@pytest.mark.parametrize("share", [1e-4, 1e-6, 1e-8])
+def test_a_factor_below_the_range_of_float32_is_rounded_to_nothing(share):
+    """It would be rounded to a multiple of 1.4e-45, up to twice what it is."""
+    inputs, weights = torch.full((1, 1, 2), 1.0), torch.full((1, 1, 3), 3e38) * torch.tensor([0.9, 0.8, 0.7])
+    layer = nn.Linear(2, 3, bias=False)
+    with book_keeping(layer, max_grad_norm=1.0) as clipped:
+        clipped.backward((layer(inputs) * weights).sum(dim=(1, 2)), weights=torch.tensor([share]))
+        assert norm_of(clipped.sums.values()) <= share * (1 + SLACK)
+
+
 # --- long vectors and long sequences --------------------------------------------------------------------------------------
 
 
