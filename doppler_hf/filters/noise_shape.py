@@ -101,7 +101,7 @@ class NoiseShape:
                 return cls(coefficients)
         except ValueError as error:
             raise ValueError(f"noise_shape={text!r} is no shape of noise: {error}") from error
-        raise ValueError(f"noise_shape must be one of {_FORMS}, got {text!r}.")
+        raise ValueError(f"noise_shape must be one of {_FORMS}, or for a training 'auto', got {text!r}.")
 
     @property
     def bands(self) -> int:

@@ -80,7 +80,8 @@ def refuse_other_state(
     if saved_order != order:
         raise ValueError(
             f"The checkpoint is of a filter of order {saved_order}, this optimizer's {filter_name} is of order {order}. Set "
-            "the low_pass_filter of the checkpoint's run."
+            "the low_pass_filter that the checkpoint's run printed at its start: 'auto' may choose another for another ε, "
+            "schedule, or number of steps."
         )
 
 
