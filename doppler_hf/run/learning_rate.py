@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
@@ -44,6 +44,8 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
         return args.learning_rate
     steps, shape = statement.steps_planned, NoiseShape.parse(statement.noise_shape)
     rates = learning_rates_of(args, steps=steps) or [1.0] * steps
+    if not any(rates):  # a warmup that is as long as the run: at no rate does anything move
+        rates = [1.0] * steps
     size = shape.std(steps)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     walk = min([LONGEST_WALK / math.sqrt(num_trained), *walks_of_adapters(model)])
@@ -68,9 +70,11 @@ def walks_of_adapters(model: nn.Module) -> Iterator[float]:
         return
     for layer in model.modules():
         if isinstance(layer, lora.LoraLayer):
-            weight = layer.get_base_layer().weight
+            weight = getattr(layer.get_base_layer(), "weight", None)
+            # Of packed weights, in four bits, the size is not known, and attention's have other names.
+            if not isinstance(weight, Tensor) or not weight.is_floating_point() or not weight.any():
+                continue
+            size = float(weight.detach().float().norm()) / math.sqrt(weight.numel())
             for name, factor in layer.lora_B.items():
-                # Of packed weights, in four bits, the size is not known.
-                if factor.weight.requires_grad and weight.is_floating_point():
-                    size = float(weight.detach().float().norm()) / math.sqrt(weight.numel())
-                    yield math.sqrt(size / (layer.scaling[name] * math.sqrt(layer.r[name])))
+                if factor.weight.requires_grad and layer.scaling[name]:
+                    yield math.sqrt(size / (abs(layer.scaling[name]) * math.sqrt(layer.r[name])))

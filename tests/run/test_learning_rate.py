@@ -95,6 +95,21 @@ def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
     assert not list(walks_of_adapters(model))
 
 
+def test_layers_of_unknown_or_no_size_leave_the_rate_to_the_rest(tmp_path):
+    model = tiny_bert()
+    for name, layer in model.named_modules():
+        if name.endswith("query"):
+            nn.init.zeros_(layer.weight)
+    assert not list(walks_of_adapters(get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))))
+    attention = nn.Sequential(nn.MultiheadAttention(4, 2))
+    of_output = list(walks_of_adapters(get_peft_model(attention, LoraConfig(r=2, target_modules=["0"]))))
+    assert len(of_output) == 1  # a layer of its own; that of the inputs has no `weight`
+
+
+def test_a_warmup_as_long_as_the_run_has_a_rate(tmp_path):
+    assert rate_of(tmp_path, num_trained=10, max_steps=1, warmup_steps=1) > 0
+
+
 def test_a_floor_of_ones_own_is_the_denominator_that_counts(tmp_path):
     white = 1.0 * 1.0 / 50  # σC/B
     options = dict(noise_multiplier=1.0, per_sample_max_grad_norm=1.0, num_trained=MANY)
