@@ -60,9 +60,20 @@ def same(first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."]) -> bool:
 @contextlib.contextmanager
 def highest_matmul_precision() -> Iterator[None]:
     """Multiply float32 matrices in float32, whatever the user has allowed (TF32, bfloat16) for the model."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    switches = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for_all = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch does not let it be read, nor set, once the switches of the backends are in use
+        for_all = None
+        for switch in switches:
+            switch.fp32_precision = "ieee"
+    else:
+        torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if for_all is not None:
+            torch.set_float32_matmul_precision(for_all)
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision

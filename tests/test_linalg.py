@@ -29,3 +29,22 @@ def test_the_precision_that_the_user_has_allowed_is_put_back():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu"), [("tf32", "none"), ("ieee", "bf16"), ("none", "bf16"), ("tf32", "bf16"), ("none", "none")]
+)
+def test_so_is_what_was_allowed_by_the_switches_of_the_backends(gpu, cpu):
+    matrix = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
+    exact, switches = matrix @ matrix, (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        switches[0].fp32_precision, switches[1].fp32_precision = gpu, cpu
+        allowed = matrix @ matrix
+        with highest_matmul_precision():
+            assert torch.equal(matrix @ matrix, exact)
+        assert [switch.fp32_precision for switch in switches] == [gpu, cpu]
+        assert torch.equal(matrix @ matrix, allowed)
+    finally:
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision

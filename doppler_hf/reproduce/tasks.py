@@ -38,7 +38,7 @@ def _settings(batch_size: int, steps: int, max_grad_norm: float, **more: Any) ->
 TEXT: Final = _settings(500, 100, 10.0, max_tokens_per_micro_batch=4096)
 SMALL: Final[Mapping[str, Task]] = {
     "digits": Task(images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
-    "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(1000, 300, 1.0)),
+    "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(500, 200, 1.0)),
     "mnist-perceptron": Task(images("mnist", perceptron, held_out=5000), "all", _settings(1000, 300, 1.0)),
     "sst2-words": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(1000, 200, 0.3)),
     "sst2": Task(sentences("sst2", layers=1, held_out=2000), "lora", TEXT),

@@ -38,7 +38,6 @@ class Book:
         self._recent = Recent()
         self.batch_size: int | None = None
         self.views = 1
-        self._join = self._token_by_token  # once, since `Recent` knows a function by its identity
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.copies: list[tuple[nn.Parameter, Tensor]] = []
         self.repeated: list[str] = []
@@ -126,12 +125,7 @@ class Book:
 
     def _joined(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
         """Return the views of an example as one sequence, whose sum over time is the sum over all of them."""
-        return factor if self.views == 1 else self._recent.of(factor, self._join)
-
-    def _token_by_token(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
-        # Padding comes behind the tokens of all views, as behind those of a single row. The bound on an example's rounding
-        # counts up to its last token, and must not follow the length to which others pad it.
-        return factor.unflatten(0, (-1, self.views)).transpose(1, 2).flatten(1, 2)
+        return factor.reshape(-1, self.views * factor.shape[1], *factor.shape[2:])
 
     def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
         """Return a stand-in for the parameter with one copy per row, shape (rows, *shape)."""

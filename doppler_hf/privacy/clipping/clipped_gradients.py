@@ -25,6 +25,8 @@ Engine = Literal["book_keeping", "opacus"]
 
 AUTOMATIC_CLIPPING_GAMMA = 0.01
 SMALLEST_FACTOR = 2.0**-130
+# Of a gradient with such a norm no product of its factors leaves the range of float32, unless its terms cancel to nothing.
+LARGEST_NORM = 2.0**64
 
 
 def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
@@ -56,8 +58,8 @@ class ClippedGradients:
 
     Attributes:
         engine_name: `engine`.
-        num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity. They
-            contribute nothing.
+        num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity, or a norm
+            above 2⁶⁴. They contribute nothing.
 
     Raises:
         ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, or a layer has no
@@ -229,9 +231,9 @@ class ClippedGradients:
         # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
         # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
         norms = self._norms(gradients.items())
-        # The norms and sums that float32 cannot hold are computed in float64, for these examples alone: to the others it
-        # makes no difference that they are there.
-        beyond = ~joint(norms.values()).is_finite()
+        # The norms and sums for which float32 does not suffice are computed in float64, for these examples alone: to the
+        # others it makes no difference that they are there.
+        beyond = ~torch.stack([norm.are_certain() for norm in norms.values()]).all(dim=0)
         any_beyond = bool(beyond.any())
         if any_beyond:
             again = self._norms((name, gradient.of_examples(beyond).in_float64()) for name, gradient in gradients.items())
@@ -242,8 +244,10 @@ class ClippedGradients:
         whole = joint(norms.values())
 
         # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Its rows are
-        # left out, since 0·NaN would still be NaN.
-        finite = whole.is_finite()
+        # left out, since 0·NaN would still be NaN. Whether a product overflows depends on its form, and so on what others
+        # pad the example to: long before, the contribution fades away.
+        fade = (2 - 2 * whole.values / LARGEST_NORM).clamp(0.0, 1.0)
+        finite = whole.is_finite() & (fade > 0)
         num_non_finite = batch_size - int(finite.sum())
         self.num_non_finite += num_non_finite
         if num_non_finite == batch_size:
@@ -252,7 +256,7 @@ class ClippedGradients:
         layers = len(set(self._group_of.values()))
         bound = self._max_grad_norm / layers**0.5
         factors = {
-            group: clip_factors(norm.raised(self._dtype), max_grad_norm=bound, clipping=self._clipping)
+            group: clip_factors(norm.raised(self._dtype), max_grad_norm=bound, clipping=self._clipping) * fade
             for group, norm in norms.items()
         }
         if weights is not None:  # at most 1 each: factor·norm stays within the bound

@@ -12,8 +12,8 @@ Sensitivity: row i of every tensor depends on example i alone, and the norm and 
 tensors in float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. Norms
 come with bounds on their own rounding and on that of the sum of one example's terms, and are `raised` by a thousandth, in
 every form alike: which form is the cheapest depends on what the example is padded to, and so on others. Where a bound is
-larger, the norm is raised by that. A norm whose squares leave the range of float32 comes out as infinity, or its bound
-does, and is computed again `in_float64`, whose range holds all that factors in float32 can give.
+larger, because terms cancel, or a square leaves the range of float32, norm and sum are computed again `in_float64`, whose
+precision and range suffice for all that factors in float32 can give.
 """
 
 import math
@@ -30,6 +30,7 @@ from torch import Tensor
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.ghost_norm import (
     RAISED_BY,
+    UNDERFLOW,
     ProductNorms,
     Recent,
     gamma,
@@ -67,6 +68,10 @@ class Norms(NamedTuple):
     def is_finite(self) -> Bool[Tensor, " batch"]:
         """Return whether the range of the dtype suffices."""
         return self.values.isfinite() & self.errors.isfinite()
+
+    def are_certain(self) -> Bool[Tensor, " batch"]:
+        """Return whether the range and the precision of float32 suffice."""
+        return self.is_finite() & (self.errors <= RAISED_BY * torch.finfo(torch.float32).eps * self.values + UNDERFLOW)
 
     def raised(self, dtype: torch.dtype) -> Float[Tensor, " batch"]:
         """Return norms that rounding in this dtype leaves above those of what is added."""
@@ -150,11 +155,11 @@ class OuterProducts(PerSampleGradient):
     def product_norms_and_rounding(self) -> tuple[ProductNorms, Float[Tensor, " batch"]]:
         """Return the norms from their factors, and how far `add_weighted` may be off for an example alone, shape (batch,).
 
-        The terms of others, which it has in common with them, are left out: to add zeros is exact. A block may begin with
-        another example, so that there is one more; and the weight is rounded into one of the factors.
+        The terms of others, which it has in common with them, are left out. A block may begin with another example, so that
+        there is one more; and the weight is rounded into one of the factors.
         """
         found, dtype = product_norms(self.left, self.right, self.recent), in_float32(self.left[:0]).dtype
-        rounding = gamma(roundings(found.own_lengths, SUM_BLOCK) + 1, dtype) + gamma(2, dtype)
+        rounding = gamma(roundings(self.left.shape[1], SUM_BLOCK) + 1, dtype) + gamma(2, dtype)
         return found, rounding * found.sizes
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "OuterProducts":
@@ -255,7 +260,7 @@ class Tied(PerSampleGradient):
         left, right, values = in_float32(self.products.left), in_float32(self.products.right), self.rows.values
         ids = self.rows.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = (left.gather(2, ids) * products(right, values.mT)).sum(dim=(1, 2), dtype=torch.float64)
-        (of_products, errors, sizes, _), rounding = self.products.product_norms_and_rounding()
+        (of_products, errors, sizes), rounding = self.products.product_norms_and_rounding()
         of_rows, row_errors = self.rows.norms()
         squares = (of_products.square() + of_rows.square() + 2 * cross).clamp(min=0.0)
         error = (2 * of_products + errors) * errors + (2 * of_rows + row_errors) * row_errors

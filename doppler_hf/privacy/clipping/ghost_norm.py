@@ -12,9 +12,8 @@ takes as many multiply-adds, and a sum of squares does not cancel: what is left 
 large the vocabulary. Which of the two it is depends on the shapes and on the example alone.
 
 A sum in which each term is rounded k times, in whatever order, is off by at most γ_k = ku/(1 − ku) times the sum of the
-terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). To add 0 is exact, so
-that sums over time count an example's own tokens: padding depends on other examples. Products and sums below the smallest
-normal number τ may vanish, at most 2τ for each product. All bounds below follow from these, and from
+terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). Products and sums below
+the smallest normal number τ may vanish, at most 2τ for each product. All bounds below follow from these, and from
 S = Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖.
 """
 
@@ -46,7 +45,6 @@ UNDERFLOW = 1e-9
 
 
 Computed = TypeVar("Computed")
-Count = TypeVar("Count", int, Tensor)
 
 
 class ProductNorms(NamedTuple):
@@ -56,13 +54,11 @@ class ProductNorms(NamedTuple):
         norms: ‖Σ_t l_t r_tᵀ‖ as computed, shape (batch,).
         errors: Bounds on how far they are below the true ones, shape (batch,).
         sizes: Bounds on S, shape (batch,).
-        own_lengths: Tokens up to the last whose term is not 0, shape (batch,).
     """
 
     norms: Float[Tensor, " batch"]
     errors: Float[Tensor, " batch"]
     sizes: Float[Tensor, " batch"]
-    own_lengths: Float[Tensor, " batch"]
 
 
 class Basis(NamedTuple):
@@ -72,14 +68,12 @@ class Basis(NamedTuple):
         rows: A, shape (batch, time, m).
         is_triangular: Whether A is 0 above its diagonal.
         norms: Bounds on the norms of rows of A and of r, shape (batch, time), in float64.
-        is_zero: Which rows are 0, shape (batch, time).
         lost: What their squares were raised by, because products may have vanished.
     """
 
     rows: Float[Tensor, "batch time m"]
     is_triangular: bool
     norms: Float[Tensor, "batch time"]
-    is_zero: Bool[Tensor, "batch time"]
     lost: float
 
 
@@ -139,8 +133,7 @@ def from_grams(
 
         |Σ_st L_st R_st − ‖g‖²| ≤ (‖L‖ + a)(‖R‖ + b) − ‖L‖‖R‖ + γ_n ‖L‖‖R‖ + 2τ·time²
 
-    by Cauchy and Schwarz; the last two are for adding up its rows in their own precision, n the example's own length. And
-    ‖L‖ ≤ tr L.
+    by Cauchy and Schwarz; the last two are for adding up its rows in their own precision, n = time. And ‖L‖ ≤ tr L.
 
     Args:
         left: L.
@@ -149,8 +142,7 @@ def from_grams(
     """
     time, info = left.shape[1], torch.finfo(left.dtype)
     diagonals = [gram.diagonal(dim1=1, dim2=2) for gram in (left, right)]
-    is_zero = (diagonals[0] == 0) | (diagonals[1] == 0)
-    own, kept = own_length(is_zero), (~is_zero).to(left.dtype)
+    kept = ((diagonals[0] != 0) & (diagonals[1] != 0)).to(left.dtype)  # others add exactly nothing
     sizes, errors, squared, lost, whole = [], [], [], [], []
     for gram, diagonal, length in zip((left, right), diagonals, lengths, strict=True):
         lost.append(2 * info.smallest_normal * length * time)
@@ -165,13 +157,13 @@ def from_grams(
         (lost[i] + (lost[i] * whole[i]).sqrt() * time) * whole[1 - i] for i in (0, 1)
     )
     error = sizes[0] * errors[1] + sizes[1] * errors[0] + errors[0] * errors[1] + underflow
-    error += gamma(own, left.dtype) * sizes[0] * sizes[1]
+    error += gamma(time, left.dtype) * sizes[0] * sizes[1]
     squares = torch.linalg.vecdot(left, right).sum(dim=1, dtype=torch.float64).clamp(min=0.0)
     error = error.masked_fill(underflow > UNDERFLOW * (squares + error + UNDERFLOW), math.inf)
     # What is not finite is computed again in any case, in float64.
     certain = (error <= CERTAIN * info.eps * squares + UNDERFLOW**2) | ~error.isfinite() | ~squares.isfinite()
     norms = squares.sqrt()
-    return ProductNorms(norms, (squares + error).sqrt() - norms, (squared[0] * squared[1]).sqrt(), own), certain
+    return ProductNorms(norms, (squares + error).sqrt() - norms, (squared[0] * squared[1]).sqrt()), certain
 
 
 def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
@@ -193,19 +185,18 @@ def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
     if dim <= time:
         norms = norms_of(factor)
         lost = vanished(dim, factor.dtype)
-        return Basis(factor, False, norms, norms <= lost, lost**2)
+        return Basis(factor, False, norms, lost**2)
     gram, info = lower_gram_matrix(factor.double()), torch.finfo(torch.float64)
     u = info.eps / 2
     lost = dim * info.smallest_normal / u
-    squares = gram.diagonal(dim1=1, dim2=2)
-    is_zero, sizes = squares == 0, (squares + lost).sqrt()
+    sizes = (gram.diagonal(dim1=1, dim2=2) + lost).sqrt()
     added = time * u * (dim / (1 - 2 * dim * u) + 2 * time + 10)
     gram.div_(sizes.unsqueeze(1)).div_(sizes.unsqueeze(2)).diagonal(dim1=1, dim2=2).fill_(1 + added)
     triangle = torch.linalg.cholesky_ex(gram).L  # there is none for an example that is not finite, nor are its sizes
     rows = torch.empty_like(triangle, dtype=factor.dtype)
     torch.mul(triangle, sizes.unsqueeze(2), out=rows)
     norms = sizes * math.sqrt(1 + added) * (1 + 4 * torch.finfo(factor.dtype).eps)
-    return Basis(rows, True, norms, is_zero, lost)
+    return Basis(rows, True, norms, lost)
 
 
 def gram_matrix(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time time"]:
@@ -233,22 +224,15 @@ def products(first: Float[Tensor, "batch m dim"], second: Float[Tensor, "batch d
     return total
 
 
-def roundings(length: Count, block: int = BLOCK) -> Count:
+def roundings(length: int, block: int = BLOCK) -> int:
     """Return how often a term of a sum is rounded at most: in its block, and with each block that is added."""
-    more = length - block
-    return length - more * (more > 0) + -(-more // block) * (more > 0)
+    return min(length, block) + max(0, -(-(length - block) // block))
 
 
-def gamma(k: Count, dtype: torch.dtype) -> Any:
-    """Return γ_k, of k's type: by how much of its terms' sizes a sum may be off whose terms are rounded k times."""
+def gamma(k: int, dtype: torch.dtype) -> float:
+    """Return γ_k: by how much of its terms' sizes a sum may be off whose terms are rounded k times."""
     ku = k * (torch.finfo(dtype).eps / 2)
     return ku / (1 - ku)
-
-
-def own_length(is_zero: Bool[Tensor, "batch time"]) -> Float[Tensor, " batch"]:
-    """Return the number of tokens up to the last that is not 0, in float64."""
-    places = torch.arange(1.0, is_zero.shape[1] + 1, dtype=torch.float64, device=is_zero.device)
-    return places.where(~is_zero, 0.0).amax(dim=1)
 
 
 def norms_of(factor: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch time"]:
@@ -281,8 +265,7 @@ def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> ProductNorm
             first = column if basis.is_triangular else 0
             piece = products(basis.rows[:, first:, column : column + COLUMNS].mT, tile[:, first:])
             squares += torch.linalg.vector_norm(piece, dim=2).double().square().sum(dim=1)
-    own = own_length(basis.is_zero | (of_kept == 0))
-    raised, k = 1 + gamma(TILE // 2 + 2, dtype), roundings(own) + 2
+    raised, k = 1 + gamma(TILE // 2 + 2, dtype), roundings(time) + 2
     of_kept = of_kept.sqrt() * raised
     sizes = (of_kept * basis.norms).sum(dim=1)
     lost_sizes = vanished(p, dtype) * basis.norms.sum(dim=1) + math.sqrt(basis.lost) * of_kept.sum(dim=1)
@@ -291,4 +274,4 @@ def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> ProductNorm
     errors = norms * (raised - 1) + gamma(k, dtype) * sizes + lost
     lost_squares = lost.square() + basis.lost * of_kept.square().sum(dim=1)
     errors = errors.masked_fill(lost_squares > UNDERFLOW * ((norms + errors).square() + UNDERFLOW), math.inf)
-    return ProductNorms(norms, errors, sizes + lost_sizes, own)
+    return ProductNorms(norms, errors, sizes + lost_sizes)

@@ -184,9 +184,11 @@ def test_cancellation_inside_an_example_does_not_break_the_bound(name, kappa, cl
     options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule, max_grad_norm=norm / 10)
     ours = contribution(model, lambda: (model(inputs) * weights * others).flatten(1).sum(dim=1), **options)
     assert ours <= norm / 10 * (1 + SLACK)
-    if kappa == 1.0 and granularity == "flat":  # safety must not cost an ordinary gradient its signal
+    # Safety must not cost a gradient its signal, and no form less than another, since others decide on the form. Beyond that
+    # the parameters in float32 and float64 are of other gradients.
+    if kappa <= 1e4 and granularity == "flat":
         bound = norm / 10 if clipping == "vanilla" else norm / 10 * norm / (norm + 0.01)
-        assert ours >= bound * (1 - 1e-3)
+        assert ours >= bound * (1 - 1e-3 - kappa * 1e-6)
 
 
 @pytest.mark.parametrize(("name", "kappa"), [(name, kappa) for name in CANCELLING for kappa in (1e2, 1e6)])
@@ -353,6 +355,7 @@ def test_factors_of_any_size_are_clipped_to_the_norm_of_their_product(name, scal
     only_first = torch.tensor([1.0, 0.0]).view(2, *(1 for _ in weights.shape[1:]))
     ours = contribution(model, lambda: (model(inputs) * weights * only_first).flatten(1).sum(dim=1), **options)
     bound = min(C, norm) if clipping == "vanilla" else C * norm / (norm + 0.01)
+    bound *= min(1.0, max(0.0, 2 - norm / 2**63))  # the largest fade away
     assert bound * (1 - 1e-2) - 1e-9 <= ours <= bound * (1 + SLACK) + 1e-30
 
 
@@ -615,6 +618,28 @@ def test_padding_does_not_change_a_weight(own, padded, hidden, alike):
     direct = gradients.OuterProducts(*factors).densified(torch.Size(hidden)).norms().raised(torch.float32)
     for norm in (raised(left, right), raised(*(factor.flip(1) for factor in (left, right))), direct):
         torch.testing.assert_close(norm, raised(*factors), rtol=2e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("kappa", [1.0, 300.0, 3e4])
+@pytest.mark.parametrize("scale", [1.0, 2.0**31, 2.0**60, 2.0**63])
+def test_padding_does_not_change_a_contribution_whose_terms_cancel_or_overflow(kappa, scale):
+    """A text of 16 tokens beside one of 16, of 100 and of 600, for which the matrix is formed."""
+    layer, contributions = nn.Linear(64, 8, bias=False), []
+    with torch.no_grad():
+        layer.weight.zero_()  # in the forward pass nothing may overflow
+    inputs = normal(1, 8, 64, seed=1).repeat(1, 2, 1) * scale
+    weights = in_pairs(normal(1, 8, 8, seed=2), kappa) * scale
+    norm = (weights[0].double().T @ inputs[0].double()).norm().item()
+    bound = min(C, norm / 10)
+    for length in (16, 100, 600):
+        padding = torch.zeros(1, length - 16, 64)
+        padded = torch.cat([inputs, padding], dim=1), torch.cat([weights, padding[..., :8]], dim=1)
+        with book_keeping(layer, max_grad_norm=bound) as clipped:
+            clipped.backward((layer(padded[0]) * padded[1]).sum(dim=(1, 2)))
+            contributions.append(clipped.sums["weight"].double())
+    assert contributions[0].norm() >= (bound * (1 - 2e-3) if norm < 2.0**62 else 0.0)
+    for other in contributions[1:]:
+        assert (other - contributions[0]).norm() <= bound * kappa * 1e-6
 
 
 def raised(left, right):
