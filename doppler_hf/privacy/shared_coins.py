@@ -184,6 +184,33 @@ def refuse_shared_in_collation(make: Callable[[int], object]) -> None:
         )
 
 
+def is_order_drawn(make: Callable[[int], object]) -> bool:
+    """Return whether a batch is made with a random order of its rows, of torch's.
+
+    Args:
+        make: As in `is_shared_in_collation`.
+    """
+    with filled_generators(None):
+        return all(_draws_order(make, number) for number in ROWS)
+
+
+def _draws_order(make: Callable[[int], object], number: int) -> bool:
+    found: list[bool] = []
+    with TorchDraws(lambda operation, size: found.append(_mixes(operation, size, number))):
+        make(number)
+    return any(found)
+
+
+def refuse_order_in_collation(make: Callable[[int], object]) -> None:
+    """Refuse random orders of the rows, by which a share of them may be chosen that is counted over the batch."""
+    if is_order_drawn(make):
+        raise ValueError(
+            "data_collator must draw its random numbers for each example, got a random order of all rows (torch.randperm). "
+            "What is chosen by it, such as a fixed share of the rows, would be chosen otherwise with one example more, "
+            "which no noise covers. Draw for each row whether it is chosen (torch.rand(rows) < share)."
+        )
+
+
 def _is_additive(make: Callable[[int], object]) -> bool:
     """Return whether a batch takes as many numbers as its halves, which are made in turn from the same numbers."""
     seed, half = fresh_seed(), _FEW // 2

@@ -41,7 +41,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
-from doppler_hf.privacy.batching import probe
+from doppler_hf.privacy.batching import probe, same_distribution
 from doppler_hf.run import engine
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -217,6 +217,95 @@ def test_rows_that_are_mixed_now_and_then_are_refused(tmp_path, all_trials):
 def test_a_random_collator_that_mixes_nothing_trains(tmp_path, all_trials):
     trainer = trainer_of(tmp_path, max_steps=1)
     trainer.data_collator = masked
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.fixture
+def all_batches(monkeypatch):
+    """Compare as many batches as a user's training does, of other places and numbers."""
+    monkeypatch.setattr(same_distribution, "_SECONDS", 1.0)
+
+
+def reversed_tokens(examples, chosen):
+    """Some rows read backwards, beside random masks."""
+    batch = masked(examples)
+    return batch | {"input_ids": torch.where(chosen[:, None], batch["input_ids"].flip(1), batch["input_ids"])}
+
+
+def every_second_reversed(examples):
+    return reversed_tokens(examples, torch.arange(len(examples)) % 2 == 1)
+
+
+def first_reversed(examples):
+    return reversed_tokens(examples, torch.arange(len(examples)) == 0)
+
+
+def half_reversed_by_numpy(examples):
+    return reversed_tokens(examples, torch.from_numpy(np.random.permutation(len(examples)) < len(examples) // 2))
+
+
+def half_reversed(examples):
+    return reversed_tokens(examples, torch.randperm(len(examples)) < len(examples) // 2)
+
+
+def a_fortieth_reversed(examples):
+    return reversed_tokens(examples, torch.randperm(len(examples)) < len(examples) // 40)
+
+
+@pytest.mark.parametrize("collator", [every_second_reversed, first_reversed, half_reversed_by_numpy])
+@pytest.mark.parametrize("views", [1, 3])
+def test_random_rows_that_follow_their_places_or_number_are_refused(tmp_path, collator, views, all_batches):
+    options = {"collator": collator, "augmentation_multiplicity": views, "gradient_accumulation_steps": 1}
+    refused(tmp_path, "rows that are as likely whatever other examples are beside them", **options)
+
+
+def test_rows_that_follow_their_places_are_refused_if_the_data_set_alone_is_random(tmp_path, all_batches):
+    """Then the collator draws nothing, and none of its batches can be compared with another."""
+
+    def hidden(rows):
+        return rows | {"input_ids": [[4 if random.random() < 0.15 else token for token in row] for row in rows["input_ids"]]}
+
+    def collator(examples):
+        batch = pad(examples)
+        batch["input_ids"][1::2] = batch["input_ids"][1::2].flip(1)
+        return batch
+
+    data = text_data().with_transform(hidden)
+    options = {"collator": collator, "data": data, "remove_unused_columns": False}
+    refused(tmp_path, "rows that are as likely whatever other examples are beside them", **options)
+
+
+@pytest.mark.parametrize("collator", [half_reversed, a_fortieth_reversed])
+def test_a_random_order_of_the_rows_is_refused(tmp_path, collator):
+    refused(tmp_path, r"got a random order of all rows \(torch\.randperm\)", collator=collator)
+
+
+def masked_in_place(examples):
+    """A collator that writes into the examples it is given."""
+    for example in examples:
+        for place in range(len(example["input_ids"])):
+            if random.random() < 0.15:
+                example["input_ids"][place] = 4
+    return pad(examples)
+
+
+def padded_on_either_side(examples):
+    """Each row is padded on one side, by its own coin, and all to one length."""
+    batch = {
+        name: F.pad(value, (0, 12 - value.shape[1])) if value.ndim == 2 else value for name, value in pad(examples).items()
+    }
+    for row, lengths in enumerate(batch["attention_mask"].sum(1)):
+        if np.random.rand() < 0.5:
+            for name in ("input_ids", "attention_mask"):
+                batch[name][row] = batch[name][row].roll(12 - int(lengths))
+    return batch
+
+
+@pytest.mark.parametrize("collator", [masked_in_place, padded_on_either_side])
+def test_random_rows_of_which_each_has_numbers_of_its_own_train(tmp_path, collator, all_batches):
+    trainer = trainer_of(tmp_path, max_steps=1)
+    trainer.data_collator = collator
     trainer.train()
     assert trainer.state.global_step == 1
 

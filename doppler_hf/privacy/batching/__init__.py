@@ -2,6 +2,7 @@
 
 - sampling: the draw, and its rate
 - same_data: whether all processes have the same examples in the same order
+- same_distribution: whether rows of random data are as likely whatever other examples are beside them
 - probe: a few examples for the checks before the first step
 - micro_batches: lengths, units of privacy, and the loader that cuts and collates a draw
 """

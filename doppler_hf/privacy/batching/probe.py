@@ -17,9 +17,10 @@ from torch import Tensor
 
 from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
+from doppler_hf.privacy.batching.same_distribution import refuse_other_distribution
 from doppler_hf.privacy.generators import fill_generators, filled_generators, fresh_seed
 from doppler_hf.privacy.own_generators import own_generators
-from doppler_hf.privacy.shared_coins import numbers_drawn, refuse_shared_in_collation
+from doppler_hf.privacy.shared_coins import numbers_drawn, refuse_order_in_collation, refuse_shared_in_collation
 
 # Of at least so many examples, evenly spaced, sizes are taken if they are not known of all; and so many small and large ones
 # are tried until one of each has a gradient.
@@ -71,8 +72,8 @@ class Probes:
         is_random: Whether data set or collator draw random numbers.
 
     Raises:
-        ValueError: If data set or collator draw random numbers from generators of their own, or are random and mix examples.
-            If they are not random, it shows in the gradients.
+        ValueError: If data set or collator draw random numbers from generators of their own, or are random and mix examples
+            or follow their places. If they are not random, it shows in the gradients.
     """
 
     def __init__(self, loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> None:
@@ -100,6 +101,9 @@ class Probes:
         self.is_random = is_random_data(loader, self._pair)
         if self.is_random:
             refuse_random_mixing(loader, self._pair, self._middling)
+            copies = copies_of(loader, self._middling)
+            refuse_order_in_collation(copies)
+            refuse_other_distribution(copies)
         elif self.views > 1:
             refuse_another_order(loader, self._crowd)
 
@@ -245,7 +249,8 @@ def copies_of(loader: PrivateLoader, index: int) -> Callable[[int], Inputs]:
     """Return a function that makes a batch of some copies of an example, from the global generators as they are."""
     # Filled before each example in training, so that what a data set draws is for that example.
     example = fetch_one(loader.examples, index)
-    return lambda number: loader.collator([copy.copy(example) for _ in range(number)])
+    # A collator may write into what it is given.
+    return lambda number: loader.collator([copy.deepcopy(example) for _ in range(number)])
 
 
 def is_random_data(loader: PrivateLoader, indices: Sequence[int], *, is_held: bool = False) -> bool:
