@@ -10,6 +10,7 @@ Which loss it is, the model says: transformers finds it by `loss_type`, the end 
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +22,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaske
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
@@ -29,6 +31,7 @@ ProblemType = Literal["regression", "single_label_classification", "multi_label_
 TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
 
 IGNORED_LABEL = -100  # of transformers' collators and losses, and of torch's cross_entropy
+ANSWER = ("start_positions", "end_positions")  # the labels of question answering
 
 # Masked comes before causal: XLM's head is in both tables, and its labels are aligned with its inputs.
 _LOSS_OF_TABLE = (
@@ -59,8 +62,7 @@ def token_task(model: nn.Module) -> TokenTask | None:
         return None
     loss = LOSS_MAPPING.get(model.loss_type)
     if model.loss_type is None:  # GPT2LMHeadModel and others of its time, and subclasses with names of their own
-        names = {cls.__name__ for cls in type(model).__mro__}
-        loss = next((loss for table, loss in _LOSS_OF_TABLE if not names.isdisjoint(table.values())), None)
+        loss = next((loss for table, loss in _LOSS_OF_TABLE if _is_of_table(model, table)), None)
     if loss is ForTokenClassification:
         return "token_classification"
     if loss not in (ForCausalLMLoss, ForMaskedLMLoss):
@@ -71,13 +73,25 @@ def token_task(model: nn.Module) -> TokenTask | None:
     return "causal_lm" if loss is ForCausalLMLoss else "masked_lm"
 
 
+def has_choices(model: nn.Module) -> bool:
+    """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row.
+
+    Its forward pass begins by flattening inputs of shape (batch, choices, …) to (batch · choices, …).
+    """
+    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
+
+
+def _is_of_table(model: PreTrainedModel, table: Mapping[str, str]) -> bool:
+    return not {cls.__name__ for cls in type(model).__mro__}.isdisjoint(table.values())
+
+
 def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel) -> Float[Tensor, " batch"]:
     """Call the model once and return the loss of each example.
 
     Args:
         model: The model, with its wrappers.
         inputs: One micro-batch with `labels`: of shape (batch, length) for a task of tokens, otherwise as in
-            `classification_losses`.
+            `classification_losses`; or with `start_positions` and `end_positions`, as in `answer_losses`.
         base_model: The model without wrappers, whose class determines the task.
 
     Returns:
@@ -87,21 +101,26 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         ValueError: If there is no rule for the model's class, or a mixture of experts returns its router's logits.
     """
     task = token_task(base_model)
-    labels = inputs.get("labels")
-    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    labels, answer = inputs.get("labels"), [inputs[name] for name in ANSWER if name in inputs]
+    inputs = {name: value for name, value in inputs.items() if name not in ("labels", *ANSWER)}
     if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
         if hasattr(base_model, "prepare_decoder_input_ids_from_labels"):
             inputs["decoder_input_ids"] = base_model.prepare_decoder_input_ids_from_labels(labels)
         else:  # M2M100 and Whisper shift the labels inside their forward pass, whose loss is not used.
             inputs["labels"] = labels
     outputs = model(**inputs)
-    logits = outputs.get("logits") if isinstance(outputs, dict) else None
+    outputs = outputs if isinstance(outputs, dict) else {}
+    if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
+        return answer_losses(
+            (outputs["start_logits"], outputs["end_logits"]), (answer[0], answer[1]), mask=inputs.get("attention_mask")
+        )
+    logits = outputs.get("logits")
     if labels is None:
         raise ValueError(
             f"There is no per-example loss for {type(base_model).__name__} without `labels`. Give each example labels, or "
             "a collator that makes them, such as DataCollatorForLanguageModeling. The host removes those that the model's "
-            "forward does not name: set remove_unused_columns=False. If the task's labels have another name, as in question "
-            "answering, override compute_per_sample_loss."
+            "forward does not name: set remove_unused_columns=False. For question answering give each start_positions and "
+            "end_positions. If the task's labels have another name, override compute_per_sample_loss."
         )
     if logits is None or not isinstance(base_model, PreTrainedModel):
         raise _no_rule(base_model)
@@ -112,6 +131,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         )
     if task is not None:
         return token_losses(logits, labels, shift=task == "causal_lm")
+    if has_choices(base_model):
+        return classification_losses(logits, labels, problem_type="single_label_classification")
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
         raise _no_rule(base_model)
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
@@ -121,7 +142,8 @@ def _no_rule(model: PreTrainedModel) -> ValueError:
     return ValueError(
         f"There is no per-example loss for {type(model).__name__}: it needs `labels`, and logits of shape (batch, "
         "num_labels) for sequence and image classification, or (batch, length, classes) for language models and token "
-        "classification. Override compute_per_sample_loss for another task."
+        "classification; or for question answering start_positions and end_positions, and logits of both. Override "
+        "compute_per_sample_loss for another task."
     )
 
 
@@ -217,3 +239,53 @@ def token_losses(
     flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none")
     # At least one: 0/0 would be NaN, and make the clipped sum of all examples NaN.
     return flat.view(labels.shape).sum(dim=1) / (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
+
+
+def answer_losses(
+    logits: tuple[Float[Tensor, "batch length"], Float[Tensor, "batch length"]],
+    positions: tuple[Int[Tensor, "batch *one"], Int[Tensor, "batch *one"]],
+    *,
+    mask: Shaped[Tensor, "batch tokens"] | None = None,
+) -> Float[Tensor, " batch"]:
+    """Return the loss of each example of extractive question answering: which token begins the answer, and which ends it.
+
+        loss_i = ½ CE(start_i, s_i) + ½ CE(end_i, e_i)
+
+    The classes are the example's own tokens. transformers' loss has the padding among them, so that a longer example beside
+    this one would change its gradient. A position outside of the example's tokens, of an answer that was cut off, adds 0.
+
+    Args:
+        logits: Of the first and the last token, each of shape (batch, length).
+        positions: Indices of the first and the last token, each of shape (batch,) or (batch, 1).
+        mask: 1 for the example's own tokens, shape (batch, tokens); None if all are. What comes behind the tokens, such as a
+            document's image, is not padded.
+
+    Returns:
+        Losses, shape (batch,), in float32 or better.
+
+    Raises:
+        ValueError: If the shapes do not fit each other.
+
+    Example:
+        >>> answer_losses((torch.zeros(1, 4), torch.zeros(1, 4)), (torch.tensor([1]), torch.tensor([2])))
+        tensor([1.3863])
+    """
+    shape, total = logits[0].shape, torch.zeros((), device=logits[0].device)
+    if len(shape) != 2 or any(position.numel() != shape[0] for position in positions):
+        raise ValueError(
+            "start_positions and end_positions must be one index for each example, and the logits of both of shape (batch, "
+            f"length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. For another task override "
+            "compute_per_sample_loss."
+        )
+    is_own = torch.ones(shape, dtype=torch.bool, device=total.device)
+    if mask is not None:
+        is_own = F.pad(mask, (0, shape[1] - mask.shape[1]), value=1) != 0
+    for of_one, position in zip(logits, positions, strict=True):
+        # Sensitivity: of logits in the padding neither the loss nor the gradient depends, whatever the others' lengths.
+        of_one = of_one.to(torch.promote_types(of_one.dtype, torch.float32))
+        of_one = of_one.masked_fill(~is_own, torch.finfo(of_one.dtype).min)
+        index = position.reshape(-1, 1).clamp(min=0)  # a negative one is the first token, as in transformers
+        is_inside = (index < shape[1]) & is_own.gather(1, index.clamp(max=shape[1] - 1))
+        label = index.where(is_inside, IGNORED_LABEL).squeeze(1)
+        total = total + F.cross_entropy(of_one, label, ignore_index=IGNORED_LABEL, reduction="none") / 2
+    return total

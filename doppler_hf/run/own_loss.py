@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy.generators import filled_generators
-from doppler_hf.privacy.losses import IGNORED_LABEL, per_sample_losses, token_task
+from doppler_hf.privacy.losses import ANSWER, IGNORED_LABEL, per_sample_losses, token_task
 
 
 def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
@@ -30,8 +30,12 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     """
     accepted = inspect.signature(base_model.forward).parameters
     name = type(base_model).__name__ + ("" if model is base_model else " with its adapters")
-    if "labels" not in accepted and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+    if {"labels", *ANSWER}.isdisjoint(accepted) and not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
+    ):
         return
+    if ANSWER[0] in inputs:
+        inputs = without_padding(inputs)
     with torch.no_grad(), filled_generators(0):
         losses = per_sample_losses(model, dict(inputs), base_model=base_model)
     try:
@@ -54,3 +58,15 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
             f"The loss in the forward of {name} must be the mean over examples of that which a private run trains, got "
             "another one, which would not be trained. Override compute_per_sample_loss to return it for each example."
         )
+
+
+def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a micro-batch of question answering whose padding counts as text, with every answer in the text.
+
+    The rule leaves out what lies outside of the text, and the host takes the padding for text, so that they agree only here.
+    """
+    length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else None
+    return {
+        name: value % length if name in ANSWER and length else torch.ones_like(value) if name == "attention_mask" else value
+        for name, value in inputs.items()
+    }

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
+from transformers import BertForMultipleChoice
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import neighbour_distances
@@ -43,6 +44,11 @@ IMPOSSIBLE = {
     ("update", "galore"): {"roberta-lora", "llama-dora", "resnet"},
 }
 USUAL = {name: values[0] for name, values in SETTINGS.items()}
+# The model makes several rows of each example, as many as it has choices, which may come in several views too.
+OF_CHOICES = [
+    USUAL | {"model": "bert-choice", "clipping": "vanilla", "dropout": 0.3, "tokens": 36},
+    USUAL | {"model": "bert-choice", "unit": "user, two at most", "granularity": "per_layer", "accumulation": 3},
+]
 # Cases in which an example comes in several views.
 VIEWS = 4
 OF_VIEWS = [
@@ -50,6 +56,7 @@ OF_VIEWS = [
     USUAL | {"model": "resnet", "clipping": "vanilla", "accumulation": 3, "engine": "opacus"},
     USUAL | {"model": "resnet", "unit": "user, two at most", "granularity": "per_layer", "loss": "private"},
     USUAL | {"model": "gpt2-lm", "clipping": "vanilla", "accumulation": 3, "tokens": 96},
+    USUAL | {"model": "bert-choice", "clipping": "vanilla"},
 ]
 
 
@@ -74,7 +81,10 @@ def data_for(model, *, seed=0):
     for index in range(EXAMPLES):
         tokens = generator.integers(2, VOCABULARY, size=generator.integers(3, 9)).tolist()
         row = {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": index % 3}
-        if model.main_input_name == "pixel_values":
+        if isinstance(model, BertForMultipleChoice):
+            choices = [tokens, tokens[: index % 3] + generator.integers(2, VOCABULARY, size=3).tolist()]
+            row = {"input_ids": choices, "attention_mask": [[1] * len(choice) for choice in choices], "labels": index % 2}
+        elif model.main_input_name == "pixel_values":
             row = {"pixel_values": generator.normal(size=(3, 8, 8)).tolist(), "labels": index % 3}
         elif model.config.is_encoder_decoder:
             row["labels"] = generator.integers(2, VOCABULARY, size=generator.integers(2, 6)).tolist()
@@ -92,16 +102,24 @@ def augmented(rows):
             for image in np.asarray(rows["pixel_values"])
         ]
     elif "input_ids" in rows:
-        rows["input_ids"] = [
-            np.where(np.random.random(len(tokens)) < 0.3, 1, tokens).tolist() for tokens in rows["input_ids"]
-        ]
+        rows["input_ids"] = [hidden(tokens) for tokens in rows["input_ids"]]
     return rows
+
+
+def hidden(tokens):
+    """Hide some tokens of a text, or of each choice."""
+    if isinstance(tokens[0], list):
+        return [hidden(choice) for choice in tokens]
+    return np.where(np.random.random(len(tokens)) < 0.3, 1, tokens).tolist()
 
 
 def collator_for(padding):
     """Return a collator that pads on the right to the longest example or to a multiple of eight."""
 
     def stack(name, values):
+        if isinstance(values[0], list) and isinstance(values[0][0], list) and name != "pixel_values":
+            choices = stack(name, [choice for value in values for choice in value])
+            return choices.unflatten(0, (len(values), -1))
         values = [torch.as_tensor(value) for value in values]
         if name == "pixel_values":
             return torch.stack(values).double()
@@ -165,6 +183,8 @@ def result_of(case, *, pairs=2, views=1):
 def main():
     """Print a table of all cases, and one of those in several views, for the results page."""
     print_table(cases(), views=1)
+    print("\nWith two choices in each example:\n")
+    print_table(OF_CHOICES, views=1)
     print(f"\nWith {VIEWS} views of each example:\n")
     print_table(OF_VIEWS, views=VIEWS)
 

@@ -11,7 +11,17 @@ from doppler_hf.audit import NeighbourResult, neighbour_distances
 from doppler_hf.audit.neighbours import neighbouring_draws
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
-from tests.audit.neighbour_cases import OF_VIEWS, SETTINGS, USUAL, VIEWS, cases, collator_for, result_of, trainer_for
+from tests.audit.neighbour_cases import (
+    OF_CHOICES,
+    OF_VIEWS,
+    SETTINGS,
+    USUAL,
+    VIEWS,
+    cases,
+    collator_for,
+    result_of,
+    trainer_for,
+)
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of, weights
 
@@ -48,6 +58,11 @@ def test_one_unit_moves_the_sum_by_at_most_c(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in cases() if case not in few()], ids=name_of)
 def test_one_unit_moves_the_sum_by_at_most_c_whatever_two_settings_meet(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", OF_CHOICES, ids=name_of)
+def test_an_example_of_several_choices_moves_the_sum_by_at_most_c(case):
     check(case)
 
 

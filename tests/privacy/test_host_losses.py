@@ -9,6 +9,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    BertForMultipleChoice,
     BertForPreTraining,
     BertForQuestionAnswering,
     BertForTokenClassification,
@@ -26,16 +27,19 @@ from transformers import (
     Qwen2ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    RobertaForMultipleChoice,
+    RobertaForQuestionAnswering,
     RobertaForTokenClassification,
     T5Config,
     T5ForConditionalGeneration,
+    T5ForQuestionAnswering,
     T5ForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
 )
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.privacy.losses import token_task
+from doppler_hf.privacy.losses import has_choices, token_task
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
 from tests.support.tiny import tiny_bert
 
@@ -218,6 +222,102 @@ def test_the_host_turns_the_key_value_cache_off(tmp_path):
         model = MODELS[task][0]()
         trainer_of(tmp_path, model)
         assert model.config.use_cache is False
+
+
+# --- answers and choices --------------------------------------------------------------------------------------------------
+
+
+def answer_rows(lengths=(4, 7, 3)):
+    """Questions with their texts, and where the answers stand."""
+    rows = token_rows("causal_lm", lengths)
+    for row in rows:
+        del row["labels"]
+        row |= {"start_positions": 1, "end_positions": len(row["input_ids"]) - 1}
+    return rows
+
+
+def pad_answers(rows):
+    padded = pad_tokens([row | {"labels": []} for row in rows])
+    positions = {name: torch.tensor([row[name] for row in rows]) for name in ("start_positions", "end_positions")}
+    return {name: padded[name] for name in ("input_ids", "attention_mask")} | positions
+
+
+def choice_rows(lengths=((4, 7), (3, 5), (6, 2))):
+    """Examples whose choices differ in length."""
+    found = []
+    for index, of_choices in enumerate(lengths):
+        choices = token_rows("causal_lm", of_choices, seed=index)
+        row = {name: [choice[name] for choice in choices] for name in ("input_ids", "attention_mask")}
+        found.append(row | {"label": index % 2})
+    return found
+
+
+def pad_choices(rows):
+    choices = [dict(zip(("input_ids", "attention_mask"), choice, strict=True)) | {"labels": []} for row in rows
+               for choice in zip(row["input_ids"], row["attention_mask"], strict=True)]  # fmt: skip
+    padded = {name: pad_tokens(choices)[name].unflatten(0, (len(rows), -1)) for name in ("input_ids", "attention_mask")}
+    return padded | {"labels": torch.tensor([row["label"] for row in rows])}
+
+
+ANSWERS = [
+    lambda: BertForQuestionAnswering(BertConfig(**BERT | dict(num_labels=2))),
+    lambda: RobertaForQuestionAnswering(RobertaConfig(**ROBERTA | dict(num_labels=2))),
+    lambda: T5ForQuestionAnswering(T5Config(**T5)),
+]
+CHOICES = [lambda: BertForMultipleChoice(BertConfig(**BERT)), lambda: RobertaForMultipleChoice(RobertaConfig(**ROBERTA))]
+OTHERS = [
+    *(pytest.param(build, answer_rows, pad_answers, id=build().__class__.__name__) for build in ANSWERS),
+    *(pytest.param(build, choice_rows, pad_choices, id=build().__class__.__name__) for build in CHOICES),
+]
+
+
+@pytest.mark.parametrize(("build", "rows_of", "collate"), OTHERS)
+def test_the_loss_of_answers_and_choices_is_the_models_own_and_no_neighbour_changes_it(tmp_path, build, rows_of, collate):
+    model, rows = built(build), rows_of()
+    trainer, trained = trainer_of(tmp_path, model), [*model.parameters()]
+    losses = trainer.compute_per_sample_loss(model, collate(rows))
+    assert losses.shape == (3,)
+    for row, loss in zip(rows, losses, strict=True):
+        alone = model(**collate([row])).loss
+        torch.testing.assert_close(loss, alone)
+        expected = torch.autograd.grad(alone, trained, allow_unused=True)
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
+        assert max(gradient.norm() for gradient in expected if gradient is not None) > 1e-3
+        for gradient, of_alone in zip(gradients, expected, strict=True):
+            if of_alone is not None:
+                torch.testing.assert_close(gradient, of_alone, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{}, dict(max_tokens_per_micro_batch=40, gradient_accumulation_steps=2)])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("build", "rows_of", "collate"), [OTHERS[0], OTHERS[-1]])
+def test_answers_and_choices_train(tmp_path, build, rows_of, collate, adapted, options):
+    model = build()
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"]))
+    rows = rows_of([(5, 3), (2, 4), (6, 2)] * 6 if rows_of is choice_rows else [4, 9, 6] * 6)
+    trainer = trainer_of(tmp_path, model, rows=rows, accountant="rdp", **options)
+    trainer.data_collator = collate
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_the_tokens_of_all_choices_count(tmp_path):
+    model = CHOICES[0]()
+    trainer = trainer_of(tmp_path, model, rows=choice_rows(), max_tokens_per_micro_batch=13, per_device_train_batch_size=2)
+    trainer.data_collator = pad_choices
+    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=13 is less than the length of a single example"):
+        trainer.train()
+
+
+def test_models_of_choices_are_known_by_their_class():
+    class NamedOtherwise(BertForMultipleChoice):
+        pass
+
+    assert has_choices(NamedOtherwise(BertConfig(**BERT)))
+    assert not has_choices(ANSWERS[0]())
+    assert not has_choices(torch.nn.Linear(2, 2))
 
 
 # --- through the private loop ---------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForQuestionAnsweringLoss
 
-from doppler_hf.privacy.losses import classification_losses, token_losses
+from doppler_hf.privacy.losses import answer_losses, classification_losses, token_losses
 from tests.support.tiny import pad, text_data, tiny_bert
 
 
@@ -165,3 +165,54 @@ def test_contiguous_float32_logits_are_read_in_place(shift, monkeypatch):
 def test_token_labels_that_do_not_fit_are_refused(logits, labels, message):
     with pytest.raises(ValueError, match=message):
         token_losses(logits, labels, shift=False)
+
+
+# --- question answering ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", [[2, 5], [0, 0], [7, 8], [9, 100], [-1, 3]])
+@pytest.mark.parametrize("one", [(), (1,)])
+def test_an_answers_loss_is_the_hosts_of_that_example_alone(positions, one):
+    torch.manual_seed(0)
+    start, end = torch.randn(2, 3, 8)
+    first, last = torch.tensor([[1, *positions], [4, *positions]]).view(2, 3, *one)
+    losses = answer_losses((start, end), (first, last))
+    for row, loss in enumerate(losses):
+        # The host takes the mean over the examples whose position is inside, of which there may be none here.
+        inside = [
+            ForQuestionAnsweringLoss(x[row, None], x[row, None], p[row : row + 1], p[row : row + 1])
+            for x, p in ((start, first), (end, last))
+        ]
+        torch.testing.assert_close(loss, torch.stack(inside).nan_to_num().mean())
+
+
+def test_an_answers_loss_does_not_follow_the_padding():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 2, 9, requires_grad=True)
+    mask = (torch.arange(9) < torch.tensor([[5], [9]])).long()
+    positions = torch.tensor([3, 8]), torch.tensor([4, 7])
+    losses = answer_losses((logits[0], logits[1]), positions, mask=mask)
+    torch.testing.assert_close(
+        losses[:1], answer_losses((logits[0, :1, :5], logits[1, :1, :5]), (positions[0][:1], positions[1][:1]))
+    )
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert not gradient[:, 0, 5:].any()
+    assert gradient[:, 0, :5].all()
+    assert gradient[:, 1].all()
+
+
+def test_an_answer_in_the_padding_adds_nothing():
+    logits = torch.randn(1, 6, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0]])
+    for positions, expected in (((4, 5), 0.0), ((1, 5), 0.5)):
+        first, last = (torch.tensor([position]) for position in positions)
+        loss = answer_losses((logits, logits), (first, last), mask=mask)
+        torch.testing.assert_close(loss, expected * answer_losses((logits[:, :3],) * 2, (torch.tensor([1]),) * 2))
+    (gradient,) = torch.autograd.grad(answer_losses((logits, logits), (last, last), mask=torch.zeros(1, 6)), logits)
+    assert not gradient.any()
+
+
+@pytest.mark.usefixtures("unchecked_arrays")
+def test_several_answers_of_an_example_are_refused():
+    with pytest.raises(ValueError, match=r"must be one index for each example.* got 2 and 2 dimensions"):
+        answer_losses((torch.zeros(2, 4),) * 2, (torch.zeros(2, 3, dtype=torch.long),) * 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertForMaskedLM, BertForSequenceClassification
+from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
@@ -107,6 +107,32 @@ def test_the_loss_of_the_rule_trains_and_so_does_a_model_without_one(tmp_path, c
         trainer.data_collator = pad_for_tokens
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+class FirstOnly(BertForQuestionAnswering):
+    """Trains the beginning of an answer alone."""
+
+    def forward(self, start_positions=None, end_positions=None, **kwargs):
+        outputs = super().forward(**kwargs)
+        outputs.loss = None if start_positions is None else F.cross_entropy(outputs.start_logits, start_positions)
+        return outputs
+
+
+@pytest.mark.parametrize("cls", [BertForQuestionAnswering, FirstOnly])
+def test_the_loss_of_answers_is_compared_where_some_are_cut_off_and_texts_are_padded(tmp_path, cls):
+    def pad_for_answers(examples):
+        inputs = pad(examples)
+        first = inputs.pop("labels")
+        return inputs | {"start_positions": first, "end_positions": first + 6}
+
+    trainer = trainer_of(tmp_path, model=bert(cls), max_steps=1, remove_unused_columns=False)
+    trainer.data_collator = pad_for_answers
+    if cls is FirstOnly:
+        with pytest.raises(ValueError, match=r"in the forward of FirstOnly must be .*compute_per_sample_loss"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert trainer.state.global_step == 1
 
 
 class PlainModule(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
+    BertForMultipleChoice,
     BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
@@ -31,7 +32,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-BATCH, LENGTH, DECODER_LENGTH, CLASSES, VOCABULARY = 6, 8, 5, 3, 40
+BATCH, LENGTH, DECODER_LENGTH, CLASSES, CHOICES, VOCABULARY = 6, 8, 5, 3, 2, 40
 IGNORED = -100  # the label of a token that no loss is taken of
 
 
@@ -57,6 +58,11 @@ def roberta(attention="sdpa"):
 
 def bert(attention="sdpa"):
     return BertForSequenceClassification(BertConfig(**encoder_options(attention)))
+
+
+def bert_choice(attention="sdpa"):
+    """The model flattens the choices of all examples into one batch."""
+    return BertForMultipleChoice(BertConfig(**encoder_options(attention)))
 
 
 def distilbert(attention="sdpa"):
@@ -131,6 +137,7 @@ def with_adapters(model, *, use_dora=False, targets="all-linear"):
 MODELS = {
     "roberta": roberta,
     "bert": bert,
+    "bert-choice": bert_choice,
     "distilbert": distilbert,
     "gpt2": gpt2,
     "gpt2-lm": gpt2_lm,
@@ -178,6 +185,10 @@ def batch_for(model, dtype=torch.float64, *, batch=BATCH):
     if model.main_input_name == "pixel_values":
         pixels = torch.randn(batch, 3, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
         return {"pixel_values": pixels}, torch.arange(batch) % CLASSES
+    if isinstance(model, BertForMultipleChoice):
+        ids, mask = token_ids(batch * CHOICES, LENGTH, (LENGTH, 5, 6, LENGTH, 3, 7, 4), generator)
+        inputs = {"input_ids": ids.unflatten(0, (-1, CHOICES)), "attention_mask": mask.unflatten(0, (-1, CHOICES))}
+        return inputs, torch.arange(batch) % CHOICES
     ids, mask = token_ids(batch, LENGTH, (LENGTH, 5, 6, LENGTH, 3, 7), generator)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if model.config.is_encoder_decoder:

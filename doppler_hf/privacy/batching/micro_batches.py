@@ -122,6 +122,11 @@ class DrawnExamples(Dataset[Any]):
         return OfStep(examples, step=indices.step)
 
 
+def length_of(tokens: Sequence[Any]) -> int:
+    """Return the number of tokens of an example; of one with choices, each of them a text, when they are padded alike."""
+    return len(tokens) if not len(tokens) or np.ndim(tokens[0]) == 0 else len(tokens) * max(map(len, tokens))
+
+
 def lengths_of(dataset: Any) -> list[int] | None:
     """Return the number of tokens of every example, or None if examples are not tokenized text.
 
@@ -131,7 +136,7 @@ def lengths_of(dataset: Any) -> list[int] | None:
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or LENGTH_COLUMN not in columns:
         return None
-    return [len(tokens) for tokens in dataset[LENGTH_COLUMN]]
+    return [length_of(tokens) for tokens in dataset[LENGTH_COLUMN]]
 
 
 def units_of(dataset: Any, *, column: str) -> list[int]:
@@ -247,7 +252,7 @@ def parts_of(examples: Sequence[Any], *, max_tokens: int | None, views: int) -> 
     """Return consecutive parts of the examples within a budget of tokens, without a budget one; of no examples, none."""
     if max_tokens is None:
         return [examples] if examples else []
-    lengths = [len(example[LENGTH_COLUMN]) for example in examples]
+    lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
     of_all_views = [views * max(lengths[start : start + views]) for start in range(0, len(lengths), views)]
     parts = cut_by_tokens(of_all_views, max_tokens=max_tokens)
     return [examples[part.start * views : part.stop * views] for part in parts]

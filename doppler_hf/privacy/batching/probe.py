@@ -177,7 +177,12 @@ def sizes_of(loader: PrivateLoader) -> tuple[np.ndarray, np.ndarray]:
 def size_of(example: Any) -> int:
     """Return how many numbers an example holds; what is no array counts as one."""
     values = example.values() if isinstance(example, Mapping) else example
-    return sum(value.numel() if isinstance(value, Tensor) else np.size(value) for value in values)
+    return sum(value.numel() if isinstance(value, Tensor) else _size(value) for value in values)
+
+
+def _size(value: Any) -> int:
+    # The choices of an example are lists of unequal lengths.
+    return sum(map(len, value)) if isinstance(value, list) and value and isinstance(value[0], list) else np.size(value)
 
 
 def halves(indices: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

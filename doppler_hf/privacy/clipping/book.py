@@ -22,7 +22,8 @@ class Book:
 
     Attributes:
         batch_size: The number of rows of the current forward pass, or None.
-        views: How many rows, one after another, are views of one example; a use's gradient is their sum.
+        choices: How many rows, one after another, the model itself makes of one row of its input; 1 if it makes none.
+        views: How many rows, one after another, are of one example; a use's gradient is their sum.
         uses: Parameter → its per-sample gradient from each use, filled by the backward pass.
         copies: Parameters that were replaced by one copy per example in the forward pass, and these copies: their ordinary
             gradient is the per-sample gradient.
@@ -37,7 +38,7 @@ class Book:
         self._norm_rule: NormRule = norm_rule
         self._recent = Recent()
         self.batch_size: int | None = None
-        self.views = 1
+        self.choices = self.views = 1
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.copies: list[tuple[nn.Parameter, Tensor]] = []
         self.repeated: list[str] = []
@@ -67,7 +68,7 @@ class Book:
     def clear(self) -> None:
         """Discard all notes."""
         self._recent = Recent()
-        self.batch_size, self.views = None, 1
+        self.batch_size, self.choices, self.views = None, 1, 1
         self.uses.clear()
         self.copies.clear()
         self.repeated.clear()
@@ -88,7 +89,7 @@ class Book:
             return
         assert self.batch_size is not None
         assert self.views == 1
-        others = torch.arange(self.batch_size) != self.only_example
+        others = torch.arange(self.batch_size) // self.choices != self.only_example
         of_others = gradient.of_examples(others).in_float64().norms()
         finite = of_others.is_finite()
         self.is_conclusive &= bool(finite.all())

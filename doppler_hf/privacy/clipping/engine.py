@@ -24,6 +24,7 @@ from doppler_hf.privacy.clipping.host_layers import has_relative_bias, host_rule
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.refused_layers import refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
+from doppler_hf.privacy.losses import has_choices, without_adapters
 
 
 class BookKeepingEngine:
@@ -46,6 +47,7 @@ class BookKeepingEngine:
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
         self._is_checked = False
+        self._has_choices = has_choices(without_adapters(model))
         rules = RULES | host_rules()
         for name, module in model.named_modules():
             if has_relative_bias(module):
@@ -89,8 +91,8 @@ class BookKeepingEngine:
         Raises:
             ValueError: If a use of a parameter has no per-sample gradient, by name.
         """
-        book, batch_size = self._book, self._book.batch_size
-        if batch_size != len(losses):
+        book = self._book
+        if book.batch_size != len(losses) * book.choices:
             # Not their numbers: the size of a draw is private, and messages end in logs.
             raise ValueError(
                 "losses must be as many as the rows with which the model was called, got another number. Call the model "
@@ -102,7 +104,9 @@ class BookKeepingEngine:
                 self._check_that_examples_are_apart(losses, trainable)
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
                 self._is_checked = book.is_conclusive
-            book.views = views
+            # Sensitivity: the choices of an example are summed up before they are clipped, as its views are. They stand
+            # together, since the model flattens (batch, choices, length).
+            book.views = views * book.choices
             self._back_propagate(losses.sum() / views, trainable)
             return {
                 name: combined(book.uses.pop(parameter), shape=parameter.shape)
@@ -169,7 +173,8 @@ class BookKeepingEngine:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)  # an evaluation, in which layers make no notes either
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
-        self._book.batch_size = tensors[0].shape[0] if tensors else None
+        self._book.choices = tensors[0].shape[1] if self._has_choices and tensors else 1
+        self._book.batch_size = tensors[0].shape[0] * self._book.choices if tensors else None
         self._book.is_in_forward = True
         try:
             return original(*args, **kwargs)

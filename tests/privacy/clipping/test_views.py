@@ -21,7 +21,7 @@ from tests.support.per_example import (
 )
 from tests.support.tiny import pad
 
-MODELS = ["roberta", "gpt2-lm", "llama-lm", "t5-lm", "vit", "resnet", "roberta-lora", "llama-dora"]
+MODELS = ["roberta", "bert-choice", "gpt2-lm", "llama-lm", "t5-lm", "vit", "resnet", "roberta-lora", "llama-dora"]
 C = 0.1
 
 
