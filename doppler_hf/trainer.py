@@ -36,7 +36,8 @@ class DopplerTrainer(Trainer):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering and multiple
-    choice have a loss per example. For another task override `compute_per_sample_loss`. With `args.disable_dp` every method is the stock one.
+    choice have a loss per example. For another task override `compute_per_sample_loss`. With `args.disable_dp` every method
+    is the stock one.
 
     Args:
         model: As in `Trainer`; so are the others, in its order.

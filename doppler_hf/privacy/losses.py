@@ -48,6 +48,19 @@ def without_adapters(model: Any) -> Any:
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
+def places_of_prompt(model: Any) -> int:
+    """Return at how many places before an example's own PEFT puts a prompt that is trained, which has no labels.
+
+    Not those of prefix tuning, which are keys and values of attention, nor those of an encoder-decoder, which the decoder,
+    whose labels are given, does not have.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel) or model.get_base_model().config.is_encoder_decoder:
+        return 0
+    config = model.active_peft_config
+    return config.num_virtual_tokens if config.peft_type in (peft.PeftType.PROMPT_TUNING, peft.PeftType.P_TUNING) else 0
+
+
 def token_task(model: nn.Module) -> TokenTask | None:
     """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model.
 
@@ -111,9 +124,10 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     outputs = model(**inputs)
     outputs = outputs if isinstance(outputs, dict) else {}
     if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
-        return answer_losses(
-            (outputs["start_logits"], outputs["end_logits"]), (answer[0], answer[1]), mask=inputs.get("attention_mask")
-        )
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            mask = F.pad(mask, (places_of_prompt(model), 0), value=1)
+        return answer_losses((outputs["start_logits"], outputs["end_logits"]), (answer[0], answer[1]), mask=mask)
     logits = outputs.get("logits")
     if labels is None:
         raise ValueError(
@@ -130,6 +144,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             "for the whole batch and cannot be split into examples. Set output_router_logits=False in its config."
         )
     if task is not None:
+        labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
         return token_losses(logits, labels, shift=task == "causal_lm")
     if has_choices(base_model):
         return classification_losses(logits, labels, problem_type="single_label_classification")

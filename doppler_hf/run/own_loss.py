@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy.generators import filled_generators
-from doppler_hf.privacy.losses import ANSWER, IGNORED_LABEL, per_sample_losses, token_task
+from doppler_hf.privacy.losses import ANSWER, IGNORED_LABEL, per_sample_losses, places_of_prompt, token_task
 
 
 def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
@@ -51,7 +51,9 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     if own is None or not own.isfinite().all():
         return
     task = token_task(base_model)
-    labelled = (inputs["labels"] != IGNORED_LABEL)[:, int(task == "causal_lm") :].sum(dim=1) if task else None
+    # The first token is no target of a causal model, except behind a prompt.
+    first = int(task == "causal_lm" and not places_of_prompt(model))
+    labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if task else None
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
         raise ValueError(

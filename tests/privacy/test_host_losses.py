@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -204,6 +204,32 @@ def test_adapters_change_nothing_of_the_rule(tmp_path, task):
     losses = trainer_of(tmp_path, model).compute_per_sample_loss(model, pad_tokens(rows))
     alone = torch.stack([model(**pad_tokens([row])).loss for row in rows])
     torch.testing.assert_close(losses, alone, atol=1e-6, rtol=1e-6)
+
+
+PROMPTS = {
+    "prompt": lambda task: PromptTuningConfig(task_type=task, num_virtual_tokens=3),
+    "p-tuning": lambda task: PromptEncoderConfig(task_type=task, num_virtual_tokens=3, encoder_hidden_size=8),
+    "prefix": lambda task: PrefixTuningConfig(task_type=task, num_virtual_tokens=3),
+}
+
+
+# PEFT does not lengthen the labels of token classification, so that its own forward fails there.
+@pytest.mark.parametrize("task", ["causal_lm", "seq2seq_lm", "answers"])
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_a_prompt_has_no_labels_and_trains(tmp_path, task, kind):
+    builds, peft_task = ([ANSWERS[0]], "QUESTION_ANS") if task == "answers" else (MODELS[task], ADAPTED[task][0])
+    lengths = [4, 7, 3] * 6
+    rows, collate = (answer_rows(lengths), pad_answers) if task == "answers" else (token_rows(task, lengths), pad_tokens)
+    config = PROMPTS[kind](peft_task)
+    model = built(lambda: get_peft_model(builds[0](), config), torch.float32)
+    trainer = trainer_of(tmp_path, model, rows=rows, accountant="rdp")
+    trainer.data_collator = collate
+    losses = trainer.compute_per_sample_loss(model, collate(rows[:3]))
+    alone = torch.stack([model(**collate([row])).loss for row in rows[:3]])
+    torch.testing.assert_close(losses, alone, atol=1e-5, rtol=1e-5)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_decoder_inputs_of_the_collator_are_kept(tmp_path):

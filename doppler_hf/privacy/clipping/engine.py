@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient, combined
-from doppler_hf.privacy.clipping.host_layers import has_relative_bias, host_rules, relative_bias
+from doppler_hf.privacy.clipping.host_layers import has_prompt, has_relative_bias, host_rules, prompt, relative_bias
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.refused_layers import refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
@@ -54,6 +54,8 @@ class BookKeepingEngine:
                 self._replace(
                     module, "compute_bias", functools.partial(relative_bias, self._book, name, module, module.compute_bias)
                 )
+            if has_prompt(module):
+                self._replace(module, "get_prompt", functools.partial(prompt, self._book, module.get_prompt))
             if not trainable_of(module):
                 continue
             rule = rule_for(module, rules) if by_rules else None

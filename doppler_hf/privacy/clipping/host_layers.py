@@ -1,4 +1,4 @@
-"""Rules for layers of transformers and PEFT: GPT-2's `Conv1D`, T5's relative position bias, DoRA's magnitude."""
+"""Rules for layers of transformers and PEFT: GPT-2's `Conv1D`, T5's relative position bias, DoRA's magnitude, prompts."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -76,3 +76,22 @@ def relative_bias(
 
     book.repeated.append(name)
     return output_per_example(book, {"weight": table.weight}, bias_of)
+
+
+def has_prompt(module: nn.Module) -> bool:
+    """Return whether a module is a model of PEFT that computes one prompt and repeats it for each example."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(module, peft.PeftModel):
+        return False
+    return module.active_peft_config.peft_type in (peft.PeftType.PROMPT_TUNING, peft.PeftType.P_TUNING)
+
+
+def prompt(
+    book: Book, get_prompt: Callable[..., Tensor], batch_size: int, *args: Any, **kwargs: Any
+) -> Float[Tensor, "batch places dim"]:
+    """Return the prompt once for each example.
+
+    PEFT looks it up at indices of shape (1, places), for which the rule of embeddings returns a row for each example, and
+    would repeat these rows once more.
+    """
+    return get_prompt(1 if book.is_watching else batch_size, *args, **kwargs)

@@ -22,6 +22,7 @@ from tests.support.models import (
     resnet,
     roberta,
     rows,
+    t5_lm,
 )
 from tests.support.per_example import assert_equals_loop, assert_matches, assert_refused, gradients_of_each
 
@@ -109,6 +110,10 @@ ADAPTERS_RIGHT = {
     "lora of Conv1D": (gpt2_lm, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)),
     "norms": (roberta, peft.LNTuningConfig(target_modules=["LayerNorm"])),
     "prefix": (gpt2_lm, peft.PrefixTuningConfig(**PROMPT)),
+    "prompt": (gpt2_lm, peft.PromptTuningConfig(**PROMPT)),
+    "prompt of an encoder": (roberta, peft.PromptTuningConfig(**PROMPT | dict(task_type="SEQ_CLS"))),
+    "prompt of an encoder-decoder": (t5_lm, peft.PromptTuningConfig(**PROMPT | dict(task_type="SEQ_2_SEQ_LM"))),
+    "p-tuning": (gpt2_lm, peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=8)),
     "ia3": (roberta, peft.IA3Config(feedforward_modules=["value"], **QUERIES)),
     "vera": (roberta, peft.VeraConfig(r=4, **QUERIES)),
     "adalora": (roberta, peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, **QUERIES)),
@@ -121,7 +126,6 @@ ADAPTERS_RIGHT = {
 ADAPTERS_RIGHT_OR_REFUSED = {
     "dora of embeddings": (roberta, peft.LoraConfig(r=4, use_dora=True, **TOKENS)),
     "new tokens": (qwen2_lm, peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4])),
-    "prompt": (gpt2_lm, peft.PromptTuningConfig(**PROMPT)),
     "oft": (roberta, peft.OFTConfig(r=4, oft_block_size=0, **QUERIES)),
     "randlora": (roberta, peft.RandLoraConfig(r=4, **QUERIES)),
     "c3a": (roberta, peft.C3AConfig(block_size=4, **QUERIES)),
@@ -203,7 +207,7 @@ def test_an_adapter_is_right_or_refused(name, batch):
     assert_right_or_refused_by_name(adapted(*ADAPTERS_RIGHT_OR_REFUSED[name]), batch)
 
 
-@pytest.mark.parametrize("name", ["prompt", "loha", "vblora", "new tokens"])
+@pytest.mark.parametrize("name", ["loha", "vblora", "new tokens"])
 def test_one_that_is_refused_is_not_only_told_to_freeze_what_it_trains(name):
     model = adapted(*ADAPTERS_RIGHT_OR_REFUSED[name])
     assert_refused(model, on_batch(model, 6), 6, message="adapters of another kind, such as LoRA")
