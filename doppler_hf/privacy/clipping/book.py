@@ -21,15 +21,16 @@ class Book:
         norm_rule: How the norm of a product is computed; see `is_formed`.
 
     Attributes:
-        batch_size: The number of rows of the current forward pass, or None.
-        choices: How many rows, one after another, the model itself makes of one row of its input; 1 if it makes none.
-        views: How many rows, one after another, are of one example; a use's gradient is their sum.
+        batch_size: The number of rows of the current forward pass, or of the part of it that cuts them further; or None.
+        num_examples: The number of examples of the backward pass. A use has as many rows of each, one after another: one, or
+            its views, its choices, its windows. Its gradient is their sum.
         uses: Parameter → its per-sample gradient from each use, filled by the backward pass.
         copies: Parameters that were replaced by one copy per example in the forward pass, and these copies: their ordinary
             gradient is the per-sample gradient.
         repeated: Names of layers whose output has no batch and was repeated for each example.
         only_example: In a check, the one example whose loss is differentiated; gradients are then compared, not kept.
         coupled: Parameters at which that loss has a gradient in the place of another example.
+        failed: Layers without a rule, and why functorch does not fit them.
         is_conclusive: Whether all gradients in the places of others were finite in the check.
         is_in_forward: Whether the model is in a forward pass whose gradient is wanted.
     """
@@ -38,12 +39,13 @@ class Book:
         self._norm_rule: NormRule = norm_rule
         self._recent = Recent()
         self.batch_size: int | None = None
-        self.choices = self.views = 1
+        self.num_examples = 1
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.copies: list[tuple[nn.Parameter, Tensor]] = []
         self.repeated: list[str] = []
         self.only_example: int | None = None
         self.coupled: set[Tensor] = set()
+        self.failed: dict[str, Exception] = {}
         self.is_conclusive = True
         self.is_in_forward = False
         self._is_unwatched = False
@@ -68,11 +70,12 @@ class Book:
     def clear(self) -> None:
         """Discard all notes."""
         self._recent = Recent()
-        self.batch_size, self.choices, self.views = None, 1, 1
+        self.batch_size, self.num_examples = None, 1
         self.uses.clear()
         self.copies.clear()
         self.repeated.clear()
         self.coupled.clear()
+        self.failed.clear()
         self.is_conclusive = True
 
     def passing(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -87,9 +90,7 @@ class Book:
         if self.only_example is None:
             self.uses.setdefault(parameter, []).append(gradient)
             return
-        assert self.batch_size is not None
-        assert self.views == 1
-        others = torch.arange(self.batch_size) // self.choices != self.only_example
+        others = torch.arange(self.num_examples) != self.only_example
         of_others = gradient.of_examples(others).in_float64().norms()
         finite = of_others.is_finite()
         self.is_conclusive &= bool(finite.all())
@@ -101,7 +102,7 @@ class Book:
         self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
-        if self.views > 1 and is_formed(left, right, rule=self._norm_rule):
+        if len(left) > self.num_examples and is_formed(left, right, rule=self._norm_rule):
             # Of each row: to put the patches of images side by side would take longer than to add up their products.
             self.note_rows(parameter, torch.bmm(in_float32(left).mT, in_float32(right)))
             return
@@ -119,14 +120,15 @@ class Book:
 
     def note_rows(self, parameter: Tensor, gradient: Float[Tensor, "rows ..."]) -> None:
         """Note the gradient of each row in full, as of a parameter's copies."""
-        # Sensitivity: the views are added up before anything is clipped, so that an example is one vector of norm C at most,
+        # Sensitivity: the rows are added up before anything is clipped, so that an example is one vector of norm C at most,
         # however many rows it has.
-        gradient = in_float32(gradient).reshape(len(gradient), *parameter.shape)
-        self.note(parameter, Dense(gradient if self.views == 1 else gradient.unflatten(0, (-1, self.views)).sum(dim=1)))
+        rows = in_float32(gradient).reshape(len(gradient), *parameter.shape)
+        is_whole = len(rows) == self.num_examples
+        self.note(parameter, Dense(rows if is_whole else rows.unflatten(0, (self.num_examples, -1)).sum(dim=1)))
 
     def _joined(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
-        """Return the views of an example as one sequence, whose sum over time is the sum over all of them."""
-        return factor.reshape(-1, self.views * factor.shape[1], *factor.shape[2:])
+        """Return the rows of an example as one sequence, whose sum over time is the sum over all of them."""
+        return factor.unflatten(0, (self.num_examples, -1)).flatten(1, 2)
 
     def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
         """Return a stand-in for the parameter with one copy per row, shape (rows, *shape)."""

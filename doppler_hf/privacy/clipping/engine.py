@@ -11,7 +11,7 @@ outside its layer.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,17 @@ from torch import Tensor, nn
 
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient, combined
-from doppler_hf.privacy.clipping.host_layers import has_prompt, has_relative_bias, host_rules, prompt, relative_bias
+from doppler_hf.privacy.clipping.host_layers import (
+    has_prompt,
+    has_relative_bias,
+    has_windows,
+    host_rules,
+    prompt,
+    relative_bias,
+    windowed,
+)
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
-from doppler_hf.privacy.clipping.refused_layers import refuse_layers, trainable_of
+from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_choices, without_adapters
 
@@ -47,6 +55,7 @@ class BookKeepingEngine:
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
         self._is_checked = False
+        self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
         rules = RULES | host_rules()
         for name, module in model.named_modules():
@@ -56,6 +65,8 @@ class BookKeepingEngine:
                 )
             if has_prompt(module):
                 self._replace(module, "get_prompt", functools.partial(prompt, self._book, module.get_prompt))
+            if has_windows(module):
+                self._replace(module, "forward", functools.partial(windowed, self._book, module.forward))
             if not trainable_of(module):
                 continue
             rule = rule_for(module, rules) if by_rules else None
@@ -94,7 +105,7 @@ class BookKeepingEngine:
             ValueError: If a use of a parameter has no per-sample gradient, by name.
         """
         book = self._book
-        if book.batch_size != len(losses) * book.choices:
+        if self._num_inputs != len(losses):
             # Not their numbers: the size of a draw is private, and messages end in logs.
             raise ValueError(
                 "losses must be as many as the rows with which the model was called, got another number. Call the model "
@@ -106,9 +117,9 @@ class BookKeepingEngine:
                 self._check_that_examples_are_apart(losses, trainable)
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
                 self._is_checked = book.is_conclusive
-            # Sensitivity: the choices of an example are summed up before they are clipped, as its views are. They stand
-            # together, since the model flattens (batch, choices, length).
-            book.views = views * book.choices
+            # Sensitivity: all rows of an example are summed up before they are clipped. Its views stand together; so do its
+            # choices, since the model flattens (batch, choices, length), and its windows.
+            book.num_examples = len(losses) // views
             self._back_propagate(losses.sum() / views, trainable)
             return {
                 name: combined(book.uses.pop(parameter), shape=parameter.shape)
@@ -134,9 +145,17 @@ class BookKeepingEngine:
         for parameter, copy in book.copies:
             if copy.grad is not None:
                 book.note_rows(parameter, copy.grad)
-        for name, parameter in trainable.items():
-            if parameter.grad is not None:
-                raise ValueError(self._unexplained(name))
+        if book.failed:
+            first = next(iter(book.failed.values()))
+            kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
+            raise ValueError(
+                f"The layers {listed(book.failed)} ({kinds}) must have a rule, or a forward that functorch can map over "
+                f"examples, got an error. {first} Freeze them with requires_grad_(False), set their dropout to 0 if they "
+                "have one, or train adapters of another kind, such as LoRA."
+            ) from first
+        unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
+        if unexplained:
+            raise ValueError(self._unexplained(unexplained))
 
     def _check_that_examples_are_apart(self, losses: Float[Tensor, " batch"], trainable: Mapping[str, nn.Parameter]) -> None:
         """Check that the losses of the first and the last example have no gradient in other examples' rows of any layer.
@@ -147,36 +166,41 @@ class BookKeepingEngine:
         gradient pass weights that begin at zero, such as those of adapters.
         """
         book = self._book
+        book.num_examples = len(losses)
         with kept_gradients(leaves_of(losses)):
             for book.only_example in (0, len(losses) - 1):
                 self._back_propagate(losses[book.only_example], trainable, retain_graph=True)
         book.only_example = None
-        for name, parameter in trainable.items():
-            if parameter in book.coupled:
-                raise ValueError(
-                    f"The loss of one example has a gradient in the places of others at the parameter {name!r}: either the "
-                    "layer's input does not start with the batch, or a loss depends on other examples (a mean or a norm "
-                    "over the batch). An example's contribution would not be bounded. Let each loss depend on its example "
-                    "alone, or freeze the parameter with requires_grad_(False)."
-                )
+        coupled = [name for name, parameter in trainable.items() if parameter in book.coupled]
+        if coupled:
+            raise ValueError(
+                "The loss of one example has a gradient in the places of others at the parameters "
+                f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other examples (a mean or a norm over "
+                "the batch). An example's contribution would not be bounded. Let each loss depend on its example alone, or "
+                "freeze what is named with requires_grad_(False)."
+            )
 
-    def _unexplained(self, name: str) -> str:
-        layer = name.rpartition(".")[0]
-        reason = "it is used outside its layer's forward"
-        if layer in self._not_batched:
-            # Not its shape: the length of an example is private, and messages end in logs.
-            reason = f"its layer has an input of {self._not_batched[layer]} dimensions, which do not start with the batch"
+    def _unexplained(self, names: Sequence[str]) -> str:
+        # All of them: whoever freezes the first would be told of the next.
+        sizes = {name: self._not_batched.get(name.rpartition(".")[0]) for name in names}
+        outside = listed(name for name, size in sizes.items() if size is None)
+        inside = listed(name for name, size in sizes.items() if size is not None)
+        # Not their shapes: the length of an example is private, and messages end in logs.
+        dimensions = " or ".join(map(str, sorted({size for size in sizes.values() if size is not None})))
+        found = [f"{outside}, used outside of the forward of its layer"] if outside else []
+        if inside:
+            found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
         return (
-            f"No per-sample gradient for the parameter {name!r}, although the loss depends on it: {reason}. Freeze it with "
-            "requires_grad_(False), or if it is an adapter's, train adapters of another kind, such as LoRA."
+            f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. Freeze them with "
+            "requires_grad_(False), or if they are an adapter's, train adapters of another kind, such as LoRA."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)  # an evaluation, in which layers make no notes either
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
-        self._book.choices = tensors[0].shape[1] if self._has_choices and tensors else 1
-        self._book.batch_size = tensors[0].shape[0] * self._book.choices if tensors else None
+        self._num_inputs = tensors[0].shape[0] if tensors else None
+        self._book.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
         self._book.is_in_forward = True
         try:
             return original(*args, **kwargs)

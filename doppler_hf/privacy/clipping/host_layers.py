@@ -1,4 +1,4 @@
-"""Rules for layers of transformers and PEFT: GPT-2's `Conv1D`, T5's relative position bias, DoRA's magnitude, prompts."""
+"""Rules for layers of transformers and PEFT: GPT-2's `Conv1D`, T5's position bias, DoRA's magnitude, prompts, windows."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +13,12 @@ from transformers.pytorch_utils import Conv1D
 from doppler_hf.privacy.clipping.book import Book, output_per_example
 from doppler_hf.privacy.clipping.refused_layers import substituted
 from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
+
+_OF_WINDOWS = {
+    ("transformers.models.swin.modeling_swin", "SwinAttention"),
+    ("transformers.models.swinv2.modeling_swinv2", "Swinv2Attention"),
+    ("transformers.models.donut.modeling_donut_swin", "DonutSwinAttention"),
+}
 
 
 def dora(
@@ -95,3 +101,17 @@ def prompt(
     would repeat these rows once more.
     """
     return get_prompt(1 if book.is_watching else batch_size, *args, **kwargs)
+
+
+def has_windows(module: nn.Module) -> bool:
+    """Return whether a module is attention of Swin's family, whose rows are the windows of all images."""
+    return (type(module).__module__, type(module).__name__) in _OF_WINDOWS
+
+
+def windowed(book: Book, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute attention within windows, shape (batch · windows, places, dim), those of an example one after another."""
+    before, book.batch_size = book.batch_size, len(hidden_states)
+    try:
+        return forward(hidden_states, *args, **kwargs)
+    finally:
+        book.batch_size = before

@@ -38,11 +38,12 @@ class LayerWithoutRule:
         sampler: Opacus's function for this layer, if it is to be used.
 
     Attributes:
+        book: As given.
         fallback: How the gradient is computed, and its cost; "" before the first call.
     """
 
     def __init__(self, name: str, module: nn.Module, book: Book, *, sampler: Callable[..., Any] | None) -> None:
-        self._name, self._module, self._book, self._sampler = name, module, book, sampler
+        self._name, self._module, self.book, self._sampler = name, module, book, sampler
         self._forward = module.forward
         # By the dimensions of the inputs: one layer may be called with tokens and with their mean.
         self._copy_shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]] | None] = {}
@@ -57,27 +58,27 @@ class LayerWithoutRule:
         own = dict(trainable_of(self._module))
         dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
         # Once without a batch, always: a later batch may have as many examples as there are positions.
-        if dimensions in self._unbatched or self._book.batch_size not in sizes or sizes - {1, self._book.batch_size}:
+        if dimensions in self._unbatched or self.book.batch_size not in sizes or sizes - {1, self.book.batch_size}:
             return self._without_batch(own, dimensions, *args, **kwargs)
         if dimensions not in self._copy_shapes:
             self._copy_shapes[dimensions] = self._try_copies(values, spec) if self._sampler is None else None
             self.fallback = self._describe()
         shapes = self._copy_shapes[dimensions]
         if shapes is not None:
-            copies = {name: self._book.one_per_example(own[name], shape) for name, shape in shapes.items()}
+            copies = {name: self.book.one_per_example(own[name], shape) for name, shape in shapes.items()}
             with substituted(self._module, copies):
                 return self._forward(*args, **kwargs)
         with substituted(self._module, {name: parameter.detach() for name, parameter in own.items()}):
             outputs, output_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
         seen = [index for index, output in enumerate(outputs) if is_floating(output)]
-        taps = _Tap.apply(self, spec, values, tuple(own), *own.values(), *(outputs[index] for index in seen))
+        taps = _Tap.apply(self, spec, values, len(own), *own.values(), *(outputs[index] for index in seen))
         for index, tap in zip(seen, taps, strict=True):
             outputs[index] = tap
         return pytree.tree_unflatten(outputs, output_spec)
 
     def _without_batch(self, own: Mapping[str, nn.Parameter], dimensions: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
         def output_of(parameters: Mapping[str, Tensor]) -> Any:
-            with self._book.unwatched(), substituted(self._module, parameters):
+            with self.book.unwatched(), substituted(self._module, parameters):
                 output = self._forward(*args, **kwargs)
             # Learned positions of shape (length, dimension), as Blenderbot's, are broadcast over the batch.
             is_positions = isinstance(self._module, nn.Embedding) and isinstance(output, Tensor) and output.ndim == 2
@@ -96,18 +97,19 @@ class LayerWithoutRule:
             # The parameters get an ordinary gradient, and the engine refuses them by name.
             return self._forward(*args, **kwargs)
         self.fallback = f"{type(self._module).__name__}: repeated for each example; {self._size()}"
-        self._book.repeated.append(self._name)
+        self.book.repeated.append(self._name)
         self._unbatched.add(dimensions)
-        return output_per_example(self._book, own, output_of)
+        return output_per_example(self.book, own, output_of)
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _try_copies(self, values: Sequence[Any], spec: Any) -> dict[str, tuple[int, ...]] | None:
         """Return the shapes at which copies of the parameters broadcast with the inputs, or None if they do not."""
+        rows = self.book.batch_size
         one = [self._probe(value) for value in values]
         two = [
-            torch.cat([probe, probe]) if self._has_batch(value) else value for value, probe in zip(values, one, strict=True)
+            torch.cat([probe, probe]) if has_rows(value, rows) else value for value, probe in zip(values, one, strict=True)
         ]
         ndim = max(value.ndim for value in values if isinstance(value, Tensor))
         own = {name: parameter.detach() for name, parameter in trainable_of(self._module)}
@@ -125,7 +127,7 @@ class LayerWithoutRule:
             self._module.eval()  # Dropout would make any two calls differ.
             with (
                 warnings.catch_warnings(action="ignore"),
-                self._book.unwatched(),
+                self.book.unwatched(),
                 torch.autocast(next(iter(own.values())).device.type, enabled=False),
             ):
                 alone = [self._outputs(one, spec, parameters) for parameters in (own, other)]
@@ -143,7 +145,7 @@ class LayerWithoutRule:
 
     def _probe(self, value: Any) -> Any:
         """Return one example, of noise if possible, so that the choice does not depend on the data."""
-        if not self._has_batch(value):
+        if not has_rows(value, self.book.batch_size):
             return value
         if not value.is_floating_point():
             return value[:1]
@@ -155,9 +157,6 @@ class LayerWithoutRule:
         with substituted(self._module, parameters):
             outputs = pytree.tree_leaves(self._forward(*args, **kwargs))
         return [output for output in outputs if is_floating(output) and output.ndim > 0]
-
-    def _has_batch(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.ndim > 0 and len(value) == self._book.batch_size
 
     # --- samplers and functorch -------------------------------------------------------------------------------------
 
@@ -173,7 +172,7 @@ class LayerWithoutRule:
         return f"{numbers * 4 / 2**20:.3g} MiB for each example"
 
     def per_sample_gradients(
-        self, values: Sequence[Any], spec: Any, names: Sequence[str], gradients: Sequence[Tensor]
+        self, values: Sequence[Any], spec: Any, gradients: Sequence[Tensor], *, rows: int | None
     ) -> Mapping[str, Float[Tensor, "batch ..."]]:
         """Return the gradient of each example by parameter, from the gradients of the outputs."""
         module = self._module
@@ -183,7 +182,7 @@ class LayerWithoutRule:
             of_parameters = self._sampler(module, [inputs], in_float32(gradients[0]))
             return {name: of_parameters[parameter] for name, parameter in trainable_of(module)}
         own = {name: parameter.detach() for name, parameter in trainable_of(module)}
-        batched = [index for index, value in enumerate(values) if self._has_batch(value)]
+        batched = [index for index, value in enumerate(values) if has_rows(value, rows)]
 
         def gradient_of_one(of_inputs: list[Tensor], of_outputs: list[Tensor]) -> dict[str, Tensor]:
             def outputs(parameters: dict[str, Tensor]) -> list[Tensor]:
@@ -191,7 +190,7 @@ class LayerWithoutRule:
                 for index, value in zip(batched, of_inputs, strict=True):
                     filled[index] = value.unsqueeze(0)
                 args, kwargs = pytree.tree_unflatten(filled, spec)
-                with substituted(module, parameters), self._book.unwatched():
+                with substituted(module, parameters), self.book.unwatched():
                     outputs = pytree.tree_leaves(self._forward(*args, **kwargs))
                 return [output.squeeze(0) for output in outputs if is_floating(output)]
 
@@ -206,11 +205,8 @@ class LayerWithoutRule:
                 self._hold_against_autograd(of_examples, own, args, kwargs, gradients)
             return of_examples
         except LAYER_ERRORS as error:
-            raise ValueError(
-                f"The layer {self._name!r} ({type(module).__name__}) has no rule, and functorch cannot compute the "
-                f"per-sample gradient of {', '.join(names)}. {error} Freeze them with requires_grad_(False), set the "
-                "layer's dropout to 0 if it has one, or train adapters of another kind, such as LoRA."
-            ) from error
+            self.book.failed[self._name] = error  # raised by the engine, for all such layers together
+            return {}
 
     def _hold_against_autograd(
         self,
@@ -225,7 +221,7 @@ class LayerWithoutRule:
         A tensor that the examples share may have as many rows as there are examples, and was then split among them.
         """
         leaves = {name: parameter.detach().requires_grad_() for name, parameter in own.items()}
-        with torch.enable_grad(), substituted(self._module, leaves), self._book.unwatched():
+        with torch.enable_grad(), substituted(self._module, leaves), self.book.unwatched():
             outputs = [output for output in pytree.tree_leaves(self._forward(*args, **kwargs)) if is_floating(output)]
         expected = torch.autograd.grad(outputs, list(leaves.values()), list(gradients), allow_unused=True)
         for total, gradient in zip(of_examples.values(), expected, strict=True):
@@ -239,7 +235,7 @@ class LayerWithoutRule:
 
     def note(self, name: str, values: Float[Tensor, "batch *shape"]) -> None:
         """Note the per-sample gradient of one of the layer's parameters."""
-        self._book.note_rows(self._module.get_parameter(name), values)
+        self.book.note_rows(self._module.get_parameter(name), values)
 
 
 class _Tap(torch.autograd.Function):
@@ -247,14 +243,15 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: LayerWithoutRule, spec: Any, values: list[Any], names: tuple[str, ...], *rest: Tensor
+        ctx: Any, layer: LayerWithoutRule, spec: Any, values: list[Any], num_parameters: int, *rest: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.layer, ctx.spec, ctx.names = layer, spec, names
+        # The book's number of rows is in the backward pass that of the whole model, and here it may be that of windows.
+        ctx.layer, ctx.spec, ctx.num_parameters, ctx.rows = layer, spec, num_parameters, layer.book.batch_size
         ctx.where = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         ctx.others = [None if isinstance(value, Tensor) else value for value in values]
         ctx.save_for_backward(*(values[index] for index in ctx.where))
         # Copies, because later layers may work in place.
-        return tuple(output.clone() for output in rest[len(names) :])
+        return tuple(output.clone() for output in rest[num_parameters:])
 
     @staticmethod
     @once_differentiable
@@ -262,9 +259,14 @@ class _Tap(torch.autograd.Function):
         values = list(ctx.others)
         for index, value in zip(ctx.where, ctx.saved_tensors, strict=True):
             values[index] = value
-        for name, value in ctx.layer.per_sample_gradients(values, ctx.spec, ctx.names, gradients).items():
+        for name, value in ctx.layer.per_sample_gradients(values, ctx.spec, gradients, rows=ctx.rows).items():
             ctx.layer.note(name, value)
-        return (None,) * (4 + len(ctx.names)) + gradients
+        return (None,) * (4 + ctx.num_parameters) + gradients
+
+
+def has_rows(value: Any, number: int | None) -> bool:
+    """Return whether a value is a tensor of that many rows."""
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == number
 
 
 def is_floating(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """A layer's own parameters, and the layers that cannot be trained privately."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,21 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 # They have no forward: what they hold is their owner's, as of most of PEFT's adapters.
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 _REPLACE = "`model = opacus.validators.ModuleValidator.fix(model)` does, with new weights where a layer has another form"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names in quotes; those that differ in the numbers of their layers once, with * in their places.
+
+    Example:
+        >>> listed(["layer.0.bias", "layer.1.bias", "head"])
+        "'layer.*.bias' (2 of them), 'head'"
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    return ", ".join(
+        repr(found[0]) if len(found) == 1 else f"{pattern!r} ({len(found)} of them)" for pattern, found in alike.items()
+    )
 
 
 def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -50,6 +66,7 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
 def refuse_layers(model: nn.Module) -> None:
     """Refuse layers that mix examples, write values that no noise covers, are compiled, or have no per-sample gradients."""
     owners: dict[nn.Module, str] = {}
+    without: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
         for child_name, child in module.named_children():
@@ -77,8 +94,13 @@ def refuse_layers(model: nn.Module) -> None:
                 "up, without clipping or noise. Set max_norm to None."
             )
         if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-            # Opacus's recurrent layers name their weights twice, which transformers does not save.
-            mend = "" if isinstance(module, nn.RNNBase) else f", or replace it: {_REPLACE}"
-            raise ValueError(
-                f"The layer {name!r} ({kind}) has no per-sample gradients. Freeze it with requires_grad_(False){mend}."
-            )
+            without[name] = module
+    if without:
+        kinds = ", ".join(sorted({type(module).__name__ for module in without.values()}))
+        # Opacus's recurrent layers name their weights twice, which transformers does not save.
+        is_recurrent = any(isinstance(module, nn.RNNBase) for module in without.values())
+        layers, have, them = ("layer", "has", "it") if len(without) == 1 else ("layers", "have", "them")
+        raise ValueError(
+            f"The {layers} {listed(without)} ({kinds}) {have} no per-sample gradients. Freeze {them} with "
+            f"requires_grad_(False){'' if is_recurrent else f', or replace {them}: {_REPLACE}'}."
+        )

@@ -276,6 +276,15 @@ def test_batch_norm_is_refused_even_frozen():
     refused(model, "BatchNorm1d")
 
 
+def test_all_layers_that_are_to_be_frozen_are_named_at_once():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.LSTM(3, 3), nn.LSTM(3, 3)]), "last": nn.GRU(3, 3)})
+    with pytest.raises(ValueError, match=r"The layers 'layers\.\*' \(2 of them\), 'last' \(GRU, LSTM\) have no per-sample"):
+        ClippedGradients(model).__enter__()
+    model["layers"].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"The layer 'last' \(GRU\) has no per-sample"):
+        ClippedGradients(model).__enter__()
+
+
 def test_an_embedding_that_renormalizes_is_refused():
     refused(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)), "max_norm=1.0, which rewrites the rows")
 
@@ -289,7 +298,7 @@ def test_a_parameter_used_outside_its_module_is_refused():
         def forward(self, x):
             return x @ self.inner.weight
 
-    refused(Outside(), "No per-sample gradient for the parameter 'inner.weight'")
+    refused(Outside(), "No per-sample gradient for .*: 'inner.weight', used outside")
 
 
 def test_an_embedding_whose_table_is_also_a_head_is_refused():
@@ -301,7 +310,7 @@ def test_an_embedding_whose_table_is_also_a_head_is_refused():
         def forward(self, ids):
             return F.linear(self.table(ids), self.table.weight).sum(dim=(1, 2))
 
-    refused(FunctionallyTied(), "'table.weight', although the loss depends on it", lambda m: m(torch.tensor([[1], [2]])))
+    refused(FunctionallyTied(), "on which the loss depends: 'table.weight'", lambda m: m(torch.tensor([[1], [2]])))
 
 
 def test_a_layer_that_sees_flattened_rows_is_refused():
@@ -313,7 +322,7 @@ def test_a_layer_that_sees_flattened_rows_is_refused():
         def forward(self, x):
             return self.linear(x.reshape(-1, 3)).reshape(len(x), -1).sum(dim=-1)
 
-    refused(Flattened(), r"'linear.weight'.* its layer has an input of 2 dimensions, which do not start with the batch",
+    refused(Flattened(), r"'linear.weight'.* whose layer has an input of 2 dimensions, which do not start with the batch",
             lambda m: m(torch.randn(4, 2, 3)))  # fmt: skip
 
 

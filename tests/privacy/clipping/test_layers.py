@@ -356,7 +356,7 @@ def test_positions_without_a_batch_are_right_in_every_batch(net):
 
 def test_a_layer_with_a_result_for_each_row_is_refused_by_name():
     net = ready(Net(lambda n, x: torch.stack(n.own(n.first(x))), first=nn.Linear(3, 4), own=ResultForEachRow()))
-    with pytest.raises(ValueError, match=r"The layer 'own' \(ResultForEachRow\) has no rule"):
+    with pytest.raises(ValueError, match=r"The layers 'own' \(ResultForEachRow\) must have a rule"):
         assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
 
 

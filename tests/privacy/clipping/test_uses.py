@@ -250,7 +250,7 @@ def test_examples_that_are_mixed_in_front_of_weights_of_zero_are_refused(name):
     net.closed.requires_grad_(False)
     nn.init.zeros_(net.closed.weight)
     net.closed.weight.requires_grad_()
-    assert_refused(net, on(net, draw(6, 6, 3)), 6, message="in the places of others at the parameter 'first.weight'")
+    assert_refused(net, on(net, draw(6, 6, 3)), 6, message="in the places of others at the parameters 'first.weight'")
 
 
 def test_a_batch_that_is_not_finite_does_not_hide_that_examples_are_mixed():
