@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
     show.add_argument(
         "--noise",
-        type=NoiseShape.parse,
         metavar="SHAPE",
         help="shape of the noise, as banded:bands=8: figures and picture are then of what the filters leave of it",
     )
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         for name, low_pass_filter in filters.items():
             # To be copied into a recipe: each on one line, however wide the terminal.
             print(name, write_coefficients(low_pass_filter), sep="\n")
-    noise = vars(args).get("noise")
+    noise = None if args.action == "design" or args.noise is None else NoiseShape.parse(args.noise)
     console.print(figures_table(filters, noise=NoiseShape() if noise is None else noise))
     if args.action == "show":
         console.print(coefficients_table(filters))

@@ -112,11 +112,12 @@ class FixedFilter:
 
     def __init__(self, low_pass_filter: LowPassFilter) -> None:
         self.order = low_pass_filter.order
+        self._name = str(low_pass_filter)
         self._coefficients = padded_coefficients(low_pass_filter)
 
     def new_group(self) -> dict[str, Any]:
-        """Return what it adds to the options of a parameter group: nothing."""
-        return {}
+        """Return what it adds to the options of a parameter group: its name, by which a checkpoint tells its filter."""
+        return {"low_pass_filter": self._name}
 
     def new_state(self, zeros: Callable[[], Tensor]) -> dict[str, Any]:
         """Return the states of filter and step response; the latter too, since a parameter may begin later than others."""

@@ -42,7 +42,16 @@ from doppler_hf.optim.galore import (
 from doppler_hf.optim.low_pass import FixedFilter
 from doppler_hf.optim.one_pass import Advance, OnePass, ParameterTensors, StepConstants
 from doppler_hf.optim.rounding import store
-from doppler_hf.optim.state import BASES, Base, dense, full_dtype, loaded, refuse_other_group, refuse_other_state
+from doppler_hf.optim.state import (
+    BASES,
+    Base,
+    dense,
+    filter_name_of,
+    full_dtype,
+    loaded,
+    refuse_other_group,
+    refuse_other_state,
+)
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
 # is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
@@ -344,11 +353,12 @@ class DopplerOptimizer(Optimizer):
                 base=self.base,
                 order=self.low_pass_filter.order,
                 filter_name=str(self.low_pass_filter),
+                saved_filter_name=filter_name_of(state_dict),
                 projector_source=self.projector_source,
             )
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, own, strict=True):
-            group.update({name: before[name] for name in ("update_proj_gap", "scale")})
+            group.update({name: before[name] for name in ("update_proj_gap", "scale", "low_pass_filter") if name in before})
         # A second time, uncast; see `state`.
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = ((p, group) for group in self.param_groups for p in group["params"])

@@ -4,6 +4,7 @@
 that would round the float32 state to 8 bits, so state is copied from the checkpoint here, uncast.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -46,6 +47,11 @@ def loaded(saved: dict[str, Any], *, like: dict[str, Any]) -> dict[str, Any]:
     return {name: copied(saved[name], new) for name, new in like.items()}
 
 
+def filter_name_of(state_dict: Mapping[str, Any]) -> str | None:
+    """Return the name of the fixed filter of a `DopplerOptimizer`'s checkpoint; None where its taps follow gradients."""
+    return state_dict["param_groups"][0].get("low_pass_filter")
+
+
 def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> None:
     """Refuse a parameter group of a checkpoint that is not of a `DopplerOptimizer` with this rank and kind of filter."""
     if "rank" not in saved_group:
@@ -65,7 +71,13 @@ def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> No
 
 
 def refuse_other_state(
-    saved: dict[str, Any], *, base: Base, order: int, filter_name: str, projector_source: ProjectorSource
+    saved: dict[str, Any],
+    *,
+    base: Base,
+    order: int,
+    filter_name: str,
+    saved_filter_name: str | None,
+    projector_source: ProjectorSource,
 ) -> None:
     """Refuse a parameter's state in a checkpoint that is not of a `DopplerOptimizer` of this kind."""
     if not {"base", "filter_states", "bias_states"} <= saved.keys():
@@ -80,8 +92,7 @@ def refuse_other_state(
     if saved_order != order:
         raise ValueError(
             f"The checkpoint is of a filter of order {saved_order}, this optimizer's {filter_name} is of order {order}. Set "
-            "the low_pass_filter that the checkpoint's run printed at its start: 'auto' may choose another for another ε, "
-            "schedule, or number of steps."
+            f"low_pass_filter={saved_filter_name!r}."
         )
 
 

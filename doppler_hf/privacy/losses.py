@@ -157,7 +157,7 @@ def _no_rule(model: PreTrainedModel) -> ValueError:
     return ValueError(
         f"There is no per-example loss for {type(model).__name__}: it needs `labels`, and logits of shape (batch, "
         "num_labels) for sequence and image classification, or (batch, length, classes) for language models and token "
-        "classification; or for question answering start_positions and end_positions, and logits of both. Override "
+        "classification. For question answering it needs start_positions and end_positions, and logits of both. Override "
         "compute_per_sample_loss for another task."
     )
 
@@ -288,9 +288,9 @@ def answer_losses(
     shape, total = logits[0].shape, torch.zeros((), device=logits[0].device)
     if len(shape) != 2 or any(position.numel() != shape[0] for position in positions):
         raise ValueError(
-            "start_positions and end_positions must be one index for each example, and the logits of both of shape (batch, "
-            f"length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. For another task override "
-            "compute_per_sample_loss."
+            "The start_positions and end_positions must be one index for each example, and the logits of both of shape "
+            f"(batch, length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. For another task "
+            "override compute_per_sample_loss."
         )
     is_own = torch.ones(shape, dtype=torch.bool, device=total.device)
     if mask is not None:

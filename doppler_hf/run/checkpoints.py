@@ -9,8 +9,12 @@ import os
 import re
 from pathlib import Path
 
-from transformers.trainer import TRAINER_STATE_NAME
+import torch
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+from doppler_hf.filters import LowPassFilter
+from doppler_hf.optim.state import filter_name_of
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 
@@ -27,6 +31,15 @@ def is_whole(checkpoint: Path) -> bool:
     except (FileNotFoundError, ValueError):  # not JSON, or no text
         return False
     return True
+
+
+def filter_of_checkpoint(checkpoint: str | None) -> LowPassFilter | None:
+    """Return the fixed filter of a checkpoint's optimizer; None without a checkpoint, or one without an optimizer."""
+    if checkpoint is None or not (path := Path(checkpoint) / OPTIMIZER_NAME).exists():
+        return None
+    # Its tensors, twice the model's size or more, stay on the disk.
+    name = filter_name_of(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    return None if name is None else LowPassFilter.parse(name)
 
 
 def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: str) -> str | bool | None:

@@ -14,22 +14,28 @@ from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_fi
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.privacy import PoissonSampler, PrivacyStatement, get_noise_multiplier
 from doppler_hf.privacy.accounting import Releases
+from doppler_hf.run.checkpoints import filter_of_checkpoint
 from doppler_hf.run.plan import planned_delta, planned_steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
-def chosen_filter(args: DopplerTrainingArguments, statement: PrivacyStatement) -> LowPassFilter | OptimalFIR:
+def chosen_filter(
+    args: DopplerTrainingArguments, statement: PrivacyStatement, *, checkpoint: str | None = None
+) -> LowPassFilter | OptimalFIR:
     """Return the filter of a run.
 
     Args:
         args: The arguments.
         statement: The run's statement, with the shape of its noise.
+        checkpoint: The folder from which the run is resumed. `auto` keeps its filter, whose states it holds.
     """
     word, _ = parse_name(args.low_pass_filter)
     if word == "optimal-fir":
         return OptimalFIR.parse(args.low_pass_filter)
     if word != "auto":
         return LowPassFilter.parse(args.low_pass_filter)
+    if (saved := filter_of_checkpoint(checkpoint)) is not None:
+        return saved
     shape = NoiseShape.parse(statement.noise_shape)
     if shape.is_white and args.base_optimizer != "sgd":
         # White noise costs as much behind a filter as without one (`filters.closed_loop`). SGD still gains larger rates.

@@ -55,7 +55,7 @@ def optimizer_of(
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
         lr=chosen_learning_rate(args, run.statement, model=model),
-        low_pass_filter=chosen_filter(args, run.statement),
+        low_pass_filter=chosen_filter(args, run.statement, checkpoint=run.checkpoint),
         base=args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,

@@ -53,6 +53,7 @@ class PrivateRun:
         earlier: The ledger that it continues, or None.
 
     Attributes:
+        checkpoint: As given.
         statement: Every public number of the run, as in its ledger.
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
@@ -75,7 +76,7 @@ class PrivateRun:
         checkpoint: str | None = None,
         earlier: PrivacyLedger | None = None,
     ) -> None:
-        self._args, self._earlier = args, earlier
+        self._args, self._earlier, self.checkpoint = args, earlier, checkpoint
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None

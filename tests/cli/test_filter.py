@@ -69,6 +69,14 @@ def test_design_knows_every_type(words, name, capsys):
     assert printed(["design", "--type", *words], capsys).splitlines()[0] == name
 
 
+def test_a_misspelt_shape_of_noise_is_refused_in_one_line_that_has_the_shapes(capsys):
+    assert main(["filter", "show", "--noise", "bandd"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: noise_shape must be one of 'white', 'banded:bands=4'")
+    assert shown.err.endswith("got 'bandd'.\n")
+
+
 def test_picture_is_written_into_a_new_folder(tmp_path, capsys):
     path = tmp_path / "new" / "filters.png"
     printed(["show", "none", f"--plot={path}"], capsys)

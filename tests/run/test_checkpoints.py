@@ -10,12 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from doppler_hf.privacy import PrivacyLedger
 from tests.support.trainers import trainer_of, weights
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
+
+
+class StopAt(TrainerCallback):
+    """Stops a run early."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
 
 
 class Killed(BaseException):
@@ -131,3 +141,27 @@ def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_pat
             assert counted >= max(steps, default=0)
     assert ended == "end 40"
     assert counted >= 40
+
+
+def test_auto_keeps_the_filter_of_a_checkpoint_whatever_it_would_choose(tmp_path):
+    """For 400 steps another order is chosen than for 4, and for 60 the same order with other coefficients."""
+    options = dict(low_pass_filter="auto", noise_shape="banded:bands=2", save_strategy="steps", save_steps=4)
+    for steps, chosen, others in ((400, "momentum", (404, 800, 5)), (4, "none", (400,))):
+        folder = tmp_path / str(steps)
+        first = trainer_of(folder, **options, max_steps=steps, callbacks=[StopAt(4)])
+        first.train()
+        own = str(first.optimizer.optimizer.low_pass_filter)
+        assert own.startswith(chosen)
+        for max_steps in others:
+            resumed = trainer_of(folder, **options, max_steps=max_steps, callbacks=[StopAt(5)])
+            resumed.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-4"))
+            assert str(resumed.optimizer.optimizer.low_pass_filter) == own
+            assert resumed.state.global_step == 5
+
+
+def test_a_filter_of_another_order_is_refused_with_the_name_of_the_checkpoints(tmp_path):
+    options = dict(save_strategy="steps", save_steps=2)
+    trainer_of(tmp_path, **options, low_pass_filter="momentum:beta=0.8", max_steps=2).train()
+    resumed = trainer_of(tmp_path, **options, low_pass_filter="none", max_steps=4)
+    with pytest.raises(ValueError, match=r"Set low_pass_filter='momentum:beta=0\.8'\.$"):
+        resumed.train(resume_from_checkpoint=True)

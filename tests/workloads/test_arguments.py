@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
+from doppler_hf.workloads.arguments import one_line_errors, parse_args, read_recipe
 
 
 @dataclass
@@ -110,6 +110,14 @@ def test_misspelt_flag_is_reported_before_the_dataclass_complains():
 def test_recipes_that_are_none(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         parse_args(Model, argv=[recipe(tmp_path, text)])
+
+
+@pytest.mark.parametrize("word", ["None", "'null'"])
+def test_a_word_for_no_value_is_refused_with_the_right_one(tmp_path, word):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"learning_rate: {word}\n")
+    with pytest.raises(ValueError, match=r"^learning_rate in the recipe .* must be null, without quotes, .* Write null, or"):
+        read_recipe(path)
 
 
 def test_empty_and_missing_recipes(tmp_path):

@@ -175,9 +175,9 @@ class BookKeepingEngine:
         if coupled:
             raise ValueError(
                 "The loss of one example has a gradient in the places of others at the parameters "
-                f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other examples (a mean or a norm over "
-                "the batch). An example's contribution would not be bounded. Let each loss depend on its example alone, or "
-                "freeze what is named with requires_grad_(False)."
+                f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other "
+                "examples (a mean or a norm over the batch). An example's contribution would not be bounded. Let each loss "
+                "depend on its example alone, or freeze what is named with requires_grad_(False)."
             )
 
     def _unexplained(self, names: Sequence[str]) -> str:
