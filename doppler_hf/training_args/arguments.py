@@ -150,8 +150,8 @@ class DopplerTrainingArguments(TrainingArguments):
     learning_rate: float | None = HfArg(
         default=None,
         help="First learning rate. Default: with noise and Adam one chosen from the number of weights, steps and schedule, "
-        "shown before the first step. With disable_dp HF's 5e-5, which is Trainer's own, and with noise_multiplier=0 too: set "
-        "it to compare with a private run at one rate. For base_optimizer=sgd and GaLore under noise it must be set.",
+        "shown before the first step. With disable_dp HF's 5e-5, which is Trainer's own, and with noise_multiplier=0 too: "
+        "set it to compare with a private run at one rate. For base_optimizer=sgd and GaLore under noise it must be set.",
     )
     max_grad_norm: float | None = HfArg(
         default=None,

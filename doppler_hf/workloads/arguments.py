@@ -134,8 +134,8 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     for key, value in resolved.items():
         if value in ("None", "null"):
             raise ValueError(
-                f"{key} in the recipe {path} must be null, without quotes, to have no value, got {value!r}, which YAML takes "
-                "for a word. Write null, or leave it out."
+                f"{key} in the recipe {path} must be null, without quotes, to have no value, got {value!r}, which YAML "
+                "takes for a word. Write null, or leave it out."
             )
     structured = {str(key): value for key, value in resolved.items() if value is None or isinstance(value, dict | list)}
     return {key: value for key, value in as_written.items() if key not in structured}, structured
