@@ -254,12 +254,7 @@ class DopplerTrainer(Trainer):
         step = self.state.global_step if _internal_call and output_dir is not None else None
         keepers = self._ledger_keeper, self._weight_filter
         unwatched = contextlib.nullcontext() if self._run is None else self._run.unwatched()
-        with (
-            unwatched,
-            saved_whole(
-                folder, self.args, self.model, *keepers, checkpoint_step=step, is_first=self.is_world_process_zero()
-            ),
-        ):
+        with unwatched, saved_whole(folder, self.args, self.model, *keepers, checkpoint_step=step):
             super().save_model(output_dir, _internal_call=_internal_call)
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -21,7 +21,6 @@ def saved_whole(
     weight_filter: WeightFilterCallback,
     *,
     checkpoint_step: int | None,
-    is_first: bool,
 ) -> Iterator[None]:
     """Put the filtered weights into the model while the block saves it, and the ledger beside what it has saved.
 
@@ -32,8 +31,8 @@ def saved_whole(
         keeper: The keeper of the ledger.
         weight_filter: The filter of the weights.
         checkpoint_step: The optimizer step if the folder is a checkpoint.
-        is_first: Whether this is process 0, which alone writes.
     """
+    is_first = args.process_index == 0  # which alone writes
     speaks = keeper.speaks_for(model)  # of the raw weights, for which the filtered ones stand in next
     beside = keeper.beside_model(folder, args, model=model, speaks=speaks, checkpoint_step=checkpoint_step)
     with weight_filter.applied(), beside if is_first else contextlib.nullcontext():
