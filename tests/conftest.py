@@ -62,16 +62,9 @@ def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
 @pytest.fixture(autouse=True)
 def few_trials(monkeypatch):
     """Let the checks before the first step look at few examples, in few trials: a user's take up to three seconds."""
-    from doppler_hf.privacy import shared_coins
-    from doppler_hf.privacy.batching import probe, same_distribution
-    from doppler_hf.privacy.clipping import model_coins
+    from tests.support.trials import take_few_trials
 
-    for seconds in ("_SECONDS", "_SECONDS_OF_SIZES", "_SECONDS_OF_LABELS"):
-        monkeypatch.setattr(probe, seconds, 0.0)
-    monkeypatch.setattr(probe, "_TRIALS", 4)
-    monkeypatch.setattr(same_distribution, "_SECONDS", 0.0)
-    monkeypatch.setattr(model_coins, "_SECONDS", 0.0)
-    monkeypatch.setattr(shared_coins, "_TRIALS", 256)
+    take_few_trials(monkeypatch.setattr)
 
 
 @pytest.fixture
