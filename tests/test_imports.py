@@ -4,8 +4,6 @@ import itertools
 import subprocess
 import sys
 
-import pytest
-
 from doppler_hf.extras import EXTRAS
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.support.ledgers import MODEL, all_events
@@ -17,69 +15,67 @@ NUMERIC = {"numpy", "scipy", "jaxtyping", "dp_accounting"}
 SCIENCE = "import jaxtyping, scipy.linalg, scipy.optimize, scipy.signal, scipy.stats"
 ACCOUNTING = SCIENCE + ", dp_accounting"
 
-# Each in a process of its own; the libraries are those that it may have, and that are there when it begins.
+RUN = "import sys; from runpy import run_module; sys.argv = {}; run_module('doppler_hf', run_name='__main__')"
+
+
+def command(words):
+    return RUN.format(["", *words.split()])
+
+
+# Libraries that may be there, and what is imported then in a process of its own, with what it must not bring along.
 IMPORTS = {
-    "doppler_hf": ("", TRAINING | NUMERIC),
-    "doppler_hf.privacy": ("", TRAINING | NUMERIC),
-    "doppler_hf.filters": (SCIENCE, TRAINING | {"dp_accounting"}),
-    "doppler_hf.privacy.accounting": (ACCOUNTING, TRAINING),
-    "doppler_hf.privacy.ledger": (ACCOUNTING, TRAINING),
-    "doppler_hf.reports.planned_runs": (ACCOUNTING, TRAINING),
-    "doppler_hf.reports.plots": (ACCOUNTING, TRAINING),
-    "doppler_hf.optim": ("", TRAINING - {"torch"} | {"dp_accounting"}),
-}
-COMMANDS = {
-    "--help": ("", TRAINING | NUMERIC),
-    "plan --help": (ACCOUNTING, TRAINING),
-    "filter --help": (ACCOUNTING, TRAINING),
-    "filter show momentum": (ACCOUNTING, TRAINING),
-    "verify --help": (ACCOUNTING, TRAINING),
+    "": {
+        "import doppler_hf": TRAINING | NUMERIC,
+        "import doppler_hf.privacy": TRAINING | NUMERIC,
+        "import doppler_hf.optim": TRAINING - {"torch"} | {"dp_accounting"},
+        command("--help"): TRAINING | NUMERIC,
+    },
+    SCIENCE: {"import doppler_hf.filters": TRAINING | {"dp_accounting"}},
+    ACCOUNTING: {
+        "import doppler_hf.privacy.accounting": TRAINING,
+        "import doppler_hf.privacy.ledger": TRAINING,
+        "import doppler_hf.reports.planned_runs": TRAINING,
+        "import doppler_hf.reports.plots": TRAINING,
+        command("plan --help"): TRAINING,
+        command("filter --help"): TRAINING,
+        command("filter show momentum"): TRAINING,
+        command("verify --help"): TRAINING,
+    },
 }
 
 
-def modules_after(*codes, libraries=""):
-    """Return, for each code, what is imported once it has ended well, in a fork of an interpreter with these libraries."""
+def modules_after(codes):
+    """Return, for each code, what is imported once it has ended well, in a fork of an interpreter with its libraries."""
     program = f"""
 import contextlib, io, os, sys
-{libraries}
-for code in {codes!r}:
-    if os.fork():
-        if os.wait()[1]:
-            sys.exit(1)
-        continue
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(code, {{}})
-    except SystemExit as ended:
-        if ended.code:
-            raise
-    print(*sys.modules, flush=True)
-    os._exit(0)
+for libraries, codes in {codes!r}.items():
+    exec(libraries)
+    for code in codes:
+        if os.fork():
+            if os.wait()[1]:
+                sys.exit(1)
+            continue
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(code, {{}})
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        print(*sys.modules, flush=True)
+        os._exit(0)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    return [set(line.split()) for line in ended.stdout.splitlines()]
+    modules = [set(line.split()) for line in ended.stdout.splitlines()]
+    return dict(zip(itertools.chain(*codes.values()), modules, strict=True))
 
 
-def modules_after_commands(*commands, libraries=""):
-    run = "import sys; from runpy import run_module; sys.argv = {}; run_module('doppler_hf', run_name='__main__')"
-    return modules_after(*(run.format(["", *words.split()]) for words in commands), libraries=libraries)
-
-
-@pytest.mark.parametrize("libraries", ["", SCIENCE, ACCOUNTING])
-def test_an_import_brings_what_it_needs(libraries):
-    names = [name for name, (there, _) in IMPORTS.items() if there == libraries]
-    for name, modules in zip(names, modules_after(*(f"import {name}" for name in names), libraries=libraries), strict=True):
-        assert name in modules
-        assert not modules & IMPORTS[name][1], name
-
-
-@pytest.mark.parametrize("libraries", ["", ACCOUNTING])
-def test_a_command_imports_what_it_needs(libraries):
-    commands = [words for words, (there, _) in COMMANDS.items() if there == libraries]
-    for words, modules in zip(commands, modules_after_commands(*commands, libraries=libraries), strict=True):
-        assert "doppler_hf.cli" in modules
-        assert not modules & COMMANDS[words][1], words
+def test_an_import_or_a_command_brings_what_it_needs():
+    # The later libraries contain the earlier ones, so that one interpreter does for all.
+    found = modules_after({libraries: list(codes) for libraries, codes in IMPORTS.items()})
+    for code, unwanted in itertools.chain(*(codes.items() for codes in IMPORTS.values())):
+        assert (code.split()[1] if code.startswith("import doppler_hf") else "doppler_hf.cli") in found[code], code
+        assert not found[code] & unwanted, code
 
 
 def test_a_ledger_is_checked_without_transformers(tmp_path):
@@ -87,7 +83,7 @@ def test_a_ledger_is_checked_without_transformers(tmp_path):
     (tmp_path / "model.safetensors").write_text("weights")
     ledger.speak_for(hashes(tmp_path), model=MODEL)
     ledger.save(tmp_path)
-    (modules,) = modules_after_commands(f"verify {tmp_path}")
+    (modules,) = modules_after({"": [command(f"verify {tmp_path}")]}).values()
     # Opacus computes two of the bounds, and brings torch.
     assert "opacus" in modules
     assert not modules & (OPTIONAL | {"transformers", "accelerate"})
