@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, butterworth
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.low_pass_optimizer import LowPassOptimizer
-from tests.support.optimizers import assert_same, saved_and_loaded, trajectory
+from tests.support.optimizers import assert_resumes_to_the_bit, assert_same, saved_and_loaded, trajectory
 from tests.support.optimizers import gradients as flat_gradients
 
 STEPS = 30
@@ -231,17 +231,7 @@ def test_resuming_is_uninterrupted_to_the_bit(name, dtype):
     def optimizer_of(p):
         return LowPassOptimizer(BASES[name]([p]), PAPER_FILTERS["second-order"])
 
-    whole, half = parameter(dtype=dtype), parameter(dtype=dtype)
-    uninterrupted, interrupted = optimizer_of(whole), optimizer_of(half)
-    expected = trajectory(uninterrupted, whole, gradients())
-    trajectory(interrupted, half, gradients()[:17])
-
-    resumed_p = torch.nn.Parameter(half.detach().clone())
-    resumed = optimizer_of(resumed_p)
-    resumed.load_state_dict(saved_and_loaded(interrupted.state_dict()))
-    assert_same(resumed.state_dict(), interrupted.state_dict())
-    np.testing.assert_array_equal(trajectory(resumed, resumed_p, gradients()[17:]), expected[17:])
-    assert_same(resumed.state_dict(), uninterrupted.state_dict())
+    assert_resumes_to_the_bit(optimizer_of, parameter(dtype=dtype), gradients())
 
 
 def test_state_of_several_groups_is_matched_to_its_parameters():
@@ -324,24 +314,22 @@ def test_a_checkpoint_of_another_order_is_refused_before_anything_changes(other,
 )
 def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes(other):
     p = parameter()
-    saving = other([p])
-    trajectory(saving, p, gradients(2))
     loading = LowPassOptimizer(torch.optim.AdamW([p], 0.7), PAPER_FILTERS["f6"])
-    trajectory(loading, p, gradients(3))
-    before = copy.deepcopy(loading.state_dict())
-    with pytest.raises(ValueError, match="not written by LowPassOptimizer"):
-        loading.load_state_dict(saving.state_dict())
-    assert_same(loading.state_dict(), before)
+    assert_refused_and_unchanged(other([p]), loading, p, message="not written by LowPassOptimizer")
 
 
 def test_a_checkpoint_that_the_base_refuses_changes_nothing():
     p = parameter()
     saving = LowPassOptimizer(torch.optim.SGD([p, parameter()], 0.1), PAPER_FILTERS["f6"])
-    trajectory(saving, p, gradients(2))
     loading = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f6"])
+    assert_refused_and_unchanged(saving, loading, p, message="doesn't match the size")
+
+
+def assert_refused_and_unchanged(saving, loading, p, *, message):
+    trajectory(saving, p, gradients(2))
     trajectory(loading, p, gradients(3))
     before = copy.deepcopy(loading.state_dict())
-    with pytest.raises(ValueError, match="doesn't match the size"):
+    with pytest.raises(ValueError, match=message):
         loading.load_state_dict(saving.state_dict())
     assert_same(loading.state_dict(), before)
 

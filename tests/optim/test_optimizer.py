@@ -11,7 +11,7 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTOR_SOURCES
 from doppler_hf.optim.low_pass import bias_correction, low_pass, padded_coefficients
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
-from tests.support.optimizers import assert_same, gradients, saved_and_loaded, trajectory
+from tests.support.optimizers import assert_resumes_to_the_bit, assert_same, gradients, saved_and_loaded, trajectory
 from tests.support.pairwise import pairwise
 from tests.support.reference import doppler_trajectory, top_directions
 
@@ -175,17 +175,7 @@ def test_resuming_is_uninterrupted_to_the_bit(base, dtype):
     def optimizer_of(p):
         return DopplerOptimizer([p], 0.05, low_pass_filter=PAPER_FILTERS["second-order"], base=base, noise_std=0.05)
 
-    whole, half = parameter(dtype=dtype), parameter(dtype=dtype)
-    uninterrupted, interrupted = optimizer_of(whole), optimizer_of(half)
-    expected = trajectory(uninterrupted, whole, gradients())
-    trajectory(interrupted, half, gradients()[:17])
-
-    resumed_p = torch.nn.Parameter(half.detach().clone())
-    resumed = optimizer_of(resumed_p)
-    resumed.load_state_dict(saved_and_loaded(interrupted.state_dict()))
-    assert_same(resumed.state[resumed_p], interrupted.state[half])
-    np.testing.assert_array_equal(trajectory(resumed, resumed_p, gradients()[17:]), expected[17:])
-    assert_same(resumed.state[resumed_p], uninterrupted.state[whole])
+    assert_resumes_to_the_bit(optimizer_of, parameter(dtype=dtype), gradients())
 
 
 def test_loading_does_not_share_memory_with_the_checkpoint():
