@@ -39,25 +39,26 @@ def contribution(model, losses, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "clipping", "granularity", "norm_rule"),
-    pairwise(["roberta", "llama-lm", "vit", "roberta-lora"], CLIPPINGS, GRANULARITIES, NORM_RULES),
-)
-def test_one_example_contributes_at_most_the_clip_norm(name, clipping, granularity, norm_rule):
+    ("name", "scale", "norm_rule", "clipping", "granularity", "autocast", "is_alone"),
+    pairwise(
+        ["roberta", "llama-lm", "vit", "roberta-lora"],
+        [1e-3, 1.0, 1e4], NORM_RULES, CLIPPINGS, GRANULARITIES, [True, False], [False, True],
+    ),
+)  # fmt: skip
+def test_one_example_contributes_at_most_the_clip_norm(name, scale, norm_rule, clipping, granularity, autocast, is_alone):
+    """Alone, or among others whose losses do not count."""
     model = build(name, torch.float32)
     inputs, labels = batch_for(model, torch.float32)
     options = dict(max_grad_norm=C, clipping=clipping, granularity=granularity, norm_rule=norm_rule)
-    for autocast in (True, False):
-        for scale in (1e-3, 1.0, 1e4):
-            for index in (1, slice(4, 5)):  # among others, whose losses do not count, and alone
+    some, of_these = rows(inputs, labels, slice(4, 5)) if is_alone else (inputs, labels)
 
-                def losses(index=index, scale=scale, autocast=autocast):
-                    some, of_these = (inputs, labels) if index == 1 else rows(inputs, labels, index)
-                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        all_losses = losses_of(model, some, of_these).float()
-                    counted = torch.arange(len(all_losses)) == (index if index == 1 else 0)
-                    return scale * torch.where(counted, all_losses, 0.0)
+    def losses():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            all_losses = losses_of(model, some, of_these).float()
+        counted = torch.arange(len(all_losses)) == (0 if is_alone else 1)
+        return scale * torch.where(counted, all_losses, 0.0)
 
-                assert 0.0 < contribution(model, losses, **options) <= C * (1 + SLACK)
+    assert 0.0 < contribution(model, losses, **options) <= C * (1 + SLACK)
 
 
 @pytest.mark.parametrize("norm_rule", NORM_RULES)
