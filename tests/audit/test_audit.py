@@ -429,8 +429,8 @@ def one_canary(tmp_path):
 
 def test_repeated_runs_without_noise_are_caught(one_canary, monkeypatch):
     corrupted(monkeypatch, lambda mechanism, mean, released, step: mean)
-    result = audit_repeatedly(one_canary, runs=30)
-    assert result.runs == len(result.scores) == len(result.included) == 30
+    result = audit_repeatedly(one_canary, runs=24)
+    assert result.runs == len(result.scores) == len(result.included) == 24
     assert result.lower_bounds == lower_bounds(
         result.scores, result.included, methods=("independent trials",), delta=1e-2, confidence=0.95
     )

@@ -243,9 +243,12 @@ def test_alternatives_cost_the_same_by_prv_which_is_not_asked_for_each(target, n
     )
     delta, batch_size = num_examples**-1.1, round(num_examples / 67)
     run = PlannedRun(num_examples, batch_size, math.ceil(epochs * math.ceil(num_examples / batch_size)), 0.7, 1.0)
-    table = alternatives(run, epochs=epochs, target_epsilon=target, delta=delta, accountant="prv")
-    assert not asked
-    for other in (table[epochs / 2][0], table[2 * epochs][1], table[4 * epochs][-1]):
+    for more_epochs, larger_batch in ((1 / 2, 1 / 4), (2, 1 / 2), (4, 4)):
+        monkeypatch.setattr(planning, "EPOCH_FACTORS", (more_epochs,))
+        monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (larger_batch,))
+        table = alternatives(run, epochs=epochs, target_epsilon=target, delta=delta, accountant="prv")
+        assert not asked
+        ((other,),) = table.values()
         spent = prv_epsilon([(other.noise_multiplier, other.sample_rate, other.steps)], delta=delta)
         assert target * (1 - 1e-3) <= spent <= target
 

@@ -52,8 +52,15 @@ def killed_run(tmp_path, monkeypatch, method="_save_optimizer_and_scheduler", *,
             trainer_of(tmp_path, **(OPTIONS | more)).train()
 
 
+@pytest.fixture(scope="module")
+def weights_of_a_whole_run(tmp_path_factory):
+    trainer = trainer_of(tmp_path_factory.mktemp("whole"), **OPTIONS)
+    trainer.train()
+    return weights(trainer)
+
+
 @pytest.mark.parametrize("method", ["_save", "_save_optimizer_and_scheduler", "_save_scaler"])
-def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch, method):
+def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch, method, weights_of_a_whole_run):
     killed_run(tmp_path, monkeypatch, method)
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
     resumed = trainer_of(tmp_path, **OPTIONS)
@@ -61,9 +68,7 @@ def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch, method):
     assert resumed.state.global_step == 6
     assert resumed.privacy.ledger.restarts == [2]
     assert resumed.privacy.ledger.steps_run == 4 + 6 - 2  # steps 3 and 4 twice
-    whole = trainer_of(tmp_path / "whole", **OPTIONS)
-    whole.train()
-    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(weights(resumed), weights_of_a_whole_run)
 
 
 def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(tmp_path, monkeypatch):
