@@ -31,13 +31,20 @@ _NARROW = (torch.bfloat16, torch.half)
 @contextlib.contextmanager
 def without_coins(model: nn.Module) -> Iterator[None]:
     """Put a model into training mode with every probability at zero, and restore both."""
-    training = [(module, module.training) for module in model.modules()]
-    try:
+    with modes_kept(model):
         model.train()
         with replaced(model, is_probability, by=0.0):
             yield
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
+    """Give every module its mode back after the block, which gets them: whether each was in training."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        yield training
     finally:
-        for module, was_training in training:
+        for module, was_training in training.items():
             module.training = was_training
 
 
@@ -97,16 +104,12 @@ def probabilities_for_all_rows(model: nn.Module) -> list[str]:
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, but leave gradient checkpointing on: for models that keep coins elsewhere."""
-    training = [(module, module.training) for module in model.modules()]
-    try:
+    with modes_kept(model) as training:
         model.eval()
-        for module, was_training in training:
+        for module, was_training in training.items():
             # Checkpointing reads the flag of the block that it wraps, dropout its own.
             module.training = was_training and bool(vars(module).get("gradient_checkpointing"))
         yield
-    finally:
-        for module, was_training in training:
-            module.training = was_training
 
 
 @contextlib.contextmanager
