@@ -154,6 +154,7 @@ def test_trap_06_resuming_draws_new_noise_and_keeps_the_account(tmp_path):
     trainer_of(tmp_path, callbacks=[first], **options).train()
     resumed = trainer_of(tmp_path, callbacks=[second], **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert len(second.gradients) == 2
     assert not torch.any(torch.stack(second.gradients) == torch.stack(first.gradients[2:]))
     assert resumed.privacy.ledger.steps_run == 6  # four of the first run, two once more
     mechanism = dict(noise_multiplier=1.0, sample_rate=1 / 3, steps=6, delta=24**-1.1)

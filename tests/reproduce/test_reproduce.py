@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image
 from filelock import FileLock
 from scipy import stats
 from torch.nn import functional as F
@@ -26,21 +25,14 @@ from doppler_hf.reproduce.studies import STUDIES
 from doppler_hf.reproduce.tables import Line, table
 from doppler_hf.reproduce.tasks import SMALL
 from doppler_hf.reproduce.tuning import best_on_grid
-from tests.support.folders import write_bert, write_glue, write_gpt2
+from tests.support.folders import write_bert, write_glue, write_gpt2, write_mnist
 
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """Random images, random sentences, and an encoder of three layers."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    generator = np.random.default_rng(0)
-    images = Features({"image": Image(), "label": ClassLabel(names=list("0123456789"))})
-    (tmp_path / "mnist").mkdir()
-    for name, rows in (("train", 60), ("test", 30)):
-        pixels, labels = generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
-        Dataset.from_dict({"image": list(pixels), "label": labels}, images).to_parquet(
-            tmp_path / "mnist" / f"{name}.parquet"
-        )
+    write_mnist(tmp_path / "mnist", train=60, test=30)
     (tmp_path / "glue").mkdir()
     write_glue(tmp_path / "glue" / "sst2", "sst2", train=60)
     write_glue(tmp_path / "glue" / "qnli", "qnli", train=60)

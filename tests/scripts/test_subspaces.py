@@ -2,25 +2,18 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image
 
 from scripts.experiments import subspaces as measure_subspaces
+from tests.support.folders import write_mnist
 
 
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
     """A command line with random images and runs of five steps, two of which renew the basis."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    generator = np.random.default_rng(0)
-    images = Features({"image": Image(), "label": ClassLabel(names=list("0123456789"))})
-    (tmp_path / "mnist").mkdir()
-    for name, rows in (("train", 60), ("test", 20)):
-        pixels, labels = generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
-        data = Dataset.from_dict({"image": list(pixels), "label": labels}, features=images)
-        data.to_parquet(tmp_path / "mnist" / f"{name}.parquet")
+    write_mnist(tmp_path / "mnist", train=60, test=20)
     return [
         *(f"--data_dir={tmp_path}", f"--output={tmp_path / 's.jsonl'}", "--steps=5", "--update_proj_gap=2"),
         *("--expected_batch_size=30", "--epsilons", "4", "--seeds", "0", "1"),

@@ -1,7 +1,7 @@
-"""Folders as `--model_name_or_path` and `--dataset_dir` take them: tiny models of random weights, random sentences."""
+"""Folders as `--model_name_or_path` and `--dataset_dir` take them: tiny models of random weights, random words, images."""
 
 import numpy as np
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Image
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -54,6 +54,17 @@ def write_glue(folder, task_name, train=48, validation=12):
         data = dict.fromkeys(task.text_columns, sentences)
         labels = np.arange(rows) % task.num_labels if task.num_labels > 1 else generator.uniform(0, 5, rows)
         Dataset.from_dict({**data, "label": labels.tolist()}).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+def write_mnist(folder, *, train, test):
+    """Random images of the size of MNIST's, in its columns."""
+    generator = np.random.default_rng(0)
+    columns = Features({"image": Image(), "label": ClassLabel(names=list("0123456789"))})
+    folder.mkdir()
+    for split, rows in (("train", train), ("test", test)):
+        pixels, labels = generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
+        Dataset.from_dict({"image": list(pixels), "label": labels}, columns).to_parquet(folder / f"{split}.parquet")
     return folder
 
 
