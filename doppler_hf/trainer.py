@@ -103,6 +103,7 @@ class DopplerTrainer(Trainer):
             self.args,
             self.train_dataset,
             expected_batch_size=self.get_total_train_batch_size(self.args),
+            num_trained=self.get_num_trainable_parameters(),
             recorders=recorders_in(self.callback_handler.callbacks),
             checkpoint=checkpoint,
             earlier=earlier,

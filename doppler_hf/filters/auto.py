@@ -61,6 +61,7 @@ def auto_noise_shape(
     *,
     learning_rates: Sequence[float] | None = None,
     low_pass_filter: LowPassFilter | None = None,
+    most_bands: int | None = None,
 ) -> NoiseShape:
     r"""Pick the shape of the noise that costs the least loss among runs of equal ε.
 
@@ -70,6 +71,7 @@ def auto_noise_shape(
         steps: As for `auto_filter`.
         learning_rates: As for `auto_filter`.
         low_pass_filter: The filter of the run; None for the one of `auto_filter`, chosen anew for each number of bands.
+        most_bands: The most that there is memory for; None for any number.
 
     Returns:
         White noise where no other shape is better by a hundredth, or where the filter makes a loop that is not stable.
@@ -84,7 +86,7 @@ def auto_noise_shape(
     """
     loop = ClosedLoop.of_run(steps, learning_rates)
     best, least, bands = WHITE, math.inf, 1
-    while bands <= steps and math.isfinite(sigma := noise_multiplier_of(bands)):
+    while bands <= min(steps, most_bands or steps) and math.isfinite(sigma := noise_multiplier_of(bands)):
         if not sigma > 0:
             raise ValueError(f"noise_multiplier_of must return positive numbers, got {sigma} for {bands} bands.")
         chosen = low_pass_filter

@@ -37,6 +37,7 @@ class Study:
     epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)
 
 
+PLAIN: Final = {"low_pass_filter": "none", "noise_shape": "white"}
 # A decay to zero averages the weights by itself.
 ON_WEIGHTS: Final = {"weight_filter": "momentum:beta=0.97", "lr_scheduler_type": "constant"}
 
@@ -68,9 +69,9 @@ PEERS: Final[Mapping[str, Method]] = {
     "DP-Adam, vanilla (Opacus, dp-transformers)": shaped("none", "white", base_optimizer="adam"),
     "DP-Adam, automatic (fastDP)": shaped("none", "white", base_optimizer="adam", clipping="automatic"),
     "DP-Adam, automatic, biases alone (fastDP's BiTFiT)": Method(
-        {"base_optimizer": "adam", "clipping": "automatic"}, trained="bitfit"
+        {**PLAIN, "base_optimizer": "adam", "clipping": "automatic"}, trained="bitfit"
     ),
-    "DP-Adam, head alone": Method({"base_optimizer": "adam"}, trained="head"),
+    "DP-Adam, head alone": Method({**PLAIN, "base_optimizer": "adam"}, trained="head"),
     "LP-DPSGD": shaped("first-order-v1", "white", base_optimizer="sgd"),
     "LP-DPAdamBC": shaped("first-order-v1", "white"),
 }

@@ -11,12 +11,16 @@ from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape, parse_name
+from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.privacy import PoissonSampler, PrivacyStatement, get_noise_multiplier
 from doppler_hf.privacy.accounting import Releases
 from doppler_hf.run.checkpoints import filter_of_checkpoint
 from doppler_hf.run.plan import planned_delta, planned_steps
 from doppler_hf.training_args import DopplerTrainingArguments
+
+# What the noise of earlier steps may take, in bytes, where the shape is chosen and not named.
+MOST_MEMORY = 2**31
 
 
 def chosen_filter(
@@ -47,7 +51,7 @@ def chosen_filter(
     )
 
 
-def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSampler) -> NoiseShape:
+def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSampler, num_trained: int) -> NoiseShape:
     """Return the shape of the noise of a run.
 
     `auto` chooses for the whole of the planned run, also where only a part of it is ahead: a resumed run has the same shape.
@@ -55,9 +59,14 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
     Args:
         args: The arguments.
         sampler: A sampler of the run's units, whose groups do not matter.
+        num_trained: The number of weights that are trained.
     """
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
+    # Without a target there are no shapes of equal ε. Shaped noise fills the gradients that GaLore keeps small, and the
+    # taps of an optimal filter are estimated from white noise.
+    if args.target_epsilon is None or args.optim_target_modules or args.low_pass_filter.startswith("optimal-fir"):
+        return WHITE
     steps = planned_steps(args, sampler)
 
     def noise_multiplier_of(bands: int) -> float:
@@ -82,6 +91,7 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
         steps,
         learning_rates=learning_rates_of(args, steps=steps),
         low_pass_filter=None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter),
+        most_bands=1 + MOST_MEMORY // (4 * num_trained),
     )
 
 

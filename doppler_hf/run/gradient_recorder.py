@@ -124,10 +124,6 @@ class GradientRecorder(TrainerCallback):
                 "GradientRecorder assumes white noise, which GaLore (optim_target_modules) does not have. Record a run "
                 "without it."
             )
-        if args.noise_shape != "white":
-            raise ValueError(
-                f"GradientRecorder assumes white noise, got noise_shape={args.noise_shape!r}. Record a run without it."
-            )
         if self.record_raw and args.world_size > 1:
             raise ValueError(
                 f"record_raw must run on one process, got {args.world_size}, each of which would have a part of the sum. "

@@ -48,6 +48,7 @@ class PrivateRun:
         args: The arguments.
         train_dataset: The private examples.
         expected_batch_size: B, over all processes.
+        num_trained: The number of weights that are trained.
         recorders: The callbacks that record gradients.
         checkpoint: The folder from which the run is resumed, or None.
         earlier: The ledger that it continues, or None.
@@ -72,6 +73,7 @@ class PrivateRun:
         train_dataset: Any,
         *,
         expected_batch_size: int,
+        num_trained: int,
         recorders: Sequence[GradientRecorder] = (),
         checkpoint: str | None = None,
         earlier: PrivacyLedger | None = None,
@@ -96,7 +98,12 @@ class PrivateRun:
             max_examples_per_unit=args.max_examples_per_unit,
             seed=args.noise_seed,
         )
-        shape = chosen_noise_shape(args, sampler=new_sampler())
+        shape = chosen_noise_shape(args, sampler=new_sampler(), num_trained=num_trained)
+        if recorders and not shape.is_white:
+            raise ValueError(
+                "GradientRecorder takes the noise for white, and noise_shape must be so, got "
+                f"{shape}. Set noise_shape='white'."
+            )
         self.sampler: PoissonSampler = new_sampler(groups=shape.bands)
         state = Path(checkpoint or "") / TRAINER_STATE_NAME
         self._first_step = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0

@@ -90,17 +90,19 @@ class DopplerTrainingArguments(TrainingArguments):
         "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass.",
     )
     noise_shape: str = HfArg(
-        default="white",
+        default="auto",
         help="Shape of the noise over the steps: white, or banded:bands=4, whose noise of one step takes back part of that "
         "of the three before, so that less of it stays in the weights. It keeps bands - 1 gradients of memory. auto: the "
-        "shape that leaves the least noise in the weights, by ε, steps, schedule and filter.",
+        "shape that leaves the least noise in the weights, by ε, steps, schedule and filter, of those that keep 2 GiB at "
+        "most; white with noise_multiplier, GaLore or an optimal-fir filter.",
     )
     low_pass_filter: str = HfArg(
-        default="none",
+        default="auto",
         help="Filter over time on the private gradient: none, momentum, first-order-v1, first-order-v2, "
         "second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1, momentum:beta=0.95 or "
         "moving-average:taps=4; coefficients such as 'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the "
-        "private gradients; or auto, chosen from steps, noise and schedule. None of them costs privacy.",
+        "private gradients; or auto, chosen from steps, noise and schedule, and none behind Adam where the noise is white. "
+        "None of them costs privacy.",
     )
     weight_filter: str | None = HfArg(
         default=None,

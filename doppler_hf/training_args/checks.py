@@ -162,12 +162,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value != default_of(args, name) and not has_effect:
             raise ValueError(f"{name}={value!r} has no effect {reason}. {mend}, or leave it out.")
-    if args.noise_shape == "auto" and args.target_epsilon is None:
-        raise ValueError(
-            "noise_shape='auto' compares shapes of equal ε and must have target_epsilon, got noise_multiplier="
-            f"{args.noise_multiplier}. Set target_epsilon, or name a shape such as 'banded:bands=4'."
-        )
-    if args.noise_shape != "white" and args.low_pass_filter.startswith("optimal-fir"):
+    if args.noise_shape not in ("auto", "white") and args.low_pass_filter.startswith("optimal-fir"):
         raise ValueError(
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "
             "estimated from gradients whose noise is taken for white. Leave one of them out."
@@ -202,10 +197,11 @@ def check_galore(args: TrainingArguments) -> None:
             "that it stores would be in the bases of different steps. Leave one of them out."
         )
     galore = GaloreArguments.parse(args.optim_args)
-    if galore.projector_source == "filtered" and args.low_pass_filter == "none":
+    chosen_none = args.low_pass_filter == "auto" and args.base_optimizer != "sgd" and args.noise_shape in ("auto", "white")
+    if galore.projector_source == "filtered" and (args.low_pass_filter == "none" or chosen_none):
         raise ValueError(
-            "projector_source=filtered in optim_args has no effect with low_pass_filter='none': the filtered gradient is "
-            "the gradient itself. Leave it out, or set a filter."
+            f"projector_source=filtered in optim_args has no effect with low_pass_filter={args.low_pass_filter!r}: the "
+            "filtered gradient is the gradient itself, of Adam with white noise by default. Leave it out, or set a filter."
         )
     if galore.basis_change != "rotate" and args.low_pass_filter == "none" and args.base_optimizer == "sgd":
         raise ValueError(

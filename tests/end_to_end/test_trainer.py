@@ -60,7 +60,7 @@ def test_noise_is_drawn_ahead_for_accelerators_alone_and_the_thread_ends_with_th
     before, args = threads(), arguments(tmp_path)
     for device, expected in (("cpu", before), ("cuda", before + 1)):
         monkeypatch.setattr(DopplerTrainingArguments, "device", torch.device(device))
-        with PrivateRun(args, text_data(), expected_batch_size=8) as run:
+        with PrivateRun(args, text_data(), expected_batch_size=8, num_trained=1) as run:
             run.mechanism.privatize({"w": torch.zeros(3)}, step=0)
             assert threads() == expected
         assert threads() == before

@@ -58,7 +58,7 @@ def test_an_auto_filter_follows_from_the_plan_the_schedule_and_the_shape(tmp_pat
 @pytest.mark.parametrize("name", ["white", "banded:bands=3", "banded:c=1.0,0.25"])
 def test_a_named_shape_is_taken_as_it_is(tmp_path, name):
     args = arguments(tmp_path, noise_shape=name)
-    assert chosen_noise_shape(args, sampler=SAMPLER) == NoiseShape.parse(name)
+    assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000) == NoiseShape.parse(name)
 
 
 @pytest.mark.parametrize("low_pass_filter", ["none", "momentum", "auto"])
@@ -69,7 +69,7 @@ def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter)
         return get_noise_multiplier(**terms, sample_rate=turns.sample_rate, steps=turns.steps)
 
     args = arguments(tmp_path, **SHAPED, low_pass_filter=low_pass_filter)
-    chosen = chosen_noise_shape(args, sampler=SAMPLER)
+    chosen = chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000)
     named = None if low_pass_filter == "auto" else LowPassFilter.parse(low_pass_filter)
     assert chosen == auto_noise_shape(noise_multiplier_of, 60, learning_rates=RATES, low_pass_filter=named)
     assert chosen.is_white is (low_pass_filter == "none")
@@ -79,7 +79,7 @@ def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter)
 def test_no_shape_has_more_groups_than_there_are_units_for(tmp_path, batch_size):
     sampler = PoissonSampler(num_examples=1000, expected_batch_size=batch_size)
     args = arguments(tmp_path, **SHAPED, low_pass_filter="momentum")
-    chosen = chosen_noise_shape(args, sampler=sampler)
+    chosen = chosen_noise_shape(args, sampler=sampler, num_trained=1000)
     assert chosen.bands * batch_size < 1000 or chosen.is_white
 
 
@@ -130,8 +130,21 @@ def test_auto_filters_stand_in_the_summary(tmp_path, capsys):
     assert "auto: none" in capsys.readouterr().out  # three steps are too few to be late
 
 
-def test_auto_needs_a_target(tmp_path):
-    with pytest.raises(
-        ValueError, match=re.escape("must have target_epsilon, got noise_multiplier=1.5. Set target_epsilon")
-    ):
-        arguments(tmp_path, noise_shape="auto", noise_multiplier=1.5)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(noise_multiplier=1.5, target_epsilon=None),  # of no equal ε
+        dict(optim_target_modules="all-linear"),  # whose small gradients shaped noise would fill
+        dict(low_pass_filter="optimal-fir:taps=4"),  # which takes the noise for white
+    ],
+)
+def test_what_shaped_noise_does_not_fit_gets_white_noise(tmp_path, overrides):
+    args = arguments(tmp_path, **(SHAPED | dict(low_pass_filter="auto") | overrides))
+    assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000).is_white
+
+
+@pytest.mark.parametrize(("num_trained", "expected"), [(2**26, 8), (2**27, 4), (2**28, 2), (2**29, 2), (2**29 + 1, 1)])
+def test_a_chosen_shape_keeps_at_most_two_gibibytes(tmp_path, num_trained, expected):
+    args = arguments(tmp_path, **(SHAPED | dict(max_steps=4000)), low_pass_filter="auto")
+    sampler = PoissonSampler(num_examples=20_000, expected_batch_size=50)
+    assert chosen_noise_shape(args, sampler=sampler, num_trained=num_trained).bands == expected

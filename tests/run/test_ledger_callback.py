@@ -91,7 +91,7 @@ def test_a_kill_within_a_step_counts_it(tmp_path):
 
 def callback_of_a_run(tmp_path, ledger, *, affordable_steps):
     """The callback of a run that has begun."""
-    run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8)
+    run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8, num_trained=1)
     callback = PrivacyCallback(lambda: run)
     run.ledger = callback.ledger = ledger
     run.affordable_steps = affordable_steps

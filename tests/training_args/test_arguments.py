@@ -27,7 +27,7 @@ REFUSED = [
     (dict(per_sample_max_grad_norm=None), "per_sample_max_grad_norm must be a number, got None.*leave it out for 1.0"),
     (dict(max_tokens_per_micro_batch="64"), "max_tokens_per_micro_batch must be a whole number, got '64'"),
     (dict(max_tokens_per_micro_batch=64.5), "max_tokens_per_micro_batch must be a whole number, got 64.5"),
-    (dict(low_pass_filter=None), "low_pass_filter must be a string, got None.*leave it out for 'none'"),
+    (dict(low_pass_filter=None), "low_pass_filter must be a string, got None.*leave it out for 'auto'"),
     (dict(low_pass_filter=PAPER_FILTERS["f1"]), "low_pass_filter must be a string, got LowPassFilter"),
     (dict(noise_shape=None), "noise_shape must be a string, got None"),
     (dict(floating_point_safe="yes"), "floating_point_safe must be True or False, got 'yes'"),
@@ -64,7 +64,9 @@ REFUSED = [
     (dict(optim_target_modules="all-linear", optim_args="rank=0"), "rank must be at least 1, got 0"),
     (dict(optim_target_modules="all-linear", optim_args="projector_source=filtered"), "filtered gradient is the gradient"),
     (
-        dict(optim_target_modules="all-linear", optim_args="basis_change=keep", base_optimizer="sgd"),
+        dict(
+            optim_target_modules="all-linear", optim_args="basis_change=keep", base_optimizer="sgd", low_pass_filter="none"
+        ),
         "basis_change=keep in optim_args has no effect with base_optimizer='sgd'",
     ),
     (dict(adam_beta1=0.8), "adam_beta1=0.8 has no effect.*b=0.2;a=1,-0.8"),
