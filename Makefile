@@ -1,4 +1,4 @@
-# One command each. PYTHON makes the environment; everything else runs inside it.
+# One command each. PYTHON makes the environment; everything else runs inside it. DATASET_DIR has MNIST where there is no hub.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: quickstart check test test-slow test-gpu install clean
 
 quickstart: install
-	$(BIN)/python scripts/quickstart.py
+	$(BIN)/python scripts/quickstart.py $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
 
 check: install
 	$(BIN)/ruff format --check doppler_hf scripts tests docs recipes README.md

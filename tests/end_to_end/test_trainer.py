@@ -270,7 +270,7 @@ def test_summary_and_model_card_name_galore(tmp_path, capsys):
     trainer.create_model_card(model_name="a model")
     words = "adam, GaLore of rank 2 on query, key"
     assert re.search(rf"│ optimizer +│ {words} +│", capsys.readouterr().out)
-    assert f"- optimizer: {words}, of doppler_hf; filter: none" in (tmp_path / "out" / "README.md").read_text()
+    assert f"- optimizer: {words}, of doppler_hf; filter: auto: none" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_ledger_goes_wherever_the_model_is_saved(tmp_path):

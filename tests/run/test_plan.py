@@ -21,7 +21,7 @@ def plan_of(tmp_path, *, earlier=None, first_step=0, **overrides):
     # RDP takes the least time, and is not what is taken by default.
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100, accountant="rdp") | overrides
     args = arguments(tmp_path, **options)
-    shape = NoiseShape.parse(args.noise_shape)
+    shape = WHITE if args.noise_shape == "auto" else NoiseShape.parse(args.noise_shape)
     terms = dict(sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
     return planned_statement(args, **terms, earlier=earlier, first_step=first_step)
 

@@ -281,7 +281,7 @@ def test_adapters_are_filtered_and_the_rest_is_not_kept(tmp_path):
 
 
 def test_without_privacy_it_is_the_average_of_the_stock_trainer(tmp_path):
-    options = OPTIONS | dict(disable_dp=True, noise_multiplier=None, noise_seed=None, low_pass_filter="none")
+    options = OPTIONS | dict(disable_dp=True, noise_multiplier=None, noise_seed=None, low_pass_filter="auto")
     options["report_train_loss"] = "raw"
     stock = trainer_of(tmp_path / "stock", cls=Stock, **options)
     stock.train()
