@@ -3,8 +3,8 @@
     make quickstart        or        python scripts/quickstart.py [--dataset_dir FOLDER]
 
 Same ε, same data, and no learning rate given: it follows from public numbers. Prints one table; the learning curves go to
-`out/quickstart/learning_curves.png`, and each run's log and ledger to a folder beside it. Where there is no hub, and no folder
-has MNIST, the digits of scikit-learn stand in, which are too few for a difference.
+`out/quickstart/learning_curves.png`, and each run's log and ledger to a folder beside it. Where there is no hub, and no
+folder has MNIST, the digits of scikit-learn stand in, which are too few for a difference.
 """
 
 import argparse

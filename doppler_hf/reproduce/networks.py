@@ -82,7 +82,7 @@ def hashed_words() -> nn.Module:
 
 
 class DigitsViT(nn.Module):
-    """A Vision Transformer of one layer for 8 x 8 pixels: the network of the quick start."""
+    """A Vision Transformer of one layer for 8 x 8 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
