@@ -32,11 +32,17 @@ from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.workloads.arguments import one_line_errors
 from doppler_hf.workloads.recipe import parse_recipe
 
-# The quick start's run, but longer: a spectrum needs more steps than a model.
+# A small ViT: a spectrum needs more steps than a model.
 DIGITS = (
     *("--workload=images", "--dataset_name=digits", "--image_size=8", "--patch_size=4", "--hidden_size=64"),
-    *("--num_layers=1", "--num_heads=4", "--target_epsilon=2", "--low_pass_filter=first-order-v1", "--learning_rate=1e-2"),
-    *("--per_device_train_batch_size=256", "--max_steps=360", "--output_dir=out/spectrum", "--save_strategy=no"),
+    *("--num_layers=1", "--num_heads=4", "--target_epsilon=2", "--low_pass_filter=first-order-v1", "--noise_shape=white"),
+    *(
+        "--learning_rate=1e-2",
+        "--per_device_train_batch_size=256",
+        "--max_steps=360",
+        "--output_dir=out/spectrum",
+        "--save_strategy=no",
+    ),
     *("--report_to=none", "--disable_tqdm=true", "--logging_steps=60", "--remove_unused_columns=false"),
 )
 LOW = 0.1  # of Nyquist: a period of twenty steps and more
