@@ -1,13 +1,12 @@
 """Two processes train what one would: disjoint shards, one reduction, noise once, replicas identical."""
 
-import functools
 import os
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
@@ -16,8 +15,6 @@ from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 SHAPE = "banded:bands=2"
 
@@ -79,39 +76,39 @@ OTHERS = {"shuffled": shuffled, "neighbours": neighbours}
 
 
 def launch(folder, processes, *cases):
-    """Do what torchrun does, in forks of this process, which has imported everything already."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
-    environment = {
-        "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
-    }  # fmt: skip
-    forks = torch.multiprocessing.start_processes(
-        train_cases, args=(folder, cases, environment), nprocs=processes, join=False, daemon=True, start_method="fork"
+    done = subprocess.run(
+        [sys.executable, __file__, str(processes), str(folder), *cases],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    begin = time.monotonic()
-    while not forks.join(timeout=10):
-        assert time.monotonic() - begin < 300, "a process waits for another"
+    assert done.returncode == 0, done.stderr[-3000:]
     return {
         case: [torch.load(folder / f"{case}-{processes}-{rank}.pt", weights_only=False) for rank in range(processes)]
         for case in cases
     }
 
 
-def train_cases(rank, folder, cases, environment):
-    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    AcceleratorState._reset_state(reset_partial_state=True)  # it was alone before
+def fork(processes, folder, cases):
+    """Do what torchrun does, in forks of a process that has imported everything already."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
+    os.environ |= {
+        "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+    }  # fmt: skip
+    torch.multiprocessing.start_processes(train_cases, args=(folder, cases), nprocs=processes, start_method="fork")
+
+
+def train_cases(rank, folder, cases):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     for case in cases:
         train(folder, case)
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
-    return functools.cache(functools.partial(launch, tmp_path_factory.mktemp("two"), 2))
-
-
-@pytest.fixture
-def two_processes(few_trials, launched):
-    return launched("equal", "noise", "shaped", "shuffled", "neighbours")
+def two_processes(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("two"), 2, "equal", "noise", "shaped", "shuffled", "neighbours")
 
 
 def test_two_processes_equal_one(two_processes, tmp_path):
@@ -175,3 +172,7 @@ def test_one_user_moves_the_sum_of_four_processes_by_at_most_c(tmp_path):
 @pytest.mark.slow
 def test_trap_14_noise_is_added_once_by_four_processes(tmp_path):
     assert_noise_is_added_once(launch(tmp_path, 4, "noise")["noise"])
+
+
+if __name__ == "__main__":
+    fork(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

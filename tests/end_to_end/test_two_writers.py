@@ -1,9 +1,10 @@
 """Two processes that train into one folder at once: one of them is refused, and nothing of the other's is lost."""
 
-import multiprocessing
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback
@@ -11,8 +12,6 @@ from transformers import TrainerCallback
 from doppler_hf.cli import main
 from doppler_hf.privacy import PrivacyLedger
 from tests.support.trainers import trainer_of
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 def train(folder, checkpoint, *, may_go_on):
@@ -40,20 +39,20 @@ def wait_until(condition):
 
 def start(folder, checkpoint=""):
     """Start another process, and return it and its output once it is ready to begin."""
-    process = multiprocessing.get_context("fork").Process(target=train_aside, args=(folder, checkpoint), daemon=True)
-    process.start()
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(checkpoint)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=output,
+            stderr=output,
+        )
     wait_for("ready", folder, process)
     return process, folder / "output"
 
 
-def train_aside(folder, checkpoint):
-    sys.stdout = sys.stderr = (folder / "output").open("w", buffering=1)
-    train(folder, checkpoint, may_go_on=(folder / "go").exists)
-
-
 def wait_for(what, folder, process):
     while not (folder / f"{what}-{process.pid}").exists():
-        assert process.is_alive(), (folder / "output").read_text()
+        assert process.poll() is None, (folder / "output").read_text()
         time.sleep(0.01)
 
 
@@ -71,19 +70,19 @@ def test_of_two_processes_one_is_refused_and_every_step_is_counted(tmp_path, res
     refusal = None
     (tmp_path / "begin").touch()  # at the very same time, so that either may be the first
     try:
-        train(tmp_path, checkpoint, may_go_on=lambda: not other.is_alive())
+        train(tmp_path, checkpoint, may_go_on=lambda: other.poll() is not None)
     except ValueError as error:
         refusal = str(error)
         wait_for("stepping", tmp_path, other)
         (tmp_path / "go").touch()
-    other.join(60)
-    assert (other.exitcode == 0) == (refusal is not None), output.read_text()
+    assert (other.wait(60) == 0) == (refusal is not None), output.read_text()
     assert "is the folder of another private run, which is still going on" in (refusal or output.read_text())
     (ledger,) = kept(folder)
     assert ledger.steps_run == (6 + 4 if resume else 6)
     assert main(["verify", str(folder)]) == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_holds_nothing(tmp_path):
     killed, _ = start(tmp_path)
     (tmp_path / "begin").touch()
@@ -91,6 +90,10 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path):
     with pytest.raises(ValueError, match="which is still going on"):
         trainer_of(tmp_path, max_steps=1).train()
     killed.kill()
-    killed.join(60)
+    killed.wait(60)
     trainer_of(tmp_path, max_steps=1).train()
     assert sorted(ledger.steps_run for ledger in kept(tmp_path / "out")) == [1, 1]
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), sys.argv[2], may_go_on=(Path(sys.argv[1]) / "go").exists)
