@@ -12,7 +12,7 @@ import torch._inductor.exc
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer, one_pass
 from doppler_hf.optim.one_pass import OnePass, ParameterTensors, StepConstants
-from doppler_hf.optim.optimizer import update
+from doppler_hf.optim.optimizer import COMPILES_RIGHT, update
 from tests.support.pairwise import pairwise
 from tests.support.tolerances import of_optimizer_steps
 
@@ -86,6 +86,7 @@ def reported(path, **environment):
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.skipif(not COMPILES_RIGHT, reason="torch's compiler writes code that breaks the memory, and is not used")
 def test_compiled_equals_uncompiled_and_every_dtype_is_compiled_once_whatever_torchs_own_limit(tmp_path):
     found = reported(tmp_path / "report")
     if not found["has_vectors"]:

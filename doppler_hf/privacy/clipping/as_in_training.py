@@ -6,6 +6,7 @@ therefore set to zero, in training mode. Weights must not be zero: what passes t
 """
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -181,20 +182,47 @@ def widened(value: Any) -> Any:
 
 @contextlib.contextmanager
 def moved(model: nn.Module) -> Iterator[None]:
-    """Add a little fixed noise to the trained parameters that are nearly zero throughout, and restore them exactly."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    small = [parameter for parameter in trained if parameter.numel() and is_nearly_zero(parameter.detach())]
+    """Move the trained parameters that are nearly zero throughout, and rows of zeros in others, and restore them exactly.
+
+    Private training moves all of them, by its noise. An embedding's row of the padding is zero at the start, so that a model
+    may read it without a mask; behind the first step an example would change with its padding.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+    is_small = [is_nearly_zero(parameter.detach()) for parameter in trained]
+    small = list(itertools.compress(trained, is_small))
     before = [parameter.detach().clone() for parameter in small]
+    others = [
+        (parameter, rows_of_zeros(parameter.detach()))
+        for parameter, is_one in zip(trained, is_small, strict=True)
+        if not is_one
+    ]
     generator = torch.Generator().manual_seed(0)
+
+    def noise(values: Tensor) -> Tensor:
+        return torch.randn(values.shape, generator=generator).to(values)
+
     try:
         with torch.no_grad():
             for parameter in small:
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
+                parameter.add_(0.02 * noise(parameter))
+            for parameter, rows in others:
+                parameter[rows] = parameter.std() * noise(parameter[rows])
         yield
     finally:
         with torch.no_grad():
             for parameter, value in zip(small, before, strict=True):
                 parameter.copy_(value)
+            for parameter, rows in others:
+                parameter[rows] = 0.0
+
+
+def rows_of_zeros(values: Tensor) -> Tensor:
+    """Return the indices of the rows that are zero; of most rows the first number tells."""
+    if values.ndim < 2:
+        return torch.empty(0, dtype=torch.long, device=values.device)
+    rows = values.flatten(1)
+    candidates = (rows[:, 0] == 0).nonzero().flatten()
+    return candidates[~rows[candidates].any(dim=1)]
 
 
 def is_nearly_zero(values: Tensor) -> bool:

@@ -25,6 +25,7 @@ Engine = Literal["book_keeping", "opacus"]
 
 AUTOMATIC_CLIPPING_GAMMA = 0.01
 SMALLEST_FACTOR = 2.0**-130
+SMALLEST_BOUND = 1e-30
 # Of a gradient with such a norm no product of its factors leaves the range of float32, unless its terms cancel to nothing.
 LARGEST_NORM = 2.0**64
 
@@ -81,8 +82,9 @@ class ClippedGradients:
         engine: Engine = "book_keeping",
         norm_rule: NormRule = "auto",
     ) -> None:
-        if not 0.0 < max_grad_norm < float("inf"):
-            raise ValueError(f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
+        # Numbers far smaller than float32's smallest normal one would be rounded by as much as they are.
+        if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
+            raise ValueError(f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, got {max_grad_norm}.")
         for name, value, choices in (
             ("clipping", clipping, get_args(Clipping)),
             ("granularity", granularity, get_args(Granularity)),

@@ -9,7 +9,8 @@ knows the square only up to the rounding of sums of p and q terms, relative to a
 How far it may be off is known afterwards: mostly little, for short sequences and layers of ordinary size. For all other
 examples R of the shorter factor is computed in float64, A is its Cholesky factor, and lᵀA is formed piece by piece. This
 takes as many multiply-adds, and a sum of squares does not cancel: what is left is the rounding of sums over time, however
-large the vocabulary. Which of the two it is depends on the shapes and on the example alone.
+large the vocabulary. Which of the two it is depends on the shapes and on the example alone. Factors in float64 are those of
+examples whose terms cancel: A is r itself, since what a Cholesky factor adds to the norm would follow the padding.
 
 A sum in which each term is rounded k times, in whatever order, is off by at most γ_k = ku/(1 − ku) times the sum of the
 terms' sizes, u = eps/2, and γ_j + γ_k + γ_jγ_k ≤ γ_{j+k} (Higham 2002, §3.1; sums in blocks, §4.2). Products and sums below
@@ -113,6 +114,8 @@ def product_norms(left: Float[Tensor, "batch time p"], right: Float[Tensor, "bat
         recent: What was computed of factors before.
     """
     shorter, longer = (left, right) if left.shape[2] < right.shape[2] else (right, left)
+    if shorter.dtype == torch.float64:
+        return from_basis(longer, itself(shorter))
     if left.shape[1] > SHORT or longer.shape[2] > LONGEST:
         return from_basis(longer, recent.of(shorter, basis_of))
     grams = recent.of(longer, gram_matrix), recent.of(shorter, gram_matrix)
@@ -166,6 +169,12 @@ def from_grams(
     return ProductNorms(norms, (squares + error).sqrt() - norms, (squared[0] * squared[1]).sqrt()), certain
 
 
+def itself(factor: Float[Tensor, "batch time dim"]) -> Basis:
+    """Return the factor as its own basis, which is nothing above it."""
+    norms, lost = norms_of(factor), vanished(factor.shape[2], factor.dtype)
+    return Basis(factor, False, norms, lost**2)
+
+
 def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
     """Return a basis of min(time, dim) columns: the factor itself, or a Cholesky factor of its Gram matrix.
 
@@ -183,9 +192,7 @@ def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
     time, dim = factor.shape[1:]
     factor = in_float32(factor)
     if dim <= time:
-        norms = norms_of(factor)
-        lost = vanished(dim, factor.dtype)
-        return Basis(factor, False, norms, lost**2)
+        return itself(factor)
     gram, info = lower_gram_matrix(factor.double()), torch.finfo(torch.float64)
     u = info.eps / 2
     lost = dim * info.smallest_normal / u

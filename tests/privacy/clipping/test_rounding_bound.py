@@ -643,5 +643,15 @@ def test_padding_does_not_change_a_contribution_whose_terms_cancel_or_overflow(k
         assert (other - contributions[0]).norm() <= bound * kappa * 1e-6
 
 
+@pytest.mark.parametrize("padded", [12, 20])
+def test_in_float64_padding_changes_no_weight_however_much_cancels(padded):
+    """What a Cholesky factor of the Gram matrix adds to the norm grew with the padding."""
+    weights = torch.cat([normal(1, 4, 16, seed=2).double(), torch.zeros(1, 1, 16, dtype=torch.float64)], dim=1)
+    rest = normal(1, 5, 16, seed=3).double() * 1e-7
+    factors = normal(1, 5, 16, seed=1).double().repeat(1, 2, 1), torch.cat([weights, rest - weights], dim=1)
+    longer = [torch.cat([factor, torch.zeros(1, padded, 16, dtype=torch.float64)], dim=1) for factor in factors]
+    torch.testing.assert_close(raised(*longer), raised(*factors), rtol=1e-6, atol=0.0)
+
+
 def raised(left, right):
     return gradients.OuterProducts(left, right).norms().raised(torch.float32)
