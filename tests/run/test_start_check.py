@@ -214,13 +214,14 @@ def test_rows_are_counted_in_every_step(tmp_path, collator, got):
         trainer.train()
 
 
-@pytest.mark.parametrize("collator", [mixed_up, randomly_mixed_up, mixed_in_pairs, padded_on_the_left])
+@pytest.mark.parametrize("collator", [mixed_up, randomly_mixed_up, padded_on_the_left])
 def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
     refused(tmp_path, r"MixUp, CutMix or packing", collator=collator, gradient_accumulation_steps=1)
 
 
-def test_rows_that_are_mixed_now_and_then_are_refused(tmp_path, all_trials):
-    refused(tmp_path, r"MixUp, CutMix or packing", collator=mixed_now_and_then, gradient_accumulation_steps=1)
+@pytest.mark.parametrize("collator", [mixed_in_pairs, mixed_now_and_then])
+def test_rows_that_are_mixed_now_and_then_are_refused(tmp_path, all_trials, collator):
+    refused(tmp_path, r"MixUp, CutMix or packing", collator=collator, gradient_accumulation_steps=1)
 
 
 def test_a_random_collator_that_mixes_nothing_trains(tmp_path, all_trials):

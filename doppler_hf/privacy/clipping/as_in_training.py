@@ -7,6 +7,7 @@ therefore set to zero, in training mode. Weights must not be zero: what passes t
 
 import contextlib
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -191,11 +192,9 @@ def moved(model: nn.Module) -> Iterator[None]:
     is_small = [is_nearly_zero(parameter.detach()) for parameter in trained]
     small = list(itertools.compress(trained, is_small))
     before = [parameter.detach().clone() for parameter in small]
-    others = [
-        (parameter, rows_of_zeros(parameter.detach()))
-        for parameter, is_one in zip(trained, is_small, strict=True)
-        if not is_one
-    ]
+    empty = {
+        p: rows for p in itertools.compress(trained, map(operator.not_, is_small)) if len(rows := rows_of_zeros(p.detach()))
+    }
     generator = torch.Generator().manual_seed(0)
 
     def noise(values: Tensor) -> Tensor:
@@ -205,14 +204,14 @@ def moved(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter in small:
                 parameter.add_(0.02 * noise(parameter))
-            for parameter, rows in others:
+            for parameter, rows in empty.items():
                 parameter[rows] = parameter.std() * noise(parameter[rows])
         yield
     finally:
         with torch.no_grad():
             for parameter, value in zip(small, before, strict=True):
                 parameter.copy_(value)
-            for parameter, rows in others:
+            for parameter, rows in empty.items():
                 parameter[rows] = 0.0
 
 

@@ -310,9 +310,9 @@ def test_query_key_and_value_share_the_gram_matrix_of_their_input(monkeypatch):
     computed, gram_matrix = [], ghost_norm.gram_matrix
     monkeypatch.setattr(ghost_norm, "gram_matrix", lambda factor: computed.append(factor.data_ptr()) or gram_matrix(factor))
     parts = dict(query=nn.Linear(4, 4, bias=False), key=nn.Linear(4, 4, bias=False), value=nn.Linear(4, 4, bias=False))
-    net = ready(Net(lambda n, x: n.query(x).tanh() * n.key(x).tanh() + n.value(x).sin(), **parts))
+    net = ready(Net(lambda n, x: n.query(x).tanh() * n.key(x).tanh() + n.value(x).sin(), **parts)).float()
     with book_keeping(net, norm_rule="ghost") as clipped:
-        clipped.backward(on(net, draw(1, 6, 4))(slice(0, 1)))  # one example, for which nothing is checked first
+        clipped.backward(on(net, draw(1, 6, 4).float())(slice(0, 1)))  # one example, for which nothing is checked first
     assert len(computed) == len(set(computed)) == 4
 
 
