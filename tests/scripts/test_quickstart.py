@@ -14,6 +14,7 @@ def test_quickstart_prints_one_table_and_draws_the_curves(tmp_path, monkeypatch,
     quickstart.main([])
     printed = capsys.readouterr().out
     assert printed.count("┏") == 1
+    assert "Both are the same method here" in printed
     ledgers = sorted((tmp_path / "out" / "quickstart").glob("*/privacy_ledger.json"))
     assert len(ledgers) == 4
     for ledger in ledgers:
