@@ -202,6 +202,7 @@ class Sorted:
         return self.collator(sorted(examples, key=self.key))
 
 
+@pytest.mark.usefixtures("usual_trials")
 @pytest.mark.parametrize("self_check", [True, False])
 @pytest.mark.parametrize("collator", [pad, hidden])
 @pytest.mark.parametrize("key", [lambda row: -row["labels"], lambda row: row["input_ids"][0]], ids=["label", "token"])

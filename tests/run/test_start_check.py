@@ -267,7 +267,24 @@ def a_fortieth_reversed(examples):
 @pytest.mark.parametrize("views", [1, 3])
 def test_random_rows_that_follow_their_places_or_number_are_refused(tmp_path, collator, views, all_batches):
     options = {"collator": collator, "augmentation_multiplicity": views, "gradient_accumulation_steps": 1}
-    refused(tmp_path, "rows that are as likely whatever other examples are beside them", **options)
+    # By chance no coin of the first trials falls on the rows that are compared, and these are seen to be others.
+    refused(tmp_path, "as likely whatever other examples are beside them|MixUp, CutMix or packing", **options)
+
+
+def showing_the_row_before(examples):
+    """Some tokens are those of the row before, by a coin for each token of an example, so that others have other coins."""
+    batch = pad(examples)
+    tokens = batch["input_ids"].clone()
+    for row, example in enumerate(examples):
+        for place in range(len(example["input_ids"])):
+            if random.random() < 0.2 and row:
+                tokens[row, place] = batch["input_ids"][row - 1, place]
+    return batch | {"input_ids": tokens}
+
+
+def test_random_rows_that_show_the_row_before_are_refused(tmp_path, all_batches):
+    options = {"collator": showing_the_row_before, "gradient_accumulation_steps": 1}
+    refused(tmp_path, "as likely whatever other examples are beside them", **options)
 
 
 def test_rows_that_follow_their_places_are_refused_if_the_data_set_alone_is_random(tmp_path, all_batches):
@@ -370,6 +387,22 @@ def llama(**more):
         intermediate_size=16, num_labels=2, max_position_embeddings=32,
     )  # fmt: skip
     return LlamaForSequenceClassification(LlamaConfig(**(options | more)))
+
+
+def test_random_rows_may_be_padded_on_the_left(tmp_path):
+    """Alone an example is cut out of its row, which ends with it."""
+
+    def hidden(examples):
+        batch = padded_on_the_left(examples)
+        is_hidden = (batch["attention_mask"] == 1) & (torch.rand(batch["input_ids"].shape) < 0.15)
+        # Positions are counted from the first token.
+        places = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return batch | {"input_ids": batch["input_ids"].masked_fill(is_hidden, 4), "position_ids": places}
+
+    trainer = trainer_of(tmp_path, model=llama(), max_steps=1)
+    trainer.data_collator = hidden
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def phi3():

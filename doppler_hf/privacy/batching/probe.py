@@ -100,10 +100,10 @@ class Probes:
             refuse_shared_in_collation(copies_of(loader, self._pair[0]))
         self.is_random = is_random_data(loader, self._pair)
         if self.is_random:
-            refuse_random_mixing(loader, self._pair, self._middling)
-            copies = copies_of(loader, self._middling)
-            refuse_order_in_collation(copies)
-            refuse_other_distribution(copies)
+            refuse_random_mixing(loader, self._pair, self._middling, others=self._crowd)
+            refuse_order_in_collation(copies_of(loader, self._middling))
+            rows = [self._middling, *no_wider(loader, self._crowd, than=self._middling)]
+            refuse_other_distribution(batches_of(loader, rows), others=len(rows) - 1)
         elif self.views > 1:
             refuse_another_order(loader, self._crowd)
 
@@ -149,7 +149,7 @@ class Probes:
         alone = [drawn(self._loader, [indices[row]], trial=self._seed) for row in rows]
         if self.is_random:
             # Alone they would be masked otherwise, so they are cut out of the batch, without their padding.
-            alone = [cut_out(batch, row, like=inputs) for row, inputs in zip(rows, alone, strict=True)]
+            alone = [cut_out(batch, row, shapes_of(inputs)) for row, inputs in zip(rows, alone, strict=True)]
         return self._prepare(batch), [self._prepare(inputs) for inputs in alone]
 
 
@@ -250,12 +250,23 @@ def drawn_and_counted(loader: PrivateLoader, indices: Sequence[int], *, trial: i
     return batches[0], [*of_examples, *of_collator]
 
 
+def batches_of(loader: PrivateLoader, indices: Sequence[int]) -> Callable[[Sequence[int]], Inputs]:
+    """Return a function that makes a batch of some examples, by their places among these, from the global generators."""
+    # Filled before each example in training, so that what a data set draws is for that example.
+    examples = [fetch_one(loader.examples, index) for index in indices]
+    # A collator may write into what it is given.
+    return lambda places: loader.collator([copy.deepcopy(examples[place]) for place in places])
+
+
 def copies_of(loader: PrivateLoader, index: int) -> Callable[[int], Inputs]:
     """Return a function that makes a batch of some copies of an example, from the global generators as they are."""
-    # Filled before each example in training, so that what a data set draws is for that example.
-    example = fetch_one(loader.examples, index)
-    # A collator may write into what it is given.
-    return lambda number: loader.collator([copy.deepcopy(example) for _ in range(number)])
+    make = batches_of(loader, [index])
+    return lambda number: make([0] * number)
+
+
+def no_wider(loader: PrivateLoader, indices: Sequence[int], *, than: int) -> list[int]:
+    """Return those examples beside which another is not padded further."""
+    return [index for index in indices if alike(drawn(loader, [than, index]), drawn(loader, [than, than]))]
 
 
 def is_random_data(loader: PrivateLoader, indices: Sequence[int], *, is_held: bool = False) -> bool:
@@ -303,8 +314,14 @@ def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None
     )
 
 
-def refuse_random_mixing(loader: PrivateLoader, pair: Sequence[int], other: int) -> None:
-    """Refuse random data in which the rows of two examples change with a third one.
+def refuse_random_mixing(loader: PrivateLoader, pair: Sequence[int], other: int, *, others: Sequence[int]) -> None:
+    """Refuse random data in which the rows of examples change with others.
+
+    Args:
+        loader: The loader.
+        pair: A small and a large example.
+        other: Another one, no larger.
+        others: Further ones, of each label if there are.
 
     Raises:
         ValueError: If they do.
@@ -315,7 +332,7 @@ def refuse_random_mixing(loader: PrivateLoader, pair: Sequence[int], other: int)
         [drawn(loader, indices, trial=seed) for seed in seeds]
         for indices in ([small, large, other], [small], [small, large])
     ]
-    if is_mixed_at_random(loader, [small, large, other, small, large]) or not same_constants(*batches):
+    if is_mixed_at_random(loader, [small, other, *others], large) or not same_constants(*batches):
         raise ValueError(
             "data_collator must return a row for each example that depends on that example alone, got others for some "
             "examples when the rest were changed or left out. Use a collator that mixes no examples (no MixUp, CutMix or "
@@ -341,16 +358,17 @@ def refuse_another_order(loader: PrivateLoader, indices: Sequence[int]) -> None:
         )
 
 
-def is_mixed_at_random(loader: PrivateLoader, indices: Sequence[int]) -> bool:
+def is_mixed_at_random(loader: PrivateLoader, indices: Sequence[int], large: int) -> bool:
     """Return whether rows of random data change with other rows, in whose place other examples are.
 
     Each trial has numbers of its own, the same for both batches, and changes rows of its own.
 
     Args:
         loader: The loader.
-        indices: A few examples, the second and the last of which are the largest.
+        indices: A few examples.
+        large: One that is larger, the second and the last row of five.
     """
-    number, is_aligned = len(indices), True
+    number, is_aligned = 5, True
     found: list[tuple[int, list[int]]] = []
     until = time.process_time() + _SECONDS
     while len(found) < _TRIALS or time.process_time() < until:
@@ -358,9 +376,11 @@ def is_mixed_at_random(loader: PrivateLoader, indices: Sequence[int]) -> bool:
         coins = np.random.default_rng(seed)
         is_changed = coins.random(number) < 0.5
         is_changed[coins.choice([1, number - 1])] = False  # so that the shapes stay
-        others = [indices[2 if row == 0 else 0] if change else indices[row] for row, change in enumerate(is_changed)]
+        before = coins.choice(indices, number)
+        before[[1, number - 1]] = large
+        after = np.where(is_changed, coins.choice(indices, number), before)
         (one, drawn_for_one), (two, drawn_for_other) = (
-            drawn_and_counted(loader, rows, trial=seed) for rows in (indices, others)
+            drawn_and_counted(loader, rows.tolist(), trial=seed) for rows in (before, after)
         )
         is_aligned &= drawn_for_one == drawn_for_other
         # The same coins lie in the same places only if the shapes are the same.
@@ -372,13 +392,12 @@ def is_mixed_at_random(loader: PrivateLoader, indices: Sequence[int]) -> bool:
 
 def same_constants(*batches: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether what is the same in all trials of the first row is the same for several compositions of a batch."""
-    for name, value in batches[0][0].items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            continue
-        shape = [
-            min(sizes) for sizes in zip(*(inputs[name][0].shape for trials in batches for inputs in trials), strict=True)
-        ]
-        rows = [torch.stack([inputs[name][0][tuple(map(slice, shape))] for inputs in trials]).double() for trials in batches]
+    names = [name for name, value in batches[0][0].items() if isinstance(value, Tensor) and value.ndim]
+    every = [inputs for trials in batches for inputs in trials]
+    shapes = {name: [min(sizes) for sizes in zip(*(inputs[name].shape for inputs in every), strict=True)] for name in names}
+    firsts = [[cut_out(inputs, 0, shapes) for inputs in trials] for trials in batches]
+    for name in names:
+        rows = [torch.stack([inputs[name][0] for inputs in trials]).double() for trials in firsts]
         constant = torch.stack([(row == row[0]).all(dim=0) for row in rows]).all(dim=0)
         if not all(torch.allclose(row[0][constant], rows[0][0][constant], rtol=1e-4) for row in rows):
             return False
@@ -409,9 +428,18 @@ def same_batch(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     return all(same(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
 
 
-def cut_out(inputs: Mapping[str, Any], index: int, *, like: Mapping[str, Any]) -> Inputs:
-    """Return one example of a batch by itself, cut on the right to the shapes of `like`."""
-    return {
-        name: value[index : index + 1][tuple(map(slice, like[name].shape))] if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
+def shapes_of(inputs: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """Return the shape of each tensor."""
+    return {name: value.shape for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def cut_out(inputs: Mapping[str, Any], index: int, shapes: Mapping[str, Sequence[int]]) -> Inputs:
+    """Return one example of a batch by itself, cut to these shapes, on the left if its mask begins with padding."""
+    mask = inputs.get("attention_mask")
+    is_left = isinstance(mask, Tensor) and mask.ndim > 1 and not mask[index].flatten()[0]
+    found = dict(inputs)
+    for name, shape in shapes.items():
+        sizes = zip(inputs[name].shape[1:], shape[1:], strict=True)
+        cuts = [slice(old - new, old) if is_left else slice(new) for old, new in sizes]
+        found[name] = inputs[name][index : index + 1][(slice(None), *cuts)] if shape else inputs[name]
+    return found

@@ -4,7 +4,8 @@ Sensitivity. One example more shifts the places of others and changes their numb
 joint distribution alone and with others inserted beside them, whichever these are and however many, a coupling leaves their
 rows as they are, and the sum moves by at most C. Not so if every second row is mirrored, or exactly half of them.
 
-A look compares copies of an example in batches of two with two of them in larger batches. By permutation: without a
+A look compares copies of an example in batches of two with two of them in larger batches, of copies and other examples, none
+of them wider. By permutation: without a
 difference, which of the batches were larger is as likely as any other choice of half of them. For each tensor, and for the
 distance between its two rows, the statistic is the energy distance of two samples X and Y,
 
@@ -36,16 +37,17 @@ _NUMBERS = 256
 Inputs = Mapping[str, Any]
 
 
-def refuse_other_distribution(make: Callable[[int], Inputs]) -> None:
-    """Refuse random rows that depend on their places, or on how many there are.
+def refuse_other_distribution(make: Callable[[Sequence[int]], Inputs], *, others: int) -> None:
+    """Refuse random rows that depend on their places, on how many there are, or on what is beside them.
 
     Args:
-        make: Makes a batch of that many copies of an example, from the global generators.
+        make: Makes a batch of examples, from the global generators: 0 is the one whose rows are compared.
+        others: How many others there are: 1, 2, ….
 
     Raises:
         ValueError: If they do.
     """
-    if all(is_other_beside_others(make) for _ in range(_LOOKS)):
+    if all(is_other_beside_others(make, others=others) for _ in range(_LOOKS)):
         raise ValueError(
             "data_collator must return rows that are as likely whatever other examples are beside them, got others in "
             "larger batches or at other places of a batch. One example more would change the rows of others, which no "
@@ -53,11 +55,12 @@ def refuse_other_distribution(make: Callable[[int], Inputs]) -> None:
         )
 
 
-def is_other_beside_others(make: Callable[[int], Inputs]) -> bool:
+def is_other_beside_others(make: Callable[[Sequence[int]], Inputs], *, others: int) -> bool:
     """Return whether a look finds that two copies of an example have other rows in larger batches than in one of two.
 
     Args:
         make: As in `refuse_other_distribution`.
+        others: As in `refuse_other_distribution`.
     """
     coins = np.random.default_rng()
     seed = int(coins.integers(2**32))
@@ -67,9 +70,12 @@ def is_other_beside_others(make: Callable[[int], Inputs]) -> bool:
         while len(pairs) < 2 * _FEWEST or (len(pairs) < 2 * _MOST and time.process_time() < until):
             number = int(coins.integers(3, _ROWS, endpoint=True))
             # In the order in which they are drawn, with others before, between and behind them.
-            for rows, places in ((2, [0, 1]), (number, sorted(coins.choice(number, 2, replace=False).tolist()))):
+            places = sorted(coins.choice(number, 2, replace=False).tolist())
+            larger = coins.integers(others, size=number, endpoint=True)
+            larger[places] = 0
+            for rows, at in (([0, 0], [0, 1]), (larger.tolist(), places)):
                 fill_generators(None)
-                pairs.append(rows_at(places, make(rows), number=rows, seed=seed))
+                pairs.append(rows_at(at, make(rows), number=len(rows), seed=seed))
     # What is padded to a random width is another row in a larger batch, and may be.
     samples = [
         torch.stack([pair[name] for pair in pairs])

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.factored import Dense, LookedUpRows, NormRule, PerSampleGradient, is_formed, outer_products
+from doppler_hf.privacy.clipping.factored import (
+    Dense,
+    LookedUpRows,
+    NormRule,
+    PerSampleGradient,
+    is_formed,
+    outer_products,
+    sum_of_products,
+    sum_over_time,
+)
 from doppler_hf.privacy.clipping.ghost_norm import Recent
 
 
@@ -104,7 +113,7 @@ class Book:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
         if len(left) > self.num_examples and is_formed(left, right, rule=self._norm_rule):
             # Of each row: to put the patches of images side by side would take longer than to add up their products.
-            self.note_rows(parameter, torch.bmm(in_float32(left).mT, in_float32(right)))
+            self.note(parameter, sum_of_products(left, right, num_examples=self.num_examples, shape=parameter.shape))
             return
         left, right = self._joined(left), self._joined(right)
         self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=self._norm_rule, recent=self._recent))
@@ -116,7 +125,7 @@ class Book:
     def note_sum(self, parameter: Float[Tensor, "*shape"] | None, terms: Float[Tensor, "rows time *shape"]) -> None:
         """Note a use whose gradient is the sum over time of `terms`, if the parameter is trained."""
         if parameter is not None and parameter.requires_grad:
-            self.note_rows(parameter, in_float32(terms).sum(dim=1))
+            self.note(parameter, sum_over_time(terms, num_examples=self.num_examples, shape=parameter.shape))
 
     def note_rows(self, parameter: Tensor, gradient: Float[Tensor, "rows ..."]) -> None:
         """Note the gradient of each row in full, as of a parameter's copies."""

@@ -13,13 +13,14 @@ tensors in float32 or better, so that no rounding in a lower precision upstream 
 come with bounds on their own rounding and on that of the sum of one example's terms, and are `raised` by a thousandth, in
 every form alike: which form is the cheapest depends on what the example is padded to, and so on others. Where a bound is
 larger, because terms cancel, or a square leaves the range of float32, norm and sum are computed again `in_float64`, whose
-precision and range suffice for all that factors in float32 can give.
+precision and range suffice for all that factors in float32 can give. Of what was added up before, in an order that padding
+may change, the examples whose terms cancel are kept in float64 from the start.
 """
 
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -50,6 +51,8 @@ MEMORY_SLACK = 1.0
 # many numbers, which stay in the cache.
 SUM_BLOCK = 256
 SUM_PIECE = 2**20
+# Terms cancel if their sizes are so many times that of their sum: the rounding of each is then 6e-5 of it.
+CANCELLING = 2.0**10
 # Numbers whose squares are added up in their own precision.
 RUN = 64
 
@@ -86,16 +89,12 @@ class PerSampleGradient(ABC):
         """Return ‖g_i‖ of every example; not finite if the range of the dtype is too small."""
 
     @abstractmethod
-    def each(self, change: Callable[[Tensor], Tensor]) -> "PerSampleGradient":
-        """Return the same form, of every tensor's image."""
-
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "PerSampleGradient":
         """Return the gradients of the examples that are kept."""
-        return self.each(operator.itemgetter(kept))
 
+    @abstractmethod
     def in_float64(self) -> "PerSampleGradient":
         """Return the same gradients, whose norms and sums are computed in float64."""
-        return self.each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
     @abstractmethod
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
@@ -113,19 +112,37 @@ class Dense(PerSampleGradient):
 
     Args:
         values: Shape (batch, *shape of the parameter).
+        cancelling: Of which examples float32 does not suffice, shape (batch,); by default of none.
+        precise: The values of these in float64, shape (cancelling, *shape).
     """
 
-    def __init__(self, values: Float[Tensor, "batch ..."]) -> None:
+    def __init__(
+        self,
+        values: Float[Tensor, "batch ..."],
+        *,
+        cancelling: Bool[Tensor, " batch"] | None = None,
+        precise: Float[Tensor, "cancelling ..."] | None = None,
+    ) -> None:
         self.values = values
-        self._norms = norms_in_full(values)  # at once, while the values are still in the cache
+        self.cancelling = values.new_zeros(len(values), dtype=torch.bool) if cancelling is None else cancelling
+        self._precise = values[:0].double() if precise is None else precise
+        norms = norms_in_full(values)  # at once, while the values are still in the cache
+        self._norms = norms._replace(errors=norms.errors.masked_fill(self.cancelling, math.inf))
 
     def norms(self) -> Norms:
-        """Return ‖g_i‖ of every example."""
+        """Return ‖g_i‖ of every example; the error is infinity if float32 does not suffice."""
         return self._norms
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Dense":
-        """Return the same form, of the values' image."""
-        return Dense(change(self.values))
+    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "Dense":
+        """Return the gradients of the examples that are kept."""
+        precise = self._precise[kept[self.cancelling]]
+        return Dense(self.values[kept], cancelling=self.cancelling[kept], precise=precise)
+
+    def in_float64(self) -> "Dense":
+        """Return the same gradients in float64."""
+        values = self.values.double()
+        values[self.cancelling] = self._precise
+        return Dense(values)
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + Σ w_i g_i (modified in place)."""
@@ -133,8 +150,24 @@ class Dense(PerSampleGradient):
         total.view(-1).addmv_(values.t(), weights.to(values.dtype), beta=beta)
 
 
+class Factored(PerSampleGradient):
+    """Per-sample gradients as tensors of which they are computed."""
+
+    @abstractmethod
+    def each(self, change: Callable[[Tensor], Tensor]) -> "PerSampleGradient":
+        """Return the same form, of every tensor's image."""
+
+    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "PerSampleGradient":
+        """Return the gradients of the examples that are kept."""
+        return self.each(operator.itemgetter(kept))
+
+    def in_float64(self) -> "PerSampleGradient":
+        """Return the same gradients, whose norms and sums are computed in float64."""
+        return self.each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
 @dataclass(frozen=True, eq=False)
-class OuterProducts(PerSampleGradient):
+class OuterProducts(Factored):
     """The gradient of a matrix that multiplies, kept as its inputs and the gradients of its outputs.
 
     Args:
@@ -187,10 +220,10 @@ class OuterProducts(PerSampleGradient):
 
     def densified(self, shape: torch.Size) -> Dense:
         """Return the same gradient with its matrix formed, for a parameter of this shape."""
-        return Dense(torch.bmm(in_float32(self.left).mT, in_float32(self.right)).view(len(self.left), *shape))
+        return sum_of_products(self.left, self.right, num_examples=len(self.left), shape=shape)
 
 
-class LookedUpRows(PerSampleGradient):
+class LookedUpRows(Factored):
     """The gradient of an embedding, kept as the rows that were looked up, each once for an example.
 
     Args:
@@ -231,15 +264,12 @@ class LookedUpRows(PerSampleGradient):
 
     def densified(self, shape: torch.Size) -> Dense:
         """Return the same gradient as one table per example, for a parameter of this shape."""
-        return self.added_to(self.values.new_zeros(len(self.values), *shape))
-
-    def added_to(self, tables: Float[Tensor, "batch rows dim"]) -> Dense:
-        """Return the same gradient on top of one table per example (modified in place)."""
+        tables = self.values.new_zeros(len(self.values), *shape)
         return Dense(tables.scatter_add_(1, self.ids.unsqueeze(-1).expand_as(self.values), self.values))
 
 
 @dataclass(frozen=True, eq=False)
-class Tied(PerSampleGradient):
+class Tied(Factored):
     """The gradient of a table that is looked up and also multiplies, such as a language model's embedding and head.
 
     Args:
@@ -326,18 +356,86 @@ def combined(uses: Iterable[PerSampleGradient], *, shape: torch.Size) -> PerSamp
         return uses[0]
     pairs = [(use.left, use.right) for use in uses if isinstance(use, OuterProducts)]
     looked_up = [(use.ids, use.values) for use in uses if isinstance(use, LookedUpRows)]
-    dense = [use.values for use in uses if isinstance(use, Dense)]
+    dense = [use for use in uses if isinstance(use, Dense)]
     rows = LookedUpRows(*joined(looked_up)) if looked_up else None
     if dense:
-        dense += [OuterProducts(*pair).densified(shape).values for pair in pairs]
-        # A new tensor: a gradient may be shared with another parameter.
-        total = sum(map(in_float32, dense[1:]), in_float32(dense[0]).clone())
-        return rows.added_to(total) if rows is not None else Dense(total)
+        dense += [OuterProducts(*pair).densified(shape) for pair in pairs]
+        return sum_in_full([*dense, rows.densified(shape)] if rows is not None else dense)
     if not pairs:
         assert rows is not None
         return rows
     factors = OuterProducts(*joined(pairs))
     return Tied(factors, rows) if rows is not None else factors
+
+
+def sum_of_products(
+    left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"], *, num_examples: int, shape: torch.Size
+) -> Dense:
+    """Return Σ_t l_t r_tᵀ of every example, formed, over all rows of it.
+
+    Args:
+        left: l.
+        right: r.
+        num_examples: Which have as many rows each, one after another.
+        shape: Shape of the parameter.
+    """
+    of_rows = torch.bmm(in_float32(left).mT, in_float32(right))
+    of_left, of_right = (torch.linalg.vector_norm(in_float32(factor), dim=2) for factor in (left, right))
+
+    def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept p q"]:
+        return torch.bmm(left[kept].double().mT, right[kept].double())
+
+    return _sum_of_rows(of_rows, of_left * of_right, again, num_examples=num_examples, shape=shape)
+
+
+def sum_over_time(terms: Float[Tensor, "rows time ..."], *, num_examples: int, shape: torch.Size) -> Dense:
+    """Return the sum over time and rows of every example; see `sum_of_products`."""
+    terms = in_float32(terms)
+    sizes = torch.linalg.vector_norm(terms.flatten(2), dim=2)
+
+    def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept ..."]:
+        return terms[kept].double().sum(dim=1)
+
+    return _sum_of_rows(terms.sum(dim=1), sizes, again, num_examples=num_examples, shape=shape)
+
+
+def _sum_of_rows(
+    of_rows: Float[Tensor, "rows ..."],
+    sizes: Float[Tensor, "rows time"],
+    again: Callable[[Bool[Tensor, " rows"]], Float[Tensor, "kept ..."]],
+    *,
+    num_examples: int,
+    shape: torch.Size,
+) -> Dense:
+    """Return the sums over the rows of every example, those of which most cancels in float64.
+
+    Args:
+        of_rows: Of each row, over time.
+        sizes: The norm of every term.
+        again: Returns `of_rows` of some rows in float64.
+        num_examples: Which have as many rows each, one after another.
+        shape: Shape of the parameter.
+    """
+    # Sensitivity: in what order terms are added depends on what the example is padded to, and so on others; where they
+    # cancel, its clipped gradient would depend on it too. In float64 it does so by less than 1e-9 of their sizes.
+    views = len(of_rows) // num_examples
+    found = Dense(of_rows.reshape(num_examples, views, *shape).sum(dim=1) if views > 1 else of_rows.reshape(-1, *shape))
+    cancelling = sizes.view(num_examples, -1).sum(dim=1) > CANCELLING * found.norms().values
+    if not cancelling.any():
+        return found
+    precise = again(cancelling.repeat_interleave(views)).reshape(-1, views, *shape).sum(dim=1)
+    return Dense(found.values, cancelling=cancelling, precise=precise)
+
+
+def sum_in_full(parts: Sequence[Dense]) -> Dense:
+    """Return the sum of gradients in full."""
+    # A new tensor: a gradient may be shared with another parameter.
+    total = sum((in_float32(part.values) for part in parts[1:]), in_float32(parts[0].values).clone())
+    cancelling = torch.stack([part.cancelling for part in parts]).any(dim=0)
+    if not cancelling.any():
+        return Dense(total)
+    precise = torch.stack([part.of_examples(cancelling).in_float64().values for part in parts]).sum(dim=0)
+    return Dense(total, cancelling=cancelling, precise=precise)
 
 
 def joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

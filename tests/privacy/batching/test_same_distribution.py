@@ -17,6 +17,11 @@ IMAGE = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
 MANY = 256
 
 
+def of_one(make):
+    """Batches of copies of one example alone."""
+    return {"make": lambda which: make(len(which)), "others": 0}
+
+
 def images(rows):
     return {"pixel_values": IMAGE + 0.02 * torch.rand(rows, 3, 16, 16), "labels": torch.zeros(rows, dtype=torch.long)}
 
@@ -84,7 +89,7 @@ FOUND += [(uncovered, name) for name in ("every second", "first", "last", "any o
 def test_rows_that_follow_their_places_or_number_are_found(change, name, monkeypatch):
     monkeypatch.setattr(same_distribution, "_FEWEST", MANY)
     with pytest.raises(ValueError, match="as likely whatever other examples are beside them"):
-        refuse_other_distribution(lambda rows: change(rows, CHOSEN[name](rows)))
+        refuse_other_distribution(**of_one(lambda rows: change(rows, CHOSEN[name](rows))))
 
 
 @pytest.mark.parametrize("change", [mirrored, relabelled])
@@ -92,7 +97,9 @@ def test_places_with_another_probability_are_found(change, monkeypatch):
     """Half of the rows at even places, and none of the others; twice as many batches, or it is a matter of luck."""
     monkeypatch.setattr(same_distribution, "_FEWEST", 2 * MANY)
     with pytest.raises(ValueError, match="as likely whatever"):
-        refuse_other_distribution(lambda rows: change(rows, (torch.arange(rows) % 2 == 0) & (torch.rand(rows) < 0.5)))
+        refuse_other_distribution(
+            **of_one(lambda rows: change(rows, (torch.arange(rows) % 2 == 0) & (torch.rand(rows) < 0.5)))
+        )
 
 
 def test_numbers_that_are_the_same_at_each_start_are_found():
@@ -103,7 +110,23 @@ def test_numbers_that_are_the_same_at_each_start_are_found():
         return masked(rows)
 
     with pytest.raises(ValueError, match="as likely whatever"):
-        refuse_other_distribution(seeding)
+        refuse_other_distribution(**of_one(seeding))
+
+
+def of_the_row_before(which, share):
+    """Rows of which some tokens are those of the row before, which differ from one example to another."""
+    tokens = TOKENS + torch.tensor(which)[:, None]
+    shown = (torch.rand(tokens.shape) < share) & (torch.arange(len(which)) > 0)[:, None]
+    return {"input_ids": torch.where(shown, tokens.roll(1, 0), tokens)}
+
+
+@pytest.mark.parametrize("others", [1, 5])
+def test_rows_that_show_what_is_beside_them_are_found(others, monkeypatch):
+    """Copies of one example alone do not show it."""
+    monkeypatch.setattr(same_distribution, "_FEWEST", MANY)
+    assert not all(is_other_beside_others(lambda which: of_the_row_before(which, 0.05), others=0) for _ in range(3))
+    with pytest.raises(ValueError, match="as likely whatever"):
+        refuse_other_distribution(lambda which: of_the_row_before(which, 0.05), others=others)
 
 
 def moved(rows):
@@ -169,7 +192,7 @@ OF_EACH_ROW = {
 def test_a_look_finds_no_more_than_by_chance_where_rows_are_their_own(name, monkeypatch):
     monkeypatch.setattr(same_distribution, "_FEWEST", 16)
     # One look in a hundred may; eight of sixty with probability 3e-7.
-    assert sum(is_other_beside_others(OF_EACH_ROW[name]) for _ in range(60)) < 8
+    assert sum(is_other_beside_others(**of_one(OF_EACH_ROW[name])) for _ in range(60)) < 8
     assert not is_order_drawn(OF_EACH_ROW[name])
 
 
