@@ -254,7 +254,7 @@ class PrivateRun:
         assert statement.noise_source == self.mechanism.describe()
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
         ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
-        remaining = statement.steps_planned - step
+        remaining = max(0, statement.steps_planned - step)
         affordable = ledger.affordable_steps(remaining)
         if remaining > 0 and affordable == 0:
             raise budget_spent(ledger.epsilon(), self._args)

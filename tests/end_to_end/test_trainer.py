@@ -361,13 +361,13 @@ def test_steps_undone_by_a_crash_count_and_the_run_stops_within_its_budget(tmp_p
     assert resumed.state.global_step < 8
 
 
-@pytest.mark.parametrize("max_steps", [3, 4])
-def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, max_steps):
-    """As by a job that is started again: at the end of an epoch, of three steps, and inside one."""
-    options = dict(max_steps=max_steps, save_strategy="steps", save_steps=1, logging_strategy="epoch")
-    finished = trainer_of(tmp_path, **options)
+@pytest.mark.parametrize(("max_steps", "steps_again"), [(3, 3), (4, 4), (4, 2)])
+def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, max_steps, steps_again):
+    """As by a job that is started again: at the end of an epoch, of three steps, inside one, and with fewer steps."""
+    options = dict(save_strategy="steps", save_steps=1, logging_strategy="epoch", noise_multiplier=None, target_epsilon=3.0)
+    finished = trainer_of(tmp_path, max_steps=max_steps, **options)
     finished.train()
-    again = trainer_of(tmp_path, **options)
+    again = trainer_of(tmp_path, max_steps=steps_again, **options)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == max_steps
     assert again.privacy.epsilon() == finished.privacy.epsilon()
