@@ -84,7 +84,11 @@ STUDIES: Final[Mapping[str, Study]] = {
         SHAPES,
         ("digits", "mnist", "mnist-perceptron", "sst2-words", "sst2", "sst2-full", "qnli"),
     ),
-    "peers": Study("Which method trains best, each at its best learning rate?", PEERS, ("sst2", "qnli")),
+    "peers": Study(
+        "Which method trains best, each at its best learning rate?",
+        PEERS,
+        ("mnist", "mnist-perceptron", "sst2-words", "sst2", "qnli"),
+    ),
     "floor": Study(
         "How small may AdamBC's corrected second moment become, in units of the noise's variance?",
         {f"{fraction:g}": shaped("momentum", "white", floor_fraction=fraction) for fraction in FLOORS},

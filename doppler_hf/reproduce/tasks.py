@@ -17,11 +17,13 @@ class Task:
         load: Loads the data.
         trained: Which weights are trained.
         settings: Arguments of `DopplerTrainer`: B, T, C.
+        is_pretrained: Whether the network is, so that methods that freeze most of it make sense.
     """
 
     load: Loader
     trained: Trained
     settings: Mapping[str, Any]
+    is_pretrained: bool = False
 
 
 def _settings(batch_size: int, steps: int, max_grad_norm: float, **more: Any) -> dict[str, Any]:
@@ -41,8 +43,8 @@ SMALL: Final[Mapping[str, Task]] = {
     "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(500, 200, 1.0)),
     "mnist-perceptron": Task(images("mnist", perceptron, held_out=5000), "all", _settings(1000, 300, 1.0)),
     "sst2-words": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(1000, 200, 0.3)),
-    "sst2": Task(sentences("sst2", layers=1, held_out=2000), "lora", TEXT),
-    "sst2-full": Task(sentences("sst2", layers=1, held_out=2000), "all", TEXT),
-    "qnli": Task(sentences("qnli", layers=1, held_out=1000), "lora", TEXT),
+    "sst2": Task(sentences("sst2", layers=1, held_out=2000), "lora", TEXT, is_pretrained=True),
+    "sst2-full": Task(sentences("sst2", layers=1, held_out=2000), "all", TEXT, is_pretrained=True),
+    "qnli": Task(sentences("qnli", layers=1, held_out=1000), "lora", TEXT, is_pretrained=True),
 }
 """Name → task, for two cores."""

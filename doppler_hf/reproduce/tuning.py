@@ -23,6 +23,8 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # Where the search for a learning rate begins.
 FIRST_RATES: Final[Mapping[str, float]] = {"sgd": 2.0, "adam": 4e-3, "adam_bc": 4e-3}
+# From three rates at which nothing is learnt to the next three, and how often.
+_LEAP, _MOST_LEAPS = 8, 3
 DEFAULT_BASE: Final = DopplerTrainingArguments.base_optimizer
 
 
@@ -47,11 +49,12 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
         task, centres = tasks[name], dict(FIRST_RATES)
         data = task.load(sources)
         log = Log(path, functools.partial(train, data=data))
-        left = len(study.epsilons) * len(study.methods)
+        methods = {label: method for label, method in study.methods.items() if task.is_pretrained or method.trained is None}
+        left = len(study.epsilons) * len(methods)
         took: list[float] = []
         for epsilon in study.epsilons:
             lines = []
-            for label, method in study.methods.items():
+            for label, method in methods.items():
                 say(f"{name}, ε = {epsilon:g}: {label}")
                 begun, held = time.perf_counter(), len(log)
                 run_of = functools.partial(Run.of, name, task, data, method, epsilon)
@@ -98,13 +101,20 @@ def best_on_grid(score: Callable[[float], float], *, centre: float) -> float:
 
     Args:
         score: Value → score, the more the better. It is called again for the same values.
-        centre: The one between.
+        centre: The one between. Where all three have the same score, nothing is learnt, as at a rate that is far too small:
+            larger ones are tried, to 512 times this one.
     """
-    values = [centre / 2, centre, 2 * centre]
+    starts = [around(centre * _LEAP**leap) for leap in range(_MOST_LEAPS + 1)]
+    values = next((values for values in starts if len(set(map(score, values))) > 1), starts[0])
     while True:
         scores = np.array([score(value) for value in values])
         ties = np.flatnonzero(scores == scores.max())
-        best = int(ties[len(ties) // 2])  # where nothing is learnt, all are equal
+        best = int(ties[len(ties) // 2])
         if 0 < best < len(values) - 1:
             return values[best]
         values = [values[0] / 2, *values] if best == 0 else [*values, 2 * values[-1]]
+
+
+def around(centre: float) -> list[float]:
+    """Return three values a factor 2 apart."""
+    return [centre / 2, centre, 2 * centre]

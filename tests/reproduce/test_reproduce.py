@@ -331,5 +331,13 @@ def test_a_study_that_there_is_not_is_named(capsys):
     assert f"NAME must be one of {', '.join(STUDIES)}, got 'everything'." in capsys.readouterr().err
 
 
-def test_where_nothing_is_learnt_the_grid_is_not_widened():
+def test_where_nothing_is_learnt_at_any_rate_the_first_is_kept():
     assert best_on_grid(lambda value: 0.5, centre=1.0) == 1.0
+
+
+@pytest.mark.parametrize("learns_from", [3.0, 100.0])
+def test_rates_at_which_nothing_is_learnt_are_not_taken_for_the_best(learns_from):
+    """Of three that are far too small all scores are that of the largest class."""
+    assert best_on_grid(lambda rate: 0.5 + (rate >= learns_from) / rate, centre=0.5) == min(
+        rate for rate in 0.5 * 2.0 ** np.arange(12) if rate >= learns_from
+    )
