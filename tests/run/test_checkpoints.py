@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_pat
 
 
 def test_auto_keeps_the_filter_of_a_checkpoint_whatever_it_would_choose(tmp_path):
-    """For 400 steps another order is chosen than for 4, and for 60 the same order with other coefficients."""
+    """For 400 steps momentum is chosen and for 4 nothing; for 404 and 800 momentum of other coefficients."""
     options = dict(low_pass_filter="auto", noise_shape="banded:bands=2", save_strategy="steps", save_steps=4)
     for steps, chosen, others in ((400, "momentum", (404, 800, 5)), (4, "none", (400,))):
         folder = tmp_path / str(steps)

@@ -29,6 +29,13 @@ def listed(names: Iterable[str]) -> str:
     )
 
 
+def named(layers: Mapping[str, nn.Module], one: str, several: str) -> str:
+    """Return layers with their kinds, and a verb in its number."""
+    kinds = ", ".join(sorted({type(module).__name__ for module in layers.values()}))
+    noun, verb = ("layer", one) if len(layers) == 1 else ("layers", several)
+    return f"{noun} {listed(layers)} ({kinds}) {verb}"
+
+
 def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the trainable parameters that the module itself owns, those in its dictionaries and lists too.
 
@@ -66,9 +73,10 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
 def refuse_layers(model: nn.Module) -> None:
     """Refuse layers that mix examples, write values that no noise covers, are compiled, or have no per-sample gradients."""
     owners: dict[nn.Module, str] = {}
+    mixing: dict[str, nn.Module] = {}
+    rewriting: dict[str, nn.Module] = {}
     without: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        kind = type(module).__name__
         for child_name, child in module.named_children():
             held = [key for key, parameter in child.named_parameters(recurse=False) if parameter.requires_grad]
             # A use in a layer within another one that owns it too would be noted for both.
@@ -84,23 +92,26 @@ def refuse_layers(model: nn.Module) -> None:
             )
         # Frozen or not: in training mode such a layer normalizes one example by the others, or stores their statistics.
         if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):
-            raise ValueError(
-                f"The layer {name!r} ({kind}) mixes the examples of a batch, so that clipping bounds nothing. Replace it "
-                f"by GroupNorm or LayerNorm: {_REPLACE}."
-            )
+            mixing[name] = module
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            raise ValueError(
-                f"The layer {name!r} ({kind}) has max_norm={module.max_norm}, which rewrites the rows that a batch looks "
-                "up, without clipping or noise. Set max_norm to None."
-            )
+            rewriting[name] = module
         if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             without[name] = module
+    if mixing:
+        raise ValueError(
+            f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so that clipping bounds nothing. Replace "
+            f"{'it' if len(mixing) == 1 else 'them'} by GroupNorm or LayerNorm: {_REPLACE}."
+        )
+    if rewriting:
+        raise ValueError(
+            f"The {named(rewriting, 'has', 'have')} max_norm, by which the rows that a batch looks up are rewritten, "
+            "without clipping or noise. Set max_norm to None."
+        )
     if without:
-        kinds = ", ".join(sorted({type(module).__name__ for module in without.values()}))
         # Opacus's recurrent layers name their weights twice, which transformers does not save.
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in without.values())
-        layers, have, them = ("layer", "has", "it") if len(without) == 1 else ("layers", "have", "them")
+        them = "it" if len(without) == 1 else "them"
         raise ValueError(
-            f"The {layers} {listed(without)} ({kinds}) {have} no per-sample gradients. Freeze {them} with "
+            f"The {named(without, 'has', 'have')} no per-sample gradients. Freeze {them} with "
             f"requires_grad_(False){'' if is_recurrent else f', or replace {them}: {_REPLACE}'}."
         )

@@ -274,6 +274,7 @@ def test_batch_norm_is_refused_even_frozen():
     refused(model, r"'1' \(BatchNorm1d\) mixes the examples .* GroupNorm")
     model[1].requires_grad_(False)
     refused(model, "BatchNorm1d")
+    refused(nn.Sequential(*model, nn.BatchNorm1d(3)), r"The layers '\*' \(2 of them\) \(BatchNorm1d\) mix the examples")
 
 
 def test_all_layers_that_are_to_be_frozen_are_named_at_once():
@@ -286,7 +287,8 @@ def test_all_layers_that_are_to_be_frozen_are_named_at_once():
 
 
 def test_an_embedding_that_renormalizes_is_refused():
-    refused(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)), "max_norm=1.0, which rewrites the rows")
+    tables = nn.Embedding(5, 3, max_norm=1.0), nn.Embedding(5, 3, max_norm=2.0)
+    refused(nn.Sequential(*tables), r"The layers '\*' \(2 of them\) \(Embedding\) have max_norm, .* Set max_norm to None")
 
 
 def test_a_parameter_used_outside_its_module_is_refused():
