@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from transformers import HfArgumentParser
 
@@ -91,6 +91,7 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
         recipe = Path(flags.pop(0))
         scalars, structured = read_recipe(recipe)
         _refuse([name for name in (*scalars, *structured) if name not in fields], fields, where=f"The recipe {recipe}")
+        _refuse_null([name for name, value in structured.items() if value is None], dataclass_types, recipe=recipe)
         parser.set_defaults(**structured)
         flags = [f"--{name}={value}" for name, value in scalars.items()] + flags
 
@@ -100,6 +101,16 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
     _refuse(names or unknown, fields, where="The command line")
     return tuple(parser.parse_args_into_dataclasses(flags, look_for_args_file=False))
+
+
+def _refuse_null(names: Sequence[str], dataclass_types: Sequence[type], *, recipe: Path) -> None:
+    """Refuse fields without a value that must have one; the host would compare it with a number."""
+    kinds = {name: kind for types in dataclass_types for name, kind in get_type_hints(types).items()}
+    for name in names:
+        # `Any`, of fields that take several forms, has no parts.
+        if kinds[name] is not Any and type(None) not in get_args(kinds[name]):
+            kind = getattr(kinds[name], "__name__", kinds[name])
+            raise ValueError(f"{name} in the recipe {recipe} must be a value of type {kind}, got null. Leave it out.")
 
 
 def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

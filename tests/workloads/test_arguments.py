@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from doppler_hf import DopplerTrainingArguments
 from doppler_hf.workloads.arguments import one_line_errors, parse_args, read_recipe
 
 
@@ -118,6 +119,14 @@ def test_a_word_for_no_value_is_refused_with_the_right_one(tmp_path, word):
     path.write_text(f"learning_rate: {word}\n")
     with pytest.raises(ValueError, match=r"^learning_rate in the recipe .* must be null, without quotes, .* Write null, or"):
         read_recipe(path)
+
+
+def test_no_value_is_refused_where_one_must_be(tmp_path):
+    """The host would compare it with a number, and end in a traceback."""
+    with pytest.raises(
+        ValueError, match=r"^logging_steps in the recipe .* must be a value of type float, got null\. Leave it"
+    ):
+        parse_args(DopplerTrainingArguments, argv=[recipe(tmp_path, "logging_steps: null\n")])
 
 
 def test_empty_and_missing_recipes(tmp_path):
