@@ -11,6 +11,7 @@ outside its layer.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +23,13 @@ from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient, combined
 from doppler_hf.privacy.clipping.host_layers import (
     has_prompt,
-    has_relative_bias,
     has_windows,
     host_rules,
+    in_rows,
+    layers_of_tokens,
     prompt,
     relative_bias,
-    windowed,
+    relative_bias_method,
 )
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
@@ -59,14 +61,13 @@ class BookKeepingEngine:
         self._has_choices = has_choices(without_adapters(model))
         rules = RULES | host_rules()
         for name, module in model.named_modules():
-            if has_relative_bias(module):
-                self._replace(
-                    module, "compute_bias", functools.partial(relative_bias, self._book, name, module, module.compute_bias)
-                )
+            if (method := relative_bias_method(module)) is not None:
+                compute = getattr(module, method)
+                self._replace(module, method, functools.partial(relative_bias, self._book, name, module, compute))
             if has_prompt(module):
                 self._replace(module, "get_prompt", functools.partial(prompt, self._book, module.get_prompt))
             if has_windows(module):
-                self._replace(module, "forward", functools.partial(windowed, self._book, module.forward))
+                self._replace(module, "forward", functools.partial(in_rows, self._book, module.forward))
             if not trainable_of(module):
                 continue
             rule = rule_for(module, rules) if by_rules else None
@@ -75,6 +76,9 @@ class BookKeepingEngine:
                 self._without_rule[name] = LayerWithoutRule(name, module, self._book, sampler=sampler)
             watched = self._without_rule[name] if rule is None else functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
+        # Around the stand-ins of these layers, or of their adapters.
+        for layer in itertools.chain.from_iterable(map(layers_of_tokens, model.modules())):
+            self._replace(layer, "forward", functools.partial(in_rows, self._book, layer.forward))
         self._replace(model, "forward", functools.partial(self._forward, model.forward))
 
     @property

@@ -14,6 +14,10 @@ from doppler_hf.privacy.clipping.book import Book, output_per_example
 from doppler_hf.privacy.clipping.refused_layers import substituted
 from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
 
+# Methods that compute a position bias from a trained table: of T5's attention and its like, and of MPNet's encoder.
+_POSITION_BIASES = ("compute_bias", "compute_position_bias")
+# Layers whose inputs are the tokens of all examples, one after another.
+_OF_TOKENS = {("transformers.models.opt.modeling_opt", "OPTDecoderLayer"): ("fc1", "fc2", "final_layer_norm")}
 _OF_WINDOWS = {
     ("transformers.models.swin.modeling_swin", "SwinAttention"),
     ("transformers.models.swinv2.modeling_swinv2", "Swinv2Attention"),
@@ -59,16 +63,18 @@ def host_rules() -> dict[Callable[..., Any], Rule]:
     return rules
 
 
-def has_relative_bias(module: nn.Module) -> bool:
-    """Return whether a module computes its position bias from a trained table, as T5's attention does."""
+def relative_bias_method(module: nn.Module) -> str | None:
+    """Return the method by which a module computes its position bias from a trained table, as T5's attention does."""
     table = module._modules.get("relative_attention_bias")
-    return isinstance(table, nn.Embedding) and table.weight.requires_grad and hasattr(module, "compute_bias")
+    if not isinstance(table, nn.Embedding) or not table.weight.requires_grad:
+        return None
+    return next((name for name in _POSITION_BIASES if hasattr(module, name)), None)
 
 
 def relative_bias(
     book: Book, name: str, module: Any, compute_bias: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Float[Tensor, "rows heads queries keys"]:
-    """Return the bias of shape (1, heads, length, length), once for each example.
+    """Return the bias of shape (1, heads, length, length), or as often as there are examples, once for each example.
 
     The look-up inside has no batch dimension, and its first dimension may equal the batch size by chance.
     """
@@ -78,7 +84,7 @@ def relative_bias(
 
     def bias_of(parameters: Mapping[str, Tensor]) -> Float[Tensor, "1 heads queries keys"]:
         with book.unwatched(), substituted(table, parameters):
-            return compute_bias(*args, **kwargs)
+            return compute_bias(*args, **kwargs)[:1]
 
     book.repeated.append(name)
     return output_per_example(book, {"weight": table.weight}, bias_of)
@@ -108,8 +114,14 @@ def has_windows(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) in _OF_WINDOWS
 
 
-def windowed(book: Book, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute attention within windows, shape (batch · windows, places, dim), those of an example one after another."""
+def layers_of_tokens(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of a module whose input is the tokens of all examples, shape (batch · length, dim)."""
+    names = _OF_TOKENS.get((type(module).__module__, type(module).__name__), ())
+    return [module.get_submodule(name) for name in names]
+
+
+def in_rows(book: Book, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute a part whose input has several rows for each example, one after another: windows, or tokens."""
     before, book.batch_size = book.batch_size, len(hidden_states)
     try:
         return forward(hidden_states, *args, **kwargs)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertForSequenceClassification
 
@@ -79,6 +80,23 @@ def test_every_clipping(name, clipping, granularity, norm_rule):
 def test_every_norm_rule(name, norm_rule, checkpointing):
     model = build(name, checkpointing=checkpointing)
     assert_matches(model, on_batch(model), reference(name), norm_rule=norm_rule)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING[1:])
+def test_dropout_beside_a_position_bias_is_the_same_with_checkpointing(checkpointing):
+    """Its gradient is mapped over examples, within which nothing random can be computed again."""
+    sums = []
+    for choice in ("off", checkpointing):
+        model = build("t5-lm", checkpointing=choice)
+        for module in model.modules():
+            if hasattr(module, "dropout"):
+                module.dropout = nn.Dropout(0.2) if isinstance(module.dropout, nn.Module) else 0.2
+        losses = on_batch(model)
+        torch.manual_seed(0)
+        with book_keeping(model) as clipped:
+            clipped.backward(losses(torch.arange(BATCH)))
+            sums.append(clipped.sums)
+    assert_same_sums(sums[1], sums[0])
 
 
 @pytest.mark.parametrize("norm_rule", ["ghost", "direct"])

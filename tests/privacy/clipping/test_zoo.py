@@ -77,6 +77,9 @@ RIGHT = {
     "phi": (host.PhiForCausalLM, host.PhiConfig, DECODER),
     "gpt-neox": (host.GPTNeoXForCausalLM, host.GPTNeoXConfig, DECODER),
     "bloom": (host.BloomForCausalLM, host.BloomConfig, DECODER | dict(n_layer=1, n_head=2)),
+    "opt": (host.OPTForCausalLM, host.OPTConfig, DECODER | OPT),
+    "opt with norms behind": (host.OPTForCausalLM, host.OPTConfig, DECODER | OPT | dict(do_layer_norm_before=False)),
+    "mpnet": (host.MPNetForSequenceClassification, host.MPNetConfig, TEXT | EAGER | dict(pad_token_id=1)),
     "deit": (host.DeiTForImageClassification, host.DeiTConfig, IMAGE),
     "dinov2": (host.Dinov2ForImageClassification, host.Dinov2Config, IMAGE | dict(layerscale_value=0.5)),
     "convnext": (host.ConvNextForImageClassification, host.ConvNextConfig, CONVNEXT | dict(layer_scale_init_value=0.5)),
@@ -86,13 +89,11 @@ RIGHT = {
     "swin of one window": (host.SwinForImageClassification, host.SwinConfig, SWIN | dict(patch_size=2)),
 }
 RIGHT_OR_REFUSED = {
-    "mpnet": (host.MPNetForSequenceClassification, host.MPNetConfig, TEXT | EAGER | dict(pad_token_id=1)),
     "deberta-v2": (host.DebertaV2ForSequenceClassification, host.DebertaV2Config, TEXT | EAGER | DEBERTA),
     "xlnet": (host.XLNetForSequenceClassification, host.XLNetConfig, XLNET),
     "funnel": (host.FunnelForSequenceClassification, host.FunnelConfig, FUNNEL),
     "bart": (host.BartForConditionalGeneration, host.BartConfig, BART),
     "blenderbot": (host.BlenderbotForConditionalGeneration, host.BlenderbotConfig, BART),
-    "opt": (host.OPTForCausalLM, host.OPTConfig, DECODER | OPT),
     "beit": (host.BeitForImageClassification, host.BeitConfig, IMAGE | dict(use_relative_position_bias=True)),
     "swinv2": (host.Swinv2ForImageClassification, host.Swinv2Config, SWIN | EAGER | dict(patch_size=1)),
     "donut": (host.DonutSwinForImageClassification, host.DonutSwinConfig, SWIN | EAGER | dict(patch_size=1)),
@@ -104,7 +105,14 @@ NO_BARE_PARAMETERS = {  # What these are refused for is frozen here, which must 
     "swinv2": ("continuous_position_bias_mlp", "logit_scale"),
     "donut": ("relative_position_bias_table",),
 }
+
+
+def opt_lm():
+    return host.OPTForCausalLM(host.OPTConfig(**DECODER | OPT))
+
+
 QUERIES = dict(target_modules=["query", "value"])
+OF_TOKENS = dict(target_modules=["q_proj", "fc1", "fc2"])
 TOKENS = dict(target_modules=["query", "word_embeddings"])
 PROMPT = dict(task_type="CAUSAL_LM", num_virtual_tokens=4)
 ADAPTERS_RIGHT = {
@@ -121,6 +129,9 @@ ADAPTERS_RIGHT = {
     "prompt of an encoder": (roberta, peft.PromptTuningConfig(**PROMPT | dict(task_type="SEQ_CLS"))),
     "prompt of an encoder-decoder": (t5_lm, peft.PromptTuningConfig(**PROMPT | dict(task_type="SEQ_2_SEQ_LM"))),
     "p-tuning": (gpt2_lm, peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=8)),
+    "lora of opt": (opt_lm, peft.LoraConfig(r=4, **OF_TOKENS)),
+    "dora of opt": (opt_lm, peft.LoraConfig(r=4, use_dora=True, **OF_TOKENS)),
+    "ia3 of opt": (opt_lm, peft.IA3Config(feedforward_modules=["fc2"], **OF_TOKENS)),
     "ia3": (roberta, peft.IA3Config(feedforward_modules=["value"], **QUERIES)),
     "vera": (roberta, peft.VeraConfig(r=4, **QUERIES)),
     "adalora": (roberta, peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, **QUERIES)),
