@@ -50,7 +50,10 @@ MAY_IMPORT = {
         "trainer training_args run.choices run.parameters workloads.data_sources workloads.hub workloads.mean_pooling",
         f"{ARRAYS} torch transformers datasets peft sklearn",
     ),
-    "cli": ("extras filters privacy training_args trainer audit workloads reports reproduce", "rich numpy filelock"),
+    "cli": (
+        "extras filters privacy training_args trainer run.checkpoints audit workloads reports reproduce",
+        "rich numpy filelock",
+    ),
     "__main__": ("cli", ""),
     "__init__": ("trainer training_args run", ""),
 }

@@ -3,4 +3,5 @@
 - planned_runs: what a run would cost, and its alternatives
 - noise_shapes: what a shape of the noise buys at equal ε
 - plots: every picture that the project draws
+- run_report: one page of a run, from what it has published
 """

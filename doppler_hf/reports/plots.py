@@ -1,5 +1,6 @@
 """Pictures of runs and filters. Matplotlib is imported when one is drawn; pyplot, whose state is the notebook's, never."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,9 @@ from doppler_hf.filters import (
 from doppler_hf.reports.planned_runs import PlannedRun
 
 PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
+# Of what the host logs: quantities of the training, and of evaluations all but how long they took.
+_SHOWN: Final = ("loss", "learning_rate", "grad_norm")
+_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon")
 
 
 def check_picture(path: Path) -> None:
@@ -109,6 +113,57 @@ def plot_planned_runs(
     panels[0].legend(title="epochs")
     figure.suptitle(title)
     _write(figure, path)
+
+
+def draw_run(
+    logs: Sequence[Mapping[str, Any]], epsilons: Sequence[tuple[int, float]], *, target_epsilon: float | None
+) -> str:
+    """Draw what a run has logged and ε over its steps, a panel for each quantity that has several values.
+
+    Args:
+        logs: The entries of the log, each with its `step`.
+        epsilons: Pairs of a step and ε so far.
+        target_epsilon: A line, if there is a target.
+
+    Returns:
+        The picture as SVG; nothing where there is nothing to draw.
+    """
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for entry in logs:
+        for name, value in entry.items():
+            if name in _SHOWN or (name.startswith("eval_") and not name.endswith(_NOT_SHOWN)):
+                curves.setdefault(name, []).append((entry["step"], value))
+    shown = {name: points for name, points in {"ε": epsilons, **curves}.items() if len(points) > 1}
+    if not shown:
+        return ""
+    columns = 3
+    lines = -(-len(shown) // columns)
+    figure = _new_figure(3.4 * columns, 2.6 * lines)
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for panel, (name, points) in zip(panels, shown.items(), strict=False):
+        panel.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1.2)
+        panel.set(title=name, xlabel="step")
+    if target_epsilon is not None and "ε" in shown:
+        panels[0].axhline(target_epsilon, color="black", linewidth=0.8, linestyle="--")
+    for panel in panels[len(shown) :]:
+        panel.remove()
+    return _svg(figure)
+
+
+def draw_noise_over_frequency(shape: NoiseShape, low_pass_filter: LowPassFilter | None) -> str:
+    """Draw the spectrum of the noise, white noise of the same σ, and the gain of the filter, and return it as SVG."""
+    frequencies = np.geomspace(1e-3, 1, 1000)
+    figure = _new_figure(6.8, 3.0)
+    axes = figure.subplots()
+    axes.loglog(frequencies, NoiseShape().spectrum(frequencies), "--", color="grey", label="white noise of the same σ")
+    axes.loglog(frequencies, shape.spectrum(frequencies), color="black", label="the noise")
+    if low_pass_filter is not None:
+        power = np.abs(frequency_response(low_pass_filter, frequencies)) ** 2
+        axes.loglog(frequencies, power, ":", color="C0", label="|H|² of the filter")
+        axes.loglog(frequencies, power * shape.spectrum(frequencies), color="C3", label="what the optimizer sees of it")
+    axes.set(xlabel="frequency (fraction of Nyquist)", ylabel="power density", ylim=(1e-3, None))
+    axes.legend(fontsize="small")
+    return _svg(figure)
 
 
 def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None:
@@ -274,6 +329,18 @@ def _new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def _svg(figure: Any) -> str:
+    """Return a figure as an element of HTML, whose text is text."""
+    from matplotlib import rc_context
+
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "doppler_hf"}):
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()[written.getvalue().index("<svg") :]
 
 
 def _write(figure: Any, path: str | Path) -> None:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.ledger.terms import terms_in_words
+from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -19,22 +19,14 @@ def privacy_section(ledger: PrivacyLedger) -> str:
     Example:
         >>> print(privacy_section(PrivacyLedger.load("out")))
     """
-    statement = ledger.statement
-    if ledger.private:
-        claim = (
-            f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
-            f"{statement.unit_of_privacy}, by the {statement.accountant} accountant."
-        )
-    else:
-        claim = "**Not differentially private**: there was no noise, or noise or draws can be reproduced."
     lines = [
         "## Differential privacy",
         "",
-        claim,
+        claim_in_words(ledger).replace("Not differentially private", "**Not differentially private**"),
         "",
         "| | |",
         "|---|---|",
-        *("| {} | {} |".format(name, value.replace("|", "\\|")) for name, value in _rows(ledger)),
+        *("| {} | {} |".format(name, value.replace("|", "\\|")) for name, value in account_in_words(ledger)),
         "",
         "Not covered by ε:",
         "",
@@ -45,17 +37,6 @@ def privacy_section(ledger: PrivacyLedger) -> str:
         f"    {ledger.head}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
-    last = ledger.runs[-1]
-    exact = "" if last.is_closed else ", counted ahead: the training is not closed"
-    return [
-        *terms_in_words(ledger),
-        *((f"ε by {name}", f"{epsilon:.4g}") for name, epsilon in ledger.epsilons().items()),
-        ("steps", f"{ledger.steps_run:,} run, {ledger.statement.steps_planned:,} planned{exact}"),
-        ("software", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
-    ]
 
 
 def complete_card(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient, combined
 from doppler_hf.privacy.clipping.host_layers import (
+    checkpointing,
     has_prompt,
     has_windows,
     host_rules,
@@ -30,6 +31,7 @@ from doppler_hf.privacy.clipping.host_layers import (
     prompt,
     relative_bias,
     relative_bias_method,
+    without_checkpointing,
 )
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
@@ -73,8 +75,12 @@ class BookKeepingEngine:
             rule = rule_for(module, rules) if by_rules else None
             if rule is None:
                 sampler = sampler_for(module, by_rules=by_rules)
-                self._without_rule[name] = LayerWithoutRule(name, module, self._book, sampler=sampler)
-            watched = self._without_rule[name] if rule is None else functools.partial(self._apply, rule, name, module)
+                forward = without_checkpointing(module)
+                other = LayerWithoutRule(name, module, self._book, forward=forward or module.forward, sampler=sampler)
+                self._without_rule[name] = other
+                watched = other if forward is None else functools.partial(checkpointing, module, other)
+            else:
+                watched = functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
         # Around the stand-ins of these layers, or of their adapters.
         for layer in itertools.chain.from_iterable(map(layers_of_tokens, model.modules())):

@@ -1,5 +1,6 @@
 """Rules for layers of transformers and PEFT: GPT-2's `Conv1D`, T5's position bias, DoRA's magnitude, prompts, windows."""
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from doppler_hf.privacy.clipping.book import Book, output_per_example
@@ -88,6 +90,23 @@ def relative_bias(
 
     book.repeated.append(name)
     return output_per_example(book, {"weight": table.weight}, bias_of)
+
+
+def without_checkpointing(module: Any) -> Callable[..., Any] | None:
+    """Return a layer's forward without the checkpointing around it, as transformers 5.23 and newer wrap it, or None."""
+    forward = type(module).forward
+    is_wrapped = isinstance(module, GradientCheckpointingLayer) and "checkpointing" in forward.__code__.co_name
+    return functools.partial(forward.__wrapped__, module) if is_wrapped else None
+
+
+def checkpointing(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a stand-in that was made of `without_checkpointing`, with checkpointing around it if the layer has that.
+
+    Within, what stands in for the layer's parameters would be missing when the layer is computed again.
+    """
+    if module.gradient_checkpointing and module.training:
+        return module._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
+    return forward(*args, **kwargs)
 
 
 def has_prompt(module: nn.Module) -> bool:

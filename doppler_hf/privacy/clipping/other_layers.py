@@ -35,6 +35,7 @@ class LayerWithoutRule:
         name: The layer's name, for messages.
         module: The layer, for whose own trainable parameters gradients are noted.
         book: The notes, to which the gradients are added.
+        forward: What the layer computes.
         sampler: Opacus's function for this layer, if it is to be used.
 
     Attributes:
@@ -42,9 +43,16 @@ class LayerWithoutRule:
         fallback: How the gradient is computed, and its cost; "" before the first call.
     """
 
-    def __init__(self, name: str, module: nn.Module, book: Book, *, sampler: Callable[..., Any] | None) -> None:
-        self._name, self._module, self.book, self._sampler = name, module, book, sampler
-        self._forward = module.forward
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        book: Book,
+        *,
+        forward: Callable[..., Any],
+        sampler: Callable[..., Any] | None,
+    ) -> None:
+        self._name, self._module, self.book, self._forward, self._sampler = name, module, book, forward, sampler
         # By the dimensions of the inputs: one layer may be called with tokens and with their mean.
         self._copy_shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]] | None] = {}
         self._unbatched: set[tuple[int, ...]] = set()

@@ -124,11 +124,11 @@ class LedgerRecord:
         self.entries.append(entry)
 
     def history(self, steps_run: int) -> list[Releases]:
-        """Return what was released, by mechanism, with `steps_run` as the count after the last run."""
-        counts = [run.steps_counted for run in self.runs[:-1]] + [steps_run]
+        """Return what was released, by mechanism, by the first `steps_run` steps of all runs."""
+        counts = [min(run.steps_counted, steps_run) for run in self.runs[:-1]] + [steps_run]
         history: list[Releases] = []
         for run, counted in zip(self.runs, counts, strict=True):
-            releases = run.statement.releases(counted - run.steps_before)
+            releases = run.statement.releases(max(0, counted - run.steps_before))
             if history and history[-1][:2] == releases[:2]:
                 history[-1] = releases._replace(steps=history[-1].steps + releases.steps)
             elif releases.steps > 0:

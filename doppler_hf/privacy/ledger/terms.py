@@ -1,4 +1,4 @@
-"""The terms of a guarantee in words, as `doppler-hf verify` and the model card show them."""
+"""The terms of a guarantee in words, as `doppler-hf verify`, the model card and the report show them."""
 
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
@@ -25,4 +25,27 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("δ", f"{statement.target_delta:.4g}"),
         ("target ε", "none" if statement.target_epsilon is None else f"{statement.target_epsilon:g}"),
         ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
+    ]
+
+
+def claim_in_words(ledger: PrivacyLedger) -> str:
+    """Return what is guaranteed, in one sentence."""
+    statement = ledger.statement
+    if not ledger.private:
+        return "Not differentially private: there was no noise, or noise or draws can be reproduced."
+    return (
+        f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
+        f"{statement.unit_of_privacy}, by the {statement.accountant} accountant."
+    )
+
+
+def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
+    """Return the terms, what was spent under them, and the software that did it, each with its name."""
+    last = ledger.runs[-1]
+    exact = "" if last.is_closed else ", counted ahead: the training is not closed"
+    return [
+        *terms_in_words(ledger),
+        *((f"ε by {name}", f"{epsilon:.4g}") for name, epsilon in ledger.epsilons().items()),
+        ("steps", f"{ledger.steps_run:,} run, {ledger.statement.steps_planned:,} planned{exact}"),
+        ("software", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
     ]

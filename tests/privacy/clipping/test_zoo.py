@@ -196,6 +196,14 @@ def test_an_architecture_is_right(name, batch):
     assert_equals_loop(model, on_batch(model, batch), batch)
 
 
+def test_a_checkpointed_layer_with_parameters_of_its_own_is_right():
+    """BEiT's layers scale what they add; computed again, they must find the copies of these scales."""
+    model = of(host.BeitForImageClassification, host.BeitConfig, IMAGE | dict(layer_scale_init_value=0.5))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert any(module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing"))
+    assert_equals_loop(model, on_batch(model, 6), 6)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", RIGHT_OR_REFUSED)
 def test_an_architecture_is_right_or_refused(name, batch):

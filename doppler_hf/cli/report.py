@@ -1,0 +1,84 @@
+"""Report a run: its guarantee, its curves, its noise and filter, on one page of HTML.
+
+The page needs no other file and no network. It is made from what the run has published: the ledger, and log and filter of
+the newest checkpoint.
+
+  doppler-hf report out/
+  doppler-hf report out/ --output report.html
+"""
+
+import argparse
+import html
+import json
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from doppler_hf.filters import NoiseShape
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words
+from doppler_hf.reports.plots import draw_noise_over_frequency, draw_run
+from doppler_hf.reports.run_report import html_list, html_page, html_table
+from doppler_hf.run.checkpoints import filter_of_checkpoint, is_whole
+
+REPORT_NAME: Final = "privacy_report.html"
+# Points of the curve of ε; an account by PRV takes a tenth of a second or more.
+_POINTS: Final = 16
+_STATE: Final = "trainer_state.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `doppler-hf report`."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help=f"the output folder of a run, with {LEDGER_NAME}")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"the page (default: {REPORT_NAME} in the folder)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page."""
+    if not (args.folder / LEDGER_NAME).is_file():
+        raise ValueError(f"FOLDER must have {LEDGER_NAME}, got {args.folder} without it. Give the output folder of a run.")
+    output = args.folder / REPORT_NAME if args.output is None else args.output
+    if output.suffix != ".html":
+        raise ValueError(f"--output must end in .html, got {output}.")
+    ledger = PrivacyLedger.load(args.folder)
+    statement, checkpoint = ledger.statement, newest_checkpoint(args.folder)
+    logs = [] if checkpoint is None else json.loads((checkpoint / _STATE).read_text("utf-8"))["log_history"]
+    curves = draw_run(logs, epsilons_of(ledger), target_epsilon=statement.target_epsilon)
+    low_pass_filter = filter_of_checkpoint(None if checkpoint is None else str(checkpoint))
+    noise = draw_noise_over_frequency(NoiseShape.parse(statement.noise_shape), low_pass_filter)
+    logged = "" if logs else "<p>No checkpoint lies in the folder, so that there are neither a log nor a filter to draw.</p>"
+    check = (
+        f"<p><code>doppler-hf verify {html.escape(str(args.folder))}</code> recomputes ε and the chain of hashes. "
+        f"The last hash is <code>{ledger.head}</code>.</p>"
+    )
+    page = html_page(
+        title=f"Private training: {args.folder.resolve().name}",
+        claim=claim_in_words(ledger),
+        is_private=ledger.private,
+        sections=[
+            ("Over the training", curves + logged),
+            ("The noise over time", f"<p>{html.escape(statement.noise_shape_in_words)}</p>{noise}"),
+            ("The terms", html_table(account_in_words(ledger))),
+            ("Not covered by ε", html_list(ledger.not_covered)),
+            ("How to check it", check),
+        ],
+    )
+    output.write_text(page, encoding="utf-8")
+    print(f"The report is in {output}.")
+    return 0
+
+
+def epsilons_of(ledger: PrivacyLedger) -> list[tuple[int, float]]:
+    """Return pairs of a number of steps and ε after it, over all runs of the training; none if it was not private."""
+    if not ledger.private:
+        return []
+    steps = sorted({round(step) for step in np.linspace(0, ledger.steps_run, _POINTS + 1)})
+    return [(step, ledger.epsilon(further_steps=step - ledger.steps_run) if step else 0.0) for step in steps]
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint of the largest step in a folder, if there is one that was written to its end."""
+    whole = [path.parent for path in folder.glob(f"checkpoint-*/{_STATE}") if is_whole(path.parent)]
+    steps = {json.loads((path / _STATE).read_text("utf-8"))["global_step"]: path for path in whole}
+    return steps[max(steps)] if steps else None
