@@ -1,0 +1,257 @@
+"""Which models train privately with which adapters and in which precision, and why not where they do not.
+
+    python -m scripts.experiments.compatibility > docs/compatibility.md
+
+Every flow trains a tiny model of random weights on random examples for two private steps on the CPU, with all checks. It
+trains, is refused in one line, or is a defect: then the script ends with its traceback.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.workloads.arguments import one_line_errors, parse_args
+from scripts.experiments.tiny_models import examples_of, padded, tiny_model
+
+MODELS: Final = (
+    "BertForSequenceClassification", "RobertaForSequenceClassification", "DistilBertForSequenceClassification",
+    "AlbertForSequenceClassification", "ElectraForSequenceClassification", "DebertaV2ForSequenceClassification",
+    "ModernBertForSequenceClassification", "XLMRobertaForSequenceClassification", "MPNetForSequenceClassification",
+    "BartForSequenceClassification", "LlamaForSequenceClassification",
+    "BertForTokenClassification", "DebertaV2ForTokenClassification", "BertForQuestionAnswering",
+    "RobertaForQuestionAnswering", "BertForMultipleChoice", "RobertaForMultipleChoice",
+    "BertForMaskedLM", "ModernBertForMaskedLM",
+    "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
+    "Qwen3ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "MambaForCausalLM",
+    "T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration",
+    "ViTForImageClassification", "DeiTForImageClassification", "BeitForImageClassification", "Dinov2ForImageClassification",
+    "SwinForImageClassification", "ConvNextForImageClassification", "ResNetForImageClassification",
+    "Wav2Vec2ForSequenceClassification", "ASTForAudioClassification",
+)  # fmt: skip
+TRAINS: Final = "✓"
+# They are trained as they are, beside adapters too.
+HEADS: Final = r"(.*\.)?(pre_classifier|classifier|score|qa_outputs)(\..*)?"
+# PEFT's name of a task, by the end of a class's name.
+TASKS: Final[Mapping[str, str]] = {
+    "SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS",
+    "CausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ConditionalGeneration": "SEQ_2_SEQ_LM",
+}  # fmt: skip
+
+
+@dataclass
+class CompatibilityArguments:
+    """The settings of the table."""
+
+    models: list[str] = field(
+        default_factory=list, metadata={"help": "Names of model classes; by default all of the table."}
+    )
+    ways: list[str] = field(default_factory=list, metadata={"help": "Columns of the table; by default all."})
+
+
+class NotOfPeft(Exception):
+    """PEFT has no such adapter for a model."""
+
+
+# --- the columns ----------------------------------------------------------------------------------------------------------
+
+
+def task_of(model: Any) -> str | None:
+    """Return PEFT's name of the task, or None."""
+    # With a task PEFT passes `input_ids`, which are features here.
+    if model.main_input_name != "input_ids":
+        return None
+    return next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None)
+
+
+def adapted(model: Any, config: type, **options: Any) -> nn.Module:
+    """Return a model with adapters.
+
+    Raises:
+        NotOfPeft: If PEFT has none for it.
+    """
+    task = task_of(model)
+    if issubclass(config, peft.PromptLearningConfig) and task not in TASKS.values():
+        raise NotOfPeft("it has prompts for texts and their usual tasks alone")
+    try:
+        return peft.get_peft_model(model, config(task_type=task, **options))
+    except Exception as error:
+        raise NotOfPeft(" ".join(str(error).split())) from error
+
+
+def only(model: nn.Module, is_trained: Callable[[str], bool]) -> nn.Module:
+    """Return a model of which some parameters are trained, by their names."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name))
+    return model
+
+
+def biases(model: nn.Module) -> nn.Module:
+    """Return a model of which biases and head are trained."""
+    return only(
+        model, lambda name: name.endswith("bias") or bool(re.match(r"(classifier|score|qa_outputs|pre_classifier)", name))
+    )
+
+
+def lora(model: nn.Module) -> nn.Module:
+    """Return a model with LoRA on all linear layers."""
+    return adapted(model, peft.LoraConfig, r=4, target_modules="all-linear", exclude_modules=HEADS)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained.
+
+    Attributes:
+        change: What is done to the model.
+        options: Training arguments.
+    """
+
+    change: Callable[[Any], nn.Module] = lambda model: model
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+WAYS: Final[Mapping[str, Way]] = {
+    "all weights": Way(),
+    "bf16": Way(options={"bf16": True}),
+    "checkpointing": Way(options={"gradient_checkpointing": True}),
+    "LoRA": Way(lora),
+    "LoRA, bf16": Way(lora, {"bf16": True}),
+    "DoRA": Way(
+        lambda model: adapted(model, peft.LoraConfig, r=4, use_dora=True, target_modules="all-linear", exclude_modules=HEADS)
+    ),
+    "IA3": Way(lambda model: adapted(model, peft.IA3Config)),
+    "prompts": Way(lambda model: adapted(model, peft.PromptTuningConfig, num_virtual_tokens=4)),
+    "biases": Way(biases),
+}
+
+
+# --- a flow ---------------------------------------------------------------------------------------------------------------
+
+
+def data_of(model: Any) -> list[dict[str, Tensor]]:
+    """Return random examples for a model."""
+    examples = examples_of(model)
+    name = type(model).__name__
+    if name.endswith("QuestionAnswering"):
+        # The answer is the first two tokens.
+        answers = {"start_positions": torch.tensor(0), "end_positions": torch.tensor(1)}
+        return [{key: value for key, value in row.items() if key != "labels"} | answers for row in examples]
+    if name.endswith("MultipleChoice"):
+        rows = [{key: value[:6] for key, value in row.items() if key != "labels"} for row in examples]
+        pairs = zip(rows, rows[1:] + rows[:1], strict=True)
+        return [{key: torch.stack([one[key], two[key]]) for key in one} | {"labels": torch.tensor(0)} for one, two in pairs]
+    return examples
+
+
+def outcome(name: str, way: Way) -> str:
+    """Train a model in one way for two steps, and return `TRAINS` or why it is refused.
+
+    Raises:
+        Exception: If it is neither, which is a defect.
+    """
+    torch.manual_seed(0)
+    model = tiny_model(name)
+    examples = data_of(model)
+    try:
+        changed = way.change(model)
+    except NotOfPeft as error:
+        return f"PEFT: {error}"
+    with tempfile.TemporaryDirectory() as folder:
+        args = DopplerTrainingArguments(
+            output_dir=folder, noise_multiplier=1.0, per_device_train_batch_size=4, max_steps=2, save_strategy="no",
+            report_to="none", disable_tqdm=True, use_cpu=True, seed=0, **way.options,
+        )  # fmt: skip
+        try:
+            DopplerTrainer(model=changed, args=args, train_dataset=examples, data_collator=padded).train()
+        except (ValueError, NotImplementedError) as error:
+            message = " ".join(str(error).split())
+            if "doppler_hf" in traceback.extract_tb(error.__traceback__)[-1].filename:
+                return message
+            # It would say so without privacy, too.
+            if "support" in message:
+                return f"host: {message}"
+            raise
+    return TRAINS
+
+
+# --- the table ------------------------------------------------------------------------------------------------------------
+
+PAGE: Final = """# What trains
+
+Models and ways to train them, each tried: a tiny model of random weights makes two private steps, with all checks before
+them. Of {count} flows {trains} train (✓), {refused} are refused in one line, and {peft} are none of transformers' or PEFT's
+either (–). *bf16* is `bf16=True`, *checkpointing* is `gradient_checkpointing=True`, adapters are PEFT's on all linear layers
+but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases* is BiTFiT with the head. Of all classes of
+transformers [another survey](../recipes/results/architectures.md) tells which train with all weights.
+
+Made by `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}.
+
+{table}
+
+{notes}
+"""
+
+
+def page(found: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the page of a table, model → way → outcome."""
+    notes: dict[str, int] = {}
+
+    def cell(outcome: str) -> str:
+        if outcome == TRAINS:
+            return outcome
+        return "–" if outcome.startswith(("PEFT: ", "host: ")) else f"[{notes.setdefault(general(outcome), len(notes) + 1)}]"
+
+    ways = list(next(iter(found.values())))
+    rows = [f"| | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+    rows += [f"| `{name}` | {' | '.join(map(cell, row.values()))} |" for name, row in found.items()]
+    outcomes = [outcome for row in found.values() for outcome in row.values()]
+    trains, of_peft = outcomes.count(TRAINS), sum(outcome.startswith(("PEFT: ", "host: ")) for outcome in outcomes)
+    return PAGE.format(
+        count=len(outcomes), trains=trains, refused=len(outcomes) - trains - of_peft, peft=of_peft,
+        transformers=transformers.__version__, peft_version=peft.__version__, table="\n".join(rows),
+        notes="\n".join(f"{number}. {message}" for message, number in notes.items()),
+    )  # fmt: skip
+
+
+def general(message: str) -> str:
+    """Return a message with the names of its layers left out, so that models share a note."""
+    return re.sub(r"'[\w.*]+'( \(\d+ of them\))?(, '[\w.*]+'( \(\d+ of them\))?)*", "…", message)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Try all flows, and print the page."""
+    with one_line_errors():
+        (args,) = parse_args(CompatibilityArguments, argv=argv)
+        for flag, names, known in (("--models", args.models, MODELS), ("--ways", args.ways, WAYS)):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"{flag} must be of {', '.join(known)}, got {name!r}.")
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, str]] = {}
+    for name in args.models or MODELS:
+        found[name] = {}
+        for way in args.ways or WAYS:
+            with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+                found[name][way] = outcome(name, WAYS[way])
+            print(f"{name}, {way}: {found[name][way]}", file=sys.stderr, flush=True)
+    print(page(found), end="")
+
+
+if __name__ == "__main__":
+    main()
