@@ -212,11 +212,8 @@ class DopplerTrainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         run, piece = self.private_run, []
-        for micro_batch in inputs:
-            run.fill_generators()  # whatever was seeded since the last time
-            losses = self._losses(self._prepare_inputs(micro_batch.inputs))
-            run.add(losses, size=micro_batch.size, weight=micro_batch.weight)
-            piece.append(losses.detach())
+        for micro_batch in inputs:  # in halves, if it does not fit into memory
+            piece.append(run.add(micro_batch, losses_of=lambda inputs: self._losses(self._prepare_inputs(inputs))))
         assert self._doppler_optimizer is not None
         private_loss = run.end_piece(self.model, self._doppler_optimizer, step=self.state.global_step)
         if piece and run.statement.train_loss == "raw":

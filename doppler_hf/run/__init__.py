@@ -4,6 +4,7 @@
 - choices: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
+- halving: micro-batches that do not fit into memory
 - engine: the self-check, the engine of per-sample gradients, and its first pass
 - own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments

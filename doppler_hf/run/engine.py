@@ -8,7 +8,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -34,6 +34,7 @@ from doppler_hf.privacy.clipping.self_check import Comparison, Expected
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.shared_coins import ROWS, DrawnInForward, drawn_in_forward, refuse_shared_in_forward
+from doppler_hf.run.halving import Rows, names_of_rows
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # Relative, of gradients: batches of one and of three are rounded differently.
@@ -53,8 +54,11 @@ def attached_engine(
     losses_of: Losses,
     check_loss: CheckLoss,
     probes: Probes,
-) -> Iterator[ClippedGradients]:
+) -> Iterator[tuple[ClippedGradients, Rows | None]]:
     """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
+
+    Yields:
+        The engine, and what the check has found of the rows of a batch; None without a check.
 
     Raises:
         ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
@@ -73,11 +77,12 @@ def attached_engine(
         granularity=statement.clipping_granularity,
         engine=args.grad_sample_engine,
     ) as clipped:
+        rows = None
         with left_as_it_was(model), no_layer_replaced(model):
             dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
             in_bf16 = args.bf16 or dtype == torch.bfloat16
             if args.grad_sample_self_check:
-                StartCheck(clipped, model, losses_of, probes).run(in_bf16=in_bf16)
+                rows = StartCheck(clipped, model, losses_of, probes).run(in_bf16=in_bf16)
             else:
                 run_once(clipped, model, losses_of, probes.probe().together)
             with without_coins(model), clipped.unwatched():
@@ -85,7 +90,7 @@ def attached_engine(
             if probes.views > 1 and not probes.is_random:
                 with clipped.unwatched():
                     warn_of_equal_views(model, losses_of, probes)
-        yield clipped
+        yield clipped, rows
 
 
 def refuse_trainable(model: nn.Module) -> None:
@@ -177,17 +182,23 @@ class StartCheck:
     def __init__(self, clipped: ClippedGradients, model: nn.Module, losses_of: Losses, probes: Probes) -> None:
         self._clipped, self._model, self._losses_of, self._probes = clipped, model, losses_of, probes
 
-    def run(self, *, in_bf16: bool) -> None:
+    def run(self, *, in_bf16: bool) -> Rows:
         """Compare, in bfloat16 also in float32, where rounding hides nothing, if the memory suffices.
+
+        Returns:
+            What was found of the rows of a batch.
 
         Raises:
             ValueError: If the model cannot be trained privately, by the name of what is at fault.
         """
-        drawn = self._drawn()
+        # Made before, since what data set and collator draw is not the model's.
+        batches = {rows: self._probes.copies(rows) for rows in ROWS}
+        drawn = self._drawn(batches)
         with moved(self._model), with_small_capacity(self._model):
             if in_bf16:
                 self._compare_in_full_precision(drawn)
             self._compare(drawn, ROUNDING_BF16 if in_bf16 else ROUNDING)
+        return Rows(names_of_rows(batches), drawn.shared)
 
     def _compare_in_full_precision(self, drawn: DrawnInForward) -> None:
         try:
@@ -206,16 +217,13 @@ class StartCheck:
                 "attention: attn_implementation='sdpa'), or set grad_sample_self_check=False."
             ) from error
 
-    def _drawn(self) -> DrawnInForward:
+    def _drawn(self, batches: Mapping[int, dict[str, Any]]) -> DrawnInForward:
         """Return what the model draws, and refuse numbers that rows share if a draw may come in several micro-batches."""
         self._model.train()
-        is_cut = self._probes.is_cut
-        # Made before, since what data set and collator draw is not the model's.
-        batches = {rows: self._probes.copies(rows) for rows in (ROWS if is_cut else ROWS[:1])}
         # A model that replaces its layers by shape is found later, as it was.
         with left_as_it_was(self._model), self._clipped.unwatched(), torch.no_grad():
             drawn = drawn_in_forward(self._model, lambda rows: self._losses_of(batches[rows]), rows=[*batches])
-        if is_cut:
+        if self._probes.is_cut:
             refuse_shared_in_forward(drawn.shared, probabilities_for_all_rows(self._model))
         return drawn
 

@@ -22,7 +22,7 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
-from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader, lengths_of, units_of
+from doppler_hf.privacy.batching.micro_batches import Collator, MicroBatch, PrivateLoader, lengths_of, units_of
 from doppler_hf.privacy.batching.probe import Probes
 from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
 from doppler_hf.privacy.batching.sampling import OfStep
@@ -32,6 +32,7 @@ from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.run.choices import chosen_noise_shape
 from doppler_hf.run.engine import CheckLoss, attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
+from doppler_hf.run.halving import Halving, weights_of
 from doppler_hf.run.plan import budget_spent, planned_statement
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -82,6 +83,7 @@ class PrivateRun:
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
+        self._draw: Halving | None = None
         self._pieces_left = 0
         self._is_released = False
         self.fill_generators = Refill(args.noise_seed, rank=args.process_index)
@@ -155,7 +157,7 @@ class PrivateRun:
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
-        self._clipped = None
+        self._clipped = self._draw = None
         self.mechanism.close()
 
     # --- before the first step ----------------------------------------------------------------------------------------
@@ -212,7 +214,9 @@ class PrivateRun:
         engine = attached_engine(
             model, self._args, statement=self.statement, losses_of=losses_of, check_loss=check_loss, probes=probes
         )
-        self._clipped = self._resources.enter_context(engine)
+        self._clipped, rows = self._resources.enter_context(engine)
+        views = self.statement.augmentation_multiplicity
+        self._draw = Halving(self._clipped, fill=self.fill_generators, views=views, rows=rows)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
@@ -300,7 +304,7 @@ class PrivateRun:
             ValueError: If they are not as many as those into which the sampler cuts a draw.
             RuntimeError: If they were drawn for another step.
         """
-        assert self._clipped is not None
+        assert self._draw is not None
         # Sensitivity: a release is about one draw, whole and alone. Part of another would let an example count twice, and a
         # piece for a draw would let an example move the others between pieces.
         if len(pieces) not in (0, self.sampler.micro_batches):
@@ -316,37 +320,29 @@ class PrivateRun:
                     f"A draw for step {piece.step} was taken at step {step}, so that a unit could take part more often than "
                     "is accounted for. Leave the order of steps to the trainer."
                 )
-        self._clipped.reset()
+        self._draw.begin()
         self._is_released = False
         if self.private_loss is not None:
             self.private_loss.reset()
         self._pieces_left = len(pieces)
 
-    def add(self, losses: Float[Tensor, " rows"], *, size: int, weight: float) -> None:
-        """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw.
+    def add(self, micro_batch: MicroBatch, *, losses_of: Losses) -> Float[Tensor, " rows"]:
+        """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw; see `Halving.add`.
 
         Args:
-            losses: One loss per row, shape (rows,), attached to the graph; an example's loss is the mean over its views.
-            size: The number of rows that were collated.
-            weight: Each example's share of its unit's contribution.
+            micro_batch: The micro-batch; an example's loss is the mean over its views.
+            losses_of: A function that returns one loss per row, attached to the graph.
 
-        Raises:
-            ValueError: If there are more or fewer losses than rows.
+        Returns:
+            The losses, shape (rows,), detached.
         """
-        assert self._clipped is not None
-        # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
-        if len(losses) != size:
-            # Not their numbers: the size of a draw is private, and messages end in logs.
-            raise ValueError(
-                "The losses of a micro-batch must be one for each of its examples, got "
-                f"{'more' if len(losses) > size else 'fewer'}. Let the collator return one row for each example, and "
-                "compute_per_sample_loss one loss."
-            )
-        views = self.statement.augmentation_multiplicity
-        weights = None if weight == 1.0 else torch.full((size // views,), weight, device=losses.device)
-        self._clipped.backward(losses, weights=weights, views=views)
+        assert self._draw is not None
+        losses = self._draw.add(micro_batch, losses_of=losses_of)
         if self.private_loss is not None:
-            self.private_loss.add(losses.detach().unflatten(0, (-1, views)).mean(dim=1), weights=weights)
+            views = self.statement.augmentation_multiplicity
+            of_examples = losses.unflatten(0, (-1, views)).mean(dim=1)
+            self.private_loss.add(of_examples, weights=weights_of(micro_batch, like=losses, views=views))
+        return losses
 
     def end_piece(self, model: nn.Module, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
         """Count a piece of the draw as added; after the last one, turn the sum into the private gradient in `p.grad`.
@@ -365,6 +361,7 @@ class PrivateRun:
         if self._pieces_left > 0:
             return None
         assert self._clipped is not None
+        assert self._draw is not None
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.
             recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
         # A gradient that the optimizer reads in a subspace only needs no more noise than that has coordinates. The
@@ -375,5 +372,5 @@ class PrivateRun:
             parameters[name].grad = gradient.to(parameters[name].dtype)
         optimizer.noise_std = self.mechanism.noise_std(step)
         self._is_released = True
-        self._clipped.reset()
+        self._draw.begin()
         return None if self.private_loss is None else self.private_loss.release(step=step)

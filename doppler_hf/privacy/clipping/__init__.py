@@ -6,6 +6,7 @@
 - factored: the forms of a per-sample gradient
 - ghost_norm: the norm of a product from its factors, with a bound on rounding
 - torch_layers, host_layers, other_layers: rules for the layers of torch, of transformers and PEFT, and for all others
+- out_of_memory: errors that say nothing about a layer
 - refused_layers: layers that mix examples
 - self_check: a comparison of the engine with plain autograd
 - plain_autograd: the gradients that it is compared with

@@ -61,6 +61,7 @@ class ClippedGradients:
         engine_name: `engine`.
         num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity, or a norm
             above 2⁶⁴. They contribute nothing.
+        is_half_added: Whether a `backward` has failed while it added, so that its examples are in a part of `sums` only.
 
     Raises:
         ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, or a layer has no
@@ -108,11 +109,22 @@ class ClippedGradients:
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._sums: dict[str, Tensor] = {}
         self.num_non_finite = 0
+        self.is_half_added = False
         self._engine: BookKeepingEngine | None = None
 
     @property
     def sums(self) -> dict[str, Float[Tensor, "..."]]:
-        """Parameter name → Σ clip(gᵢ) since the last `reset`, in float32 or better. Not private: it has no noise yet."""
+        """Parameter name → Σ clip(gᵢ) since the last `reset`, in float32 or better. Not private: it has no noise yet.
+
+        Raises:
+            RuntimeError: If examples are in a part of the sums only.
+        """
+        # Sensitivity: who adds them once more would count them twice in that part.
+        if self.is_half_added:
+            raise RuntimeError(
+                "The sums must be of whole micro-batches, got one that was added in part when an error interrupted it. Call "
+                "reset(), and begin the draw anew."
+            )
         for name in self._trainable.keys() - self._sums.keys():
             self._sums[name] = self._empty_sum(name).zero_()
         return {name: self._sums[name] for name in self._trainable}
@@ -202,10 +214,16 @@ class ClippedGradients:
         with self._engine.unwatched():
             yield
 
+    def discard(self) -> None:
+        """Free what layers have noted in a forward pass that is not followed by its `backward`, after an error."""
+        assert self._engine is not None
+        self._engine.discard()
+
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""
         self._sums.clear()
         self.num_non_finite = 0
+        self.is_half_added = False
 
     def _refuse_other_parameters(self) -> None:
         # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
@@ -251,8 +269,8 @@ class ClippedGradients:
         fade = (2 - 2 * whole.values / LARGEST_NORM).clamp(0.0, 1.0)
         finite = whole.is_finite() & (fade > 0)
         num_non_finite = batch_size - int(finite.sum())
-        self.num_non_finite += num_non_finite
         if num_non_finite == batch_size:
+            self.num_non_finite += num_non_finite
             return whole.values
 
         layers = len(set(self._group_of.values()))
@@ -266,6 +284,7 @@ class ClippedGradients:
         # In float32 smaller ones are rounded by more than the norms are raised by. Such an example contributes nothing.
         factors = {group: factor.where(beyond | (factor >= SMALLEST_FACTOR), 0.0) for group, factor in factors.items()}
         within, beyond = finite & ~beyond, finite & beyond
+        self.is_half_added = True
         for name in tuple(gradients):
             gradient, factor = gradients.pop(name), factors[self._group_of[name]]  # so that its memory is freed
             if name not in self._sums:
@@ -279,6 +298,8 @@ class ClippedGradients:
             in_float64 = torch.zeros_like(self._sums[name], dtype=torch.float64)
             gradient.of_examples(beyond).in_float64().add_weighted(in_float64, factor[beyond])
             self._sums[name] += in_float64
+        self.is_half_added = False
+        self.num_non_finite += num_non_finite
         return whole.values
 
     def _norms(self, gradients: Iterable[tuple[str, PerSampleGradient]]) -> dict[str, Norms]:

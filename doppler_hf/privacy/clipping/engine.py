@@ -34,6 +34,7 @@ from doppler_hf.privacy.clipping.host_layers import (
     without_checkpointing,
 )
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
+from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_choices, without_adapters
@@ -95,6 +96,10 @@ class BookKeepingEngine:
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let the layers compute without making notes for the duration of the block."""
         return self._book.unwatched()
+
+    def discard(self) -> None:
+        """Discard the notes of a forward pass that is not followed by its backward pass."""
+        self._book.clear()
 
     def detach(self) -> None:
         """Restore the model's own forwards."""
@@ -215,7 +220,7 @@ class BookKeepingEngine:
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
-            if not self._book.repeated:
+            if not self._book.repeated or is_out_of_memory(error):
                 raise
             layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
             raise ValueError(

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book, output_per_example
+from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
 
 # The errors that a layer may raise when it is called in a way for which it was not written.
@@ -213,6 +214,8 @@ class LayerWithoutRule:
                 self._hold_against_autograd(of_examples, own, args, kwargs, gradients)
             return of_examples
         except LAYER_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
             self.book.failed[self._name] = error  # raised by the engine, for all such layers together
             return {}
 
