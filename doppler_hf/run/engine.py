@@ -29,6 +29,7 @@ from doppler_hf.privacy.clipping.as_in_training import (
 )
 from doppler_hf.privacy.clipping.held_coins import HeldCoins
 from doppler_hf.privacy.clipping.model_coins import is_random, refuse_neighbours, refuse_own_coins
+from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.self_check import Comparison, Expected
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
@@ -204,12 +205,13 @@ class StartCheck:
         try:
             with in_full_precision(self._model):
                 self._compare(drawn, ROUNDING)
-        except torch.OutOfMemoryError:
-            print(
-                "The check in float32 does not fit into memory, so that the engine is compared in bfloat16 only, where a "
-                "gradient may be off by a tenth. What changes the others by less than that goes unnoticed."
-            )
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                print(
+                    "The check in float32 does not fit into memory, so that the engine is compared in bfloat16 only, where "
+                    "a gradient may be off by a tenth. What changes the others by less than that goes unnoticed."
+                )
+                return
             # Sensitivity: at a tenth, a mask that lets one example in thirty through would pass.
             raise ValueError(
                 "A model that is trained in bfloat16 must be computable in float32 too, in which rounding hides no change "

@@ -171,8 +171,8 @@ def halves_of(micro_batch: MicroBatch, *, rows: Rows | None, views: int) -> list
     whole = [value for name, value in micro_batch.inputs.items() if name not in rows.names]
     if not all(value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, _SINGLE) for value in whole):
         raise RuntimeError(
-            "A micro-batch must fit into memory if not all that was collated is tensors with a row for each example, got one "
-            f"that does not, and cannot be halved. {SMALLER}, or let the collator return such tensors only."
+            "A micro-batch must fit into memory if not all that was collated is tensors with a row for each example, got "
+            f"one that does not, and cannot be halved. {SMALLER}, or let the collator return such tensors only."
         )
     first, second = slice(0, middle), slice(middle, micro_batch.size)
     return [_part(micro_batch, first, rows.names), _part(micro_batch, second, rows.names)]

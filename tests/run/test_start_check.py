@@ -1044,9 +1044,12 @@ def test_a_layer_that_needs_bfloat16_is_refused_by_name(tmp_path):
     refused(tmp_path, r"float32 too, .* in the layer 'bert\.pooler\.activation' \(NeedsBfloat16\)\.", model=model)
 
 
-def test_a_check_in_float32_that_does_not_fit_is_left_out_and_said_so(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=["device", "host"]
+)
+def test_a_check_in_float32_that_does_not_fit_is_left_out_and_said_so(tmp_path, monkeypatch, capsys, error):
     def too_large(model):
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(engine, "in_full_precision", too_large)
     trainer_of(tmp_path, model=tiny_bert().bfloat16(), max_steps=1).train()

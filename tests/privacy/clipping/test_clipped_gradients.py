@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.clipped_gradients import AUTOMATIC_CLIPPING_GAMMA, clip_factors
+from doppler_hf.privacy.clipping.factored import Dense
 from tests.support.models import BATCH, batch_for, build, losses_of, rows, vit
 from tests.support.per_example import clip_and_sum, gradients_of_each, norms_of
 
@@ -326,6 +327,94 @@ def test_a_layer_that_sees_flattened_rows_is_refused():
 
     refused(Flattened(), r"'linear.weight'.* whose layer has an input of 2 dimensions, which do not start with the batch",
             lambda m: m(torch.randn(4, 2, 3)))  # fmt: skip
+
+
+# --- memory that does not suffice -----------------------------------------------------------------------------------------
+
+
+def test_a_sum_to_which_a_micro_batch_was_added_in_part_is_not_given_out(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), torch.randn(5, 3)
+    x[1] = math.inf
+    with ClippedGradients(model) as clipped:
+        clipped.backward(model(x)[:, 0])
+        expected, calls, add = clipped.sums, [], Dense.add_weighted
+
+        def fail_once(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError
+            add(*args, **kwargs)
+
+        clipped.reset()
+        monkeypatch.setattr(Dense, "add_weighted", fail_once)
+        with pytest.raises(torch.OutOfMemoryError):
+            clipped.backward(model(x)[:, 0])
+        assert clipped.is_half_added
+        with pytest.raises(
+            RuntimeError, match=r"must be of whole micro-batches, got one .* Call reset\(\), and begin the draw"
+        ):
+            _ = clipped.sums
+        clipped.reset()
+        clipped.backward(model(x)[:, 0])
+        torch.testing.assert_close(clipped.sums, expected, rtol=0.0, atol=0.0)
+        assert clipped.num_non_finite == 1
+
+
+def test_what_fails_before_it_is_added_leaves_the_sum_as_it_was(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 1)), torch.randn(5, 3)
+    with ClippedGradients(model) as clipped:
+        clipped.backward(model(x)[:, 0])
+        expected = {name: total.clone() for name, total in clipped.sums.items()}
+        monkeypatch.setattr(clipped, "_norms", lambda gradients: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        with pytest.raises(torch.OutOfMemoryError):
+            clipped.backward(model(x)[:, 0])
+        torch.testing.assert_close(clipped.sums, expected, rtol=0.0, atol=0.0)
+
+
+class Hungry(nn.Module):
+    """Scales its input by a matrix of its own, and may find no memory: a layer for functorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls_left = nn.Parameter(torch.eye(3)), math.inf
+
+    def forward(self, x):
+        if self.calls_left <= 0:
+            raise torch.OutOfMemoryError
+        self.calls_left -= 1
+        return x @ self.weight
+
+
+def test_a_layer_without_memory_is_not_taken_for_one_without_a_rule():
+    model, x = nn.Sequential(Hungry(), nn.Linear(3, 1)), torch.randn(4, 3)
+    with ClippedGradients(model) as clipped:
+        clipped.backward(model(x)[:, 0])
+        losses = model(x)[:, 0]
+        model[0].calls_left = 0
+        with pytest.raises(torch.OutOfMemoryError):
+            clipped.backward(losses)
+
+
+def test_a_repeated_output_is_not_blamed_for_a_lack_of_memory():
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prompt, self.layer, self.hungry = nn.Embedding(2, 3), nn.Linear(3, 1), Hungry().requires_grad_(False)
+
+        def forward(self, x):
+            return self.layer(self.hungry(x + self.prompt(torch.arange(2)[None]))).sum(dim=(1, 2))
+
+    model, x = Prompted(), torch.randn(4, 2, 3)
+    with ClippedGradients(model) as clipped:
+        clipped.backward(model(x))
+        model.hungry.calls_left = 0
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x)
+        clipped.discard()
+        model.hungry.calls_left = math.inf
+        clipped.backward(model(x))
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
