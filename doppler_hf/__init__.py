@@ -6,6 +6,7 @@
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
 - linalg: what both wings must agree on about matrices
+- disk: one clear error where it is full
 - filters: coefficients and responses; NumPy and SciPy only
 - workloads: from a recipe to model and data
 - audit: an attacked run

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
+from doppler_hf.disk import space_for
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
@@ -254,6 +255,11 @@ class DopplerTrainer(Trainer):
         unwatched = contextlib.nullcontext() if self._run is None else self._run.unwatched()
         with unwatched, saved_whole(folder, self.args, self.model, *keepers, checkpoint_step=step):
             super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # The host's only method around all that it writes of a checkpoint: optimizer, schedule and state have no public one.
+        with space_for("a checkpoint", folder=Path(self.args.output_dir)):
+            super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.

@@ -1,21 +1,25 @@
 """Which checkpoints are whole: a run may be killed while it writes one.
 
 The host writes the trainer's state last, so that a folder without it is not a whole checkpoint. Of one that is written
-again, it is removed first.
+again, it is removed first. Nothing of the host's waits for the disk, so that after a power failure any file may be cut off:
+both formats have a table of what is in them, by which that shows.
 """
 
 import json
 import os
 import re
+import zipfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.state import filter_name_of
 
+_INTERRUPTED = f"no {TRAINER_STATE_NAME}, or a file that is cut off"
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 
 
@@ -28,9 +32,13 @@ def is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint was written to its end."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
-    except (FileNotFoundError, ValueError):  # not JSON, or no text
+        for path in checkpoint.glob("**/*.safetensors"):
+            with safe_open(path, framework="pt"):  # which compares the table with the size of the file
+                pass
+    except (FileNotFoundError, ValueError, SafetensorError):  # not JSON, or no text
         return False
-    return True
+    # torch writes zip files, whose table is their end.
+    return all(map(zipfile.is_zipfile, checkpoint.glob("*.pt")))
 
 
 def filter_of_checkpoint(checkpoint: str | None) -> LowPassFilter | None:
@@ -62,7 +70,7 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         if checkpoints and not whole:
             raise ValueError(
                 f"resume_from_checkpoint=True must find a whole checkpoint in {output_dir}, got {len(checkpoints)} whose "
-                f"writing was interrupted (they have no {TRAINER_STATE_NAME}). Remove them to begin anew. What was "
+                f"writing was interrupted ({_INTERRUPTED}). Remove them to begin anew. What was "
                 "spent stays in its ledger, which is set aside, and the ε of both add up."
             )
         return whole[-1] if whole else True
@@ -71,7 +79,7 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         # A folder of another name may hold a model alone, to begin from.
         if _NAME.fullmatch(checkpoint.name) and checkpoint.is_dir() and not is_whole(checkpoint):
             raise ValueError(
-                f"resume_from_checkpoint must be a whole checkpoint, got {checkpoint}, whose writing was interrupted (it "
-                f"has no {TRAINER_STATE_NAME}). Give an earlier one, or True for the last that is whole."
+                f"resume_from_checkpoint must be a whole checkpoint, got {checkpoint}, whose writing was interrupted "
+                f"({_INTERRUPTED}). Give an earlier one, or True for the last that is whole."
             )
     return resume_from_checkpoint

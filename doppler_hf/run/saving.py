@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
+from doppler_hf.disk import space_for
 from doppler_hf.run.checkpoints import begin_checkpoint
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
@@ -35,7 +36,8 @@ def saved_whole(
     is_first = args.process_index == 0  # which alone writes
     speaks = keeper.speaks_for(model)  # of the raw weights, for which the filtered ones stand in next
     beside = keeper.beside_model(folder, args, model=model, speaks=speaks, checkpoint_step=checkpoint_step)
-    with weight_filter.applied(), beside if is_first else contextlib.nullcontext():
+    space = space_for("the model", folder=folder)
+    with weight_filter.applied(), space, beside if is_first else contextlib.nullcontext():
         if checkpoint_step is not None and is_first:
             begin_checkpoint(folder)
         yield

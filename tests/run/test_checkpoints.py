@@ -170,3 +170,18 @@ def test_a_filter_of_another_order_is_refused_with_the_name_of_the_checkpoints(t
     resumed = trainer_of(tmp_path, **options, low_pass_filter="none", max_steps=4)
     with pytest.raises(ValueError, match=r"Set low_pass_filter='momentum:beta=0\.8'\.$"):
         resumed.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "weight_filter.pt"])
+def test_a_checkpoint_with_a_file_that_is_cut_off_is_skipped(tmp_path, name, share):
+    options = OPTIONS | dict(weight_filter="momentum:beta=0.9")
+    trainer_of(tmp_path, **options).train()
+    path = tmp_path / "out" / "checkpoint-6" / name
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(ValueError, match=r"got .*checkpoint-6, whose writing was interrupted .* or a file that is cut off"):
+        trainer_of(tmp_path, **options).train(resume_from_checkpoint=str(path.parent))
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy.ledger.restarts == [4]
+    assert resumed.privacy.ledger.steps_run == 6 + 6 - 4

@@ -19,6 +19,7 @@ from typing import Any, Final
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from doppler_hf.disk import space_for
 from doppler_hf.privacy.ledger import chain
 
 FORMAT: Final = 5
@@ -76,18 +77,23 @@ def is_earlier_state(path: Path, entries: Sequence[chain.Entry]) -> bool:
 
 
 def write_entries(path: Path, entries: Sequence[chain.Entry]) -> None:
-    """Write the file, so that after a crash at any moment there is either the old one or the new one."""
+    """Write the file, so that after a crash at any moment there is either the old one or the new one.
+
+    Raises:
+        NoSpaceError: If the disk is full. The old one is left.
+    """
     document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a random name, because two runs may write at once
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with space_for("the ledger", folder=path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     if os.name == "posix":  # The new name must survive a power failure too. Elsewhere folders cannot be synchronized.
         folder = os.open(path.parent, os.O_RDONLY)
         try:
