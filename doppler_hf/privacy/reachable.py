@@ -9,6 +9,7 @@ import dis
 import functools
 import gc
 import random
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ _MOST_IN_A_CONTAINER = 1000
 # A model has some thousands of objects; nearer ones are seen first.
 _MOST_OBJECTS = 100_000
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# An environment may see the packages of others: of the system, or of the user's home.
+_INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 # What builds an object draws before the training.
 _BUILDERS = ("__init__", "__new__", "__post_init__")
 
@@ -94,7 +97,7 @@ def class_attributes(kind: type) -> list[Any]:
 
 def is_library(file: str) -> bool:
     """Return whether a file of code is installed, and so not the user's."""
-    return file.startswith(_LIBRARIES)
+    return file.startswith(_LIBRARIES) or _INSTALLED.search(file) is not None
 
 
 def is_a(value: Any, *kinds: type) -> bool:
