@@ -1,6 +1,7 @@
 """Differentially private fine-tuning for Hugging Face Transformers, with a low-pass filter on the private gradient.
 
 - trainer: `DopplerTrainer`: one training step from top to bottom
+- sft: `DopplerSFTTrainer`, between it and TRL's
 - training_args: what is asked for
 - run: one private run, its parts
 - privacy: left of the privacy boundary: everything that touches an example
@@ -20,15 +21,22 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
+from doppler_hf.extras import require
+
 if TYPE_CHECKING:
     from doppler_hf.run.gradient_recorder import GradientRecorder
+    from doppler_hf.sft import DopplerSFTConfig as DopplerSFTConfig
+    from doppler_hf.sft import DopplerSFTTrainer as DopplerSFTTrainer
     from doppler_hf.trainer import DopplerTrainer
     from doppler_hf.training_args import DopplerTrainingArguments
 
+# Without what needs an extra, so that `import *` works without it too.
 __all__ = ["DopplerTrainer", "DopplerTrainingArguments", "GradientRecorder", "__version__"]
 __version__ = version("doppler_hf")
 
 _HOMES: Final = {
+    "DopplerSFTConfig": "doppler_hf.sft",
+    "DopplerSFTTrainer": "doppler_hf.sft",
     "DopplerTrainer": "doppler_hf.trainer",
     "DopplerTrainingArguments": "doppler_hf.training_args",
     "GradientRecorder": "doppler_hf.run.gradient_recorder",
@@ -39,4 +47,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is asked for: `doppler_hf.filters` and a ledger's check need no transformers."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOMES[name] == "doppler_hf.sft":
+        require("trl")
     return getattr(import_module(_HOMES[name]), name)

@@ -7,6 +7,7 @@ from typing import Final
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "recipes": ("datasets", "evaluate", "peft", "PIL", "sklearn", "yaml"),
     "plot": ("matplotlib",),
+    "trl": ("trl",),
 }
 """Extra → the modules that it brings."""
 

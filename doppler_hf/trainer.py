@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -60,6 +60,8 @@ class DopplerTrainer(Trainer):
 
     args: DopplerTrainingArguments
     optimizer: Any
+    # The host's loss of a batch, which is not trained in a private run.
+    host_compute_loss: ClassVar[Callable[..., Any]] = Trainer.compute_loss
 
     def __init__(
         self, model: Any = None, args: DopplerTrainingArguments | None = None, data_collator: Any = None,
@@ -282,6 +284,10 @@ class DopplerTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the host's model card, with the optimizer in use and a section on privacy."""
         super().create_model_card(*args, **kwargs)
+        self.complete_model_card()
+
+    def complete_model_card(self) -> None:
+        """Write the optimizer in use and a section on privacy into the card that was just written."""
         if self.is_world_process_zero():
             self._ledger_keeper.complete_card(self.args, model=self.model)
 

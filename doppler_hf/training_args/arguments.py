@@ -5,7 +5,7 @@ the guarantee, or would have no effect, are refused (`checks`) rather than ignor
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
@@ -160,6 +160,7 @@ class DopplerTrainingArguments(TrainingArguments):
         help="Clipping of the whole gradient. Without privacy HF's default of 1.0; with privacy it must stay "
         "unset or 0, see per_sample_max_grad_norm.",
     )
+    host_learning_rate: ClassVar[float] = TrainingArguments.learning_rate
 
     def __post_init__(self) -> None:
         """Check the arguments, as HF does those that it has."""
@@ -167,7 +168,7 @@ class DopplerTrainingArguments(TrainingArguments):
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
         if self.learning_rate is None and (self.disable_dp or self.noise_multiplier == 0.0):
-            self.learning_rate = TrainingArguments.learning_rate
+            self.learning_rate = self.host_learning_rate
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         self.low_pass_filter = canonical(self.low_pass_filter)

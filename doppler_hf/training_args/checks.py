@@ -229,7 +229,12 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             "skip_memory_metrics must be True with differential privacy, got False: the memory that a step takes depends on "
             "the examples drawn, and would be logged and saved without noise. Leave it out."
         )
-    for name, reason in _BREAKS_PRIVACY.items():
+    refuse_each(args, _BREAKS_PRIVACY)
+
+
+def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
+    """Refuse arguments that are not left out, each with the reason why a private run cannot have it."""
+    for name, reason in reasons.items():
         value = getattr(args, name)
         # The host takes an empty value and False for no as well.
         if value != default_of(args, name) and value is not False and value not in ("", [], {}):
@@ -260,7 +265,7 @@ def refuse_of_trainer(trainer: Any, *, base: Any) -> None:
             "streaming."
         )
     own = type(trainer)
-    if own.compute_loss is not base.compute_loss and own.compute_per_sample_loss is base.compute_per_sample_loss:
+    if own.compute_loss is not own.host_compute_loss and own.compute_per_sample_loss is base.compute_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."

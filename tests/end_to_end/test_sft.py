@@ -1,0 +1,264 @@
+"""TRL's supervised fine-tuning with privacy: its data sets and arguments, our losses, sums, ledger and refusals."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, ProcessorMixin
+
+from doppler_hf import DopplerTrainingArguments
+from doppler_hf.audit import neighbour_distances
+from doppler_hf.privacy import PrivacyLedger
+from tests.support import chat
+from tests.support.chat import chat_tokenizer, tiny_llama
+from tests.support.trainers import weights
+
+pytest.importorskip("trl", reason="the extra trl is not installed")
+
+from trl import SFTConfig, SFTTrainer
+
+from doppler_hf import DopplerSFTConfig, DopplerSFTTrainer
+
+LORA = LoraConfig(r=2, target_modules="all-linear")
+
+
+def joined(row):
+    return f"{row['question']}: {row['answer']}"
+
+
+# A data set, TRL's arguments of the config and of the trainer, and what is labelled of a row, without the end of the text.
+FORMATS = {
+    "text": (chat.texts, {}, {}, lambda q, a: f"{q} {a}"),
+    "prompt": (chat.prompts, {}, {}, lambda q, a: f" {a}"),
+    "whole prompt": (chat.prompts, dict(completion_only_loss=False), {}, lambda q, a: f"{q} {a}"),
+    "formatted": (chat.questions, {}, dict(formatting_func=joined), lambda q, a: f"{q}: {a}"),
+    "conversation": (chat.conversations, {}, {}, lambda q, a: f"<|user|>{q}<|assistant|>{a}"),
+    "assistant": (chat.conversations, dict(assistant_only_loss=True), {}, lambda q, a: a),
+    "conversational prompt": (chat.conversational_prompts, {}, dict(peft_config=LORA), lambda q, a: a),
+}
+formats = pytest.mark.parametrize("name", FORMATS)
+
+
+def arguments(folder, cls=DopplerSFTConfig, **options):
+    defaults = dict(
+        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
+        report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    if cls is DopplerSFTConfig and not {"target_epsilon", "disable_dp"} & options.keys():
+        defaults["noise_multiplier"] = 1.0
+    return cls(**(defaults | options))
+
+
+def trainer_of(folder, name="prompt", *, cls=DopplerSFTTrainer, model=None, data=None, **options):
+    make, of_config, of_trainer, _ = FORMATS[name]
+    data = make() if data is None else data
+    return cls(
+        model=tiny_llama() if model is None else model,
+        args=arguments(folder, **(of_config | options)),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)) if isinstance(data, Dataset) else None,
+        processing_class=chat_tokenizer(),
+        **of_trainer,
+    )
+
+
+@formats
+def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
+    trainer = trainer_of(tmp_path, name, eval_strategy="steps", eval_steps=1)
+    assert (trainer.args.bf16, trainer.args.gradient_checkpointing) == (True, True)  # TRL's defaults
+    labelled = FORMATS[name][-1]
+    for row, (question, answer) in zip(trainer.train_dataset, chat.exchanges(), strict=True):
+        text = trainer.processing_class.decode([label for label in row["labels"] if label != -100])
+        assert text == labelled(question, answer) + "<|end|>"
+    before = weights(trainer)
+    trainer.train()
+    assert not torch.equal(weights(trainer), before)
+    steps = [logs for logs in trainer.state.log_history if "grad_norm" in logs]
+    # Neither tokens nor hits nor entropy of the examples drawn.
+    assert [logs.keys() for logs in steps] == [{"loss", "grad_norm", "learning_rate", "epoch", "step"}] * 2
+    evaluations = [logs for logs in trainer.state.log_history if "eval_loss" in logs]
+    assert [{"eval_mean_token_accuracy", "epsilon"} <= logs.keys() for logs in evaluations] == [True, True]
+    assert {logs["eval_num_tokens"] for logs in evaluations} == {0.0}
+    assert trainer.privacy.ledger.statement.num_units == 24
+    assert trainer.privacy.ledger.private
+
+
+@formats
+def test_losses_are_trls_of_each_example_alone(tmp_path, name):
+    trainer = trainer_of(tmp_path, name, bf16=False, gradient_checkpointing=False)
+    model, rows = trainer.model.eval(), [*trainer._remove_unused_columns(trainer.train_dataset)]
+    by_length = sorted(rows, key=lambda row: len(row["input_ids"]))
+    together = trainer.compute_per_sample_loss(model, trainer.data_collator(by_length))
+    without_longest = trainer.compute_per_sample_loss(model, trainer.data_collator(by_length[:-5]))
+    alone = torch.stack([trainer.compute_loss(model, trainer.data_collator([row])) for row in by_length])
+    # Some sixty tokens of the vocabulary's 99 logits each, in float32, whose matrices come in other shapes.
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)
+    torch.testing.assert_close(without_longest, together[:-5], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["text", "assistant", "conversational prompt"])
+def test_one_example_moves_the_sum_by_at_most_c(tmp_path, name):
+    options = dict(clipping="vanilla", per_sample_max_grad_norm=1e-2, bf16=False, grad_sample_self_check=False)
+    trainer = trainer_of(tmp_path, name, model=tiny_llama().double(), **options)
+    trainer.model.double()  # the adapters too
+    result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
+    assert not result.contradicts_claim
+    assert 0.99 < result.distances.min() <= result.distances.max() <= 1.0 + 1e-6
+    assert result.couplings.max() < 1e-10
+
+
+def test_a_row_is_prepared_alone_and_stays_a_row(tmp_path):
+    options = dict(max_length=30, shuffle_dataset=True)
+    data = chat.conversations()
+    trainer = trainer_of(tmp_path, "conversation", data=data, **options)
+    prepare = [trainer.processing_class, trainer.args, False, None, "train"]
+    alone = [trainer._prepare_dataset(data.select([row]), *prepare)[0]["input_ids"] for row in range(len(data))]
+    assert sorted(trainer.train_dataset["input_ids"]) == sorted(alone)
+    assert max(map(len, alone)) == 30
+
+
+def test_units_are_those_of_a_column(tmp_path):
+    data = chat.prompts().add_column("user", [row % 5 for row in range(24)])
+    trainer = trainer_of(tmp_path, data=data, privacy_unit_column="user", per_device_train_batch_size=1)
+    trainer.train()
+    assert trainer.privacy.ledger.statement.num_units == 5
+
+
+def test_defaults_are_those_of_trl_and_ours(tmp_path):
+    expected = {field.name: field.default for field in dataclasses.fields(DopplerTrainingArguments)}
+    expected |= {field.name: field.default for field in dataclasses.fields(SFTConfig)}
+    expected |= {"learning_rate": None, "max_grad_norm": None}
+    assert {field.name: field.default for field in dataclasses.fields(DopplerSFTConfig)} == expected
+    assert arguments(tmp_path).learning_rate is None
+    assert arguments(tmp_path, disable_dp=True).learning_rate == SFTConfig.learning_rate
+
+
+def test_without_privacy_it_is_trls(tmp_path):
+    ours = trainer_of(tmp_path, disable_dp=True, packing=True, max_length=64)
+    stock = SFTTrainer(
+        model=tiny_llama(),
+        args=arguments(tmp_path, SFTConfig, packing=True, max_length=64),
+        train_dataset=chat.prompts(),
+        processing_class=chat_tokenizer(),
+    )
+    for trainer in (ours, stock):
+        trainer.train()
+    assert torch.equal(weights(ours), weights(stock))
+    assert ours.state.log_history[0]["num_tokens"] == stock.state.log_history[0]["num_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["prompt", "conversational prompt"])
+def test_saved_resumed_and_generating(tmp_path, name):
+    options = dict(
+        noise_seed=1, max_steps=3, save_strategy="steps", save_steps=2, bf16=False, grad_sample_self_check=False,
+        learning_rate=1e-2,
+    )  # fmt: skip
+    whole = trainer_of(tmp_path, name, **options)
+    whole.train()
+    resumed = trainer_of(tmp_path, name, **options)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(weights(resumed), weights(whole))
+    resumed.save_model()
+    assert PrivacyLedger.load(tmp_path).steps_run == resumed.privacy.ledger.steps_run >= 3
+    card = (tmp_path / "README.md").read_text()
+    assert "SFT" in card
+    assert "## Differential privacy" in card
+    saved = (
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+        if name == "prompt"
+        else PeftModel.from_pretrained(tiny_llama(), tmp_path)
+    )
+    asked = chat_tokenizer()("good", return_tensors="pt")["input_ids"]
+    answers = [model.eval().generate(asked, max_new_tokens=4, do_sample=False) for model in (saved, whole.model)]
+    assert torch.equal(*answers)
+    assert answers[0].shape[1] > asked.shape[1]
+
+
+def test_a_model_and_its_tokenizer_may_be_named(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    data, args = chat.conversations(), arguments(tmp_path / "out", target_epsilon=8.0, eval_strategy="no")
+    trainer = DopplerSFTTrainer(str(tmp_path / "model"), args, train_dataset=data)
+    trainer.train()
+    assert trainer.evaluate(data.select(range(3)))["eval_loss"] > 0
+    assert 0 < trainer.privacy.epsilon() <= 8.0
+
+
+CANNOT = " cannot be used with differential privacy: "
+REFUSED = {
+    "packing=True": (dict(packing=True), CANNOT + "a row would hold several texts"),
+    "padding_free=True": (dict(padding_free=True), CANNOT + "it joins the texts of a batch"),
+    "loss_type='dft'": (dict(loss_type="dft"), CANNOT + "an example's loss is the mean"),
+    "activation_offloading=True": (dict(activation_offloading=True), CANNOT + "it brings activations back once"),
+    "use_liger_kernel=True": (dict(use_liger_kernel=True), CANNOT + "its fused layers"),
+    "gradient_checkpointing_kwargs": (
+        dict(gradient_checkpointing_kwargs={"selective": True}), " must not have 'selective' with differential privacy, got"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_what_would_break_the_guarantee_is_refused(tmp_path, argument):
+    options, reason = REFUSED[argument]
+    with pytest.raises(ValueError, match="^" + re.escape(argument + reason)):
+        arguments(tmp_path, **options)
+    assert arguments(tmp_path, disable_dp=True, **options)
+
+
+def test_arguments_of_another_class_are_refused(tmp_path):
+    for args in (None, arguments(tmp_path, SFTConfig), DopplerTrainingArguments(str(tmp_path), noise_multiplier=1.0)):
+        with pytest.raises(ValueError, match=rf"args must be DopplerSFTConfig, got {type(args).__name__}\. Make one"):
+            DopplerSFTTrainer(tiny_llama(), args, train_dataset=chat.prompts(), processing_class=chat_tokenizer())
+
+
+def test_a_stream_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="IterableDataset has no length, so it cannot be Poisson-sampled"):
+        trainer_of(tmp_path, data=chat.prompts().to_iterable_dataset())
+
+
+def test_a_batch_in_one_row_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator.padding_free = True
+    with pytest.raises(ValueError, match=r"one row for each example \(no packing\)"):
+        trainer.train()
+
+
+def test_a_loss_of_the_users_own_is_refused_unless_it_is_per_example(tmp_path):
+    class OfBatch(DopplerSFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class OfExamples(OfBatch):
+        def compute_per_sample_loss(self, *args, **kwargs):
+            return 2 * super().compute_per_sample_loss(*args, **kwargs)
+
+    with pytest.raises(ValueError, match=r"OfBatch.compute_loss has no effect on a private training"):
+        trainer_of(tmp_path, cls=OfBatch)
+    trainer_of(tmp_path, cls=OfExamples).train()
+
+
+def test_a_loss_that_balances_experts_is_refused(tmp_path):
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(chat.VOCABULARY), num_local_experts=2, **sizes))
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef must be 0 .*, got 0\.001: .* Set it to 0\.0\."):
+        trainer_of(tmp_path, model=model)
+    assert not trainer_of(tmp_path, model=model, router_aux_loss_coef=0.0).aux_loss_enabled
+
+
+class Processor(ProcessorMixin):
+    """Of a tokenizer alone."""
+
+    def __init__(self, tokenizer, chat_template=None):
+        self.tokenizer, self.chat_template = tokenizer, chat_template
+
+
+def test_images_are_refused(tmp_path):
+    data = chat.prompts().add_column("image", ["none"] * 24)
+    with pytest.raises(ValueError, match="train_dataset must be of texts in a private run, got a column of images"):
+        DopplerSFTTrainer(
+            tiny_llama(), arguments(tmp_path), train_dataset=data, processing_class=Processor(chat_tokenizer())
+        )

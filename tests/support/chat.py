@@ -1,0 +1,70 @@
+"""A Llama of a few thousand parameters, a tokenizer of letters with a chat template, and rows of each of TRL's formats."""
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.folders import WORDS
+
+SPECIAL = ["[PAD]", "<|end|>", "<|user|>", "<|assistant|>"]
+VOCABULARY = [*map(chr, range(32, 127)), *SPECIAL]
+PAD, END = len(VOCABULARY) - 4, len(VOCABULARY) - 3
+TEMPLATE = """
+{%- for message in messages %}{{ '<|' + message['role'] + '|>' }}
+    {%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}
+    {%- else %}{{ message['content'] }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def chat_tokenizer():
+    letters = Tokenizer(BPE(vocab={letter: row for row, letter in enumerate(VOCABULARY)}, merges=[]))
+    letters.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=letters, pad_token="[PAD]", eos_token="<|end|>", additional_special_tokens=SPECIAL[2:]
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=96, pad_token_id=PAD, bos_token_id=None, eos_token_id=END,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def exchanges(rows=24):
+    """A question and an answer a row, of unequal lengths."""
+    generator = np.random.default_rng(0)
+    return [tuple(" ".join(generator.choice(WORDS, generator.integers(1, 6))) for _ in range(2)) for _ in range(rows)]
+
+
+def by(role, text):
+    return [{"role": role, "content": text}]
+
+
+def texts():
+    return Dataset.from_list([{"text": f"{question} {answer}"} for question, answer in exchanges()])
+
+
+def prompts():
+    return Dataset.from_list([{"prompt": question, "completion": f" {answer}"} for question, answer in exchanges()])
+
+
+def questions():
+    return Dataset.from_list([{"question": question, "answer": answer} for question, answer in exchanges()])
+
+
+def conversations(rows=24):
+    return Dataset.from_list([{"messages": by("user", q) + by("assistant", a)} for q, a in exchanges(rows)])
+
+
+def conversational_prompts():
+    return Dataset.from_list([{"prompt": by("user", q), "completion": by("assistant", a)} for q, a in exchanges()])
