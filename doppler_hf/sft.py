@@ -91,8 +91,9 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
             )
         if self.aux_loss_enabled:
             raise ValueError(
-                f"router_aux_loss_coef must be 0 with differential privacy, got {self.router_aux_loss_coef}: the balancing "
-                "loss of a router is one number for the whole batch and cannot be split into examples. Set it to 0.0."
+                "The balancing loss of a router must be off with differential privacy, got router_aux_loss_coef="
+                f"{self.router_aux_loss_coef}: it is one number for the whole batch and cannot be split into examples. Set "
+                "router_aux_loss_coef=0.0."
             )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

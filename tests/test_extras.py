@@ -68,6 +68,15 @@ def test_the_core_trains_without_the_extras(tmp_path):
         assert "## Differential privacy" in (tmp_path / kind / "README.md").read_text()
 
 
+def test_a_trainer_without_its_extra_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    for name in ("DopplerSFTTrainer", "DopplerSFTConfig"):
+        with pytest.raises(
+            MissingExtraError, match=r'^trl must be installed for this\. Run pip install "doppler_hf\[trl\]"\.$'
+        ):
+            getattr(doppler_hf, name)
+
+
 def test_require_names_all_that_is_missing(monkeypatch):
     require("recipes")
     for module in ("PIL", "peft"):

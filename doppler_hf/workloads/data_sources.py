@@ -2,7 +2,7 @@
 
 There are three sources: the Hugging Face hub, a local folder of parquet files with the hub's column names, and
 scikit-learn's built-in `digits`. Every loader returns a `DatasetDict` of the training split and the splits to evaluate
-on, with the columns in use only. GLUE's test splits are left out, because they have no labels.
+on, but for `load_rows` with the columns in use only. GLUE's test splits are left out, because they have no labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -119,6 +119,31 @@ def load_images(dataset_name: str, dataset_dir: str | None = None) -> "DatasetDi
     return _as_images(_load(hub_name, dataset_dir=dataset_dir, evaluation_splits=("test",)))
 
 
+def load_rows(
+    dataset_name: str,
+    dataset_dir: str | None = None,
+    *,
+    dataset_config: str | None = None,
+    validation_split: str = "validation",
+) -> "DatasetDict":
+    """Load a data set with all of its columns.
+
+    Args:
+        dataset_name: Name on the hub. Without effect if there is a folder.
+        dataset_dir: A folder with `train.parquet` and `validation.parquet`, or shards named as on the hub.
+        dataset_config: The hub's configuration of the data set.
+        validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
+
+    Returns:
+        `train` and `validation`.
+
+    Raises:
+        ValueError: If the data set, a split or a file is missing, or the hub cannot be reached.
+    """
+    split = {"train": "train", "validation": validation_split}
+    return _load(dataset_name, dataset_config, dataset_dir=dataset_dir, evaluation_splits=("validation",), split=split)
+
+
 def load_texts(
     dataset_name: str,
     dataset_dir: str | None = None,
@@ -144,8 +169,7 @@ def load_texts(
     Raises:
         ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
     """
-    split = {"train": "train", "validation": validation_split}
-    splits = _load(dataset_name, dataset_config, dataset_dir=dataset_dir, evaluation_splits=("validation",), split=split)
+    splits = load_rows(dataset_name, dataset_dir, dataset_config=dataset_config, validation_split=validation_split)
     _require_columns(splits, (text_column,))
     texts = splits.select_columns([text_column])
     if unit_column is not None:

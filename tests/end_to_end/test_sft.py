@@ -244,7 +244,9 @@ def test_a_loss_of_the_users_own_is_refused_unless_it_is_per_example(tmp_path):
 def test_a_loss_that_balances_experts_is_refused(tmp_path):
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     model = MixtralForCausalLM(MixtralConfig(vocab_size=len(chat.VOCABULARY), num_local_experts=2, **sizes))
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef must be 0 .*, got 0\.001: .* Set it to 0\.0\."):
+    with pytest.raises(
+        ValueError, match=r"router must be off .*, got router_aux_loss_coef=0\.001: .* Set router_aux_loss_coef=0\.0\."
+    ):
         trainer_of(tmp_path, model=model)
     assert not trainer_of(tmp_path, model=model, router_aux_loss_coef=0.0).aux_loss_enabled
 
