@@ -23,6 +23,7 @@ from doppler_hf.privacy import PoissonSampler, PrivacyStatement
 from doppler_hf.training_args.galore import GaloreArguments
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
+from tests.support.chat import chat_tokenizer, conversations, tiny_llama
 from tests.support.tiny import pad, text_data, tiny_bert
 
 ROOT = Path(__file__).parents[2]
@@ -79,13 +80,17 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         "x": x, "y": y, "network": torch.nn.Linear(4, 2),
         "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=50),
     }  # fmt: skip
+    if page.name == "sft.md":
+        pytest.importorskip("trl", reason="the extra trl is not installed")
+        names |= {"model": tiny_llama(), "train": conversations(600), "dev": conversations(8), "tokenizer": chat_tokenizer()}
     exec(snippet, names)
     if "trainer" in names:
         assert (tmp_path / "out" / "privacy_ledger.json").exists()
-        assert 0.0 < names["trainer"].privacy.epsilon() <= 3.0
+        assert 0.0 < names["trainer"].privacy.epsilon() <= names["trainer"].args.target_epsilon
     if "cross_entropy" in snippet:  # a linear rule: 500 examples, 10 steps, ε = 3
         assert (names["network"](x).argmax(dim=1) == y).float().mean() > 0.7
-    for task in (kind for kind in names.values() if isinstance(kind, type) and issubclass(kind, DopplerTrainer)):
+    classes = (each for each in names.values() if isinstance(each, type) and not each.__module__.startswith("doppler_hf."))
+    for task in (each for each in classes if issubclass(each, DopplerTrainer)):
         trainer = task(model=tiny_bert(), args=names["args"], train_dataset=text_data(1100), data_collator=pad)
         assert trainer.compute_per_sample_loss(trainer.model, pad(text_data(3))).shape == (3,)
 
