@@ -99,4 +99,4 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write TRL's model card, which replaces the host's, with a section on privacy."""
         super().create_model_card(*args, **kwargs)
-        self.complete_model_card()
+        self._complete_model_card()

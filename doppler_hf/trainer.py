@@ -284,9 +284,9 @@ class DopplerTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the host's model card, with the optimizer in use and a section on privacy."""
         super().create_model_card(*args, **kwargs)
-        self.complete_model_card()
+        self._complete_model_card()
 
-    def complete_model_card(self) -> None:
+    def _complete_model_card(self) -> None:
         """Write the optimizer in use and a section on privacy into the card that was just written."""
         if self.is_world_process_zero():
             self._ledger_keeper.complete_card(self.args, model=self.model)
