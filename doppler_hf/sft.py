@@ -6,7 +6,7 @@ its own labelled tokens, those of the completion, of the assistant's turns, or a
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from transformers.hf_argparser import HfArg
 from trl import SFTConfig, SFTTrainer
@@ -40,7 +40,7 @@ class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
         default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 2e-5."
     )
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
-    host_learning_rate: ClassVar[float] = SFTConfig.learning_rate
+    host_learning_rate = SFTConfig.learning_rate
 
     def __post_init__(self) -> None:
         """Check the arguments, as TRL and `DopplerTrainingArguments` do."""

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -61,7 +61,7 @@ class DopplerTrainer(Trainer):
     args: DopplerTrainingArguments
     optimizer: Any
     # The host's loss of a batch, which is not trained in a private run.
-    host_compute_loss: ClassVar[Callable[..., Any]] = Trainer.compute_loss
+    host_compute_loss = Trainer.compute_loss
 
     def __init__(
         self, model: Any = None, args: DopplerTrainingArguments | None = None, data_collator: Any = None,

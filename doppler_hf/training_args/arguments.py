@@ -5,7 +5,7 @@ the guarantee, or would have no effect, are refused (`checks`) rather than ignor
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import Final, Literal
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
@@ -160,7 +160,7 @@ class DopplerTrainingArguments(TrainingArguments):
         help="Clipping of the whole gradient. Without privacy HF's default of 1.0; with privacy it must stay "
         "unset or 0, see per_sample_max_grad_norm.",
     )
-    host_learning_rate: ClassVar[float] = TrainingArguments.learning_rate
+    host_learning_rate = TrainingArguments.learning_rate
 
     def __post_init__(self) -> None:
         """Check the arguments, as HF does those that it has."""
