@@ -5,6 +5,10 @@ tokens and hits are of evaluations only. What is trained is the rule of `privacy
 its own labelled tokens, those of the completion, of the assistant's turns, or all. One row is one example.
 """
 
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +26,24 @@ _NOT_PRIVATE: Final = {
     "activation_offloading": "it brings activations back once, and the engine of per-sample gradients asks for them again",
 }
 _SELECTIVE: Final = "selective"  # TRL's own key of `gradient_checkpointing_kwargs`
+
+
+def without_piece(record: logging.LogRecord) -> bool:
+    """Leave the piece of an example out of TRL's warning that a prompt is no beginning of its row (modified in place)."""
+    record.msg = re.sub(r"(training sequence): .*(\. The model is trained)", r"\1\2", str(record.msg), flags=re.DOTALL)
+    return True
+
+
+@contextlib.contextmanager
+def pieces_left_out() -> Iterator[None]:
+    """Let TRL's log show no piece of an example in the block, in which it prepares the data."""
+    logger = logging.getLogger(SFTTrainer.__module__)
+    # Privacy: it shows the end of every such prompt that differs from those before.
+    logger.addFilter(without_piece)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without_piece)
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
@@ -81,7 +103,8 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
         # TRL would make an `SFTConfig` of whatever else it is given.
         if not isinstance(args, DopplerSFTConfig):
             raise ValueError(f"args must be DopplerSFTConfig, got {type(args).__name__}. Make one with target_epsilon.")
-        super().__init__(model, args, *others, **options)
+        with contextlib.nullcontext() if args.disable_dp else pieces_left_out():
+            super().__init__(model, args, *others, **options)
         if args.disable_dp:
             return
         if self._is_vision_dataset:

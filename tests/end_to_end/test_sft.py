@@ -120,6 +120,16 @@ def test_a_row_is_prepared_alone_and_stays_a_row(tmp_path):
     assert max(map(len, alone)) == 30
 
 
+# TRL shows a piece once in the life of a process.
+@pytest.mark.parametrize(("pieces", "options"), [("xy", {}), ("uv", dict(disable_dp=True))])
+def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
+    data = Dataset.from_list([{"prompt": f"is it {piece}", "completion": "q"} for piece in pieces])
+    tokenizer = chat_tokenizer(*((piece, "q") for piece in pieces))
+    DopplerSFTTrainer(tiny_llama(), arguments(tmp_path, **options), train_dataset=data, processing_class=tokenizer)
+    assert caplog.text.count("The tokenized prompt is not a prefix") == 2
+    assert [f"{piece!r}" in caplog.text for piece in pieces] == [bool(options)] * 2
+
+
 def test_units_are_those_of_a_column(tmp_path):
     data = chat.prompts().add_column("user", [row % 5 for row in range(24)])
     trainer = trainer_of(tmp_path, data=data, privacy_unit_column="user", per_device_train_batch_size=1)

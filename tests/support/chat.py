@@ -21,8 +21,10 @@ TEMPLATE = """
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 
-def chat_tokenizer():
-    letters = Tokenizer(BPE(vocab={letter: row for row, letter in enumerate(VOCABULARY)}, merges=[]))
+def chat_tokenizer(*merges):
+    """Of letters, and of pairs of them that are merged."""
+    tokens = [*VOCABULARY, *map("".join, merges)]
+    letters = Tokenizer(BPE(vocab={token: row for row, token in enumerate(tokens)}, merges=list(merges)))
     letters.decoder = Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=letters, pad_token="[PAD]", eos_token="<|end|>", additional_special_tokens=SPECIAL[2:]
