@@ -1,6 +1,7 @@
 """The clipped sum equals a plain float64 loop over single examples, for the models that people fine-tune."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -371,6 +372,24 @@ def test_what_fails_before_it_is_added_leaves_the_sum_as_it_was(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             clipped.backward(model(x)[:, 0])
         torch.testing.assert_close(clipped.sums, expected, rtol=0.0, atol=0.0)
+
+
+def test_a_forward_pass_without_its_backward_pass_leaves_nothing_in_memory():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.seen = nn.Parameter(torch.ones(3)), None
+
+        def forward(self, x):
+            self.seen = weakref.ref(self.weight)  # in training a copy for each example
+            return x * self.weight
+
+    model = nn.Sequential(Scale(), nn.Linear(3, 1))
+    with ClippedGradients(model) as clipped:
+        model(torch.randn(4, 3))
+        assert model[0].seen() is not None
+        clipped.discard()
+        assert model[0].seen() is None
 
 
 class Hungry(nn.Module):
