@@ -287,6 +287,21 @@ def test_random_rows_that_show_the_row_before_are_refused(tmp_path, all_batches)
     refused(tmp_path, "as likely whatever other examples are beside them", **options)
 
 
+def hidden_by_width(examples):
+    """As many places of every row, by the width to which the longest example pads it, of which its own are the fewer."""
+    batch = pad(examples)
+    width = batch["input_ids"].shape[1]
+    places = torch.rand(batch["input_ids"].shape).argsort(dim=1)[:, : 2 + width // 8]
+    is_hidden = torch.zeros_like(batch["input_ids"]).scatter(1, places, 1) * batch["attention_mask"] == 1
+    return batch | {"input_ids": batch["input_ids"].masked_fill(is_hidden, 4)}
+
+
+def test_random_rows_that_follow_the_width_of_the_batch_are_refused(tmp_path, all_batches):
+    """No example shows it beside others that are no longer."""
+    options = {"collator": hidden_by_width, "gradient_accumulation_steps": 1}
+    refused(tmp_path, "as likely whatever other examples are beside them", **options)
+
+
 def test_rows_that_follow_their_places_are_refused_if_the_data_set_alone_is_random(tmp_path, all_batches):
     """Then the collator draws nothing, and none of its batches can be compared with another."""
 

@@ -104,6 +104,9 @@ class Probes:
             refuse_order_in_collation(copies_of(loader, self._middling))
             rows = [self._middling, *no_wider(loader, self._crowd, than=self._middling)]
             refuse_other_distribution(batches_of(loader, rows), others=len(rows) - 1)
+            if is_padded_beside(loader, self._middling, self._pair[1]):
+                rows = [self._middling, self._pair[1]]
+                refuse_other_distribution(batches_of(loader, rows), others=1, is_wider=True)
         elif self.views > 1:
             refuse_another_order(loader, self._crowd)
 
@@ -267,6 +270,13 @@ def copies_of(loader: PrivateLoader, index: int) -> Callable[[int], Inputs]:
 def no_wider(loader: PrivateLoader, indices: Sequence[int], *, than: int) -> list[int]:
     """Return those examples beside which another is not padded further."""
     return [index for index in indices if alike(drawn(loader, [than, index]), drawn(loader, [than, than]))]
+
+
+def is_padded_beside(loader: PrivateLoader, index: int, large: int) -> bool:
+    """Return whether an example is padded further beside a large one, by a mask that tells its padding."""
+    alone, beside = drawn(loader, [index, index]), drawn(loader, [index, large])
+    mask, wider = alone.get("attention_mask"), beside.get("attention_mask")
+    return isinstance(mask, Tensor) and isinstance(wider, Tensor) and mask.ndim > 1 and mask.shape != wider.shape
 
 
 def is_random_data(loader: PrivateLoader, indices: Sequence[int], *, is_held: bool = False) -> bool:

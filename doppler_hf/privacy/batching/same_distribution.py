@@ -5,7 +5,7 @@ joint distribution alone and with others inserted beside them, whichever these a
 rows as they are, and the sum moves by at most C. Not so if every second row is mirrored, or exactly half of them.
 
 A look compares copies of an example in batches of two with two of them in larger batches, of copies and other examples, none
-of them wider. By permutation: without a
+of them wider; then beside a wider one, of which only what the mask attends to can be the same. By permutation: without a
 difference, which of the batches were larger is as likely as any other choice of half of them. For each tensor, and for the
 distance between its two rows, the statistic is the energy distance of two samples X and Y,
 
@@ -37,17 +37,18 @@ _NUMBERS = 256
 Inputs = Mapping[str, Any]
 
 
-def refuse_other_distribution(make: Callable[[Sequence[int]], Inputs], *, others: int) -> None:
+def refuse_other_distribution(make: Callable[[Sequence[int]], Inputs], *, others: int, is_wider: bool = False) -> None:
     """Refuse random rows that depend on their places, on how many there are, or on what is beside them.
 
     Args:
         make: Makes a batch of examples, from the global generators: 0 is the one whose rows are compared.
         others: How many others there are: 1, 2, ….
+        is_wider: Whether rows are padded further beside them, so that only what is attended to is compared.
 
     Raises:
         ValueError: If they do.
     """
-    if all(is_other_beside_others(make, others=others) for _ in range(_LOOKS)):
+    if all(is_other_beside_others(make, others=others, is_wider=is_wider) for _ in range(_LOOKS)):
         raise ValueError(
             "data_collator must return rows that are as likely whatever other examples are beside them, got others in "
             "larger batches or at other places of a batch. One example more would change the rows of others, which no "
@@ -55,12 +56,13 @@ def refuse_other_distribution(make: Callable[[Sequence[int]], Inputs], *, others
         )
 
 
-def is_other_beside_others(make: Callable[[Sequence[int]], Inputs], *, others: int) -> bool:
+def is_other_beside_others(make: Callable[[Sequence[int]], Inputs], *, others: int, is_wider: bool = False) -> bool:
     """Return whether a look finds that two copies of an example have other rows in larger batches than in one of two.
 
     Args:
         make: As in `refuse_other_distribution`.
         others: As in `refuse_other_distribution`.
+        is_wider: As in `refuse_other_distribution`.
     """
     coins = np.random.default_rng()
     seed = int(coins.integers(2**32))
@@ -75,7 +77,11 @@ def is_other_beside_others(make: Callable[[Sequence[int]], Inputs], *, others: i
             larger[places] = 0
             for rows, at in (([0, 0], [0, 1]), (larger.tolist(), places)):
                 fill_generators(None)
-                pairs.append(rows_at(at, make(rows), number=len(rows), seed=seed))
+                inputs = make(rows)
+                if is_wider:
+                    inputs = of_attended(at, inputs)
+                    at, rows = [0, 1], [0, 0]
+                pairs.append(rows_at(at, inputs, number=len(rows), seed=seed))
     # What is padded to a random width is another row in a larger batch, and may be.
     samples = [
         torch.stack([pair[name] for pair in pairs])
@@ -86,6 +92,19 @@ def is_other_beside_others(make: Callable[[Sequence[int]], Inputs], *, others: i
     is_larger = np.arange(len(pairs)) % 2
     permuted = coins.permuted(np.tile(is_larger, (_BY_CHANCE * len(distances), 1)), axis=1)
     return any(exceeds_all(distance, is_larger, permuted) for distance in distances)
+
+
+def of_attended(places: Sequence[int], inputs: Inputs) -> dict[str, Tensor]:
+    """Return what the mask attends to of the rows at some places, by name, if it is as much of each."""
+    mask = inputs["attention_mask"]
+    is_attended = [mask[place] != 0 for place in places]
+    if len({int(attended.sum()) for attended in is_attended}) > 1:
+        return {}
+    found = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.shape == mask.shape}
+    return {
+        name: torch.stack([value[place][attended] for place, attended in zip(places, is_attended, strict=True)])
+        for name, value in found.items()
+    }
 
 
 def rows_at(places: Sequence[int], inputs: Inputs, *, number: int, seed: int) -> dict[str, Tensor]:

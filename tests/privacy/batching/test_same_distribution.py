@@ -1,6 +1,7 @@
 """Random rows that follow their places or numbers are told from rows of which each has numbers of its own."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -127,6 +128,38 @@ def test_rows_that_show_what_is_beside_them_are_found(others, monkeypatch):
     assert not all(is_other_beside_others(lambda which: of_the_row_before(which, 0.05), others=0) for _ in range(3))
     with pytest.raises(ValueError, match="as likely whatever"):
         refuse_other_distribution(lambda which: of_the_row_before(which, 0.05), others=others)
+
+
+def padded_at_random(which, *, side, share):
+    """Twelve tokens, beside others of forty, of which a share is hidden by the width of the batch."""
+    lengths = [12 if example == 0 else 40 for example in which]
+    width = max(lengths)
+    tokens, mask = torch.zeros(len(which), width, dtype=torch.long), torch.zeros(len(which), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        is_left = {"left": True, "right": False, "any": bool(torch.rand(()) < 0.5)}[side]
+        own = slice(width - length, width) if is_left else slice(length)
+        tokens[row, own], mask[row, own] = torch.arange(5, 5 + length), 1
+    return {"input_ids": tokens.masked_fill(torch.rand(tokens.shape) < share(width), 4) * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("side", ["left", "right", "any"])
+def test_what_is_attended_to_is_compared_beside_wider_rows(side, monkeypatch):
+    monkeypatch.setattr(same_distribution, "_FEWEST", 64)
+    by_width = partial(padded_at_random, side=side, share=lambda width: 3 / width)
+    with pytest.raises(ValueError, match="as likely whatever"):
+        refuse_other_distribution(by_width, others=1, is_wider=True)
+    fixed = partial(padded_at_random, side=side, share=lambda width: 0.15)
+    # One look in a hundred may; six of thirty with probability 5e-7.
+    assert sum(is_other_beside_others(fixed, others=1, is_wider=True) for _ in range(30)) < 6
+
+
+def test_rows_of_which_a_random_number_is_attended_to_are_not_compared():
+    def shortened(which):
+        batch = padded_at_random(which, side="right", share=lambda width: 0.15)
+        kept = (torch.rand(batch["attention_mask"].shape) < 0.8).long()
+        return {name: value * kept for name, value in batch.items()}
+
+    assert not any(is_other_beside_others(shortened, others=1, is_wider=True) for _ in range(5))
 
 
 def moved(rows):
