@@ -42,14 +42,18 @@ def run(args: argparse.Namespace) -> int:
     if output.suffix != ".html":
         raise ValueError(f"--output must end in .html, got {output}.")
     ledger = PrivacyLedger.load(args.folder)
-    statement, checkpoint = ledger.statement, newest_checkpoint(args.folder)
+    statement, checkpoint = ledger.statement, newest_checkpoint(args.folder, ledger)
     logs = [] if checkpoint is None else json.loads((checkpoint / _STATE).read_text("utf-8"))["log_history"]
     curves = draw_run(logs, epsilons_of(ledger), target_epsilon=statement.target_epsilon)
     low_pass_filter = filter_of_checkpoint(None if checkpoint is None else str(checkpoint))
     noise = draw_noise_over_frequency(NoiseShape.parse(statement.noise_shape), low_pass_filter)
-    logged = "" if logs else "<p>No checkpoint lies in the folder, so that there are neither a log nor a filter to draw.</p>"
+    logged = (
+        ""
+        if logs
+        else "<p>No checkpoint of this training is here, so that there are neither a log nor a filter to draw.</p>"
+    )
     check = (
-        f"<p><code>doppler-hf verify {html.escape(str(args.folder))}</code> recomputes ε and the chain of hashes. "
+        f"<p><code>doppler-hf verify {html.escape(args.folder.resolve().name)}</code> recomputes ε and the chain of hashes. "
         f"The last hash is <code>{ledger.head}</code>.</p>"
     )
     page = html_page(
@@ -77,8 +81,12 @@ def epsilons_of(ledger: PrivacyLedger) -> list[tuple[int, float]]:
     return [(step, ledger.epsilon(further_steps=step - ledger.steps_run) if step else 0.0) for step in steps]
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint of the largest step in a folder, if there is one that was written to its end."""
+def newest_checkpoint(folder: Path, ledger: PrivacyLedger) -> Path | None:
+    """Return the checkpoint of the largest step of a training, if there is one that was written to its end.
+
+    The log of another, without privacy perhaps, may lie in the same folder.
+    """
     whole = [path.parent for path in folder.glob(f"checkpoint-*/{_STATE}") if is_whole(path.parent)]
-    steps = {json.loads((path / _STATE).read_text("utf-8"))["global_step"]: path for path in whole}
+    own = [path for path in whole if (path / LEDGER_NAME).is_file() and PrivacyLedger.load(path).is_prefix_of(ledger)]
+    steps = {json.loads((path / _STATE).read_text("utf-8"))["global_step"]: path for path in own}
     return steps[max(steps)] if steps else None

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from doppler_hf.cli import main
-from doppler_hf.cli.report import REPORT_NAME, epsilons_of
+from doppler_hf.cli.report import REPORT_NAME, epsilons_of, newest_checkpoint
 from doppler_hf.privacy import PrivacyLedger
 from tests.support.trainers import trainer_of
 
@@ -55,6 +55,22 @@ def test_a_run_is_reported_on_one_page(folder, capsys):
     for title in ("ε", "loss", "eval_loss", "grad_norm", "learning_rate", "|H|² of the filter"):
         assert title in page.words
     assert all(line in words for line in ledger.not_covered)
+
+
+def test_the_log_of_another_training_in_the_folder_is_not_shown(tmp_path):
+    """One without privacy, of more steps; nor where the folder lies."""
+    options = dict(save_strategy="steps", save_steps=2, logging_steps=1)
+    trainer_of(tmp_path, disable_dp=True, noise_multiplier=None, max_steps=6, **options).train()
+    trainer_of(tmp_path, max_steps=4, report_train_loss="none", **options).train()
+    folder = tmp_path / "out"
+    assert (folder / "checkpoint-6").is_dir()
+    assert newest_checkpoint(folder, PrivacyLedger.load(folder)) == folder / "checkpoint-4"
+    assert main(["report", str(folder)]) == 0
+    page = Wellformed()
+    page.feed((folder / REPORT_NAME).read_text("utf-8"))
+    assert "grad_norm" in page.words
+    assert "loss" not in page.words
+    assert str(tmp_path) not in " ".join(page.words)
 
 
 def test_epsilon_grows_to_what_the_ledger_says_over_all_runs(folder):
