@@ -169,7 +169,11 @@ def halves_of(micro_batch: MicroBatch, *, rows: Rows | None, views: int) -> list
         )
     # A batch dimension is never guessed. What holds no list of anything is the same in both halves.
     whole = [value for name, value in micro_batch.inputs.items() if name not in rows.names]
-    if not all(value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, _SINGLE) for value in whole):
+    of_rows = [value for name, value in micro_batch.inputs.items() if name in rows.names]
+    # One that had a row for each of the examples that were looked at may have several of another, as of its images.
+    if any(len(value) != micro_batch.size for value in of_rows) or not all(
+        value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, _SINGLE) for value in whole
+    ):
         raise RuntimeError(
             "A micro-batch must fit into memory if not all that was collated is tensors with a row for each example, got "
             f"one that does not, and cannot be halved. {SMALLER}, or let the collator return such tensors only."

@@ -312,8 +312,9 @@ def test_a_draw_whose_rows_share_random_numbers_is_not_halved(tmp_path):
         lambda rows: {"class_weights": torch.ones(3)},
         lambda rows: {"class_weights": torch.ones(rows)},  # by chance, in some micro-batches
         lambda rows: {"texts": ["a"] * rows},
+        lambda rows: {"input_ids": torch.ones(rows + 2, 3)},  # of which some examples have several
     ],
-    ids=["tensor", "by-chance", "list"],
+    ids=["tensor", "by-chance", "list", "more-rows"],
 )
 def test_what_has_no_row_for_each_example_is_not_halved(more):
     batch = MicroBatch({"input_ids": torch.ones(4, 3)} | more(4), 4, 1.0)

@@ -13,7 +13,7 @@ distance between its two rows, the statistic is the energy distance of two sampl
 
 after Székely and Rizzo, "Energy statistics" (2013). Of K statistics one must exceed those of all 100 K permutations, which
 happens by chance in less than one look of a hundred. Three looks must agree, each with numbers of its own: by chance they do
-in less than one start of a million.
+in less than one start of a million, and beside a wider one in as many again.
 """
 
 import time
