@@ -14,7 +14,7 @@ come with bounds on their own rounding and on that of the sum of one example's t
 every form alike: which form is the cheapest depends on what the example is padded to, and so on others. Where a bound is
 larger, because terms cancel, or a square leaves the range of float32, norm and sum are computed again `in_float64`, whose
 precision and range suffice for all that factors in float32 can give. Of what was added up before, in an order that padding
-may change, the examples whose terms cancel are kept in float64 from the start.
+may change, the rounding counts too.
 """
 
 import math
@@ -51,7 +51,8 @@ MEMORY_SLACK = 1.0
 # many numbers, which stay in the cache.
 SUM_BLOCK = 256
 SUM_PIECE = 2**20
-# Terms cancel if their sizes are so many times that of their sum: the rounding of each is then 6e-5 of it.
+# Terms cancel if their sizes are so many times that of the example's gradient: the rounding of each is then 6e-5 of it. Of
+# single parameters they often do, and exactly: attention does not see the bias of its keys.
 CANCELLING = 2.0**10
 # Numbers whose squares are added up in their own precision.
 RUN = 64
@@ -112,37 +113,42 @@ class Dense(PerSampleGradient):
 
     Args:
         values: Shape (batch, *shape of the parameter).
-        cancelling: Of which examples float32 does not suffice, shape (batch,); by default of none.
-        precise: The values of these in float64, shape (cancelling, *shape).
+        rounding: What may be lost in adding them up, in the scale of `Norms.errors`, shape (batch,); by default nothing.
+        precise: Returns the values of some examples in float64, as if nothing had been rounded, where that is other than the
+            values.
     """
 
     def __init__(
         self,
         values: Float[Tensor, "batch ..."],
         *,
-        cancelling: Bool[Tensor, " batch"] | None = None,
-        precise: Float[Tensor, "cancelling ..."] | None = None,
+        rounding: Float[Tensor, " batch"] | None = None,
+        precise: Callable[[Bool[Tensor, " batch"]], Float[Tensor, "kept ..."]] | None = None,
     ) -> None:
-        self.values = values
-        self.cancelling = values.new_zeros(len(values), dtype=torch.bool) if cancelling is None else cancelling
-        self._precise = values[:0].double() if precise is None else precise
+        self.values, self.precise = values, precise
+        self.rounding = values.new_zeros(len(values), dtype=torch.float64) if rounding is None else rounding
         norms = norms_in_full(values)  # at once, while the values are still in the cache
-        self._norms = norms._replace(errors=norms.errors.masked_fill(self.cancelling, math.inf))
+        self._norms = norms._replace(errors=norms.errors + self.rounding)
 
     def norms(self) -> Norms:
-        """Return ‖g_i‖ of every example; the error is infinity if float32 does not suffice."""
+        """Return ‖g_i‖ of every example."""
         return self._norms
 
     def of_examples(self, kept: Bool[Tensor, " batch"]) -> "Dense":
         """Return the gradients of the examples that are kept."""
-        precise = self._precise[kept[self.cancelling]]
-        return Dense(self.values[kept], cancelling=self.cancelling[kept], precise=precise)
+        precise = None
+        if (of_all := self.precise) is not None:
+
+            def precise(inner: Bool[Tensor, " kept"]) -> Float[Tensor, "kept ..."]:
+                return of_all(kept.masked_scatter(kept, inner))
+
+        return Dense(self.values[kept], rounding=self.rounding[kept], precise=precise)
 
     def in_float64(self) -> "Dense":
         """Return the same gradients in float64."""
-        values = self.values.double()
-        values[self.cancelling] = self._precise
-        return Dense(values)
+        if self.precise is None:
+            return Dense(self.values.double())
+        return Dense(self.precise(torch.ones_like(self.rounding, dtype=torch.bool)))
 
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
         """Set `total` to beta·total + Σ w_i g_i (modified in place)."""
@@ -407,7 +413,7 @@ def _sum_of_rows(
     num_examples: int,
     shape: torch.Size,
 ) -> Dense:
-    """Return the sums over the rows of every example, those of which most cancels in float64.
+    """Return the sums over the rows of every example.
 
     Args:
         of_rows: Of each row, over time.
@@ -419,23 +425,27 @@ def _sum_of_rows(
     # Sensitivity: in what order terms are added depends on what the example is padded to, and so on others; where they
     # cancel, its clipped gradient would depend on it too. In float64 it does so by less than 1e-9 of their sizes.
     views = len(of_rows) // num_examples
-    found = Dense(of_rows.reshape(num_examples, views, *shape).sum(dim=1) if views > 1 else of_rows.reshape(-1, *shape))
-    cancelling = sizes.view(num_examples, -1).sum(dim=1) > CANCELLING * found.norms().values
-    if not cancelling.any():
-        return found
-    precise = again(cancelling.repeat_interleave(views)).reshape(-1, views, *shape).sum(dim=1)
-    return Dense(found.values, cancelling=cancelling, precise=precise)
+    values = of_rows.reshape(num_examples, views, *shape).sum(dim=1) if views > 1 else of_rows.reshape(-1, *shape)
+    size = sizes.view(num_examples, -1).sum(dim=1, dtype=torch.float64)
+    found = Dense(values, rounding=size * (RAISED_BY * torch.finfo(values.dtype).eps / CANCELLING))
+    if not (size > CANCELLING * found.norms().values).any():
+        return found  # whose factors can be freed: the whole gradient is no smaller than this part
+
+    def precise(kept: Bool[Tensor, " batch"]) -> Float[Tensor, "kept ..."]:
+        return again(kept.repeat_interleave(views)).reshape(-1, views, *shape).sum(dim=1)
+
+    return Dense(values, rounding=found.rounding, precise=precise)
 
 
 def sum_in_full(parts: Sequence[Dense]) -> Dense:
     """Return the sum of gradients in full."""
     # A new tensor: a gradient may be shared with another parameter.
     total = sum((in_float32(part.values) for part in parts[1:]), in_float32(parts[0].values).clone())
-    cancelling = torch.stack([part.cancelling for part in parts]).any(dim=0)
-    if not cancelling.any():
-        return Dense(total)
-    precise = torch.stack([part.of_examples(cancelling).in_float64().values for part in parts]).sum(dim=0)
-    return Dense(total, cancelling=cancelling, precise=precise)
+
+    def precise(kept: Bool[Tensor, " batch"]) -> Float[Tensor, "kept ..."]:
+        return torch.stack([part.of_examples(kept).in_float64().values for part in parts]).sum(dim=0)
+
+    return Dense(total, rounding=torch.stack([part.rounding for part in parts]).sum(dim=0), precise=precise)
 
 
 def joined(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -655,6 +655,18 @@ def test_a_sum_over_time_that_cancels_is_the_same_with_padding():
     torch.testing.assert_close(first, terms.double().sum(dim=1), rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("name", ["roberta", "vit", "gpt2-lm"])
+def test_what_cancels_to_nothing_beside_the_whole_gradient_is_not_computed_again(name, monkeypatch):
+    """The bias of the keys, which attention does not see: its gradient is nothing but rounding."""
+    model = build(name, torch.float32)
+    inputs, labels = batch_for(model, torch.float32)
+    monkeypatch.setattr(gradients.Dense, "in_float64", lambda self: pytest.fail("computed in float64"))
+    with book_keeping(model) as clipped:
+        losses = losses_of(model, inputs, labels)
+        clipped._engine._is_checked = True  # whose comparison is in float64
+        clipped.backward(losses)
+
+
 def test_uses_in_full_that_cancel_are_added_in_float64():
     """A parameter's gradients of several uses, of which one has an example whose terms cancel."""
     left, right = normal(3, 200, 6, seed=1), normal(3, 200, 4, seed=2)
