@@ -122,7 +122,6 @@ class Halving:
             return None
 
     def _clear_memory(self) -> None:
-        self._clipped.discard()
         clear_device_cache(garbage_collection=True)
         if not self._is_told:
             print(

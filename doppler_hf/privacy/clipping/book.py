@@ -34,8 +34,6 @@ class Book:
         num_examples: The number of examples of the backward pass. A use has as many rows of each, one after another: one, or
             its views, its choices, its windows. Its gradient is their sum.
         uses: Parameter → its per-sample gradient from each use, filled by the backward pass.
-        copies: Parameters that were replaced by one copy per example in the forward pass, and these copies: their ordinary
-            gradient is the per-sample gradient.
         repeated: Names of layers whose output has no batch and was repeated for each example.
         only_example: In a check, the one example whose loss is differentiated; gradients are then compared, not kept.
         coupled: Parameters at which that loss has a gradient in the place of another example.
@@ -50,7 +48,6 @@ class Book:
         self.batch_size: int | None = None
         self.num_examples = 1
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
-        self.copies: list[tuple[nn.Parameter, Tensor]] = []
         self.repeated: list[str] = []
         self.only_example: int | None = None
         self.coupled: set[Tensor] = set()
@@ -81,7 +78,6 @@ class Book:
         self._recent = Recent()
         self.batch_size, self.num_examples = None, 1
         self.uses.clear()
-        self.copies.clear()
         self.repeated.clear()
         self.coupled.clear()
         self.failed.clear()
@@ -139,12 +135,38 @@ class Book:
         """Return the rows of an example as one sequence, whose sum over time is the sum over all of them."""
         return factor.unflatten(0, (self.num_examples, -1)).flatten(1, 2)
 
-    def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
-        """Return a stand-in for the parameter with one copy per row, shape (rows, *shape)."""
+    def one_per_example(
+        self, parameter: nn.Parameter, shape: tuple[int, ...], *, over: torch.Size | None = None
+    ) -> Float[Tensor, "rows ..."]:
+        """Return a stand-in for the parameter with one copy per row, whose ordinary gradient is noted as the row's.
+
+        Args:
+            parameter: A parameter that acts elementwise.
+            shape: At which it broadcasts with a row.
+            over: Shape of a row on all of which it acts. Then the gradient arrives term by term, and is added up here.
+        """
         assert self.batch_size is not None
-        copy = parameter.detach().view(shape).expand(self.batch_size, *shape).requires_grad_()
-        self.copies.append((parameter, copy))
-        return copy
+        return _OnePerExample.apply(self, parameter, (self.batch_size, *shape), (self.batch_size, *(over or shape)))
+
+
+class _OnePerExample(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, book: Book, parameter: nn.Parameter, shape: tuple[int, ...], over: tuple[int, ...]
+    ) -> Float[Tensor, "rows ..."]:
+        ctx.book, ctx.parameter = book, parameter
+        ctx.summed = [dim for dim, sizes in enumerate(zip(shape, over, strict=True)) if sizes[0] != sizes[1]]
+        return parameter.detach().view(shape[1:]).expand(over)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, terms: Float[Tensor, "rows ..."]) -> tuple[None, ...]:
+        if ctx.summed:
+            terms = terms.movedim(ctx.summed, tuple(range(1, 1 + len(ctx.summed))))
+            ctx.book.note_sum(ctx.parameter, terms.reshape(len(terms), -1, *ctx.parameter.shape))
+        else:
+            ctx.book.note_rows(ctx.parameter, terms)
+        return (None,) * 4
 
 
 def output_per_example(

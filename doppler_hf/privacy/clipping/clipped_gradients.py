@@ -214,11 +214,6 @@ class ClippedGradients:
         with self._engine.unwatched():
             yield
 
-    def discard(self) -> None:
-        """Free what layers have noted in a forward pass that is not followed by its `backward`, after an error."""
-        assert self._engine is not None
-        self._engine.discard()
-
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""
         self._sums.clear()

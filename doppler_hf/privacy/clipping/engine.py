@@ -97,10 +97,6 @@ class BookKeepingEngine:
         """Let the layers compute without making notes for the duration of the block."""
         return self._book.unwatched()
 
-    def discard(self) -> None:
-        """Discard the notes of a forward pass that is not followed by its backward pass."""
-        self._book.clear()
-
     def detach(self) -> None:
         """Restore the model's own forwards."""
         self._book.clear()
@@ -154,12 +150,9 @@ class BookKeepingEngine:
         """Fill the book, and leave no ordinary gradients."""
         book = self._book
         book.uses.clear()
-        for tensor in (*trainable.values(), *(copy for _, copy in book.copies)):
-            tensor.grad = None
+        for parameter in trainable.values():
+            parameter.grad = None
         loss.backward(retain_graph=retain_graph)
-        for parameter, copy in book.copies:
-            if copy.grad is not None:
-                book.note_rows(parameter, copy.grad)
         if book.failed:
             first = next(iter(book.failed.values()))
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))

@@ -397,7 +397,7 @@ def sum_of_products(
 def sum_over_time(terms: Float[Tensor, "rows time ..."], *, num_examples: int, shape: torch.Size) -> Dense:
     """Return the sum over time and rows of every example; see `sum_of_products`."""
     terms = in_float32(terms)
-    sizes = torch.linalg.vector_norm(terms.flatten(2), dim=2)
+    sizes = torch.linalg.vector_norm(terms.reshape(*terms.shape[:2], -1), dim=2)
 
     def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept ..."]:
         return terms[kept].double().sum(dim=1)

@@ -1,7 +1,8 @@
 """Per-sample gradients of layers without a rule of their own, by the first of three ways that fits.
 
 * **copies**: parameters that act elementwise (any family's RMSNorm, ViT's class token, ConvNeXt's layer scale) are replaced
-  by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost.
+  by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost. If
+  they fit an input as a whole, copies of its shape have each term of that gradient, and rounding in its sum is seen to;
   Whether they act elementwise is tested: two examples with different copies must give the outputs that each gives alone;
 * **Opacus's samplers**, for torch's layers without a rule here, or for all layers with the engine "opacus";
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
@@ -11,7 +12,7 @@ Functions of parameters alone, whose output has no batch, are treated in `book.o
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -27,6 +28,30 @@ from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
 
 # The errors that a layer may raise when it is called in a way for which it was not written.
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
+
+
+class _Copies(NamedTuple):
+    """How one copy of a parameter for each example broadcasts with the inputs of its layer.
+
+    Attributes:
+        shape: Of a copy.
+        like: The place of the input on all of which it acts, if it is known.
+    """
+
+    shape: tuple[int, ...]
+    like: int | None = None
+
+    def over(self, values: Sequence[Any]) -> torch.Size | None:
+        """Return the shape of an example of that input, or None if the copy has no other dimensions to be summed over."""
+        value = None if self.like is None else values[self.like]
+        if not isinstance(value, Tensor) or value.ndim != len(self.shape) + 1:
+            return None
+        fits = all(own in (1, size) for own, size in zip(self.shape, value.shape[1:], strict=True))
+        return value.shape[1:] if fits and value.shape[1:] != self.shape else None
+
+    def of(self, parameter: Tensor, values: Sequence[Any]) -> Tensor:
+        """Return a copy."""
+        return parameter.view(self.shape).expand(self.over(values) or self.shape)
 
 
 class LayerWithoutRule:
@@ -55,7 +80,7 @@ class LayerWithoutRule:
     ) -> None:
         self._name, self._module, self.book, self._forward, self._sampler = name, module, book, forward, sampler
         # By the dimensions of the inputs: one layer may be called with tokens and with their mean.
-        self._copy_shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]] | None] = {}
+        self._copies: dict[tuple[int, ...], dict[str, _Copies] | None] = {}
         self._unbatched: set[tuple[int, ...]] = set()
         self._is_held_against_autograd = False
         self.fallback = ""
@@ -69,13 +94,16 @@ class LayerWithoutRule:
         # Once without a batch, always: a later batch may have as many examples as there are positions.
         if dimensions in self._unbatched or self.book.batch_size not in sizes or sizes - {1, self.book.batch_size}:
             return self._without_batch(own, dimensions, *args, **kwargs)
-        if dimensions not in self._copy_shapes:
-            self._copy_shapes[dimensions] = self._try_copies(values, spec) if self._sampler is None else None
+        if dimensions not in self._copies:
+            self._copies[dimensions] = self._try_copies(values, spec) if self._sampler is None else None
             self.fallback = self._describe()
-        shapes = self._copy_shapes[dimensions]
-        if shapes is not None:
-            copies = {name: self.book.one_per_example(own[name], shape) for name, shape in shapes.items()}
-            with substituted(self._module, copies):
+        copies = self._copies[dimensions]
+        if copies is not None:
+            per_example = {
+                name: self.book.one_per_example(own[name], copy.shape, over=copy.over(values))
+                for name, copy in copies.items()
+            }
+            with substituted(self._module, per_example):
                 return self._forward(*args, **kwargs)
         with substituted(self._module, {name: parameter.detach() for name, parameter in own.items()}):
             outputs, output_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
@@ -113,8 +141,8 @@ class LayerWithoutRule:
     # --- copies -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _try_copies(self, values: Sequence[Any], spec: Any) -> dict[str, tuple[int, ...]] | None:
-        """Return the shapes at which copies of the parameters broadcast with the inputs, or None if they do not."""
+    def _try_copies(self, values: Sequence[Any], spec: Any) -> dict[str, _Copies] | None:
+        """Return how copies of the parameters broadcast with the inputs, or None if they do not."""
         rows = self.book.batch_size
         one = [self._probe(value) for value in values]
         two = [
@@ -125,12 +153,24 @@ class LayerWithoutRule:
         other = {
             name: 1.5 * parameter.flip(-1) + 0.5 if parameter.ndim else parameter + 1 for name, parameter in own.items()
         }
-        shapes = {
+        copies = {
             # A first dimension of 1 is the place of the batch; otherwise dimensions are aligned at the end.
-            name: tuple(p.shape[1:]) if p.ndim and p.shape[0] == 1 else (1,) * max(ndim - 1 - p.ndim, 0) + tuple(p.shape)
+            name: _Copies(tuple(p.shape[1:]) if p.ndim and p.shape[0] == 1 else (1,) * max(ndim - 1 - p.ndim, 0) + p.shape)
             for name, p in own.items()
         }
-        both = {name: torch.stack([own[name].view(shapes[name]), other[name].view(shapes[name])]) for name in own}
+
+        def fit(copies: Mapping[str, _Copies]) -> bool:
+            both = {name: torch.stack([copy.of(own[name], one), copy.of(other[name], one)]) for name, copy in copies.items()}
+            try:
+                alone = [self._outputs(one, spec, parameters) for parameters in (own, other)]
+                together = self._outputs(two, spec, both)
+            except LAYER_ERRORS:
+                return False
+            return {len(together)} == {*map(len, alone)} != {0} and all(
+                len(output) == 2 and is_close(output, torch.cat(singles))
+                for output, *singles in zip(together, *alone, strict=True)
+            )
+
         was_training = [(module, module.training) for module in self._module.modules()]
         try:
             self._module.eval()  # Dropout would make any two calls differ.
@@ -139,18 +179,16 @@ class LayerWithoutRule:
                 self.book.unwatched(),
                 torch.autocast(next(iter(own.values())).device.type, enabled=False),
             ):
-                alone = [self._outputs(one, spec, parameters) for parameters in (own, other)]
-                together = self._outputs(two, spec, both)
-        except LAYER_ERRORS:
-            return None
+                if not fit(copies):
+                    return None
+                for name, copy in copies.items():
+                    wider = (copy._replace(like=place) for place, value in enumerate(values) if has_rows(value, rows))
+                    whole = (each for each in wider if each.over(one) and fit(copies | {name: each}))
+                    copies = copies | {name: next(whole, copy)}
         finally:
             for module, training in was_training:
                 module.training = training
-        fits = len({len(together), *map(len, alone)}) == 1 and all(
-            len(output) == 2 and is_close(output, torch.cat(singles))
-            for output, *singles in zip(together, *alone, strict=True)
-        )
-        return shapes if fits and together else None
+        return copies
 
     def _probe(self, value: Any) -> Any:
         """Return one example, of noise if possible, so that the choice does not depend on the data."""
@@ -171,7 +209,7 @@ class LayerWithoutRule:
 
     def _describe(self) -> str:
         kind = type(self._module).__name__
-        if None not in self._copy_shapes.values():
+        if None not in self._copies.values():
             return f"{kind}: one copy of its vectors for each example, free"
         how = "functorch, one more forward pass of the layer" if self._sampler is None else "Opacus's sampler"
         return f"{kind}: {how}; {self._size()}"

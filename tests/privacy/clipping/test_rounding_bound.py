@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from doppler_hf.privacy.clipping import factored as gradients
 from doppler_hf.privacy.clipping import ghost_norm
@@ -127,6 +128,11 @@ def cancelling_norm(kappa):
     return nn.LayerNorm(FEATURES), inputs, in_pairs(normal(2, PAIRS, FEATURES, seed=2), kappa)
 
 
+def cancelling_copies(kappa):
+    """A norm that has no rule: its weight is replaced by one copy per example."""
+    return (LlamaRMSNorm(FEATURES), *cancelling_norm(kappa)[1:])
+
+
 def cancelling_convolution(kappa):
     """Patches that occur twice, one under the other."""
     inputs = normal(2, 3, PAIRS, 4, seed=1).repeat(1, 1, 2, 1)
@@ -158,6 +164,7 @@ CANCELLING = {
     "linear": cancelling_linear,
     "embedding": cancelling_embedding,
     "layer norm": cancelling_norm,
+    "copies": cancelling_copies,
     "convolution": cancelling_convolution,
     "tied": cancelling_tied,
 }
@@ -653,6 +660,25 @@ def test_a_sum_over_time_that_cancels_is_the_same_with_padding():
     first, second = (sums.in_float64().values for sums in found)
     torch.testing.assert_close(second, first, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(first, terms.double().sum(dim=1), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "layer", [LlamaRMSNorm(8), nn.LayerNorm(8), nn.Linear(8, 8)], ids=lambda layer: type(layer).__name__
+)
+@pytest.mark.parametrize("kappa", [1e4, 1e6])
+def test_on_which_side_padding_stands_does_not_change_what_cancels(layer, kappa):
+    """In the order of its terms, which padding on the left moves, autograd would round their sum by κ times as much."""
+    inputs = normal(1, 150, 8, seed=1).repeat(1, 2, 1)
+    weights = in_pairs(normal(1, 150, 8, seed=2), kappa)
+    bound = norm_of(exact_gradients(layer, inputs, weights)) / 10
+    contributions = []
+    for before, after in ((0, 0), (0, 37), (37, 0), (301, 0)):
+        padded = [nn.functional.pad(x, (0, 0, before, after)) for x in (inputs, weights)]
+        with book_keeping(layer, max_grad_norm=bound) as clipped:
+            clipped.backward((layer(padded[0]) * padded[1]).sum(dim=(1, 2)))
+            contributions.append(torch.cat([total.double().flatten() for total in clipped.sums.values()]))
+    for other in contributions[1:]:
+        assert (other - contributions[0]).norm() <= 1e-5 * bound
 
 
 @pytest.mark.parametrize("name", ["roberta", "vit", "gpt2-lm"])

@@ -193,7 +193,9 @@ def assert_right_or_refused_by_name(model, batch):
 @pytest.mark.parametrize("name", RIGHT)
 def test_an_architecture_is_right(name, batch):
     model = of(*RIGHT[name])
-    assert_equals_loop(model, on_batch(model, batch), batch)
+    # Gemma's norms compute in float32, in which autograd adds up the terms of their gradients.
+    tolerance = dict(rtol=1e-5, atol=1e-6) if name == "gemma3" else {}
+    assert_equals_loop(model, on_batch(model, batch), batch, tolerance=tolerance)
 
 
 def test_a_checkpointed_layer_with_parameters_of_its_own_is_right():
