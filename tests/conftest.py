@@ -70,9 +70,9 @@ def few_trials(monkeypatch):
 @pytest.fixture
 def usual_trials(few_trials, monkeypatch):
     """Make as many trials as a user's training at least, where something random is refused."""
-    from doppler_hf.privacy.batching import probe
+    from doppler_hf.privacy.batching import random_data
 
-    monkeypatch.setattr(probe, "_TRIALS", 16)
+    monkeypatch.setattr(random_data, "_TRIALS", 16)
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader, fetch_one
-from doppler_hf.privacy.batching.probe import drawn, is_random_data, labels_of, refuse_own_generators
+from doppler_hf.privacy.batching.probe import labels_of
+from doppler_hf.privacy.batching.random_data import drawn, is_random_data, refuse_own_generators
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
 from doppler_hf.privacy.clipping.model_coins import is_random
 from doppler_hf.privacy.clipping.plain_autograd import norm_of

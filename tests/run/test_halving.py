@@ -16,6 +16,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.clipping import factored
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense
 from doppler_hf.run.halving import Rows, halves_of, names_of_rows
 from tests.end_to_end.test_privacy_units import users
 from tests.end_to_end.test_views import image_trainer
@@ -78,7 +79,7 @@ def small(place, *, rows=2, error="device"):
 def fail_while_adding(monkeypatch, trainer):
     """Let the third sum of a micro-batch with too many examples be written to its half."""
     counts = []
-    for form in (factored.Dense, factored.OuterProducts, factored.LookedUpRows):
+    for form in (Dense, factored.OuterProducts, factored.LookedUpRows):
 
         def add(self, total, weights, *, beta=1, original=form.add_weighted):
             original(self, total, weights, beta=beta)

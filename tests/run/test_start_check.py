@@ -44,7 +44,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
-from doppler_hf.privacy.batching import probe, same_distribution
+from doppler_hf.privacy.batching import probe, random_data, same_distribution
 from doppler_hf.run import engine
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -328,7 +328,7 @@ def test_copies_of_an_example_may_be_written_into():
     loader = types.SimpleNamespace(
         examples=[{"input_ids": [5, 6, 7]}], collator=lambda rows: [row["input_ids"].pop() for row in rows]
     )
-    make = probe.copies_of(loader, 0)
+    make = random_data.copies_of(loader, 0)
     assert [make(2), make(3)] == [[7, 7], [7, 7, 7]]
 
 

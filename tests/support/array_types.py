@@ -29,6 +29,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.host_layers",
     "doppler_hf.privacy.clipping.model_coins",
     "doppler_hf.privacy.clipping.other_layers",
+    "doppler_hf.privacy.clipping.per_sample_gradient",
     "doppler_hf.privacy.clipping.plain_autograd",
     "doppler_hf.privacy.clipping.torch_layers",
     "doppler_hf.privacy.losses",

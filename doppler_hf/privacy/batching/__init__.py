@@ -1,6 +1,7 @@
 """The examples of a step: the Poisson draw, and its micro-batches.
 
 - sampling: the draw, and its rate
+- random_data: what is random in data set and collator, and whether it couples examples
 - same_data: whether all processes have the same examples in the same order
 - same_distribution: whether rows of random data are as likely whatever other examples are beside them
 - probe: a few examples for the checks before the first step

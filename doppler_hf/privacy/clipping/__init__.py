@@ -3,7 +3,8 @@
 - clipped_gradients: `ClippedGradients`: norms, factors, sums
 - engine: stand-ins for the layers' forward passes, and one backward pass
 - book: the notes of the layers for it
-- factored: the forms of a per-sample gradient
+- per_sample_gradient: what a per-sample gradient is, and the one in full
+- factored: its forms that need no matrix for each example
 - ghost_norm: the norm of a product from its factors, with a bound on rounding
 - torch_layers, host_layers, other_layers: rules for the layers of torch, of transformers and PEFT, and for all others
 - out_of_memory: errors that say nothing about a layer

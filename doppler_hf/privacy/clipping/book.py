@@ -10,17 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.factored import (
-    Dense,
-    LookedUpRows,
-    NormRule,
-    PerSampleGradient,
-    is_formed,
-    outer_products,
-    sum_of_products,
-    sum_over_time,
-)
+from doppler_hf.privacy.clipping.factored import LookedUpRows, NormRule, is_formed, outer_products
 from doppler_hf.privacy.clipping.ghost_norm import Recent
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense, PerSampleGradient, sum_of_products, sum_over_time
 
 
 class Book:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_matmul_precision
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
-from doppler_hf.privacy.clipping.factored import NormRule, Norms, PerSampleGradient
+from doppler_hf.privacy.clipping.factored import NormRule
+from doppler_hf.privacy.clipping.per_sample_gradient import Norms, PerSampleGradient
 
 Clipping = Literal["automatic", "vanilla"]
 Granularity = Literal["flat", "per_layer"]

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.factored import NormRule, PerSampleGradient, combined
+from doppler_hf.privacy.clipping.factored import NormRule, combined
 from doppler_hf.privacy.clipping.host_layers import (
     checkpointing,
     has_prompt,
@@ -35,6 +35,7 @@ from doppler_hf.privacy.clipping.host_layers import (
 )
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
+from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_choices, without_adapters

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.clipped_gradients import AUTOMATIC_CLIPPING_GAMMA, clip_factors
-from doppler_hf.privacy.clipping.factored import Dense
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense
 from tests.support.models import BATCH, batch_for, build, losses_of, rows, vit
 from tests.support.per_example import clip_and_sum, gradients_of_each, norms_of
 

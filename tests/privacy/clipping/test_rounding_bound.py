@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from doppler_hf.privacy.clipping import factored as gradients
 from doppler_hf.privacy.clipping import ghost_norm
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense, sum_over_time
 from tests.support.models import batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import (
@@ -655,7 +656,7 @@ def test_a_sum_over_time_that_cancels_is_the_same_with_padding():
     """Of single numbers, such as the gradients of a bias, torch adds more at a time of longer sequences."""
     terms = in_pairs(normal(1, 300, 1, seed=1), 2e6)
     padded = torch.cat([terms, torch.zeros(1, 100, 1)], dim=1)
-    found = [gradients.sum_over_time(values, num_examples=1, shape=torch.Size([1])) for values in (terms, padded)]
+    found = [sum_over_time(values, num_examples=1, shape=torch.Size([1])) for values in (terms, padded)]
     assert not any(sums.norms().are_certain() for sums in found)
     first, second = (sums.in_float64().values for sums in found)
     torch.testing.assert_close(second, first, rtol=1e-6, atol=0.0)
@@ -686,7 +687,7 @@ def test_what_cancels_to_nothing_beside_the_whole_gradient_is_not_computed_again
     """The bias of the keys, which attention does not see: its gradient is nothing but rounding."""
     model = build(name, torch.float32)
     inputs, labels = batch_for(model, torch.float32)
-    monkeypatch.setattr(gradients.Dense, "in_float64", lambda self: pytest.fail("computed in float64"))
+    monkeypatch.setattr(Dense, "in_float64", lambda self: pytest.fail("computed in float64"))
     with book_keeping(model) as clipped:
         losses = losses_of(model, inputs, labels)
         clipped._engine._is_checked = True  # whose comparison is in float64

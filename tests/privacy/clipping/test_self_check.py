@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from doppler_hf.privacy import check_per_sample_gradients
 from doppler_hf.privacy.clipping import book
-from doppler_hf.privacy.clipping.factored import Dense, Norms, OuterProducts
+from doppler_hf.privacy.clipping.factored import OuterProducts
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Norms
 from tests.support.models import MODELS, batch_for, build, losses_of
 
 
