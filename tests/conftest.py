@@ -48,9 +48,15 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def arrays_are_checked_where_modules_are_tested(request):
-    """Leave whole trainings alone: they pass the same arrays again and again, and a third of their time would be checks."""
+    """Leave whole trainings alone: they pass the same arrays again and again, and most of their time would be checks."""
     folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
-    jaxtyping.config.update("jaxtyping_disable", folder in {"end_to_end", "audit", "cli", "scripts"})
+    jaxtyping.config.update("jaxtyping_disable", folder in {"end_to_end", "audit", "cli", "scripts", "run"})
+
+
+@pytest.fixture
+def checked_arrays(arrays_are_checked_where_modules_are_tested):
+    """Check them nevertheless."""
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

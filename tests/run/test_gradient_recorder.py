@@ -14,6 +14,8 @@ from doppler_hf.run import gradient_recorder as recorder_module
 from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
 from tests.support.trainers import Recorder, trainer_of
 
+pytestmark = pytest.mark.usefixtures("checked_arrays")
+
 
 def projection(number, *, seed=0, dimensions=8):
     return Projection(number, dimensions=dimensions, seed=seed)

@@ -20,9 +20,6 @@ from tests.support.ledgers import after, statement
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
-# Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
-pytestmark = pytest.mark.usefixtures("unchecked_arrays")
-
 
 class Stop(TrainerCallback):
     """Does something at the end of a step."""

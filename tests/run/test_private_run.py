@@ -15,6 +15,8 @@ from doppler_hf.run.private_run import PrivateRun
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder, arguments, trainer_of
 
+pytestmark = pytest.mark.usefixtures("checked_arrays")
+
 
 def test_the_sampler_that_draws_is_the_one_that_is_accounted(tmp_path):
     trainer = trainer_of(tmp_path)

@@ -17,7 +17,7 @@ from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 # Whole trainings, whose arrays others check.
-pytestmark = pytest.mark.usefixtures("unchecked_arrays", "usual_trials")
+pytestmark = pytest.mark.usefixtures("usual_trials")
 
 
 class Rows(Dataset):

@@ -49,8 +49,7 @@ from doppler_hf.run import engine
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 
-# Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
-pytestmark = pytest.mark.usefixtures("unchecked_arrays", "usual_trials")
+pytestmark = pytest.mark.usefixtures("usual_trials")
 
 
 # Before, the host drew a coin for each layer, also where none is ever left out, and such a model is refused for that.

@@ -86,6 +86,7 @@ FOUND = [(change, name) for change in (mirrored, relabelled) for name in CHOSEN]
 FOUND += [(uncovered, name) for name in ("every second", "first", "last", "any one", "from eight on")]
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize(("change", "name"), FOUND)
 def test_rows_that_follow_their_places_or_number_are_found(change, name, monkeypatch):
     monkeypatch.setattr(same_distribution, "_FEWEST", MANY)
@@ -93,6 +94,7 @@ def test_rows_that_follow_their_places_or_number_are_found(change, name, monkeyp
         refuse_other_distribution(**of_one(lambda rows: change(rows, CHOSEN[name](rows))))
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("change", [mirrored, relabelled])
 def test_places_with_another_probability_are_found(change, monkeypatch):
     """Half of the rows at even places, and none of the others; twice as many batches, or it is a matter of luck."""
@@ -142,6 +144,7 @@ def padded_at_random(which, *, side, share):
     return {"input_ids": tokens.masked_fill(torch.rand(tokens.shape) < share(width), 4) * mask, "attention_mask": mask}
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("side", ["left", "right", "any"])
 def test_what_is_attended_to_is_compared_beside_wider_rows(side, monkeypatch):
     monkeypatch.setattr(same_distribution, "_FEWEST", 64)
@@ -221,6 +224,7 @@ OF_EACH_ROW = {
 }
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("name", OF_EACH_ROW)
 def test_a_look_finds_no_more_than_by_chance_where_rows_are_their_own(name, monkeypatch):
     monkeypatch.setattr(same_distribution, "_FEWEST", 16)
