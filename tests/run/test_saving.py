@@ -15,7 +15,6 @@ from doppler_hf.training_args import DopplerTrainingArguments
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import trainer_of
 
-
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
 PUBLIC = dict(disable_dp=True, noise_multiplier=None)
 

@@ -16,7 +16,6 @@ from doppler_hf.run.weight_filter_callback import WEIGHT_FILTER_NAME
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import trainer_of, weights
 
-
 FILTERS = ["momentum:beta=0.97", "butterworth:order=2,cutoff=0.1", "moving-average:taps=3", "none"]
 
 
