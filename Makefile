@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check test test-slow test-gpu install clean
+.PHONY: quickstart check test test-slow test-gpu docs install clean
 
 quickstart: install
 	$(BIN)/python scripts/quickstart.py $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
@@ -28,6 +28,10 @@ test-slow: install
 test-gpu: install
 	$(PYTEST) -m "gpu"
 
+# Every warning is an error: a broken link, a page that no list has, a docstring that cannot be read.
+docs: install
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . site
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -36,4 +40,4 @@ $(STAMP): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) out site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

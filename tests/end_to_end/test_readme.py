@@ -6,20 +6,24 @@ import functools
 import io
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+import doppler_hf
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments, audit, filters, optim, privacy
 from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
 from doppler_hf.privacy import PoissonSampler, PrivacyStatement
+from doppler_hf.training_args.checks import own_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
@@ -80,6 +84,9 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         "x": x, "y": y, "network": torch.nn.Linear(4, 2),
         "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=50),
     }  # fmt: skip
+    if page.name == "how-to.md":
+        names["images"] = Dataset.from_dict({"pixel_values": torch.randn(500, 1, 8, 8).tolist(), "labels": y.tolist()})
+        names["train_of_users"] = text_data(1100).add_column("user", [row // 2 for row in range(1100)])
     if page.name == "sft.md":
         pytest.importorskip("trl", reason="the extra trl is not installed")
         names |= {"model": tiny_llama(), "train": conversations(600), "dev": conversations(8), "tokenizer": chat_tokenizer()}
@@ -96,7 +103,7 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
 
 
 def test_there_are_snippets_and_commands():
-    assert [len(blocks(page, "python")) for page in (README, DOCS / "trainer.md", DOCS / "filters.md")] == [1, 6, 1]
+    assert [len(blocks(page, "python")) for page in (README, DOCS / "trainer.md", DOCS / "how-to.md")] == [1, 6, 3]
     assert sum(len(blocks(page, "sh")) for page in PAGES) > 10
 
 
@@ -167,6 +174,31 @@ def test_no_page_and_no_picture_is_an_orphan():
     assert linked_pages(DOCS / "README.md") - {INDEX} == set(DOCS.glob("*.md")) - {DOCS / "README.md"}
     assert set(DOCS.glob("*.md")) - {DOCS / "README.md"} <= linked_pages(README)
     assert set((ROOT / "recipes" / "figures").iterdir()) <= set.union(*map(linked_pages, PAGES))
+
+
+def test_the_site_lists_every_page_once():
+    listed = re.findall(r"^   (?!:)(?:.* <)?(/?[\w/-]+)>?$", (DOCS / "index.rst").read_text(), flags=re.MULTILINE)
+    pages = [
+        (ROOT / name[1:] if name.startswith("/") else DOCS / name).with_suffix(".md") for name in listed if name != "api"
+    ]
+    assert len(pages) == len(set(pages))
+    assert set(pages) == {ROOT / "CHANGELOG.md", *PAGES}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
+    pytest.importorskip("sphinx", reason="the extra docs is not installed")
+    build = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "-b", "html", "-c", "docs", ".", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True)
+    pages = sorted(tmp_path.rglob("*.html"))
+    fetched = r"<(?:script|img|iframe)[^>]*src=\"https?:|<link[^>]*rel=\"(?:stylesheet|preload|preconnect)\"[^>]*https?:"
+    assert not [page for page in pages if re.search(fetched, page.read_text())]
+    assert not [sheet for sheet in tmp_path.rglob("*.css") if re.search(r"@import|url\(.?https?:", sheet.read_text())]
+    reference = (tmp_path / "docs" / "api.html").read_text()
+    facades = doppler_hf, filters, optim, privacy, audit
+    public = {f"{module.__name__}.{name}" for module in facades for name in module.__all__} - {"doppler_hf.__version__"}
+    assert {name for name in public if f'id="{name}"' not in reference} == set()
+    assert all(field.name in reference for field in own_fields(DopplerTrainingArguments))
 
 
 def test_the_results_are_one_table():
