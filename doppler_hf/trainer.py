@@ -88,7 +88,8 @@ class DopplerTrainer(Trainer):
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
         self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
         # Before the privacy callback: a run that it refuses to resume must not enter the ledger.
-        self.add_callback(self._weight_filter)
+        if args.weight_filter is not None:
+            self.add_callback(self._weight_filter)
         if not args.disable_dp:
             checks.refuse_of_trainer(self, base=DopplerTrainer)
             self.privacy = self._ledger_keeper

@@ -434,6 +434,9 @@ def test_disable_dp_is_the_stock_trainer_to_the_last_bit(tmp_path):
         args=DopplerTrainingArguments(str(tmp_path / "b"), disable_dp=True, **options),
         **data,
     )
+    assert [type(each) for each in ours.callback_handler.callbacks] == [
+        type(each) for each in stock.callback_handler.callbacks
+    ]
     for trainer in (stock, ours):
         set_seed(7)
         trainer.train()
