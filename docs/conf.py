@@ -12,7 +12,7 @@ project = html_title = "doppler_hf"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # The source is the repository as a whole, so that a link that leads somewhere there leads somewhere here.
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "docs/**", "recipes/**"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "recipes/**"]
 exclude_patterns = [".*", "build", "dist", "doppler_hf", "out", "runs", "scripts", "site", "tests"]
 myst_heading_anchors = 4  # GitHub's
 html_theme = "furo"

@@ -182,7 +182,7 @@ def test_the_site_lists_every_page_once():
         (ROOT / name[1:] if name.startswith("/") else DOCS / name).with_suffix(".md") for name in listed if name != "api"
     ]
     assert len(pages) == len(set(pages))
-    assert set(pages) == {ROOT / "CHANGELOG.md", *PAGES}
+    assert set(pages) == {ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *PAGES}
 
 
 @pytest.mark.slow
