@@ -5,6 +5,7 @@
 - workload: what all kinds have in common
 - launch: train, save, evaluate
 - glue, causal_lm, images: the kinds
+- language_model: what causal_lm and the scripts of TRL have in common
 - data_sources: the data, from the hub, a package or a folder
 - metrics: scores
 - mean_pooling: a head on the mean of all tokens

@@ -3,40 +3,23 @@
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
+from transformers import DataCollatorForSeq2Seq, set_seed
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.workloads.arguments import refuse_without_effect
 from doppler_hf.workloads.data_sources import load_texts
-from doppler_hf.workloads.hub import hub_or_folder
+from doppler_hf.workloads.language_model import LanguageModelArguments, load_model
 from doppler_hf.workloads.lora import LoraArguments, add_lora
-from doppler_hf.workloads.workload import Workload, load_tokenizer
+from doppler_hf.workloads.workload import Workload
 
 
 @dataclass
-class CausalLMArguments:
+class CausalLMArguments(LanguageModelArguments):
     """The language model and the texts to train it on."""
 
-    model_name_or_path: str = HfArg(help="Hub name or local folder of the pretrained model.")
     dataset_name: str = HfArg(default="Yelp/yelp_review_full", help="Name of the data set on the hub.")
-    dataset_config: str | None = HfArg(default=None, help="The hub's configuration of the data set.")
-    validation_split: str = HfArg(default="test", help="The hub's split to evaluate on, or a part of it, as test[:1000].")
-    dataset_dir: str | None = HfArg(
-        default=None, help="Local folder with train.parquet and validation.parquet; by default the hub."
-    )
     text_column: str = HfArg(default="text", help="The column that holds the text.")
     max_seq_length: int = HfArg(default=256, help="Longer examples are cut to this many tokens.")
-    dtype: str = HfArg(
-        default="float32",
-        help="Type of the loaded weights: bfloat16 halves the memory of those that LoRA freezes; the adapters stay float32.",
-        metadata={"choices": ["float32", "bfloat16"]},
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse what a local folder overrules."""
-        if self.dataset_dir is not None:
-            refuse_without_effect(self, "dataset_name", "dataset_config", "validation_split", beside="dataset_dir")
 
 
 def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
@@ -50,9 +33,7 @@ def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: Dopp
         text_column=args.text_column,
         unit_column=training_args.privacy_unit_column,
     )
-    with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
-        tokenizer = load_tokenizer(args.model_name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype)
+    model, tokenizer = load_model(args)
     model = add_lora(model, lora_args, task_type="CAUSAL_LM")
 
     max_length = min(args.max_seq_length, tokenizer.model_max_length)

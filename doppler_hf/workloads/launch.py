@@ -43,7 +43,7 @@ def train_and_evaluate(
 
     Args:
         trainer: The trainer; with `args.resume_from_checkpoint` it continues from there.
-        eval_datasets: The data sets to evaluate on, by the prefix of their metrics' names.
+        eval_datasets: The data sets to evaluate on, by the prefix of their metrics' names; None for the trainer's own.
         complete: A function that adds derived metrics to those of an evaluation.
     """
     train_result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)

@@ -4,12 +4,17 @@ Fewer trainable parameters get less noise in total, since noise is added to ever
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.workloads.arguments import refuse_without_effect
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+TaskType = Literal["SEQ_CLS", "CAUSAL_LM"] | None
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class LoraArguments:
             refuse_without_effect(self, "lora_alpha", "lora_target_modules", beside="lora_r")
 
 
-def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: Literal["SEQ_CLS", "CAUSAL_LM"] | None) -> Any:
+def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: TaskType) -> Any:
     """Freeze the model, and add adapters and a new head. A language model's head is pretrained and stays frozen.
 
     Args:
@@ -45,12 +50,22 @@ def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: Literal[
     Raises:
         ValueError: If PEFT finds no module by the given names.
     """
-    if args.lora_r == 0:
+    config = lora_config(args, task_type=task_type)
+    if config is None:
         return model
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
+
+    return get_peft_model(model, config)
+
+
+def lora_config(args: LoraArguments, *, task_type: TaskType) -> "LoraConfig | None":
+    """Return PEFT's description of the adapters, or None if `args.lora_r` is 0; for `task_type` see `add_lora`."""
+    if args.lora_r == 0:
+        return None
+    from peft import LoraConfig
 
     names = None if args.lora_target_modules is None else args.lora_target_modules.split(",")
-    config = LoraConfig(
+    return LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
         # PEFT knows all-linear only as a plain string.
@@ -58,4 +73,3 @@ def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: Literal[
         task_type=task_type,
         modules_to_save=["classifier"] if task_type is None else None,
     )
-    return get_peft_model(model, config)

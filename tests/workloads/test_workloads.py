@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from transformers import AutoTokenizer, EvalPrediction, GPT2TokenizerFast
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.workloads import causal_lm, glue, images, recipe
+from doppler_hf.workloads import causal_lm, glue, images, language_model, recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
 from doppler_hf.workloads.recipe import parse_recipe
@@ -308,7 +308,7 @@ def test_only_after_data_and_model_does_the_first_process_tokenize_for_the_other
         workload = glue.build(glue.GlueArguments("sst2", str(model), str(data)), LoraArguments(), training_args)
     else:
         spy(causal_lm, "load_texts", "data")
-        spy(causal_lm.AutoModelForCausalLM, "from_pretrained", "model")
+        spy(language_model.AutoModelForCausalLM, "from_pretrained", "model")
         data, model = write_texts(tmp_path / "data"), write_gpt2(tmp_path / "model")
         args = causal_lm.CausalLMArguments(str(model), dataset_dir=str(data), text_column="review")
         workload = causal_lm.build(args, LoraArguments(), training_args)
