@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 from doppler_hf.disk import space_for
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.batching.micro_batches import Collator
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
@@ -62,6 +63,8 @@ class DopplerTrainer(Trainer):
     optimizer: Any
     # The host's loss of a batch, which is not trained in a private run.
     host_compute_loss = Trainer.compute_loss
+    # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
+    rows_per_loss = 1
 
     def __init__(
         self, model: Any = None, args: DopplerTrainingArguments | None = None, data_collator: Any = None,
@@ -91,7 +94,7 @@ class DopplerTrainer(Trainer):
         if args.weight_filter is not None:
             self.add_callback(self._weight_filter)
         if not args.disable_dp:
-            checks.refuse_of_trainer(self, base=DopplerTrainer)
+            checks.refuse_of_trainer(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
@@ -145,7 +148,14 @@ class DopplerTrainer(Trainer):
             run = self.private_run
             assert values[-1] == run.statement.steps_planned, "the host plans another number of steps than was accounted"
             losses, prepare = self._losses, self._prepare_inputs
-            run.attach(self.model, losses_of=losses, check_loss=self._check_loss, loader=dataloader, prepare=prepare)
+            run.attach(
+                self.model,
+                losses_of=losses,
+                check_loss=self._check_loss,
+                loader=dataloader,
+                prepare=prepare,
+                rows_per_loss=self.rows_per_loss,
+            )
         return values
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
@@ -154,8 +164,8 @@ class DopplerTrainer(Trainer):
         """Return a loader of Poisson draws: `gradient_accumulation_steps` items a draw, each a list of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
-        dataset, collator = self.train_dataset, self.data_collator
-        checks.refuse_seeded_collator(collator)
+        checks.refuse_seeded_collator(self.data_collator)
+        dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
         # The first two helpers that the host's `_get_dataloader` calls.
@@ -164,6 +174,9 @@ class DopplerTrainer(Trainer):
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
         return self.private_run.loader(dataset, collator)
+
+    def _training_collator(self) -> Collator:
+        return self.data_collator
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -181,8 +194,9 @@ class DopplerTrainer(Trainer):
         """Return one loss per example. Override it for a task without a rule in `privacy.losses`.
 
         Each entry must depend on its own example alone: no mean over the batch or over the batch's tokens. `model` must
-        be called once, with the whole micro-batch. Text must be padded on the right: padding on the left shifts absolute
-        positions by an amount that depends on the other examples.
+        be called once, with the whole micro-batch; if with several rows for each example, one after another, set
+        `rows_per_loss`. Text must be padded on the right: padding on the left shifts absolute positions by an amount that
+        depends on the other examples.
 
         Args:
             model: The model, in training mode.
@@ -195,6 +209,9 @@ class DopplerTrainer(Trainer):
             ValueError: If there is no rule for the model's class.
         """
         return per_sample_losses(model, inputs, base_model=without_adapters(self.model))
+
+    # The one that has an effect beside the host's loss of a batch.
+    host_per_sample_loss = compute_per_sample_loss
 
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         with self.compute_loss_context_manager():

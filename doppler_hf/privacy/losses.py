@@ -240,6 +240,16 @@ def token_losses(
         >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]]), shift=True)
         tensor([1.3863, 0.0000])
     """
+    total = summed_token_losses(logits, labels, shift=shift)
+    number = (labels[:, int(shift) :] != IGNORED_LABEL).sum(dim=1)
+    # At least one: 0/0 would be NaN, and make the clipped sum of all examples NaN.
+    return total / number.clamp(min=1)
+
+
+def summed_token_losses(
+    logits: Float[Tensor, "batch length classes"], labels: Int[Tensor, "batch length"], *, shift: bool
+) -> Float[Tensor, " batch"]:
+    """Return the sum over each row's labelled tokens, of which `token_losses` is the mean; it has the same arguments."""
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
             "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
@@ -252,8 +262,7 @@ def token_losses(
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none")
-    # At least one: 0/0 would be NaN, and make the clipped sum of all examples NaN.
-    return flat.view(labels.shape).sum(dim=1) / (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
+    return flat.view(labels.shape).sum(dim=1)
 
 
 def answer_losses(

@@ -55,6 +55,7 @@ def attached_engine(
     losses_of: Losses,
     check_loss: CheckLoss,
     probes: Probes,
+    rows_per_loss: int,
 ) -> Iterator[tuple[ClippedGradients, Rows | None]]:
     """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
 
@@ -77,6 +78,7 @@ def attached_engine(
         clipping=statement.clipping,
         granularity=statement.clipping_granularity,
         engine=args.grad_sample_engine,
+        rows_per_loss=rows_per_loss,
     ) as clipped:
         rows = None
         with left_as_it_was(model), no_layer_replaced(model):

@@ -185,6 +185,7 @@ class PrivateRun:
         check_loss: CheckLoss,
         loader: Any,
         prepare: Callable[[Any], Any],
+        rows_per_loss: int = 1,
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
 
@@ -194,6 +195,7 @@ class PrivateRun:
             check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
             loader: The private loader, of whose examples some are used for the check.
             prepare: A function that puts a collated batch on the model's device.
+            rows_per_loss: As in `ClippedGradients`.
 
         Raises:
             ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault.
@@ -212,7 +214,13 @@ class PrivateRun:
                 torch.distributed.broadcast(tensor.data, src=0)
         probes = Probes(loader, prepare=prepare)
         engine = attached_engine(
-            model, self._args, statement=self.statement, losses_of=losses_of, check_loss=check_loss, probes=probes
+            model,
+            self._args,
+            statement=self.statement,
+            losses_of=losses_of,
+            check_loss=check_loss,
+            probes=probes,
+            rows_per_loss=rows_per_loss,
         )
         self._clipped, rows = self._resources.enter_context(engine)
         views = self.statement.augmentation_multiplicity

@@ -242,7 +242,7 @@ def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
             raise ValueError(f"{name}={value!r} cannot be used with differential privacy: {reason}. {mend}.")
 
 
-def refuse_of_trainer(trainer: Any, *, base: Any) -> None:
+def refuse_of_trainer(trainer: Any) -> None:
     """Refuse those of the trainer's own arguments and methods that would void the guarantee, or have no effect."""
     if trainer.compute_loss_func is not None:
         raise ValueError(
@@ -265,7 +265,7 @@ def refuse_of_trainer(trainer: Any, *, base: Any) -> None:
             "streaming."
         )
     own = type(trainer)
-    if own.compute_loss is not own.host_compute_loss and own.compute_per_sample_loss is base.compute_per_sample_loss:
+    if own.compute_loss is not own.host_compute_loss and own.compute_per_sample_loss is own.host_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."

@@ -57,6 +57,8 @@ class ClippedGradients:
             ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
         norm_rule: How "book_keeping" computes the norm of a matrix's gradient: "ghost" from its factors, "direct" from
             the matrix itself, "auto" the cheaper way for each layer and sequence length; see `factored.is_formed`.
+        rows_per_loss: With how many rows, one after another, the model is called for each loss, such as the two answers of
+            a pair.
 
     Attributes:
         engine_name: `engine`.
@@ -83,6 +85,7 @@ class ClippedGradients:
         granularity: Granularity = "flat",
         engine: Engine = "book_keeping",
         norm_rule: NormRule = "auto",
+        rows_per_loss: int = 1,
     ) -> None:
         # Numbers far smaller than float32's smallest normal one would be rounded by as much as they are.
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
@@ -103,7 +106,7 @@ class ClippedGradients:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
-        self.engine_name, self._norm_rule = engine, norm_rule
+        self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
         self._trainable = trainable
         # The coarsest in which something is summed.
         self._dtype = max((self._sum_dtype(name) for name in trainable), key=lambda dtype: torch.finfo(dtype).eps)
@@ -137,7 +140,9 @@ class ClippedGradients:
 
     def __enter__(self) -> "ClippedGradients":
         by_rules = self.engine_name == "book_keeping"
-        self._engine = BookKeepingEngine(self._model, norm_rule=self._norm_rule, by_rules=by_rules)
+        self._engine = BookKeepingEngine(
+            self._model, norm_rule=self._norm_rule, by_rules=by_rules, rows_per_loss=self._rows_per_loss
+        )
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -48,12 +48,15 @@ class BookKeepingEngine:
         model: The model, not wrapped in anything.
         norm_rule: "auto" chooses by cost for each product; see `factored.is_formed`.
         by_rules: False uses Opacus's samplers for all layers that have one, as a reference.
+        rows_per_loss: As in `ClippedGradients`.
 
     Raises:
         ValueError: If a layer mixes examples, by name, or the model is compiled.
     """
 
-    def __init__(self, model: nn.Module, *, norm_rule: NormRule = "auto", by_rules: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, norm_rule: NormRule = "auto", by_rules: bool = True, rows_per_loss: int = 1
+    ) -> None:
         refuse_layers(model)
         self._model = model
         self._book = Book(norm_rule=norm_rule)
@@ -61,6 +64,7 @@ class BookKeepingEngine:
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
         self._is_checked = False
+        self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
         rules = RULES | host_rules()
@@ -117,11 +121,12 @@ class BookKeepingEngine:
             ValueError: If a use of a parameter has no per-sample gradient, by name.
         """
         book = self._book
-        if self._num_inputs != len(losses):
+        if self._num_inputs != len(losses) * self._rows_per_loss:
             # Not their numbers: the size of a draw is private, and messages end in logs.
             raise ValueError(
-                "losses must be as many as the rows with which the model was called, got another number. Call the model "
-                "once with the whole micro-batch, and return one loss per example."
+                "losses must be as many as the rows with which the model was called"
+                + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
+                + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
             )
         trainable = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         try:
@@ -130,7 +135,7 @@ class BookKeepingEngine:
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
                 self._is_checked = book.is_conclusive
             # Sensitivity: all rows of an example are summed up before they are clipped. Its views stand together; so do its
-            # choices, since the model flattens (batch, choices, length), and its windows.
+            # choices, since the model flattens (batch, choices, length), its windows, and the rows of one loss.
             book.num_examples = len(losses) // views
             self._back_propagate(losses.sum() / views, trainable)
             return {
