@@ -1,7 +1,8 @@
 """Differentially private fine-tuning for Hugging Face Transformers, with a low-pass filter on the private gradient.
 
 - trainer: `DopplerTrainer`: one training step from top to bottom
-- sft: `DopplerSFTTrainer`, between it and TRL's
+- sft, dpo: `DopplerSFTTrainer` and `DopplerDPOTrainer`, between it and TRL's
+- trl_checks: what these two have in common
 - training_args: what is asked for
 - run: one private run, its parts
 - privacy: left of the privacy boundary: everything that touches an example
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Final
 from doppler_hf.extras import require
 
 if TYPE_CHECKING:
+    from doppler_hf.dpo import DopplerDPOConfig as DopplerDPOConfig
+    from doppler_hf.dpo import DopplerDPOTrainer as DopplerDPOTrainer
     from doppler_hf.run.gradient_recorder import GradientRecorder
     from doppler_hf.sft import DopplerSFTConfig as DopplerSFTConfig
     from doppler_hf.sft import DopplerSFTTrainer as DopplerSFTTrainer
@@ -35,6 +38,8 @@ __all__ = ["DopplerTrainer", "DopplerTrainingArguments", "GradientRecorder", "__
 __version__ = version("doppler_hf")
 
 _HOMES: Final = {
+    "DopplerDPOConfig": "doppler_hf.dpo",
+    "DopplerDPOTrainer": "doppler_hf.dpo",
     "DopplerSFTConfig": "doppler_hf.sft",
     "DopplerSFTTrainer": "doppler_hf.sft",
     "DopplerTrainer": "doppler_hf.trainer",
@@ -47,6 +52,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is asked for: `doppler_hf.filters` and a ledger's check need no transformers."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOMES[name] == "doppler_hf.sft":
+    if _HOMES[name] in ("doppler_hf.dpo", "doppler_hf.sft"):
         require("trl")
     return getattr(import_module(_HOMES[name]), name)

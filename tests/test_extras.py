@@ -70,7 +70,7 @@ def test_the_core_trains_without_the_extras(tmp_path):
 
 def test_a_trainer_without_its_extra_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    for name in ("DopplerSFTTrainer", "DopplerSFTConfig"):
+    for name in ("DopplerSFTTrainer", "DopplerSFTConfig", "DopplerDPOTrainer", "DopplerDPOConfig"):
         with pytest.raises(
             MissingExtraError, match=r'^trl must be installed for this\. Run pip install "doppler_hf\[trl\]"\.$'
         ):

@@ -41,7 +41,9 @@ MAY_IMPORT = {
     "run": ("disk filters optim privacy training_args", f"{ARRAYS} torch transformers accelerate safetensors rich"),
     "extras": ("", ""),
     "trainer": ("disk optim privacy training_args run", "torch jaxtyping transformers"),
-    "sft": ("trainer training_args", "transformers trl"),
+    "trl_checks": ("training_args", ""),
+    "sft": ("trainer training_args trl_checks", "transformers trl"),
+    "dpo": ("trainer training_args trl_checks privacy", "transformers trl torch jaxtyping"),
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),
     "workloads": (
         "extras training_args privacy.losses",
@@ -57,7 +59,7 @@ MAY_IMPORT = {
         "rich numpy filelock",
     ),
     "__main__": ("cli", ""),
-    "__init__": ("extras trainer sft training_args run", ""),
+    "__init__": ("extras trainer sft dpo training_args run", ""),
 }
 
 
@@ -116,7 +118,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 
 # A class knows its bases from the start, and so what a file needs that nobody imports at theirs.
-NEEDS = {"sft": {"trl"}}
+NEEDS = {"sft": {"trl"}, "dpo": {"trl"}}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)

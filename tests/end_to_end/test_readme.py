@@ -27,7 +27,7 @@ from doppler_hf.training_args.checks import own_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
-from tests.support.chat import chat_tokenizer, conversations, tiny_llama
+from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.tiny import pad, text_data, tiny_bert
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,8 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         names["train_of_users"] = text_data(1100).add_column("user", [row // 2 for row in range(1100)])
     if page.name == "sft.md":
         pytest.importorskip("trl", reason="the extra trl is not installed")
-        names |= {"model": tiny_llama(), "train": conversations(600), "dev": conversations(8), "tokenizer": chat_tokenizer()}
+        rows_of = preferences if "DPO" in snippet else conversations
+        names |= {"model": tiny_llama(), "train": rows_of(600), "dev": rows_of(8), "tokenizer": chat_tokenizer()}
     exec(snippet, names)
     if "trainer" in names:
         assert (tmp_path / "out" / "privacy_ledger.json").exists()

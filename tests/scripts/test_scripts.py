@@ -13,7 +13,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceClassification
 
 import doppler_hf
-from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PoissonSampler, PrivacyLedger
 from doppler_hf.workloads.arguments import parse_args
 from doppler_hf.workloads.causal_lm import CausalLMArguments
@@ -21,8 +21,8 @@ from doppler_hf.workloads.data_sources import GLUE_TASKS
 from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
 from doppler_hf.workloads.lora import LoraArguments
-from scripts import causal_lm, glue, image_classification, sft
-from tests.support.chat import chat_tokenizer, conversations, tiny_llama
+from scripts import causal_lm, dpo, glue, image_classification, sft
+from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,7 @@ SCRIPTS = {
     "image": (image_classification, ImageArguments),
     "causal_lm": (causal_lm, CausalLMArguments),
     "sft": (sft, sft.SFTArguments),
+    "dpo": (dpo, dpo.DPOArguments),
 }
 RECIPES = sorted(ROOT.glob("recipes/*/*.yaml"))
 # GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.
@@ -249,18 +250,23 @@ def test_causal_lm_names_what_is_missing(tmp_path, gpt2_dir, texts_dir, monkeypa
         causal_lm.main(flags)
 
 
+@pytest.mark.parametrize(
+    ("script", "rows_of", "options"),
+    [(sft, conversations, ["--assistant_only_loss"]), (dpo, preferences, ["--beta=0.5"])],
+    ids=["sft", "dpo"],
+)
 @pytest.mark.parametrize("flags", [("--noise_multiplier=1.0", "--lora_r=2"), ("--disable_dp",)])
-def test_sft(tmp_path, flags):
+def test_through_trl(tmp_path, script, rows_of, options, flags):
     pytest.importorskip("trl", reason="the extra trl is not installed")
     model, data, out = (tmp_path / name for name in ("model", "data", "out"))
     chat_tokenizer().save_pretrained(model)
     tiny_llama().save_pretrained(model)
     data.mkdir()
     for split, rows in (("train", 24), ("validation", 6)):
-        conversations(rows).to_parquet(data / f"{split}.parquet")
-    sft.main(
+        rows_of(rows).to_parquet(data / f"{split}.parquet")
+    script.main(
         [
-            *(f"--dataset_dir={data}", f"--model_name_or_path={model}", "--assistant_only_loss", "--max_length=48"),
+            *(f"--dataset_dir={data}", f"--model_name_or_path={model}", "--max_length=48", *options),
             *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=4"),
             *("--save_strategy=no", *flags),
         ]
@@ -270,21 +276,23 @@ def test_sft(tmp_path, flags):
     assert (out / ("model.safetensors" if "--disable_dp" in flags else "adapter_model.safetensors")).is_file()
 
 
-def test_sft_without_its_extra_ends_in_one_line(monkeypatch):
+@pytest.mark.parametrize("script", [sft, dpo])
+def test_without_its_extra_it_ends_in_one_line(script, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(SystemExit, match=r"^error: trl must be installed for this\."):
-        sft.main([])
+        script.main([])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
     script, arguments = SCRIPTS[path.parent.name]
-    if script is sft:
+    config = {sft: "DopplerSFTConfig", dpo: "DopplerDPOConfig"}.get(script, "DopplerTrainingArguments")
+    if script in (sft, dpo):
         pytest.importorskip("trl", reason="the extra trl is not installed")
     args, _, training_args = parse_args(
         arguments,
         LoraArguments,
-        doppler_hf.DopplerSFTConfig if script is sft else DopplerTrainingArguments,
+        getattr(doppler_hf, config),
         argv=[str(path), "--use_cpu", f"--output_dir={tmp_path}"],
     )
     assert training_args.disable_dp != (training_args.target_epsilon is not None)

@@ -15,6 +15,7 @@ from torch import Tensor
 # Packages with all that is in them, and modules.
 CHECKED = (
     "doppler_hf.audit",
+    "doppler_hf.dpo",
     "doppler_hf.filters",
     "doppler_hf.optim.adaptive_fir",
     "doppler_hf.optim.galore",

@@ -70,3 +70,24 @@ def conversations(rows=24):
 
 def conversational_prompts():
     return Dataset.from_list([{"prompt": by("user", q), "completion": by("assistant", a)} for q, a in exchanges()])
+
+
+def pairs(rows=24, *, good="good", bad="bad"):
+    """A question with an answer of good words and one of bad ones, of unequal lengths."""
+    generator = np.random.default_rng(1)
+    answers = [[" ".join([word] * generator.integers(1, 6)) for word in (good, bad)] for _ in range(rows)]
+    return [(question, *of_both) for (question, _), of_both in zip(exchanges(rows), answers, strict=True)]
+
+
+def preferences(rows=24):
+    return Dataset.from_list([{"prompt": q, "chosen": f" {a}", "rejected": f" {b}"} for q, a, b in pairs(rows)])
+
+
+def implicit_preferences():
+    return Dataset.from_list([{"chosen": f"{q} {a}", "rejected": f"{q} {b}"} for q, a, b in pairs()])
+
+
+def conversational_preferences():
+    return Dataset.from_list(
+        [{"prompt": by("user", q), "chosen": by("assistant", a), "rejected": by("assistant", b)} for q, a, b in pairs()]
+    )

@@ -1,0 +1,194 @@
+"""`DopplerDPOTrainer`: TRL's `DPOTrainer`, whose host is `DopplerTrainer` in place of `Trainer`.
+
+TRL prepares the data, a row at a time, computes what the frozen reference says of each pair, once, and evaluates; its loss
+of a batch, its rewards and margins are of evaluations only. What is trained is the rule of `privacy.pair_losses`. One pair
+of answers is one example: two rows of the model, whose gradient is clipped as a whole.
+"""
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.hf_argparser import HfArg
+from trl import DPOConfig, DPOTrainer
+
+from doppler_hf import trl_checks
+from doppler_hf.privacy.batching.micro_batches import LENGTH_COLUMN, Collator
+from doppler_hf.privacy.clipping.as_in_training import left_as_it_was
+from doppler_hf.privacy.pair_losses import PAIR_LOSSES, collate_pairs, lengths_of_answers, log_ratios, pair_losses
+from doppler_hf.trainer import DopplerTrainer
+from doppler_hf.training_args import DopplerTrainingArguments
+
+_ANSWERS: Final = ("chosen_ids", "rejected_ids")  # TRL's columns
+_OF_ANOTHER: Final = "it is part of an option that a private run cannot have"
+_NOT_PRIVATE: Final = {
+    "sync_ref_model": "what the reference says of a pair is computed once, before training",
+    "use_weighting": "the loss of a pair is a function of its two log-ratios",
+    "ld_alpha": "the log-probability of an answer is the sum over all of its tokens",
+    "f_divergence_type": "the loss of a pair is a function of its two log-ratios",
+    "f_alpha_divergence_coef": _OF_ANOTHER,
+    "discopop_tau": _OF_ANOTHER,
+    "ref_model_mixup_alpha": _OF_ANOTHER,
+    "ref_model_sync_steps": _OF_ANOTHER,
+    **trl_checks.NOT_PRIVATE,
+}
+
+
+# TRL's classes come first, for their defaults and so that their `super()` is ours.
+@dataclass
+class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
+    """Arguments of `DopplerDPOTrainer`: those of `DPOConfig` with its defaults, and of `DopplerTrainingArguments`.
+
+    Raises:
+        ValueError: If a value is out of range, or a combination breaks privacy or would have no effect.
+
+    Example:
+        >>> args = DopplerDPOConfig(output_dir="out", target_epsilon=8.0, beta=0.1)
+    """
+
+    learning_rate: float | None = HfArg(
+        default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 1e-6."
+    )
+    max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
+    precompute_ref_log_probs: bool | None = HfArg(
+        default=None,
+        help="Whether the reference's log-probabilities are computed once, before training. Always so with privacy; with "
+        "disable_dp TRL's False.",
+    )
+    host_learning_rate = DPOConfig.learning_rate
+
+    def __post_init__(self) -> None:
+        """Check the arguments, as TRL and `DopplerTrainingArguments` do."""
+        super().__post_init__()
+        if self.precompute_ref_log_probs is None:
+            self.precompute_ref_log_probs = not self.disable_dp
+        if self.disable_dp:
+            return
+        trl_checks.refuse_arguments(self, _NOT_PRIVATE)
+        if not self.precompute_ref_log_probs:
+            raise ValueError(
+                "precompute_ref_log_probs must be True with differential privacy, got False: the model is called once for "
+                "each micro-batch, and the reference for each pair by itself. Leave it out."
+            )
+        others = [kind for kind in self.loss_type if kind not in PAIR_LOSSES]
+        if others or not self.loss_type:
+            raise ValueError(
+                f"The loss_type must be of {', '.join(PAIR_LOSSES)} with differential privacy, got "
+                f"{', '.join(others) or 'none'}. Set one of these, or several."
+            )
+        if not self.beta > 0:
+            raise ValueError(f"beta must be > 0, got {self.beta}. Usual is 0.1.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}: it is the share of pairs whose labels "
+                "are the wrong way round. Usual is 0.1."
+            )
+        if self.label_smoothing and "robust" not in self.loss_type:
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Set "
+                "loss_type='robust', or leave it out."
+            )
+
+
+class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
+    """`DPOTrainer` with differential privacy: the same data sets, chat templates, references, adapters and arguments.
+
+    With `args.disable_dp` every method is the stock one.
+
+    Args:
+        model: As in `DPOTrainer`; so are the others, in its order.
+        ref_model: The reference, by default the model as it is now, or its base without adapters.
+        args: `DopplerDPOConfig`.
+        data_collator: As in `DPOTrainer`.
+        train_dataset: As in `DPOTrainer`; it must have a length.
+
+    Raises:
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`; or the data set has images, or the model
+            a loss that balances its experts.
+
+    Example:
+        >>> trainer = DopplerDPOTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
+        >>> trainer.train()
+    """
+
+    args: DopplerDPOConfig
+    host_compute_loss = DPOTrainer.compute_loss
+    rows_per_loss = len(_ANSWERS)
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: DopplerDPOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        *others: Any,
+        **options: Any,
+    ) -> None:
+        trl_checks.refuse_another_config(args, DopplerDPOConfig)
+        assert args is not None
+        if not args.disable_dp:
+            columns = getattr(train_dataset, "column_names", None) or ()
+            trl_checks.refuse_images(has_images=not {"image", "images"}.isdisjoint(columns))
+        with contextlib.nullcontext() if args.disable_dp else trl_checks.pieces_left_out(DPOTrainer):
+            super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
+        if not args.disable_dp:
+            trl_checks.refuse_balancing(self)
+
+    # --- the data, and what the reference says of them ----------------------------------------------------------------
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: DopplerDPOConfig, dataset_name: str) -> Any:
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if args.disable_dp or dataset_name != "train":
+            return prepared
+        # Draws are sorted and cut by the lengths of examples, which are found in this column.
+        limits = (args.max_length,) if args.truncation_mode == "keep_start" else (-(args.max_length or 0), None)
+        return prepared.map(with_tokens, fn_kwargs={"limits": limits})
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if LENGTH_COLUMN not in self._signature_columns:
+            self._signature_columns.append(LENGTH_COLUMN)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        if self.args.disable_dp:
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        model = self.ref_model or self.model
+        with left_as_it_was(model):
+            model.eval()  # a reference has no dropout
+            # Sensitivity: a pair of the training set is computed alone. In a batch it would be padded, and rounded, by what
+            # is beside it, and one pair more would shift all behind it. TRL keeps the results in a file that is named
+            # after model and data; these data have a column that those of other runs do not have.
+            return super()._precompute_ref_logps(dataset, name, 1 if name == "train" else batch_size)
+
+    # --- left of the privacy boundary ---------------------------------------------------------------------------------
+
+    def _training_collator(self) -> Collator:
+        return functools.partial(collate_pairs, collator=self.data_collator)
+
+    def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " pairs"]:
+        """Return the loss of each pair; see `privacy.pair_losses`."""
+        return pair_losses(
+            log_ratios(model, inputs),
+            lengths_of_answers(inputs),
+            weights=list(zip(self.loss_types, self.loss_weights, strict=True)),
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+        )
+
+    host_per_sample_loss = compute_per_sample_loss
+
+    # --- what is saved ------------------------------------------------------------------------------------------------
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, which replaces the host's, with a section on privacy."""
+        super().create_model_card(*args, **kwargs)
+        self._complete_model_card()
+
+
+def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:
+    """Return the tokens of a pair, the prompt before each answer, cut to these limits as TRL's collator does."""
+    return {LENGTH_COLUMN: [(row["prompt_ids"] + row[answer])[slice(*limits)] for answer in _ANSWERS]}

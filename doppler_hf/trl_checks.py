@@ -1,0 +1,70 @@
+"""What the trainers between TRL's and ours have in common: refusals, and no piece of an example in TRL's log."""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from doppler_hf.training_args import DopplerTrainingArguments, checks
+
+# TRL's argument → the reason why a private run cannot have it.
+NOT_PRIVATE: Final = {
+    "padding_free": "it joins the texts of a batch to one row, of which no text can be clipped by itself",
+    "activation_offloading": "it brings activations back once, and the engine of per-sample gradients asks for them again",
+}
+_SELECTIVE: Final = "selective"  # TRL's own key of `gradient_checkpointing_kwargs`
+
+
+def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) -> None:
+    """Refuse arguments of TRL's that a private run cannot have, each with its reason."""
+    checks.refuse_each(args, reasons)
+    if (args.gradient_checkpointing_kwargs or {}).get(_SELECTIVE):
+        raise ValueError(
+            f"gradient_checkpointing_kwargs must not have {_SELECTIVE!r} with differential privacy, got "
+            f"{args.gradient_checkpointing_kwargs}: what it keeps can be used once, and the engine of per-sample "
+            "gradients asks for it again. Leave it out, which recomputes whole layers."
+        )
+
+
+def refuse_another_config(args: Any, config: type) -> None:
+    """Refuse arguments of another class: TRL would make its own of whatever else it is given."""
+    if not isinstance(args, config):
+        raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
+
+
+def refuse_images(*, has_images: bool) -> None:
+    """Refuse a training set with images."""
+    if has_images:
+        raise ValueError(
+            "train_dataset must be of texts in a private run, got a column of images, whose patches models join over "
+            "the batch. Leave it out, or train a classifier of images with DopplerTrainer."
+        )
+
+
+def refuse_balancing(trainer: Any) -> None:
+    """Refuse a model whose loss balances its experts."""
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            "The balancing loss of a router must be off with differential privacy, got router_aux_loss_coef="
+            f"{trainer.router_aux_loss_coef}: it is one number for the whole batch and cannot be split into examples. Set "
+            "router_aux_loss_coef=0.0."
+        )
+
+
+def without_piece(record: logging.LogRecord) -> bool:
+    """Leave the piece of an example out of TRL's warning that a prompt is no beginning of its row (modified in place)."""
+    record.msg = re.sub(r"(training sequence): .*(\. The model is trained)", r"\1\2", str(record.msg), flags=re.DOTALL)
+    return True
+
+
+@contextlib.contextmanager
+def pieces_left_out(host: type) -> Iterator[None]:
+    """Let the log of one of TRL's trainers show no piece of an example in the block, in which it prepares the data."""
+    logger = logging.getLogger(host.__module__)
+    # Privacy: it shows the end of every such prompt that differs from those before.
+    logger.addFilter(without_piece)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without_piece)
