@@ -69,6 +69,11 @@ class AuditTrainer(DopplerTrainer, ABC):
                 "The run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set. Set "
                 "target_epsilon, so that there is a claim to audit."
             )
+        if args.clipping_quantile is not None:
+            raise ValueError(
+                f"clipping_quantile must be None in an audit, got {args.clipping_quantile}: what a canary contributes is "
+                "computed for one clip norm. Leave it out."
+            )
         if args.world_size > 1:
             raise ValueError(
                 f"The audit must run in one process, got {args.world_size}, each of which would flip its own coins. Start "

@@ -187,7 +187,7 @@ class PrivacyCallback(TrainerCallback):
                     )
                 return
             if checkpoint_step is not None:
-                ledger.checkpoint(checkpoint_step)
+                ledger.checkpoint(checkpoint_step, max_grad_norm=self._current_run().moving_max_grad_norm)
             is_new = ledger.speak_for(weights, model=digests_of(model))
             if checkpoint_step is not None:
                 ledger.save(args.output_dir)
@@ -205,10 +205,17 @@ class PrivacyCallback(TrainerCallback):
             self._leave(model)
 
     def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
-        """Add ε so far to the log of an evaluation, and drop a training loss that is not reported (modified in place)."""
+        """Complete a log (modified in place).
+
+        An evaluation's with ε so far, a step's with the clip norm that follows if it moves, and without the training loss
+        if that is not reported.
+        """
         # Of another model nobody knows what its training has spent: it may have been loaded.
         if any(name.startswith("eval_") for name in logs) and self.speaks_for(model):
             logs["epsilon"] = self.epsilon()
+        if self.ledger is not None and "grad_norm" in logs:
+            moving = self._current_run().moving_max_grad_norm
+            logs |= {} if moving is None else {"clip_norm": moving}
         if self.ledger is not None and self.ledger.statement.train_loss == "none":  # zeros
             logs.pop("loss", None)
             logs.pop("train_loss", None)

@@ -28,7 +28,8 @@ from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_da
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.generators import Refill, filled_generators
-from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
+from doppler_hf.privacy.noise import AdaptiveClip, Mechanism, PrivateLoss, noise_source
+from doppler_hf.privacy.noise.adaptive_clip import COUNT_SENSITIVITY
 from doppler_hf.run.choices import chosen_noise_shape
 from doppler_hf.run.engine import CheckLoss, attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
@@ -60,6 +61,7 @@ class PrivateRun:
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
         private_loss: The private training loss; None if there is none.
+        adaptive_clip: What moves the clip norm; None if it stays.
         ledger: The record of what was spent; None before `begin`.
         affordable_steps: The number of further steps that the budget allows.
         fill_generators: Fills the global generators with secret words, before each forward pass.
@@ -106,6 +108,11 @@ class PrivateRun:
                 "GradientRecorder takes the noise for white, and noise_shape must be so, got "
                 f"{shape}. Set noise_shape='white'."
             )
+        if recorders and args.clipping_quantile is not None:
+            raise ValueError(
+                "GradientRecorder takes the noise to be of one size, and clipping_quantile must be None, got "
+                f"{args.clipping_quantile}. Leave it out."
+            )
         self.sampler: PoissonSampler = new_sampler(groups=shape.bands)
         state = Path(checkpoint or "") / TRAINER_STATE_NAME
         self._first_step = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0
@@ -132,6 +139,14 @@ class PrivateRun:
             assert args.per_sample_max_loss is not None
             of_loss = self._gaussian(self.statement.loss_noise_multiplier, args.per_sample_max_loss)
             self.private_loss = PrivateLoss(of_loss, device=args.device)
+        self.adaptive_clip: AdaptiveClip | None = None
+        if self.statement.count_noise_multiplier is not None:
+            of_count = self._gaussian(self.statement.count_noise_multiplier, COUNT_SENSITIVITY)
+            kept = None if earlier is None else earlier.max_grad_norm_at(self._first_step)
+            first = args.per_sample_max_grad_norm if kept is None else kept
+            assert args.clipping_quantile is not None
+            self.adaptive_clip = AdaptiveClip(of_count, quantile=args.clipping_quantile, max_grad_norm=first)
+            self.mechanism.rescale(first)
         self.ledger: PrivacyLedger | None = None
         self.affordable_steps = 0
 
@@ -223,6 +238,7 @@ class PrivateRun:
             rows_per_loss=rows_per_loss,
         )
         self._clipped, rows = self._resources.enter_context(engine)
+        self._clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
         views = self.statement.augmentation_multiplicity
         self._draw = Halving(self._clipped, fill=self.fill_generators, views=views, rows=rows)
 
@@ -234,6 +250,11 @@ class PrivateRun:
     def fallbacks(self) -> Mapping[str, str]:
         """Layers without a rule in the engine, by name, and how their gradient is computed."""
         return {} if self._clipped is None else self._clipped.fallbacks
+
+    @property
+    def moving_max_grad_norm(self) -> float | None:
+        """The clip norm of the next step, if it moves."""
+        return None if self.adaptive_clip is None else self.mechanism.max_grad_norm
 
     @property
     def settled_noise_std(self) -> float:
@@ -248,11 +269,11 @@ class PrivateRun:
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, from the sampler and the mechanism themselves."""
         rate, groups = self.sampler.sample_rate, self.sampler.groups
-        release = self.mechanism.releases(steps, sample_rate=rate, groups=groups)
-        if self.private_loss is None:
-            return release
-        of_loss = self.private_loss.mechanism.releases(steps, sample_rate=rate, groups=groups)
-        return release._replace(noise_multiplier=joint_noise_multiplier(release.noise_multiplier, of_loss.noise_multiplier))
+        mechanisms = [self.mechanism, *(part.mechanism for part in (self.private_loss, self.adaptive_clip) if part)]
+        releases = [mechanism.releases(steps, sample_rate=rate, groups=groups) for mechanism in mechanisms]
+        if len(releases) == 1:
+            return releases[0]
+        return releases[0]._replace(noise_multiplier=joint_noise_multiplier(*(each.noise_multiplier for each in releases)))
 
     def begin(self, *, step: int) -> PrivacyLedger:
         """Open the ledger, or continue the earlier one from this step on, and count the steps that the budget allows.
@@ -370,6 +391,8 @@ class PrivateRun:
             return None
         assert self._clipped is not None
         assert self._draw is not None
+        # Sensitivity: the noise covers contributions of norm C, of the same C.
+        assert self._clipped.max_grad_norm == self.mechanism.max_grad_norm
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.
             recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
         # A gradient that the optimizer reads in a subspace only needs no more noise than that has coordinates. The
@@ -379,6 +402,9 @@ class PrivateRun:
         for name, gradient in self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases).items():
             parameters[name].grad = gradient.to(parameters[name].dtype)
         optimizer.noise_std = self.mechanism.noise_std(step)
+        if self.adaptive_clip is not None:
+            self.mechanism.rescale(self.adaptive_clip.release(self._clipped.num_within.to(self._args.device), step=step))
+            self._clipped.max_grad_norm = self.mechanism.max_grad_norm
         self._is_released = True
         self._draw.begin()
         return None if self.private_loss is None else self.private_loss.release(step=step)

@@ -65,6 +65,12 @@ class DopplerTrainingArguments(TrainingArguments):
         default="automatic",
         help="automatic scales every example's gradient to about C; vanilla shortens only what exceeds C.",
     )
+    clipping_quantile: float | None = HfArg(
+        default=None,
+        help="With clipping=vanilla, the share of gradients that are to be no longer than C, which follows it from "
+        "per_sample_max_grad_norm on (Andrew et al. 2021). The count of those that are takes a hundredth of the privacy "
+        "budget. Default: C stays.",
+    )
     clipping_granularity: Granularity = HfArg(
         default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
     )

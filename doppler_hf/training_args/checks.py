@@ -39,6 +39,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "noise_multiplier": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
     "target_delta": (_UNIT_INTERVAL, "Usual is less than 1/N."),
     "per_sample_max_grad_norm": (_POSITIVE, "Usual is 1."),
+    "clipping_quantile": (_UNIT_INTERVAL, "Usual is 0.5."),
     "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each example."),
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
     "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
@@ -146,6 +147,10 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     # Argument → whether it has an effect, the reason if not, and the mend.
     effects = {
         "noise_shape": (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon"),
+        "clipping_quantile": (
+            args.clipping == "vanilla", f"with clipping={args.clipping!r}, which brings short gradients to C as well",
+            "Set clipping='vanilla'",
+        ),
         "max_examples_per_unit": (args.privacy_unit_column, "if every example is a unit", "Set privacy_unit_column"),
         "per_sample_max_loss": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
         "train_loss_budget": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
@@ -167,6 +172,19 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "
             "estimated from gradients whose noise is taken for white. Leave one of them out."
         )
+    for name, allowed, reason in (
+        (
+            "noise_shape",
+            ("auto", "white"),
+            "the noise that it takes back covers contributions within the C of earlier steps",
+        ),
+        ("clipping_granularity", ("flat",), "the quantile is that of the norms over all parameters"),
+    ):
+        if args.clipping_quantile is not None and getattr(args, name) not in allowed:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} cannot be used with clipping_quantile={args.clipping_quantile}: {reason}. "
+                f"Set {name}={allowed[-1]!r}, or leave clipping_quantile out."
+            )
     if args.optim != default_of(args, "optim"):
         name = OptimizerNames(args.optim).value
         galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""

@@ -204,6 +204,16 @@ def test_the_views_of_an_example_stay_together_and_are_not_drawn_again(tmp_path,
     assert torch.equal(drawn, computed)
 
 
+@pytest.mark.parametrize("place", ["forward", "backward", "adding"])
+def test_an_example_is_counted_once_for_the_clip_norm(tmp_path, monkeypatch, place):
+    make = partial(failing_texts, monkeypatch, clipping="vanilla", clipping_quantile=0.5, per_sample_max_grad_norm=0.1)
+    trainers = [run(make, tmp_path, cls=small(where))[0] for where in ("nowhere", place)]
+    norms = [[logs["clip_norm"] for logs in trainer.state.log_history if "clip_norm" in logs] for trainer in trainers]
+    assert trainers[1].failures > 0
+    assert len(set(norms[0])) == 3
+    assert norms[1] == pytest.approx(norms[0], rel=1e-9)
+
+
 def of_choices(examples):
     return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
 

@@ -29,6 +29,8 @@ SMALLEST_FACTOR = 2.0**-130
 SMALLEST_BOUND = 1e-30
 # Of a gradient with such a norm no product of its factors leaves the range of float32, unless its terms cancel to nothing.
 LARGEST_NORM = 2.0**64
+# Of C: from half of that below it to half above, an example counts less and less as one that is not clipped.
+WITHIN = 0.1
 
 
 def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
@@ -64,6 +66,9 @@ class ClippedGradients:
         engine_name: `engine`.
         num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity, or a norm
             above 2⁶⁴. They contribute nothing.
+        max_grad_norm: As given; it may be set to another number when the sums are zero.
+        num_within: Σ wᵢ(bᵢ − ½) over the examples since the last `reset`, with their weights wᵢ, where bᵢ falls from 1 to 0
+            as ‖gᵢ‖ passes C: how many are not clipped, less half of all. Not private.
         is_half_added: Whether a `backward` has failed while it added, so that its examples are in a part of `sums` only.
 
     Raises:
@@ -101,7 +106,7 @@ class ClippedGradients:
         if engine == "opacus" and norm_rule != "auto":
             raise ValueError(f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave it out.")
         self._model = model
-        self._max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self._clipping = clipping
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
@@ -113,6 +118,7 @@ class ClippedGradients:
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._sums: dict[str, Tensor] = {}
         self.num_non_finite = 0
+        self.num_within = torch.zeros((), dtype=torch.float64)
         self.is_half_added = False
         self._engine: BookKeepingEngine | None = None
 
@@ -203,14 +209,14 @@ class ClippedGradients:
     @contextlib.contextmanager
     def unclipped(self) -> Iterator[None]:
         """Sum the gradients as they are, from zero to zero, for a comparison with ordinary ones."""
-        before = self._max_grad_norm, self._clipping
+        before = self.max_grad_norm, self._clipping
         self.reset()
         try:
             # No norm reaches this bound, so nothing is clipped.
-            self._max_grad_norm, self._clipping = 1e30, "vanilla"
+            self.max_grad_norm, self._clipping = 1e30, "vanilla"
             yield
         finally:
-            self._max_grad_norm, self._clipping = before
+            self.max_grad_norm, self._clipping = before
             self.reset()
 
     @contextlib.contextmanager
@@ -224,6 +230,7 @@ class ClippedGradients:
         """Set the sums to zero, for the next draw."""
         self._sums.clear()
         self.num_non_finite = 0
+        self.num_within = torch.zeros_like(self.num_within)
         self.is_half_added = False
 
     def _refuse_other_parameters(self) -> None:
@@ -271,11 +278,11 @@ class ClippedGradients:
         finite = whole.is_finite() & (fade > 0)
         num_non_finite = batch_size - int(finite.sum())
         if num_non_finite == batch_size:
-            self.num_non_finite += num_non_finite
+            self._count(whole.values, weights, num_non_finite)
             return whole.values
 
         layers = len(set(self._group_of.values()))
-        bound = self._max_grad_norm / layers**0.5
+        bound = self.max_grad_norm / layers**0.5
         factors = {
             group: clip_factors(norm.raised(self._dtype), max_grad_norm=bound, clipping=self._clipping) * fade
             for group, norm in norms.items()
@@ -284,7 +291,7 @@ class ClippedGradients:
             factors = {group: factor * weights.to(factor) for group, factor in factors.items()}
         # In float32 smaller ones are rounded by more than the norms are raised by. Such an example contributes nothing.
         factors = {group: factor.where(beyond | (factor >= SMALLEST_FACTOR), 0.0) for group, factor in factors.items()}
-        within, beyond = finite & ~beyond, finite & beyond
+        ordinary, beyond = finite & ~beyond, finite & beyond
         self.is_half_added = True
         for name in tuple(gradients):
             gradient, factor = gradients.pop(name), factors[self._group_of[name]]  # so that its memory is freed
@@ -295,13 +302,22 @@ class ClippedGradients:
             if not any_beyond:
                 gradient.add_weighted(self._sums[name], factor, beta=beta)
                 continue
-            gradient.of_examples(within).add_weighted(self._sums[name], factor[within], beta=beta)
+            gradient.of_examples(ordinary).add_weighted(self._sums[name], factor[ordinary], beta=beta)
             in_float64 = torch.zeros_like(self._sums[name], dtype=torch.float64)
             gradient.of_examples(beyond).in_float64().add_weighted(in_float64, factor[beyond])
             self._sums[name] += in_float64
         self.is_half_added = False
-        self.num_non_finite += num_non_finite
+        self._count(whole.values, weights, num_non_finite)
         return whole.values
+
+    def _count(self, norms: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None, num_non_finite: int) -> None:
+        """Count examples that were added: how many are not clipped, and how many contribute nothing."""
+        # Sensitivity: a number within ±½ of each example, whatever its norm, and of one that is not finite −½; times its
+        # weight. Not a step at C: what rounding follows from the others would move an example across it.
+        within = (0.5 + (1 - norms.double() / self.max_grad_norm) / WITHIN).nan_to_num(nan=0.0).clamp(0, 1) - 0.5
+        total = within.sum() if weights is None else within @ weights.double()
+        self.num_within = self.num_within.to(total.device) + total
+        self.num_non_finite += num_non_finite
 
     def _norms(self, gradients: Iterable[tuple[str, PerSampleGradient]]) -> dict[str, Norms]:
         """Return the norms by group."""

@@ -1,6 +1,6 @@
 """The file of a privacy ledger: JSON with a schema, read strictly and written whole or not at all.
 
-    {"$schema": "urn:doppler-hf:privacy-ledger:5", "format_version": 5, "entries": […]}
+    {"$schema": "urn:doppler-hf:privacy-ledger:6", "format_version": 6, "entries": […]}
 
 Reading refuses content outside the schema, and JSON that two parsers could read differently.
 """
@@ -22,7 +22,7 @@ from jsonschema.exceptions import best_match
 from doppler_hf.disk import space_for
 from doppler_hf.privacy.ledger import chain
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 _PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting")

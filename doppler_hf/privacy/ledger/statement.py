@@ -1,9 +1,10 @@
 """The terms of a run's guarantee, fixed before its first step.
 
 A step draws each of N units with probability q = B/N, clips a unit's contribution to norm C, and adds noise σC. With a
-private training loss it also releases the sum of clipped losses with noise of its own. Both together are one Gaussian
-mechanism with 1/σ₀² = 1/σ² + 1/σ_L². The accountant bounds T steps of it, for add/remove neighbours. If the noise is shaped
-over b steps, b groups of units take turns, and the accountant bounds ⌈T/b⌉ turns at b times the rate.
+private training loss it also releases the sum of clipped losses with noise of its own, and with a clip norm that follows a
+quantile the count of gradients within it. All of these are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L² + 1/σ_b².
+The accountant bounds T steps of it, for add/remove neighbours. If the noise is shaped over b steps, b groups of units take
+turns, and the accountant bounds ⌈T/b⌉ turns at b times the rate.
 """
 
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ class PrivacyStatement:
         per_sample_max_grad_norm: C.
         clipping: The clipping function.
         clipping_granularity: One norm over all parameters, or one for each layer.
+        clipping_quantile: γ, if C follows that quantile of the gradients' norms, from `per_sample_max_grad_norm` on.
+        count_noise_multiplier: The noise on the count of gradients that are not clipped, from which C follows, in units of
+            its sensitivity; None without a quantile.
         augmentation_multiplicity: The views of an example, whose mean gradient is clipped; ε does not depend on it.
         train_loss: How the training loss is reported; "raw" is not covered by the guarantee.
         per_sample_max_loss: The most that one unit adds to the private training loss; None without one.
@@ -67,6 +71,8 @@ class PrivacyStatement:
     per_sample_max_grad_norm: float
     clipping: Literal["automatic", "vanilla"]
     clipping_granularity: Literal["flat", "per_layer"]
+    clipping_quantile: float | None
+    count_noise_multiplier: float | None
     augmentation_multiplicity: int
     train_loss: Literal["raw", "none", "private"]
     per_sample_max_loss: float | None
@@ -97,25 +103,39 @@ class PrivacyStatement:
     @property
     def effective_noise_multiplier(self) -> float:
         """σ₀ of everything that a step releases."""
-        # Privacy: gradient and loss are computed from the same Poisson draw, so they are one release, not two.
-        if self.loss_noise_multiplier is None:
+        # Privacy: gradient, loss and count are computed from the same Poisson draw, so they are one release, not three.
+        if not self._beside_gradient:
             return self.noise_multiplier
-        return joint_noise_multiplier(self.noise_multiplier, self.loss_noise_multiplier)
+        return joint_noise_multiplier(self.noise_multiplier, *self._beside_gradient.values())
+
+    @property
+    def _beside_gradient(self) -> dict[str, float]:
+        """What a step releases beside the gradient, in words, and its noise multiplier."""
+        others = {"the loss": self.loss_noise_multiplier, "the count": self.count_noise_multiplier}
+        return {name: noise_multiplier for name, noise_multiplier in others.items() if noise_multiplier is not None}
 
     @property
     def noise_multiplier_in_words(self) -> str:
-        """σ, which is the gradient's, and σ₀ if a private loss makes that another number."""
-        if self.loss_noise_multiplier is None:
+        """σ, which is the gradient's, and σ₀ if a private loss or count makes that another number."""
+        if not self._beside_gradient:
             return f"{self.noise_multiplier:.4g}"
-        effective = self.effective_noise_multiplier
-        return f"{self.noise_multiplier:.4g} of the gradient; with the loss σ₀ = {effective:.4g}, which is accounted"
+        others, effective = " and ".join(self._beside_gradient), self.effective_noise_multiplier
+        return f"{self.noise_multiplier:.4g} of the gradient; with {others} σ₀ = {effective:.4g}, which is accounted"
 
     @property
     def clipping_in_words(self) -> str:
         """C, and what is clipped to it."""
         views = self.augmentation_multiplicity
         of_views = "" if views == 1 else f", the mean gradient over {views} views of an example"
-        return f"{self.per_sample_max_grad_norm:g} ({self.clipping}, {self.clipping_granularity}{of_views})"
+        moves = (
+            ""
+            if self.clipping_quantile is None
+            else (
+                f" at first, then the quantile {self.clipping_quantile:g} of the norms, by a count with noise multiplier "
+                f"{self.count_noise_multiplier:.4g}"
+            )
+        )
+        return f"{self.per_sample_max_grad_norm:g}{moves} ({self.clipping}, {self.clipping_granularity}{of_views})"
 
     @property
     def unit_in_words(self) -> str:

@@ -6,13 +6,16 @@
 - ahead: the noise of the next step, prepared in the background
 - subspace_noise: less noise, if the optimizer reads a subspace only
 - private_loss: the training loss as a private number
+- adaptive_clip: a clip norm that follows the norms of the gradients
 """
 
+from doppler_hf.privacy.noise.adaptive_clip import AdaptiveClip
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
 from doppler_hf.privacy.noise.mechanism import GaussianMechanism, Mechanism
 from doppler_hf.privacy.noise.private_loss import PrivateLoss
 
 __all__ = [
+    "AdaptiveClip",
     "GaussianMechanism",
     "Mechanism",
     "NoiseGenerator",

@@ -29,10 +29,12 @@ class Mechanism(Protocol):
     """An algorithm that turns clipped sums into private gradients, with its public numbers.
 
     Attributes:
+        max_grad_norm: C, the bound on one example's contribution to the next step.
         expected_batch_size: B, over all processes.
         shape: The shape of the noise over the steps.
     """
 
+    max_grad_norm: float
     expected_batch_size: int
     shape: NoiseShape
 
@@ -43,6 +45,9 @@ class Mechanism(Protocol):
         self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, subspaces: Mapping[str, Float[Tensor, "..."]] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
+
+    def rescale(self, max_grad_norm: float) -> None:
+        """Take another bound on an example's contribution from the next step on; see `GaussianMechanism.rescale`."""
 
     def releases(self, steps: int, *, sample_rate: float, groups: int) -> Releases:
         """Return what `steps` steps release, in the accountant's terms; see `GaussianMechanism.releases`."""
@@ -111,8 +116,10 @@ class GaussianMechanism:
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
         self.shape = shape
-        # Of the white noise z. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
+        # Of the white noise z at the first clip norm. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖
+        # times its own.
         self._white_std = noise_multiplier * max_grad_norm * shape.norm
+        self._first_max_grad_norm = max_grad_norm
         self._first_step = self._next_step = first_step
         self._shaped = None if shape.is_white else ShapedNoise(shape)
         self._generator: NoiseGenerator = generator
@@ -159,6 +166,19 @@ class GaussianMechanism:
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
         return white * self.shape.std(step - self._first_step)
+
+    def rescale(self, max_grad_norm: float) -> None:
+        """Take another bound on an example's contribution from the next step on, with as much more or less noise.
+
+        Raises:
+            ValueError: If the bound is not positive, or the noise is shaped: what it takes back of the noise of the steps
+                before covers contributions within the bound of those.
+        """
+        if not 0.0 < max_grad_norm < float("inf"):
+            raise ValueError(f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
+        if not self.shape.is_white:
+            raise ValueError(f"The noise must be white for a clip norm that changes, got the shape {self.shape}.")
+        self.max_grad_norm = max_grad_norm
 
     def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
         """Return what `steps` steps release: a Gaussian of noise multiplier σ for each turn of a unit.
@@ -265,6 +285,8 @@ class GaussianMechanism:
 
     def _add_white_noise(self, values: Float[Tensor, "..."], *, stretch: float, step: int) -> None:
         """Add 𝒩(0, (stretch·σC‖c‖)²) to every coordinate (modified in place)."""
+        # Sensitivity: C is that of this step, whatever it was when the noise was prepared.
+        stretch *= self.max_grad_norm / self._first_max_grad_norm
         # Noise that is not prepared is drawn here, from another stream than the thread's: every coordinate gets its own.
         prepared = 0 if self._ahead is None else self._ahead.add_to(values, scale=stretch)
         add_gaussian_noise(

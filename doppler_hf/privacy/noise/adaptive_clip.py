@@ -1,0 +1,60 @@
+"""A clip norm that follows a quantile of the gradients' norms (Andrew et al. 2021, https://arxiv.org/abs/1905.03871).
+
+    b̃_t = ½ + (1/B)·(Σ_{i∈draw} wᵢ(bᵢ − ½) + 𝒩(0, σ_b²/4)),    C_{t+1} = C_t·exp(−η(b̃_t − γ))
+
+where bᵢ falls from 1 to 0 as ‖gᵢ‖ passes C_t (`ClippedGradients.num_within`). This count of gradients that are not clipped
+is one more coordinate of what the step releases, over the same draw, with σ_b in units of its sensitivity of ½. For both
+together `joint_noise_multiplier` accounts. C_{t+1} is a function of earlier releases alone, and the gradient's noise is
+σ·C_{t+1}: in units of its noise a step's sensitivity is the same whatever the clip norm, so that the steps compose
+adaptively, which is what the accountant bounds.
+"""
+
+import math
+from typing import Final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from doppler_hf.privacy.noise.mechanism import GaussianMechanism
+
+COUNT_SENSITIVITY: Final = 0.5
+RATE: Final = 0.2  # η, as in the paper
+_SMALLEST, _LARGEST = 1e-18, 1e18  # of C: far from where its square would leave the range of float32
+
+
+class AdaptiveClip:
+    """Releases the noisy share of gradients that are not clipped, and moves the clip norm towards their quantile.
+
+    Args:
+        mechanism: With σ_b as `noise_multiplier` and ½ as `max_grad_norm`.
+        quantile: γ, the share of gradients that are to be no longer than the clip norm.
+        max_grad_norm: The clip norm of the first step.
+
+    Attributes:
+        mechanism: As given.
+        max_grad_norm: C_t, the clip norm of the next step.
+        rate: η.
+
+    Example:
+        >>> mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=4)
+        >>> clip = AdaptiveClip(mechanism, quantile=0.5, max_grad_norm=1.0)
+        >>> clip.release(torch.tensor(2.0), step=0)  # four gradients, none of them clipped
+        0.9048374180359595
+    """
+
+    def __init__(self, mechanism: GaussianMechanism, *, quantile: float, max_grad_norm: float) -> None:
+        self.mechanism, self.max_grad_norm, self.rate = mechanism, max_grad_norm, RATE
+        self._quantile = quantile
+
+    def release(self, count: Float[Tensor, ""], *, step: int) -> float:
+        """Return the clip norm of the next step, the same on every process.
+
+        Args:
+            count: This process's Σ wᵢ(bᵢ − ½) over the draw (modified in place).
+            step: Optimizer step, counted from 0.
+        """
+        # Sensitivity: an example changes the count by ±½ times its share of its unit, and a unit by at most ½.
+        share = 0.5 + float(self.mechanism.privatize({"count": count}, step=step)["count"])
+        moved = math.log(self.max_grad_norm) - self.rate * (share - self._quantile)
+        self.max_grad_norm = math.exp(min(max(moved, math.log(_SMALLEST)), math.log(_LARGEST)))
+        return self.max_grad_norm
