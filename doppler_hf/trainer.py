@@ -25,11 +25,13 @@ from doppler_hf.privacy.batching.micro_batches import Collator
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
+from doppler_hf.run.in_step import InStep, one_line_if_a_process_ends
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import optimizer_of
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.saving import saved_whole
+from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -76,6 +78,8 @@ class DopplerTrainer(Trainer):
     ) -> None:  # fmt: skip
         if not isinstance(args, DopplerTrainingArguments):
             raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
+        self._disable_dp = args.disable_dp
+        self._sharding: Sharding | None = None
         # The host's Seq2SeqTrainer, which may come next, has no such argument.
         optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         super().__init__(
@@ -84,7 +88,6 @@ class DopplerTrainer(Trainer):
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics, **optimizer,
         )  # fmt: skip
-        self._disable_dp = args.disable_dp
         self._run: PrivateRun | None = None
         self._doppler_optimizer: DopplerOptimizer | None = None
         self._weight_filter = WeightFilterCallback(args.weight_filter)
@@ -97,6 +100,32 @@ class DopplerTrainer(Trainer):
             checks.refuse_of_trainer(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the host's accelerator, which is not told of the shards of frozen weights; see `run.sharding`."""
+        if self.args.disable_dp:
+            super().create_accelerator_and_postprocess()
+            return
+        with kept_from_host(self.args) as plugin:
+            super().create_accelerator_and_postprocess()
+        self._sharding = None if plugin is None else Sharding(plugin, device=self.args.device)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self._sharding is None:  # otherwise it may not fit there as a whole
+            super()._move_model_to_device(model, device)
+
+    def _prepare_model(self) -> None:
+        if self._sharding is not None:
+            self._sharding.cut(self.model)
+        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
+        # discarded. `prepare` does not change a model that has been prepared.
+        placement = None if self._sharding is None else False
+        self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
+
+    @property
+    def _in_step(self) -> InStep | None:
+        """The meetings of the processes that share the model's weights; None if each has all of them."""
+        return None if self._sharding is None else self._sharding.in_step
 
     @property
     def private_run(self) -> PrivateRun:
@@ -129,15 +158,14 @@ class DopplerTrainer(Trainer):
         checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
-        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
-        # discarded. `prepare` does not change a model that has been prepared.
-        self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        self._prepare_model()
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
             earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
             # A new plan: the arguments may have changed since the last run, and what that run spent counts.
             self._run = self._new_run(checkpoint=checkpoint, earlier=earlier)
             running.enter_context(self._run)
+            running.enter_context(one_line_if_a_process_ends())
             running.callback(lambda: self.privacy.end_run(self.args, self.state, model=self.model))
             return super()._inner_training_loop(batch_size, **kwargs)
 
@@ -155,6 +183,7 @@ class DopplerTrainer(Trainer):
                 loader=dataloader,
                 prepare=prepare,
                 rows_per_loss=self.rows_per_loss,
+                in_step=self._in_step,
             )
         return values
 
@@ -260,6 +289,8 @@ class DopplerTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
+        if self._sharding is not None:
+            self._prepare_model()
         with self._ledger_keeper.evaluating(self.model), self._weight_filter.applied():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -275,6 +306,12 @@ class DopplerTrainer(Trainer):
         unwatched = contextlib.nullcontext() if self._run is None else self._run.unwatched()
         with unwatched, saved_whole(folder, self.args, self.model, *keepers, checkpoint_step=step):
             super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # The host's only method that all processes call before it saves on process 0 alone.
+        if self._in_step is not None:
+            state_dict = whole_state(self.model)
+        super()._save(output_dir, state_dict=state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # The host's only method around all that it writes of a checkpoint: optimizer, schedule and state have no public one.

@@ -57,8 +57,13 @@ def reachable(*roots: object) -> Iterator[Any]:
 
 @functools.cache
 def is_opaque(kind: type) -> bool:
-    """Return whether objects of a class are not looked into: the numbers of data, and this package's own noise."""
-    return issubclass(kind, _NOT_LOOKED_INTO) or kind.__module__.startswith("doppler_hf.privacy.")
+    """Return whether objects of a class are not looked into: the numbers of data, this package's own noise, torch's FSDP.
+
+    Sensitivity: FSDP keeps gathered weights, and nothing of an example. Modules are looked into, whose classes it makes.
+    """
+    if issubclass(kind, torch.nn.Module):
+        return False
+    return issubclass(kind, _NOT_LOOKED_INTO) or kind.__module__.startswith(("doppler_hf.privacy.", "torch.distributed."))
 
 
 def referents_of(owner: Any) -> list[Any]:

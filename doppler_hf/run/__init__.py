@@ -4,6 +4,9 @@
 - choices: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
+- sharding: frozen weights in shards on several processes
+- in_step: as many passes on each of these
+- replicas: the same weights on every process
 - halving: micro-batches that do not fit into memory
 - engine: the self-check, the engine of per-sample gradients, and its first pass
 - own_loss: whether the model's own loss is the one that is trained

@@ -36,6 +36,7 @@ from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.shared_coins import ROWS, DrawnInForward, drawn_in_forward, refuse_shared_in_forward
 from doppler_hf.run.halving import Rows, names_of_rows
+from doppler_hf.run.in_step import InStep
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # Relative, of gradients: batches of one and of three are rounded differently.
@@ -56,8 +57,11 @@ def attached_engine(
     check_loss: CheckLoss,
     probes: Probes,
     rows_per_loss: int,
+    in_step: InStep | None = None,
 ) -> Iterator[tuple[ClippedGradients, Rows | None]]:
     """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
+
+    Where the processes share the model's weights, process 0 makes the checks for all: model, data and code are the same.
 
     Yields:
         The engine, and what the check has found of the rows of a batch; None without a check.
@@ -80,20 +84,48 @@ def attached_engine(
         engine=args.grad_sample_engine,
         rows_per_loss=rows_per_loss,
     ) as clipped:
-        rows = None
-        with left_as_it_was(model), no_layer_replaced(model):
-            dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-            in_bf16 = args.bf16 or dtype == torch.bfloat16
-            if args.grad_sample_self_check:
-                rows = StartCheck(clipped, model, losses_of, probes).run(in_bf16=in_bf16)
-            else:
-                run_once(clipped, model, losses_of, probes.probe().together)
-            with without_coins(model), clipped.unwatched():
-                check_loss(probes.probe().crowd, (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
-            if probes.views > 1 and not probes.is_random:
-                with clipped.unwatched():
-                    warn_of_equal_views(model, losses_of, probes)
+
+        def check() -> tuple[Rows | None, bool]:
+            return checked(clipped, model, args, losses_of, check_loss, probes, in_step), clipped.is_checked
+
+        rows, clipped.is_checked = check() if in_step is None else in_step.on_process_0(check)
+        if in_step is not None and not clipped.is_checked:
+            # One with a finite loss alone would make more passes later on than those of the others.
+            raise ValueError(
+                "Examples must have a finite gradient under FSDP, to check before the first step that they are apart, got "
+                "some without. Leave grad_sample_self_check out, with which others are looked for."
+            )
         yield clipped, rows
+
+
+def checked(
+    clipped: ClippedGradients,
+    model: nn.Module,
+    args: DopplerTrainingArguments,
+    losses_of: Losses,
+    check_loss: CheckLoss,
+    probes: Probes,
+    in_step: InStep | None,
+) -> Rows | None:
+    """Check an engine, or run it once, and return what was found of the rows of a batch; None without a check.
+
+    Raises:
+        ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
+    """
+    rows = None
+    with left_as_it_was(model), no_layer_replaced(model):
+        dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        in_bf16 = args.bf16 or dtype == torch.bfloat16
+        if args.grad_sample_self_check:
+            rows = StartCheck(clipped, model, losses_of, probes, in_step).run(in_bf16=in_bf16)
+        else:
+            run_once(clipped, model, losses_of, probes.probe().together)
+        with without_coins(model), clipped.unwatched():
+            check_loss(probes.probe().crowd, (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
+        if probes.views > 1 and not probes.is_random:
+            with clipped.unwatched():
+                warn_of_equal_views(model, losses_of, probes)
+    return rows
 
 
 def refuse_trainable(model: nn.Module) -> None:
@@ -180,10 +212,19 @@ class StartCheck:
         model: The model.
         losses_of: A function that calls the model and returns one loss per example of a micro-batch.
         probes: Examples of the training set.
+        in_step: The meetings of processes that share the model's weights; None if this one has all of them.
     """
 
-    def __init__(self, clipped: ClippedGradients, model: nn.Module, losses_of: Losses, probes: Probes) -> None:
+    def __init__(
+        self,
+        clipped: ClippedGradients,
+        model: nn.Module,
+        losses_of: Losses,
+        probes: Probes,
+        in_step: InStep | None = None,
+    ) -> None:
         self._clipped, self._model, self._losses_of, self._probes = clipped, model, losses_of, probes
+        self._gathered_in_float32 = contextlib.nullcontext if in_step is None else in_step.in_float32
 
     def run(self, *, in_bf16: bool) -> Rows:
         """Compare, in bfloat16 also in float32, where rounding hides nothing, if the memory suffices.
@@ -205,7 +246,7 @@ class StartCheck:
 
     def _compare_in_full_precision(self, drawn: DrawnInForward) -> None:
         try:
-            with in_full_precision(self._model):
+            with in_full_precision(self._model), self._gathered_in_float32():
                 self._compare(drawn, ROUNDING)
         except RuntimeError as error:
             if is_out_of_memory(error):

@@ -9,6 +9,7 @@ nothing if that was not looked at. The views of an example are rows of one contr
 its weight. The numbers of a pass that failed are part of no sum.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -21,6 +22,7 @@ from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.plain_autograd import Losses
+from doppler_hf.run.in_step import InStep, PassLeft
 
 SMALLER = "Set a smaller per_device_train_batch_size with more gradient_accumulation_steps, or max_tokens_per_micro_batch"
 _SINGLE = int | float | str | None
@@ -47,6 +49,20 @@ def _with_rows(inputs: Mapping[str, Any], number: int) -> list[str]:
     return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim and len(value) == number]
 
 
+class Spare(NamedTuple):
+    """What a process computes while others have micro-batches and it has none, since all must gather the weights.
+
+    Attributes:
+        in_step: The meetings of the processes.
+        inputs: An example.
+        losses_of: A function that returns its loss.
+    """
+
+    in_step: InStep
+    inputs: Mapping[str, Any]
+    losses_of: Losses
+
+
 @final
 class Halving:
     """The clipped sum of a draw, to which micro-batches are added, in halves where the memory does not suffice.
@@ -56,10 +72,19 @@ class Halving:
         fill: Fills the global generators; called before each forward pass.
         views: How many rows, one after another, are views of one example.
         rows: What is known of the rows of a batch; None if nothing was looked at.
+        spare: For processes that must make as many passes as the others; None if they need not.
     """
 
-    def __init__(self, clipped: ClippedGradients, *, fill: Callable[[], None], views: int, rows: Rows | None) -> None:
-        self._clipped, self._fill, self._views, self._rows = clipped, fill, views, rows
+    def __init__(
+        self,
+        clipped: ClippedGradients,
+        *,
+        fill: Callable[[], None],
+        views: int,
+        rows: Rows | None,
+        spare: Spare | None = None,
+    ) -> None:
+        self._clipped, self._fill, self._views, self._rows, self._spare = clipped, fill, views, rows, spare
         self._added: list[MicroBatch] = []  # no copies: the host holds the draw as well
         self._is_told = False
 
@@ -85,7 +110,12 @@ class Halving:
         ahead, losses = [micro_batch], []
         while ahead:
             part = ahead.pop()
-            of_part = self._add_if_it_fits(part, losses_of)
+            try:
+                of_part = self._add_if_it_fits(part, losses_of)
+            except PassLeft:  # before anything was added
+                self._clipped.discard()
+                ahead.append(part)
+                continue
             if of_part is not None:
                 self._added.append(part)
                 losses.append(of_part)
@@ -98,6 +128,20 @@ class Halving:
                 self.begin()
         return torch.cat(losses)[-micro_batch.size :]  # what comes before was added once more
 
+    def complete(self) -> None:
+        """End a draw: where all processes must make as many passes, make those for which others have a micro-batch."""
+        if self._spare is not None:
+            self._spare.in_step.complete(self._pass_of_which_nothing_is_kept)
+
+    def _pass_of_which_nothing_is_kept(self) -> None:
+        assert self._spare is not None
+        self._fill()
+        # Sensitivity: this example is in no draw. Its gradient is dropped before it is clipped, and no sum is touched.
+        try:
+            self._clipped.drop(self._spare.losses_of(dict(self._spare.inputs)))
+        finally:
+            self._clipped.discard()
+
     def _add_if_it_fits(self, part: MicroBatch, losses_of: Losses) -> Float[Tensor, " rows"] | None:
         """Return the losses of a part, which is added; None if the memory did not suffice.
 
@@ -105,17 +149,19 @@ class Halving:
         """
         self._fill()  # whatever was seeded since the last time
         try:
-            losses = losses_of(part.inputs)
-            # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
-            if len(losses) != part.size:
-                # Not their numbers: the size of a draw is private, and messages end in logs.
-                raise ValueError(
-                    "The losses of a micro-batch must be one for each of its examples, got "
-                    f"{'more' if len(losses) > part.size else 'fewer'}. Let the collator return one row for each example, "
-                    "and compute_per_sample_loss one loss."
-                )
-            self._clipped.backward(losses, weights=weights_of(part, like=losses, views=self._views), views=self._views)
-            return losses.detach()
+            with contextlib.nullcontext() if self._spare is None else self._spare.in_step.one_pass():
+                losses = losses_of(part.inputs)
+                # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute
+                # more.
+                if len(losses) != part.size:
+                    # Not their numbers: the size of a draw is private, and messages end in logs.
+                    raise ValueError(
+                        "The losses of a micro-batch must be one for each of its examples, got "
+                        f"{'more' if len(losses) > part.size else 'fewer'}. Let the collator return one row for each "
+                        "example, and compute_per_sample_loss one loss."
+                    )
+                self._clipped.backward(losses, weights=weights_of(part, like=losses, views=self._views), views=self._views)
+                return losses.detach()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
@@ -72,6 +73,8 @@ def walks_of_adapters(model: nn.Module) -> Iterator[float]:
         if isinstance(layer, lora.LoraLayer):
             weight = getattr(layer.get_base_layer(), "weight", None)
             # Of packed weights, in four bits, the size is not known, and attention's have other names.
+            if isinstance(weight, DTensor):  # on every process, before the first step
+                weight = weight.full_tensor()
             if not isinstance(weight, Tensor) or not weight.is_floating_point() or not weight.any():
                 continue
             size = float(weight.detach().float().norm()) / math.sqrt(weight.numel())

@@ -24,6 +24,7 @@ from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, learning_rate_in_words, optimizer_in_words
 from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.replicas import COMPARED_EVERY, refuse_different_replicas
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -231,8 +232,12 @@ class PrivacyCallback(TrainerCallback):
                 filter_words=self.filter_words,
             )
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop if the next step would exceed the budget."""
+    def on_step_end(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop if the next step would exceed the budget, and compare the processes now and then."""
+        if args.world_size > 1 and state.global_step % COMPARED_EVERY == 0:
+            refuse_different_replicas(kwargs["model"], step=state.global_step)
         if self._current_run().affordable_steps <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
 

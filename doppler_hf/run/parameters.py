@@ -10,12 +10,17 @@ changes it. It does not withstand a forger, whom a ledger would not withstand ei
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from doppler_hf.privacy.ledger.record import ModelDigests
+
+# By the part of a weight that is on this process: a description of the whole, and the sum of the part when it was cut.
+_WHOLE: Final = WeakIdKeyDictionary()
 
 
 def parameters_digest(model: nn.Module) -> str:
@@ -40,14 +45,26 @@ def _state_besides_parameters(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _digest(named: Iterable[tuple[str, Any]]) -> str:
-    described = [(name, *_described(value)) for name, value in named]
-    return hashlib.sha256(json.dumps(described).encode("utf-8")).hexdigest()
+    found = [(name, *described(value)) for name, value in named]
+    return hashlib.sha256(json.dumps(found).encode("utf-8")).hexdigest()
 
 
-def _described(value: Any) -> tuple[Any, ...]:
+def remember_whole(shard: DTensor, whole: tuple[Any, ...]) -> None:
+    """Let a part of a frozen weight be described as the whole was before it was cut, as long as it does not change.
+
+    Gathering it would take all processes, which one that asks alone would wait for.
+    """
+    _WHOLE[shard] = whole, _sum_of_bytes(shard.to_local())
+
+
+def described(value: Any) -> tuple[Any, ...]:
     """Return what tells a tensor from others; of other state its words."""
     if not isinstance(value, Tensor):
         return (repr(value),)
+    if isinstance(value, DTensor):
+        whole, before = _WHOLE[value]
+        now = _sum_of_bytes(value.to_local().detach())
+        return whole if now == before else (*whole, *now)
     return str(value.dtype), list(value.shape), _sum_of_bytes(value.detach())
 
 

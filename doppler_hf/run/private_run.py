@@ -6,7 +6,6 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
@@ -33,8 +32,10 @@ from doppler_hf.privacy.noise.adaptive_clip import COUNT_SENSITIVITY
 from doppler_hf.run.choices import chosen_noise_shape
 from doppler_hf.run.engine import CheckLoss, attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder
-from doppler_hf.run.halving import Halving, weights_of
+from doppler_hf.run.halving import Halving, Spare, weights_of
+from doppler_hf.run.in_step import InStep
 from doppler_hf.run.plan import budget_spent, planned_statement
+from doppler_hf.run.replicas import give_all_the_weights_of_process_0
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -201,6 +202,7 @@ class PrivateRun:
         loader: Any,
         prepare: Callable[[Any], Any],
         rows_per_loss: int = 1,
+        in_step: InStep | None = None,
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
 
@@ -211,6 +213,7 @@ class PrivateRun:
             loader: The private loader, of whose examples some are used for the check.
             prepare: A function that puts a collated batch on the model's device.
             rows_per_loss: As in `ClippedGradients`.
+            in_step: The meetings of processes that share the model's frozen weights; None if each has all of them.
 
         Raises:
             ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault.
@@ -224,9 +227,7 @@ class PrivateRun:
             digests: list[Any] = [None] * self._args.world_size
             torch.distributed.all_gather_object(digests, digest_of(loader.examples, self.sampler))
             refuse_different_data(digests)
-            # As DDP would, give every process the weights of process 0.
-            for tensor in itertools.chain(model.parameters(), model.buffers()):
-                torch.distributed.broadcast(tensor.data, src=0)
+            give_all_the_weights_of_process_0(model)
         probes = Probes(loader, prepare=prepare)
         engine = attached_engine(
             model,
@@ -236,11 +237,14 @@ class PrivateRun:
             check_loss=check_loss,
             probes=probes,
             rows_per_loss=rows_per_loss,
+            in_step=in_step,
         )
         self._clipped, rows = self._resources.enter_context(engine)
         self._clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
         views = self.statement.augmentation_multiplicity
-        self._draw = Halving(self._clipped, fill=self.fill_generators, views=views, rows=rows)
+        # A single example, for passes in which others have a micro-batch and this process has none.
+        spare = None if in_step is None else Spare(in_step, probes.copies(1), losses_of)
+        self._draw = Halving(self._clipped, fill=self.fill_generators, views=views, rows=rows, spare=spare)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
@@ -391,6 +395,7 @@ class PrivateRun:
             return None
         assert self._clipped is not None
         assert self._draw is not None
+        self._draw.complete()
         # Sensitivity: the noise covers contributions of norm C, of the same C.
         assert self._clipped.max_grad_norm == self.mechanism.max_grad_norm
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.

@@ -54,7 +54,6 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
 _BREAKS_PRIVACY: Final = {
     "fp16": "its gradient scaler skips steps depending on the data",
     "deepspeed": "it keeps gradients out of the engine's reach",
-    "fsdp": "it shards the parameters that per-sample clipping needs whole",
     "parallelism_config": "one process must see an example whole",
     "torch_compile": "per-sample gradient hooks do not survive compilation",
     "use_liger_kernel": "its fused layers have no per-sample gradients",
@@ -67,7 +66,7 @@ _BREAKS_PRIVACY: Final = {
     "include_num_input_tokens_seen": "the number of tokens drawn depends on the data and would be logged without noise",
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
-_MENDS: Final = {"fp16": "Use bf16", "deepspeed": "Use plain multi-process training"}
+_MENDS: Final = {"fp16": "Use bf16", "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)"}
 
 _PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
 
@@ -236,6 +235,11 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             "the engine cannot see it. Start with `accelerate launch`."
         )
     launched = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise ValueError(
+            "DeepSpeed cannot be used with differential privacy: it keeps gradients out of the engine's reach. To have "
+            "weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)."
+        )
     if args.world_size == 1 != int(launched):
         # As the host does where it finds no accelerator.
         raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
@@ -149,7 +150,9 @@ def copy_of(tensor: Tensor | None) -> Tensor | None:
 @contextlib.contextmanager
 def in_full_precision(model: nn.Module) -> Iterator[None]:
     """Compute in float32: without autocast and casts, whoever asks for them, and with weights of fewer bits converted."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in _NARROW]
+    # Weights in shards are widened when they are gathered.
+    own = (tensor for tensor in (*model.parameters(), *model.buffers()) if not isinstance(tensor, DTensor))
+    tensors = [tensor for tensor in own if tensor.dtype in _NARROW]
     before = [(tensor, tensor.data) for tensor in tensors]
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     try:

@@ -206,6 +206,28 @@ class ClippedGradients:
             gradients = self._engine.per_sample_gradients(losses, views=views)
             return self._add_clipped(gradients, weights, batch_size=batch_size)
 
+    def drop(self, losses: Float[Tensor, " rows"]) -> None:
+        """Back-propagate one loss per row as `backward` does, and keep nothing of it.
+
+        For a process that must compute as many layers as others do, with weights that all gather.
+        """
+        assert self._engine is not None
+        with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
+            self._engine.per_sample_gradients(losses)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a batch has shown that examples are apart, which takes two more backward passes before that of its sum.
+
+        Set it where another process has seen that on the same model.
+        """
+        return self._engine is not None and self._engine.is_checked
+
+    @is_checked.setter
+    def is_checked(self, value: bool) -> None:
+        assert self._engine is not None
+        self._engine.is_checked = value
+
     @contextlib.contextmanager
     def unclipped(self) -> Iterator[None]:
         """Sum the gradients as they are, from zero to zero, for a comparison with ordinary ones."""

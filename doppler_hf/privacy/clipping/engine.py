@@ -50,6 +50,9 @@ class BookKeepingEngine:
         by_rules: False uses Opacus's samplers for all layers that have one, as a reference.
         rows_per_loss: As in `ClippedGradients`.
 
+    Attributes:
+        is_checked: Whether a batch has shown that examples are apart; see `_check_that_examples_are_apart`.
+
     Raises:
         ValueError: If a layer mixes examples, by name, or the model is compiled.
     """
@@ -63,7 +66,7 @@ class BookKeepingEngine:
         self._without_rule: dict[str, LayerWithoutRule] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
-        self._is_checked = False
+        self.is_checked = False
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
@@ -130,10 +133,10 @@ class BookKeepingEngine:
             )
         trainable = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         try:
-            if not self._is_checked and len(losses) > 1:
+            if not self.is_checked and len(losses) > 1:
                 self._check_that_examples_are_apart(losses, trainable)
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
-                self._is_checked = book.is_conclusive
+                self.is_checked = book.is_conclusive
             # Sensitivity: all rows of an example are summed up before they are clipped. Its views stand together; so do its
             # choices, since the model flattens (batch, choices, length), its windows, and the rows of one loss.
             book.num_examples = len(losses) // views

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from doppler_hf.linalg import same
 
@@ -51,7 +52,13 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 def frozen_sums(model: nn.Module) -> dict[str, float]:
     """Return the sum of each frozen parameter's elements by name: copies of a large model would not fit."""
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    return {name: float(torch.sum(parameter, dtype=torch.float64)) for name, parameter in frozen.items()}
+    # Of a weight in shards that of its part here: what is written into a gathered one is gone when that is freed.
+    return {name: float(torch.sum(part_here(value), dtype=torch.float64)) for name, value in frozen.items()}
+
+
+def part_here(parameter: Tensor) -> Tensor:
+    """Return a tensor, or its part on this process."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def of_other_content(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,614 @@
+"""Processes that share the frozen weights train what those do that each have all of them, and what one process does."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.tensor import DTensor
+from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.audit import neighbour_distances
+from doppler_hf.privacy import PrivacyLedger
+from tests.support import processes
+from tests.support.folders import write_bert, write_glue
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import Recorder
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+# Draws of some examples or none, in micro-batches whose number differs from process to process.
+SMALL = dict(
+    per_device_train_batch_size=1, gradient_accumulation_steps=2, max_tokens_per_micro_batch=12, max_steps=8, noise_seed=5
+)
+
+
+def lora_model(**overrides):
+    model = tiny_bert(num_hidden_layers=2, **overrides)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
+
+
+def head_model(names=("classifier",), **overrides):
+    """A frozen base whose head is trained."""
+    model = tiny_bert(num_hidden_layers=2, **overrides)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in names))
+    return model
+
+
+def bias_model():
+    """A model whose layers have a trained and a frozen weight each."""
+    return head_model(("bias", "classifier"))
+
+
+def trainer_of(folder, *, world=1, model=None, cls=DopplerTrainer, callbacks=(), data=None, collator=pad, **overrides):
+    own = dict(
+        output_dir=str(folder), use_cpu=True, noise_multiplier=0.5, noise_seed=3, per_device_train_batch_size=24 // world,
+        base_optimizer="sgd", low_pass_filter="first-order-v1", learning_rate=0.1, max_steps=4, save_strategy="no",
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    return cls(
+        model=lora_model() if model is None else model, args=DopplerTrainingArguments(**(own | overrides)),
+        train_dataset=text_data() if data is None else data, eval_dataset=text_data(7, seed=1),
+        data_collator=collator, callbacks=[*callbacks],
+    )  # fmt: skip
+
+
+def trained(model):
+    return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+
+
+def shards(model):
+    return {name: value for name, value in model.named_parameters() if isinstance(value, DTensor)}
+
+
+def outcome(trainer):
+    """Train, and return all that must be the same."""
+    recorder = Recorder()
+    trainer.add_callback(recorder)
+    if trainer.args.process_index > 0:  # replicas must not rely on being built alike
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.add_(1.0)
+    trainer.train()
+    ledger = trainer.privacy.ledger
+    return {
+        "gradients": torch.stack(recorder.gradients), "trained": trained(trainer.model), "steps": ledger.steps_run,
+        "statement": ledger.statement, "epsilon": trainer.privacy.epsilon(), "runs": len(ledger.runs),
+        "speaks": trainer.privacy.speaks_for(trainer.model), "shards": sorted(shards(trainer.model)),
+        "models": ledger.models,
+    }  # fmt: skip
+
+
+def run(folder, world, *, name, model=lora_model, dtype=torch.float64, **options):
+    return outcome(trainer_of(Path(folder) / f"{name}-{world}", world=world, model=model().to(dtype), **options))
+
+
+class Watched(DopplerTrainer):
+    """Counts its passes, and those of which nothing is kept."""
+
+    def set_initial_training_values(self, args, dataloader):
+        values = super().set_initial_training_values(args, dataloader)
+        self.passes = self.spare = 0
+        draw = self.private_run._draw
+        empty_pass = draw._pass_of_which_nothing_is_kept
+
+        def counted():
+            self.spare += 1
+            empty_pass()
+
+        draw._pass_of_which_nothing_is_kept = counted
+        return values
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.passes = getattr(self, "passes", 0) + 1
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def small_draws(folder, world, *, name, **options):
+    trainer = trainer_of(
+        Path(folder) / f"{name}-{world}", world=world, model=lora_model().double(), cls=Watched, **(SMALL | options)
+    )
+    found = outcome(trainer)
+    return found | {"passes": trainer.passes, "spare": trainer.spare}
+
+
+class Full(Watched):
+    """A process whose memory does not suffice for more than two rows, from the first step on."""
+
+    place = "forward"
+    failures = 0
+
+    def compute_per_sample_loss(self, model, inputs):
+        is_full = getattr(self, "passes", None) is not None and self.args.process_index == 1
+        if not is_full or len(inputs["labels"]) <= 2:
+            return super().compute_per_sample_loss(model, inputs)
+        layer = model.get_submodule("base_model.model.bert.encoder.layer.1.attention.output.LayerNorm")
+
+        def watch(module, inputs, output):
+            if self.place == "forward":
+                self.fail()
+            output.register_hook(lambda gradient: self.fail())
+
+        hook = layer.register_forward_hook(watch)
+        try:
+            losses = super().compute_per_sample_loss(model, inputs)
+        finally:
+            hook.remove()
+        if self.place == "loss":
+            self.fail()
+        return losses
+
+    def fail(self):
+        self.failures += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def out_of_memory(folder, world, *, place):
+    cls = type("Full", (Full,), {"place": place})
+    trainer = trainer_of(Path(folder) / f"full-{place}-{world}", world=world, model=lora_model().double(), cls=cls, **FSDP)
+    found = outcome(trainer)
+    return found | {"failures": trainer.failures, "passes": trainer.passes, "spare": trainer.spare}
+
+
+def checkpointed(folder, world, *, reentrant, **options):
+    options |= dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return run(folder, world, **options)
+
+
+def gpt2_model():
+    """A language model whose head is its embedding."""
+    torch.manual_seed(0)
+    coins = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, **coins)
+    return get_peft_model(
+        GPT2LMHeadModel(config), LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+
+
+def language(folder, world, *, name, **options):
+    data = text_data().remove_columns("labels").map(lambda example: {"labels": example["input_ids"]})
+    trainer = trainer_of(
+        Path(folder) / f"{name}-{world}", world=world, model=gpt2_model().double(), data=data, collator=pad_labels, **options
+    )
+    return outcome(trainer)
+
+
+def pad_labels(examples):
+    batch = pad([{**example, "labels": 0} for example in examples])
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+MODELS = {"lora": lora_model, "head": head_model}
+
+
+def saved(folder, world, *, kind, **options):
+    """Train with checkpoints, evaluate, load the worst of them and save it."""
+    saving = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+    worst = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
+    trainer = trainer_of(
+        Path(folder) / f"saved-{kind}-{world}", world=world, model=MODELS[kind]().double(), **(saving | worst | options)
+    )
+    found = outcome(trainer)
+    logits = trainer.predict(text_data(7, seed=1)).predictions
+    trainer.save_model(f"{trainer.args.output_dir}/final")
+    return found | {"logits": torch.tensor(logits), "best": trainer.state.best_model_checkpoint}
+
+
+def resumed(folder, world, *, kind, source, **options):
+    """Go on from a checkpoint that another number of processes has written."""
+    folder = Path(folder) / f"resumed-{kind}-{world}"
+    if os.environ.get("RANK", "0") == "0":
+        shutil.copytree(folder.parent / source, folder)
+        shutil.rmtree(folder / "checkpoint-4")
+    trainer = trainer_of(folder, world=world, model=MODELS[kind]().double(), **options)
+    recorder = Recorder()
+    trainer.add_callback(recorder)
+    if world > 1:
+        torch.distributed.barrier()
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return {
+        "gradients": torch.stack(recorder.gradients),
+        "trained": trained(trainer.model),
+        "shards": [*shards(trainer.model)],
+    }
+
+
+def twice(folder, world, *, name, **options):
+    """Train, and go on from the last checkpoint with the same trainer."""
+    trainer = trainer_of(
+        Path(folder) / f"{name}-{world}", world=world, model=head_model().double(), save_strategy="steps", save_steps=2,
+        **options,
+    )  # fmt: skip
+    trainer.train()
+    trainer.args.max_steps = 6
+    recorder = Recorder()
+    trainer.add_callback(recorder)
+    trainer.train(resume_from_checkpoint=True)
+    return {"gradients": torch.stack(recorder.gradients), "trained": trained(trainer.model)}
+
+
+def neighbours(folder, world):
+    """Return how far one example moves the sum of all processes."""
+    trainer = trainer_of(
+        Path(folder) / f"neighbours-{world}", world=world, model=lora_model().double(), clipping="vanilla", noise_seed=None,
+        per_device_train_batch_size=2, gradient_accumulation_steps=3, per_sample_max_grad_norm=0.01, **FSDP,
+    )  # fmt: skip
+    result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
+    return {"distances": result.distances, "couplings": result.couplings}
+
+
+def weights_of_checks(folder, world):
+    """Return in which types process 0 has seen a frozen weight of bfloat16, before the first step and in it."""
+    seen = {"check": set(), "step": set()}
+    trainer = trainer_of(Path(folder) / f"types-{world}", world=world, model=lora_model().to(torch.bfloat16), **FSDP)
+
+    def watch(module, *_):
+        seen["check" if trainer.privacy.ledger is None else "step"].add(module.weight.dtype)
+
+    trainer.model.get_submodule("base_model.model.bert.encoder.layer.0.output.dense").register_forward_hook(watch)
+    trainer.train()
+    return seen
+
+
+def parts(folder, world):
+    """Return how many bytes of weights a process has, of all there are."""
+    model = lora_model(hidden_size=64, intermediate_size=128)
+    whole = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
+    trainer = trainer_of(Path(folder) / f"parts-{world}", world=world, model=model, grad_sample_self_check=False, **FSDP)
+    trainer.train()
+    own = sum(value.to_local().nbytes for value in shards(trainer.model).values())
+    left = [
+        name
+        for name, value in trainer.model.named_parameters()
+        if not value.requires_grad and not isinstance(value, DTensor)
+    ]
+    return {"whole": whole, "own": own, "left": left}
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------------
+
+
+def message_of(folder, world, *, name, act, step=1, **options):
+    """Return how a training ends in which process 1 does something at a step."""
+    trainer = trainer_of(Path(folder) / f"{name}-{world}", world=world, model=lora_model().double(), **(FSDP | options))
+
+    class AtStep(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == step and args.process_index == 1:
+                act(trainer)
+
+    trainer.add_callback(AtStep())
+    begin = time.monotonic()
+    try:
+        trainer.train()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "trained", time.monotonic() - begin
+
+
+def fail_in_loss(trainer):
+    def fail(model, inputs):
+        raise ZeroDivisionError("in a loss of one's own")
+
+    trainer.compute_per_sample_loss = fail
+
+
+def call_twice(trainer):
+    loss = trainer.compute_per_sample_loss
+
+    def two_passes(model, inputs):
+        with torch.no_grad():
+            loss(model, dict(inputs))
+        return loss(model, inputs)
+
+    trainer.compute_per_sample_loss = two_passes
+
+
+def move_a_weight(trainer):
+    with torch.no_grad():
+        next(value for value in trainer.model.parameters() if value.requires_grad).add_(1.0)
+
+
+def move_a_shard(trainer):
+    with torch.no_grad():
+        next(value for value in shards(trainer.model).values() if value.to_local().numel()).to_local().add_(1.0)
+
+
+def die(trainer):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class OfTheBatch(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        return losses + 0.3 * losses.mean()
+
+
+ALIKE = {"fsdp": None, "fsdp_config": None}
+LONG = dict(step=99, max_steps=101, grad_sample_self_check=False)
+RATE = dict(base_optimizer="adam_bc", low_pass_filter="momentum", learning_rate=None, max_steps=2)
+CASES = {
+    "small": functools.partial(small_draws, name="small"),
+    "small-fsdp": functools.partial(small_draws, name="small-fsdp", **FSDP),
+    "rate": functools.partial(run, name="rate", **RATE),
+    "rate-fsdp": functools.partial(run, name="rate-fsdp", **(RATE | FSDP)),
+    "bias": functools.partial(run, name="bias", model=bias_model),
+    "bias-fsdp": functools.partial(run, name="bias-fsdp", model=bias_model, **FSDP),
+    "bfloat16": functools.partial(run, name="bfloat16", dtype=torch.bfloat16),
+    "bfloat16-fsdp": functools.partial(run, name="bfloat16-fsdp", dtype=torch.bfloat16, **FSDP),
+    "autocast": functools.partial(run, name="autocast", dtype=torch.float32, bf16=True),
+    "autocast-fsdp": functools.partial(run, name="autocast-fsdp", dtype=torch.float32, bf16=True, **FSDP),
+    "language": functools.partial(language, name="language"),
+    "language-fsdp": functools.partial(language, name="language-fsdp", **FSDP),
+    "checkpointed": functools.partial(checkpointed, name="checkpointed", reentrant=False),
+    "checkpointed-fsdp": functools.partial(checkpointed, name="checkpointed-fsdp", reentrant=False, **FSDP),
+    "reentrant": functools.partial(checkpointed, name="reentrant", reentrant=True),
+    "reentrant-fsdp": functools.partial(checkpointed, name="reentrant-fsdp", reentrant=True, **FSDP),
+    "twice": functools.partial(twice, name="twice"),
+    "twice-fsdp": functools.partial(twice, name="twice-fsdp", **FSDP),
+    "ddp": functools.partial(run, name="ddp"),
+    "fsdp": functools.partial(run, name="fsdp", **FSDP),
+    "forward": functools.partial(out_of_memory, place="forward"),
+    "loss": functools.partial(out_of_memory, place="loss"),
+    "backward": functools.partial(out_of_memory, place="backward"),
+    "neighbours": neighbours,
+    "types": weights_of_checks,
+    "parts": parts,
+    "error": functools.partial(message_of, name="error", act=fail_in_loss),
+    "passes": functools.partial(message_of, name="passes", act=call_twice),
+    "batch": functools.partial(message_of, name="batch", act=str, cls=OfTheBatch),
+    "weight": functools.partial(message_of, name="weight", act=move_a_weight, **LONG),
+    "weight-ddp": functools.partial(message_of, name="weight-ddp", act=move_a_weight, **(LONG | ALIKE)),
+    "shard": functools.partial(message_of, name="shard", act=move_a_shard, **LONG),
+    "die": functools.partial(message_of, name="die", act=die),
+    "die-ddp": functools.partial(message_of, name="die-ddp", act=die, **ALIKE),
+} | {
+    f"{what}-{kind}": functools.partial(function, kind=kind, **(FSDP | options))
+    for kind in MODELS
+    for what, function, options in (("saved", saved, {}), ("resumed", resumed, {"source": f"saved-{kind}-2"}))
+}  # fmt: skip
+# What processes that share the weights do to the last bit as those that each have all of them.
+PAIRS = [name.removesuffix("-fsdp") for name in CASES if name.endswith("-fsdp")]
+
+
+# --- the same training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sharding")
+
+
+@pytest.fixture(scope="module")
+def two_processes(folder):
+    return processes.launch(__file__, folder, 2, "ddp", "fsdp", "small", "small-fsdp", "backward")
+
+
+def assert_equal(runs, others):
+    for found, expected in zip(runs, others, strict=True):
+        assert torch.equal(found["gradients"], expected["gradients"])
+        assert all(torch.equal(found["trained"][name], value) for name, value in expected["trained"].items())
+        assert {name: found.get(name) for name in ("statement", "epsilon", "steps", "models")} == {
+            name: expected.get(name) for name in ("statement", "epsilon", "steps", "models")
+        }
+
+
+def assert_close(found, expected, atol=1e-9):
+    torch.testing.assert_close(found["gradients"], expected["gradients"], atol=atol, rtol=0)
+    torch.testing.assert_close(found["trained"], expected["trained"], atol=atol, rtol=0)
+
+
+def test_processes_with_shards_equal_those_with_all_weights(two_processes):
+    with_all, with_shards = two_processes["ddp"], two_processes["fsdp"]
+    assert_equal(with_shards, with_all)
+    assert all(len(found["shards"]) > 30 and found["shards"][0] not in found["trained"] for found in with_shards)
+    assert all(found["speaks"] and not expected["shards"] for found, expected in zip(with_shards, with_all, strict=True))
+
+
+def test_two_processes_equal_one(two_processes, tmp_path):
+    one = run(tmp_path, 1, name="one")
+    for found in (*two_processes["ddp"], *two_processes["fsdp"]):
+        assert_close(found, one)
+        assert found["steps"] == one["steps"] == 4
+        assert found["epsilon"] == one["epsilon"]
+
+
+def test_a_process_without_examples_waits_for_nobody(two_processes):
+    """Draws of half an example a piece: their micro-batches are as many as others' by passes of which nothing is kept."""
+    with_all, with_shards = two_processes["small"], two_processes["small-fsdp"]
+    assert_equal(with_shards, with_all)
+    own = [found["passes"] for found in with_all]
+    assert own[0] != own[1]
+    assert sum(found["spare"] for found in with_all) == 0
+    assert all(found["spare"] > 0 for found in with_shards)
+    assert len({found["passes"] for found in with_shards}) == 1
+    assert [found["passes"] - found["spare"] for found in with_shards] == own
+
+
+def assert_halved(runs, expected):
+    assert len({found["passes"] for found in runs}) == 1
+    assert [found["failures"] > 0 for found in runs] == [rank == 1 for rank in range(len(runs))]
+    for found in runs:
+        assert_close(found, expected)
+
+
+def test_what_does_not_fit_into_the_memory_of_one_process_is_halved_by_it(two_processes):
+    assert_halved(two_processes["backward"], two_processes["fsdp"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "loss"])
+def test_wherever_it_does_not_fit(place, two_processes, tmp_path):
+    assert_halved(processes.launch(__file__, tmp_path, 2, place)[place], two_processes["fsdp"][0])
+
+
+@pytest.mark.slow
+def test_four_processes_equal_one(tmp_path):
+    four = processes.launch(__file__, tmp_path, 4, "ddp", "fsdp", "small", "small-fsdp", "backward")
+    one = run(tmp_path, 1, name="one")
+    for found in (*four["ddp"], *four["fsdp"]):
+        assert_close(found, one)
+    assert_equal(four["small-fsdp"], four["small"])
+    assert_halved(four["backward"], one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted({*PAIRS} - {"ddp", "small"}))
+def test_whatever_is_trained(case, tmp_path):
+    found = processes.launch(__file__, tmp_path, 2, case, f"{case}-fsdp")
+    assert_equal(found[f"{case}-fsdp"], found[case])
+
+
+@pytest.mark.slow
+def test_one_example_moves_the_sum_by_at_most_c(tmp_path):
+    for found in processes.launch(__file__, tmp_path, 2, "neighbours")["neighbours"]:
+        assert 0.1 < found["distances"].min() <= found["distances"].max() <= 1 + 1e-6
+        assert found["couplings"].max() < 1e-12
+
+
+# --- what is saved --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saving(folder):
+    return processes.launch(__file__, folder, 2, "saved-lora", "saved-head")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "head"])
+def test_what_is_saved_gives_the_same_outputs_in_a_plain_process(kind, saving, folder):
+    final = folder / f"saved-{kind}-2" / "final"
+    if kind == "lora":
+        model = PeftModel.from_pretrained(tiny_bert(num_hidden_layers=2).double(), final)
+    else:
+        model = BertForSequenceClassification.from_pretrained(final)
+    batch = pad(list(text_data(7, seed=1)))
+    batch.pop("labels")
+    logits = model.double().eval()(**batch).logits
+    for found in saving[f"saved-{kind}"]:
+        assert found["best"].endswith("checkpoint-2")
+        torch.testing.assert_close(found["logits"], logits, atol=1e-12, rtol=0)
+    assert not PrivacyLedger.load(final).unknown_weights(final)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "head"])
+def test_a_run_is_resumed_on_another_number_of_processes(kind, saving, folder):
+    """And one that is resumed by a process with all weights goes on alike."""
+    uninterrupted = saving[f"saved-{kind}"][0]["gradients"][2:]
+    for found in processes.launch(__file__, folder, 4, f"resumed-{kind}")[f"resumed-{kind}"]:
+        assert found["shards"]
+        torch.testing.assert_close(found["gradients"], uninterrupted, atol=1e-9, rtol=0)
+    plain = resumed(folder, 1, kind=kind, source=f"saved-{kind}-2")
+    torch.testing.assert_close(plain["gradients"], uninterrupted, atol=1e-9, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 4])
+def test_each_process_has_its_part_of_the_frozen_weights(number, tmp_path):
+    runs = processes.launch(__file__, tmp_path, number, "parts")["parts"]
+    assert sum(found["own"] for found in runs) == runs[0]["whole"]
+    # Rows of a weight are not parted, and the last process has fewer.
+    assert all(found["own"] < 1.05 * found["whole"] / number and not found["left"] for found in runs)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_checked_in_float32(tmp_path):
+    first, other = processes.launch(__file__, tmp_path, 2, "types")["types"]
+    assert first == {"check": {torch.bfloat16, torch.float32}, "step": {torch.bfloat16}}
+    assert other == {"check": set(), "step": {torch.bfloat16}}  # process 0 checks for all
+
+
+# --- the end of all -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def errors(folder):
+    return processes.launch(__file__, folder, 2, "error", "passes", "batch", "weight", "weight-ddp", "shard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        (
+            "error",
+            "OthersKnow: All processes of a training must run to its end, got process 1 that",
+            "ZeroDivisionError: in a",
+        ),
+        ("passes", *["OthersKnow: All processes must gather the same weights in the same order under FSDP, got diff"] * 2),
+        ("batch", *["ValueError: The loss of one example has a gradient in the places of others"] * 2),
+        ("weight", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
+        ("weight-ddp", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
+        ("shard", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
+    ],
+)
+def test_what_one_process_cannot_do_ends_all(case, first, second, errors):
+    (message, _), (of_second, _) = errors[case]
+    assert message.startswith(first)
+    assert of_second.startswith(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["die", "die-ddp"])
+def test_a_process_that_dies_ends_the_others(case, tmp_path):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = os.environ | {
+        "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    both = [  # without a launcher, which would end the other one
+        subprocess.Popen(
+            [sys.executable, __file__, "2", str(tmp_path), case],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, -signal.SIGKILL]
+    assert "OthersKnow: All processes of a training must run to its end, and another one has ended" in outputs[0]
+    _, seconds = processes.load(tmp_path, case, 2, 0)
+    assert seconds < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_the_launcher_and_its_configurations(config, tmp_path):
+    bert, data, out = write_bert(tmp_path / "bert"), write_glue(tmp_path / "sst2", "sst2"), tmp_path / "out"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port=0"),
+            *(f"--config_file={root}/recipes/accelerate/{config}.yaml", "scripts/glue.py", "--task_name=sst2", "--use_cpu"),
+            *(f"--dataset_dir={data}", f"--model_name_or_path={bert}", f"--output_dir={out}", "--report_to=none"),
+            *("--max_steps=2", "--per_device_train_batch_size=4", "--noise_multiplier=1.0", "--lora_r=2"),
+        ],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    ledger = PrivacyLedger.load(out)
+    assert ledger.statement.expected_batch_size == 8  # of two processes
+    assert ledger.steps_run == 2
+    assert not ledger.unknown_weights(out)
+    assert json.loads((out / "all_results.json").read_text())["epsilon"] == pytest.approx(ledger.epsilon())
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        processes.do_all(int(os.environ["RANK"]), CASES, sys.argv[2], int(sys.argv[1]), sys.argv[3:])
+    else:
+        processes.main(CASES)
