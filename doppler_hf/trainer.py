@@ -159,6 +159,8 @@ class DopplerTrainer(Trainer):
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._prepare_model()
+        if self._sharding is not None:
+            self._sharding.look_again(self.model)
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
             earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)

@@ -94,8 +94,9 @@ def out_of_step() -> OthersKnow:
     """Return the error of processes that gather other weights, or another number of them."""
     return OthersKnow(
         "All processes must gather the same weights in the same order under FSDP, got different ones: the model leaves out "
-        "layers at random, or by what is in its examples. Set the probability of that to 0 (layerdrop), or take "
-        "recipes/accelerate/ddp.yaml, with which each process has all weights."
+        "layers at random, or by what is in its examples, or is called on one process alone. Set the probability of that to "
+        "0 (layerdrop), let a callback call the model on all, or take recipes/accelerate/ddp.yaml, with which each process "
+        "has all weights."
     )
 
 
@@ -106,13 +107,14 @@ class InStep:
     Args:
         root: The whole model.
         units: The modules whose weights are gathered, the same on every process.
+        group: All processes, which send numbers of the processor.
         set_float32: Lets weights be gathered in float32, or in their own type again.
     """
 
-    def __init__(self, root: Unit, units: Sequence[Unit], *, set_float32: Callable[[bool], None]) -> None:
-        self._root, self._units, self._set_float32 = root, units, set_float32
-        # Words are numbers of the processor: to read one must not wait for a device.
-        self._group = dist.new_group(backend="gloo")
+    def __init__(
+        self, root: Unit, units: Sequence[Unit], *, group: dist.ProcessGroup, set_float32: Callable[[bool], None]
+    ) -> None:
+        self._root, self._units, self._group, self._set_float32 = root, units, group, set_float32
         self._rank = dist.get_rank()
         self._role: Literal["alike", "leader", "server"] = "alike"
         for number, unit in enumerate(units):
@@ -126,12 +128,12 @@ class InStep:
         Raises:
             RuntimeError: If a process has ended.
         """
-        mine = torch.tensor([word, number])
+        mine = torch.tensor([word, number], device="cpu")
         said = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         with one_line_if_a_process_ends():
             dist.all_gather(said, mine, group=self._group)
-        found = [Said(Word(word), number) for word, number in (each.tolist() for each in said)]
-        ended = [rank for rank, (said_word, _) in enumerate(found) if said_word is Word.ERROR and rank != self._rank]
+        found = [Said(Word(int(each[0])), int(each[1])) for each in said]
+        ended = [rank for rank, each in enumerate(found) if each.word is Word.ERROR and rank != self._rank]
         if ended:
             raise OthersKnow(
                 f"All processes of a training must run to its end, got process {ended[0]} that has ended with an error, so "
@@ -183,10 +185,11 @@ class InStep:
         """Return whether a process has a micro-batch, once all of them are about to begin a pass."""
         while True:
             found = self._meet(Word.BEGIN, int(has_micro_batch))
-            if all(said.word is Word.BEGIN for said in found):
+            words = {said.word for said in found}
+            if words == {Word.BEGIN}:
                 return any(said.number for said in found)
             # One that fails behind its last gathering is not waited for by those that are through.
-            if any(said.word is not Word.FAILED for said in found if said.word is not Word.BEGIN):
+            if words != {Word.BEGIN, Word.FAILED}:
                 raise out_of_step()
 
     @contextlib.contextmanager

@@ -13,11 +13,16 @@ from doppler_hf.run.parameters import parameters_digest
 COMPARED_EVERY: Final = 100
 
 
-def give_all_the_weights_of_process_0(model: nn.Module) -> None:
-    """Give every process the weights and buffers of process 0, as DDP would, but for what is in shards (in place)."""
+def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Give every process the weights and buffers of process 0, as DDP would, but for what is in shards (in place).
+
+    Args:
+        model: The model.
+        group: Of all processes, one that can send what is on the model's device; by default the one that was set up.
+    """
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if not isinstance(tensor, DTensor):
-            dist.broadcast(tensor.data, src=0)
+            dist.broadcast(tensor.data, src=0, group=group)
 
 
 def refuse_different_replicas(model: nn.Module, *, step: int) -> None:

@@ -146,13 +146,16 @@ class Sharding:
                 "its norm over all that is trained, which stays whole on every process, and only what is frozen is cut. "
                 f"Train adapters (lora_r) or a head on a frozen base, or {_DDP}."
             )
-        give_all_the_weights_of_process_0(model)
-        trained = [value for value in model.parameters() if value.requires_grad]
-        for parameter in trained:
+        # The model is on the processor still, where it fits as a whole, and words are numbers of it: to read one must not
+        # wait for a device.
+        group = dist.new_group(backend="gloo")
+        give_all_the_weights_of_process_0(model, group=group)
+        uncut = [*(value for value in model.parameters() if value.requires_grad), *shared_by_layers(model)]
+        for parameter in uncut:
             parameter.data = parameter.data.to(self._device)
         whole = {name: described(value) for name, value in frozen.items()}
         # Only parameters count of a module to be ignored, so that one made for them will do.
-        self._plugin.ignored_modules = [nn.ParameterList(trained)]
+        self._plugin.ignored_modules = [nn.ParameterList(uncut)]
         # Casts are autocast's, as with one process.
         self._plugin.mixed_precision_policy = MixedPrecisionPolicy()
         if self._plugin.transformer_cls_names_to_wrap is None:
@@ -166,7 +169,7 @@ class Sharding:
         model.set_reshard_after_forward(True)
         groups = groups_of(model)
         assert not any(value.sharded_param.requires_grad for group in groups for value in group.fsdp_params)
-        self.in_step = InStep(model, [*groups.values()], set_float32=gathered_in_float32(list(groups)))
+        self.in_step = InStep(model, [*groups.values()], group=group, set_float32=gathered_in_float32(list(groups)))
         model.register_load_state_dict_pre_hook(cut_what_is_loaded)
         if hasattr(model, "generate"):  # of adapters, whose own `generate` calls the model inside of them
             register_fsdp_forward_method(model, "generate")
@@ -174,6 +177,12 @@ class Sharding:
             if isinstance(module, PreTrainedModel):
                 # So that all processes generate equally many tokens.
                 module._is_fsdp_managed_module = True
+
+    def look_again(self, model: nn.Module) -> None:
+        """Know the model by the weights that it has now: others may have been loaded since they were cut."""
+        for value in model.parameters():
+            if isinstance(value, DTensor):
+                remember_whole(value, described(value.full_tensor()))
 
     def _as_accelerator(self) -> Any:
         """Return what `fsdp2_prepare_model` reads of an accelerator, which has no FSDP on a CPU."""
@@ -185,6 +194,23 @@ class Sharding:
             device=self._device,
             is_main_process=dist.get_rank() == 0,
         )
+
+
+def shared_by_layers(model: nn.Module) -> list[nn.Parameter]:
+    """Return frozen weights that several layers share, which FSDP cannot cut, but for embeddings that are the head's too.
+
+    Of encoder-decoders these are the embeddings, which both parts and the head have.
+    """
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(module)
+    embeddings = {*embeddings_of(without_adapters(model))}
+    return [
+        parameter
+        for parameter, layers in owners.items()
+        if len(layers) > 1 and not layers <= embeddings and not parameter.requires_grad
+    ]
 
 
 def kinds_of_layers(model: nn.Module) -> list[str]:

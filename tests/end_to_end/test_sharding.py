@@ -14,11 +14,19 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.tensor import DTensor
-from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+)
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
+from tests.end_to_end.test_generation import GeneratingArguments, GeneratingTrainer
 from tests.support import processes
 from tests.support.folders import write_bert, write_glue
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -49,14 +57,25 @@ def bias_model():
     return head_model(("bias", "classifier"))
 
 
-def trainer_of(folder, *, world=1, model=None, cls=DopplerTrainer, callbacks=(), data=None, collator=pad, **overrides):
+def trainer_of(
+    folder,
+    *,
+    world=1,
+    model=None,
+    cls=DopplerTrainer,
+    arguments=DopplerTrainingArguments,
+    callbacks=(),
+    data=None,
+    collator=pad,
+    **overrides,
+):
     own = dict(
         output_dir=str(folder), use_cpu=True, noise_multiplier=0.5, noise_seed=3, per_device_train_batch_size=24 // world,
         base_optimizer="sgd", low_pass_filter="first-order-v1", learning_rate=0.1, max_steps=4, save_strategy="no",
         report_to="none", disable_tqdm=True,
     )  # fmt: skip
     return cls(
-        model=lora_model() if model is None else model, args=DopplerTrainingArguments(**(own | overrides)),
+        model=lora_model() if model is None else model, args=arguments(**(own | overrides)),
         train_dataset=text_data() if data is None else data, eval_dataset=text_data(7, seed=1),
         data_collator=collator, callbacks=[*callbacks],
     )  # fmt: skip
@@ -70,11 +89,11 @@ def shards(model):
     return {name: value for name, value in model.named_parameters() if isinstance(value, DTensor)}
 
 
-def outcome(trainer):
+def outcome(trainer, *, is_built_alike=False):
     """Train, and return all that must be the same."""
     recorder = Recorder()
     trainer.add_callback(recorder)
-    if trainer.args.process_index > 0:  # replicas must not rely on being built alike
+    if trainer.args.process_index > 0 and not is_built_alike:  # replicas must not rely on being built alike
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.add_(1.0)
@@ -182,6 +201,27 @@ def language(folder, world, *, name, **options):
     return outcome(trainer)
 
 
+def generating(folder, world, *, name, **options):
+    """Return what is generated, by each process another number of tokens, of a model whose embeddings three parts share."""
+    torch.manual_seed(0)
+    coins = dict(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
+    sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2)
+    tokens = dict(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=None, decoder_start_token_id=2)
+    config = BartConfig(max_position_embeddings=32, forced_eos_token_id=None, **coins, **sizes, **heads, **tokens)
+    adapters = LoraConfig(r=2, task_type="SEQ_2_SEQ_LM", target_modules=["q_proj", "v_proj"])
+    rank = int(os.environ["RANK"])
+    trainer = trainer_of(
+        Path(folder) / f"{name}-{world}", world=world, data=text_data(), collator=pad_labels, cls=GeneratingTrainer,
+        model=get_peft_model(BartForConditionalGeneration(config), adapters).double(), arguments=GeneratingArguments,
+        predict_with_generate=True, generation_max_length=4 + 4 * rank, per_device_eval_batch_size=2, **options,
+    )  # fmt: skip
+    before = trainer.predict(text_data(8, seed=1)).predictions
+    found = outcome(trainer, is_built_alike=True)  # it is cut
+    after = trainer.predict(text_data(8, seed=1)).predictions
+    return found | {"predictions": [before.tolist(), after.tolist()]}
+
+
 def pad_labels(examples):
     batch = pad([{**example, "labels": 0} for example in examples])
     return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
@@ -233,7 +273,11 @@ def twice(folder, world, *, name, **options):
     recorder = Recorder()
     trainer.add_callback(recorder)
     trainer.train(resume_from_checkpoint=True)
-    return {"gradients": torch.stack(recorder.gradients), "trained": trained(trainer.model)}
+    return {
+        "gradients": torch.stack(recorder.gradients),
+        "trained": trained(trainer.model),
+        "shards": [*shards(trainer.model)],
+    }
 
 
 def neighbours(folder, world):
@@ -350,6 +394,8 @@ CASES = {
     "autocast-fsdp": functools.partial(run, name="autocast-fsdp", dtype=torch.float32, bf16=True, **FSDP),
     "language": functools.partial(language, name="language"),
     "language-fsdp": functools.partial(language, name="language-fsdp", **FSDP),
+    "generating": functools.partial(generating, name="generating"),
+    "generating-fsdp": functools.partial(generating, name="generating-fsdp", **FSDP),
     "checkpointed": functools.partial(checkpointed, name="checkpointed", reentrant=False),
     "checkpointed-fsdp": functools.partial(checkpointed, name="checkpointed-fsdp", reentrant=False, **FSDP),
     "reentrant": functools.partial(checkpointed, name="reentrant", reentrant=True),
@@ -398,9 +444,8 @@ def assert_equal(runs, others):
     for found, expected in zip(runs, others, strict=True):
         assert torch.equal(found["gradients"], expected["gradients"])
         assert all(torch.equal(found["trained"][name], value) for name, value in expected["trained"].items())
-        assert {name: found.get(name) for name in ("statement", "epsilon", "steps", "models")} == {
-            name: expected.get(name) for name in ("statement", "epsilon", "steps", "models")
-        }
+        for name in ("statement", "epsilon", "steps", "models", "predictions"):
+            assert found.get(name) == expected.get(name)
 
 
 def assert_close(found, expected, atol=1e-9):
@@ -424,7 +469,7 @@ def test_two_processes_equal_one(two_processes, tmp_path):
 
 
 def test_a_process_without_examples_waits_for_nobody(two_processes):
-    """Draws of half an example a piece: their micro-batches are as many as others' by passes of which nothing is kept."""
+    """Draws of an example a piece: who has fewer micro-batches makes passes of which nothing is kept."""
     with_all, with_shards = two_processes["small"], two_processes["small-fsdp"]
     assert_equal(with_shards, with_all)
     own = [found["passes"] for found in with_all]
@@ -467,6 +512,7 @@ def test_four_processes_equal_one(tmp_path):
 def test_whatever_is_trained(case, tmp_path):
     found = processes.launch(__file__, tmp_path, 2, case, f"{case}-fsdp")
     assert_equal(found[f"{case}-fsdp"], found[case])
+    assert all(each["shards"] for each in found[f"{case}-fsdp"])
 
 
 @pytest.mark.slow

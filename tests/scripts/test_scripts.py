@@ -34,7 +34,7 @@ SCRIPTS = {
     "sft": (sft, sft.SFTArguments),
     "dpo": (dpo, dpo.DPOArguments),
 }
-RECIPES = sorted(ROOT.glob("recipes/*/*.yaml"))
+RECIPES = [path for path in sorted(ROOT.glob("recipes/*/*.yaml")) if path.parent.name in SCRIPTS]
 # GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.
 ADAPTED_GPT2 = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 SIZES = ["--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]

@@ -155,7 +155,7 @@ def test_without_privacy_optimizers_are_the_hosts(tmp_path, overrides):
     assert {name: getattr(args, name) for name in overrides} == overrides
 
 
-@pytest.mark.parametrize("name", ["fp16", "n_gpu", "deepspeed", "fsdp", "parallelism_config"])
+@pytest.mark.parametrize("name", ["fp16", "n_gpu", "deepspeed", "parallelism_config"])
 def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, name, monkeypatch):
     args = arguments(tmp_path)
     if name == "n_gpu":
@@ -163,6 +163,13 @@ def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, na
     else:
         setattr(args, name, True)
     with pytest.raises(ValueError, match="DataParallel" if name == "n_gpu" else name):
+        refuse_what_breaks_privacy(args)
+
+
+def test_deepspeed_of_a_launcher_is_refused_by_the_way_that_there_is(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"DeepSpeed cannot be used .* use FSDP \(recipes/accelerate/fsdp2.yaml\)"):
         refuse_what_breaks_privacy(args)
 
 

@@ -1,0 +1,259 @@
+"""What of FSDP is refused, what stays whole, and how a part of a weight is known; trainings are in end_to_end."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.privacy.clipping.as_in_training import in_full_precision
+from doppler_hf.privacy.clipping.memory import Memory
+from doppler_hf.privacy.reachable import is_opaque
+from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
+from doppler_hf.run.sharding import Sharding, kept_from_host, kinds_of_layers, shared_by_layers, whole_state
+from tests.support.tiny import text_data, tiny_bert
+from tests.support.trainers import arguments, trainer_of
+
+FIT = dict(
+    fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False, activation_checkpointing=False,
+    cpu_offload=False, auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+)  # fmt: skip
+
+
+def asked(tmp_path, monkeypatch, *, world_size=2, plugin=(), **overrides):
+    args = arguments(tmp_path, **overrides)
+    monkeypatch.setattr(type(args), "world_size", world_size)
+    args.fsdp_plugin_args = FIT | dict(plugin)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (
+            dict(fsdp_version=1, reshard_after_forward="FULL_SHARD"),
+            "fsdp_version=2 in a private run, got 1: .* Set fsdp_ver",
+        ),
+        (dict(reshard_after_forward=False), "reshard_after_forward=True in a private run, got False: each process would"),
+        (dict(cpu_ram_efficient_loading=True), "cpu_ram_efficient_loading=False in a private run, got True"),
+        (dict(activation_checkpointing=True), "got True: it wraps layers .* Set gradient_checkpointing=True instead"),
+        (dict(ignored_modules="classifier"), "ignored_modules=None in a private run, got classifier"),
+        (dict(cpu_offload=True), "cpu_offload=None in a private run, got CPUOffloadPolicy"),
+    ],
+    ids=str,
+)
+def test_settings_that_a_private_run_cannot_have_are_refused(tmp_path, monkeypatch, plugin, message):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # which the plugin writes
+    args = asked(tmp_path, monkeypatch, plugin=plugin)
+    with pytest.raises(ValueError, match=message), kept_from_host(args):
+        pass
+    assert args.fsdp_plugin_args is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(world_size=1), "several processes, got one"),
+        (
+            dict(optim_target_modules="all-linear", optim_args="rank=2", learning_rate=0.1),
+            "optim_target_modules='all-linear' cannot be used with FSDP: GaLore trains",
+        ),
+        (dict(bf16_full_eval=True), "bf16_full_eval=True cannot be used with FSDP"),
+    ],
+    ids=str,
+)
+def test_arguments_beside_it_are_refused(tmp_path, monkeypatch, options, message):
+    with pytest.raises(ValueError, match=message), kept_from_host(asked(tmp_path, monkeypatch, **options)):
+        pass
+
+
+def test_an_older_torch_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    with pytest.raises(ValueError, match=r"torch 2\.13 or later"), kept_from_host(asked(tmp_path, monkeypatch)):
+        pass
+
+
+def test_the_trainer_refuses_when_it_is_made(tmp_path, monkeypatch):
+    """What a launcher asks for comes by the environment, and was trained with parts of what is trained before."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ValueError, match="fsdp_version=2 in a private run, got 1"):
+        trainer_of(tmp_path)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="several processes, got one"):
+        trainer_of(tmp_path)
+
+
+def test_the_host_is_not_told_in_the_meantime_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    args = asked(tmp_path, monkeypatch)
+    with kept_from_host(args) as plugin:
+        assert isinstance(plugin, FullyShardedDataParallelPlugin)
+        assert args.fsdp_plugin_args is None
+        assert "ACCELERATE_USE_FSDP" not in os.environ
+    assert args.fsdp_plugin_args is not None
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with kept_from_host(arguments(tmp_path)) as plugin:
+        assert plugin is None
+
+
+# --- one process, of which the others are not missed ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def lora(model, **options):
+    return get_peft_model(model, LoraConfig(r=2, **(dict(target_modules=["query", "value"], task_type="SEQ_CLS") | options)))
+
+
+def cut(model):
+    sharding = Sharding(FullyShardedDataParallelPlugin(**FIT), device=torch.device("cpu"))
+    sharding.cut(model)
+    return sharding
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_trained_stays_whole_and_all_else_is_cut():
+    model = lora(tiny_bert())
+    names = {name: value.requires_grad for name, value in model.named_parameters()}
+    sharding = cut(model)
+    assert {name: not isinstance(value, DTensor) for name, value in model.named_parameters()} == names
+    first = sharding.in_step
+    sharding.cut(model)  # nothing more
+    assert sharding.in_step is first is not None
+    next(value for value in model.parameters() if isinstance(value, DTensor)).requires_grad_()
+    with pytest.raises(ValueError, match=r"got 'base_model.* that was unfrozen since"):
+        sharding.cut(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_of_which_all_is_trained_is_refused():
+    with pytest.raises(ValueError, match=r"must have frozen weights for FSDP in a private run, got none: .* Train adapters"):
+        cut(tiny_bert())
+
+
+@pytest.mark.usefixtures("group")
+def test_a_part_is_known_as_the_whole_until_it_changes():
+    model = lora(tiny_bert())
+    whole = digests_of(model), parameters_digest(model), untrained_digest(model)
+    cut(model)
+    assert (digests_of(model), parameters_digest(model), untrained_digest(model)) == whole
+    value = next(value for value in model.parameters() if isinstance(value, DTensor)).to_local()
+    before = value.detach().clone()
+    with torch.no_grad():
+        value.view(-1)[0] = torch.nextafter(value.view(-1)[0], torch.tensor(torch.inf))
+    assert parameters_digest(model) != whole[1]
+    assert untrained_digest(model) != whole[2]
+    with torch.no_grad():
+        value.copy_(before)
+    assert parameters_digest(model) == whole[1]
+
+
+@pytest.mark.usefixtures("group")
+def test_weights_that_are_loaded_later_are_known_by_a_training():
+    model, other = lora(tiny_bert()), lora(tiny_bert())
+    with torch.no_grad():
+        for value in other.parameters():
+            value.add_(1.0)
+    sharding = cut(model)
+    model.load_state_dict(other.state_dict())
+    assert parameters_digest(model) != parameters_digest(other)
+    sharding.look_again(model)
+    assert parameters_digest(model) == parameters_digest(other)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_whole_state_is_saved_and_loaded():
+    model = tiny_bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("classifier"))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    cut(model)
+    state = whole_state(model)
+    assert not any(isinstance(value, DTensor) for value in state.values())
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    other = {name: value + 1.0 for name, value in expected.items()}
+    model.load_state_dict(other)
+    torch.testing.assert_close(whole_state(model), other, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("group")
+def test_of_a_base_under_adapters_its_embeddings_are_saved_alone():
+    model = lora(tiny_bert())
+    names = set(model.state_dict())
+    cut(model)
+    frozen = [name for name in names - set(whole_state(model)) if "embeddings.word_embeddings" not in name]
+    assert sorted(names - set(whole_state(model))) == sorted(frozen)
+    assert {"base_model.model.bert.embeddings.word_embeddings.weight"} <= set(whole_state(model))
+    assert all(".lora_" not in name and "modules_to_save" not in name for name in frozen)
+
+
+@pytest.mark.usefixtures("group")
+def test_weights_are_gathered_in_float32_while_that_is_asked_for():
+    model = lora(tiny_bert())
+    model = model.bfloat16()
+    sharding, seen = cut(model), []
+    layer = model.get_submodule("base_model.model.bert.encoder.layer.0.output.dense")
+    layer.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+    batch = {"input_ids": torch.tensor([[5, 6, 7]])}
+
+    def look():
+        model(**batch)
+        with in_full_precision(model), sharding.in_step.in_float32():
+            model(**batch)
+        model(**batch)
+        return 7
+
+    assert sharding.in_step.on_process_0(look) == 7
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_weights_that_more_than_the_head_shares_stay_whole():
+    sizes = dict(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    t5 = T5ForConditionalGeneration(T5Config(**sizes)).requires_grad_(False)
+    assert [value is t5.shared.weight for value in shared_by_layers(t5)] == [True]
+    sizes = dict(encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16, encoder_attention_heads=2)
+    bart = BartForConditionalGeneration(BartConfig(vocab_size=50, d_model=16, decoder_attention_heads=2, **sizes))
+    assert [value is bart.model.shared.weight for value in shared_by_layers(bart.requires_grad_(False))] == [True]
+    assert shared_by_layers(tiny_bert().requires_grad_(False)) == []
+
+
+def test_layers_that_hold_the_embeddings_are_not_gathered_as_one():
+    assert "BertEmbeddings" in tiny_bert()._no_split_modules
+    assert kinds_of_layers(lora(tiny_bert())) == ["BertLayer"]
+    assert kinds_of_layers(nn.Linear(2, 2)) == []
+
+
+@pytest.mark.usefixtures("group")
+def test_modules_of_fsdp_are_looked_into_and_its_own_objects_are_not():
+    model = lora(tiny_bert())
+    cut(model)
+    assert isinstance(model, FSDPModule)
+    assert not is_opaque(type(model))
+    assert is_opaque(type(model._get_fsdp_state()))
+    memory = Memory(lambda: None, model)
+    model(input_ids=torch.tensor([[5, 6, 7]]))
+    assert not memory._written()
+    model.bank = torch.ones(3)
+    assert {name for _, name in memory._written()} == {"bank"}
+
+
+def test_without_it_nothing_is_cut(tmp_path):
+    trainer = trainer_of(tmp_path, data=text_data())
+    trainer.train()
+    assert type(trainer) is DopplerTrainer
+    assert trainer._sharding is None
+    assert not any(isinstance(value, DTensor) for value in trainer.model.parameters())
