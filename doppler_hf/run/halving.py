@@ -113,7 +113,6 @@ class Halving:
             try:
                 of_part = self._add_if_it_fits(part, losses_of)
             except PassLeft:  # before anything was added
-                self._clipped.discard()
                 ahead.append(part)
                 continue
             if of_part is not None:
@@ -137,10 +136,7 @@ class Halving:
         assert self._spare is not None
         self._fill()
         # Sensitivity: this example is in no draw. Its gradient is dropped before it is clipped, and no sum is touched.
-        try:
-            self._clipped.drop(self._spare.losses_of(dict(self._spare.inputs)))
-        finally:
-            self._clipped.discard()
+        self._clipped.drop(self._spare.losses_of(dict(self._spare.inputs)))
 
     def _add_if_it_fits(self, part: MicroBatch, losses_of: Losses) -> Float[Tensor, " rows"] | None:
         """Return the losses of a part, which is added; None if the memory did not suffice.

@@ -35,6 +35,7 @@ README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "r
 INDEX = ROOT / "recipes" / "RESULTS.md"
 PAGES = [README, *sorted(DOCS.glob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
 RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
+LAUNCHERS = {"config_file", "num_processes", "nproc_per_node"}  # of accelerate launch and torchrun
 RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}
 NUMBER = r"\d+(?:[.,]\d+)*"
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -139,7 +140,7 @@ def test_commands_exist(page):
 
 @pages
 def test_flags_are_those_of_the_commands_of_the_page(page):
-    known = set(RECIPE_FIELDS)
+    known = RECIPE_FIELDS | LAUNCHERS
     for command in commands(page):
         if flags(command) and script_of(command):
             known |= flags(help_of(script_of(command), ()))
