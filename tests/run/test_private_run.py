@@ -48,7 +48,7 @@ class SteppedNoise:
     shape = NoiseShape()
 
     def __init__(self, like):
-        self._like, self.closed = like, False
+        self._like, self.closed, self.max_grad_norm = like, False, like.max_grad_norm
 
     def noise_std(self, step):
         return 0.25 * (step + 1)
