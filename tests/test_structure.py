@@ -87,10 +87,15 @@ def is_in(name, rooms):
     return any(f"{name}.".startswith(f"{room}.") for room in rooms)
 
 
+def room_of(path):
+    """Return the line of the table that counts for a module."""
+    module = path.with_suffix("").as_posix()
+    return max((name for name in MAY_IMPORT if f"{module}/".startswith(f"{name}/")), key=len)
+
+
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_a_module_imports_what_its_folder_may(path):
-    module = path.with_suffix("").as_posix()
-    room = max((name for name in MAY_IMPORT if f"{module}/".startswith(f"{name}/")), key=len)
+    room = room_of(path)
     ours, others = (names.split() for names in MAY_IMPORT[room])
     allowed = [f"doppler_hf.{name}" for name in (*ours, room.replace("/", "."))] + others
     crossing = [
@@ -127,12 +132,6 @@ def test_what_only_some_need_is_imported_where_it_is_used(path):
     assert not any(is_in(name, [f"doppler_hf.{other}" for other in NEEDS]) for name in at_start)
     own = NEEDS.get(path.with_suffix("").as_posix(), set())
     assert {name.split(".")[0] for name in at_start} & set(itertools.chain(*EXTRAS.values())) == own
-
-
-def room_of(path):
-    """Return the line of the table that counts for a module."""
-    module = path.with_suffix("").as_posix()
-    return max((name for name in MAY_IMPORT if f"{module}/".startswith(f"{name}/")), key=len)
 
 
 def test_every_permission_is_used():
