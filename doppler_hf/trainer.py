@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf.disk import space_for
-from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.micro_batches import Collator
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
@@ -89,7 +88,6 @@ class DopplerTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics, **optimizer,
         )  # fmt: skip
         self._run: PrivateRun | None = None
-        self._doppler_optimizer: DopplerOptimizer | None = None
         self._weight_filter = WeightFilterCallback(args.weight_filter)
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
         self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
@@ -266,8 +264,8 @@ class DopplerTrainer(Trainer):
         run, piece = self.private_run, []
         for micro_batch in inputs:  # in halves, if it does not fit into memory
             piece.append(run.add(micro_batch, losses_of=lambda inputs: self._losses(self._prepare_inputs(inputs))))
-        assert self._doppler_optimizer is not None
-        private_loss = run.end_piece(self.model, self._doppler_optimizer, step=self.state.global_step)
+        # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
+        private_loss = run.end_piece(self.model, self.optimizer.optimizer, step=self.state.global_step)
         if piece and run.statement.train_loss == "raw":
             return torch.cat(piece).float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
@@ -279,12 +277,12 @@ class DopplerTrainer(Trainer):
         if self.args.disable_dp:
             return super().create_optimizer(model)
         run = self.private_run
-        if self._doppler_optimizer is None or self.optimizer is None:
+        if self.optimizer is None:
             trained = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(trained))
-            self.optimizer = self._doppler_optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
-        # A second run keeps the optimizer's states, with its own noise.
-        self._doppler_optimizer.noise_std = run.settled_noise_std
+            self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
+        # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
+        getattr(self.optimizer, "optimizer", self.optimizer).noise_std = run.settled_noise_std
         return self.optimizer
 
     # --- what is evaluated, saved and logged --------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def restored(trainer: DopplerTrainer) -> Iterator[None]:
     handler = copy.copy(trainer.callback_handler)
     handler.callbacks = [call for call in handler.callbacks if isinstance(call, DefaultFlowCallback | PrivacyCallback)]
     trainer.callback_handler, trainer.state = handler, copy.copy(trainer.state)
-    trainer.optimizer = trainer.lr_scheduler = trainer._doppler_optimizer = None
+    trainer.optimizer = trainer.lr_scheduler = None
     trainer.privacy.ledger = None
     try:
         yield

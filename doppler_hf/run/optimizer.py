@@ -42,7 +42,6 @@ def optimizer_of(
     targets = args.optim_target_modules
     projected = {} if targets is None else target_parameters(model, targets)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    noise_std = run.settled_noise_std
     groups = (
         {
             "params": [p for name, p in named if (name in decayed, name in projected) == (decays, is_projected)],
@@ -60,7 +59,7 @@ def optimizer_of(
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,
         floor=args.adam_bc_floor,
-        noise_std=noise_std,
+        noise_std=run.settled_noise_std,
         **{name: value for name, value in vars(galore).items() if name != "rank"},  # which some groups have
     )
 

@@ -44,6 +44,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
+from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy.batching import probe, random_data, same_distribution
 from doppler_hf.run import engine
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -113,6 +114,25 @@ class LowerHead(DopplerTrainer):
 @pytest.mark.parametrize("cls", [PlainSGD, WrittenOver])
 def test_an_optimizer_of_the_users_own_is_refused_however_it_comes_in(tmp_path, cls):
     refused(tmp_path, r"create_optimizer must make a DopplerOptimizer in a private run, got SGD", cls=cls)
+
+
+class OwnDoppler(DopplerTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = DopplerOptimizer(self.model.parameters(), lr=0.1, base="sgd")
+        return self.optimizer
+
+
+class WrittenOverByDoppler(OwnDoppler):
+    def create_optimizer(self, model=None):
+        DopplerTrainer.create_optimizer(self, model)
+        return super().create_optimizer(model)
+
+
+@pytest.mark.parametrize("cls", [OwnDoppler, WrittenOverByDoppler])
+def test_a_doppler_optimizer_of_the_users_own_is_told_the_size_of_the_noise(tmp_path, cls):
+    trainer = trainer_of(tmp_path, cls=cls, max_steps=1)
+    trainer.train()
+    assert trainer.optimizer.optimizer.noise_std == trainer.private_run.mechanism.noise_std(0) > 0.0
 
 
 def test_groups_of_the_optimizer_may_be_changed(tmp_path):

@@ -166,7 +166,7 @@ def test_gradients_are_clipped_to_the_norm_of_their_step_and_the_optimizer_knows
         def training_step(self, *args, **kwargs):
             before = self.private_run.mechanism.max_grad_norm
             loss = super().training_step(*args, **kwargs)
-            seen.append((before, self._doppler_optimizer.noise_std, self.private_run._clipped.max_grad_norm))
+            seen.append((before, self.optimizer.optimizer.noise_std, self.private_run._clipped.max_grad_norm))
             return loss
 
     trainer = trainer_of(tmp_path, cls=Watching, noise_seed=1, gradient_accumulation_steps=1, max_steps=8, **ADAPTIVE)
