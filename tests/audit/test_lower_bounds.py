@@ -274,6 +274,7 @@ def test_in_and_out_are_treated_alike(bound):
         assert turned > 0.5
 
 
+@pytest.mark.usefixtures("checked_arrays")
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_the_order_of_the_canaries_does_not_matter(bound):
     rng = np.random.default_rng(3)
