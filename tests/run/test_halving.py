@@ -377,7 +377,7 @@ found = []
 for cls in (DopplerTrainer, Limited):
     print(cls.__name__)
     model = tiny_bert(intermediate_size=65536, max_position_embeddings=64).double()
-    options = dict(gradient_accumulation_steps=1, per_device_train_batch_size=24, max_steps=2, noise_seed=1)
+    options = dict(gradient_accumulation_steps=1, per_device_train_batch_size=24, max_steps=1, noise_seed=1)
     trainer = checked_trainer_of(Path(sys.argv[1]) / cls.__name__, model=model, data=text_data(40), cls=cls, **options)
     trainer.train()
     found.append(weights(trainer))
