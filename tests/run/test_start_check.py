@@ -104,6 +104,12 @@ class WrittenOver(PlainSGD):
         return super().create_optimizer(model)
 
 
+class Assigned(DopplerTrainer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
 class LowerHead(DopplerTrainer):
     def create_optimizer(self, model=None):
         super().create_optimizer(model)
@@ -111,7 +117,7 @@ class LowerHead(DopplerTrainer):
         return self.optimizer
 
 
-@pytest.mark.parametrize("cls", [PlainSGD, WrittenOver])
+@pytest.mark.parametrize("cls", [PlainSGD, WrittenOver, Assigned])
 def test_an_optimizer_of_the_users_own_is_refused_however_it_comes_in(tmp_path, cls):
     refused(tmp_path, r"create_optimizer must make a DopplerOptimizer in a private run, got SGD", cls=cls)
 
