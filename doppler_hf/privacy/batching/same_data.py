@@ -26,7 +26,8 @@ def digest_of(dataset: Any, sampler: PoissonSampler) -> str:
         ValueError: If no example is the same at a second look.
     """
     digest = hashlib.sha256(f"{sampler.num_examples}".encode())
-    for values in (sampler.lengths, sampler.weights, getattr(dataset, "indices", None)):
+    # Sensitivity: of units that hold others on another process, an example may be in both, whatever the shares.
+    for values in (sampler.lengths, sampler.units, sampler.weights, getattr(dataset, "indices", None)):
         if isinstance(values, np.ndarray | list | range):
             digest.update(np.ascontiguousarray(values).tobytes())
     raw = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset

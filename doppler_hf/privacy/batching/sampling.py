@@ -56,6 +56,7 @@ class PoissonSampler(Sampler[list[int]]):
         num_units: N, the number of units.
         groups: As given.
         lengths: As given, shape (num_examples,), or None.
+        units: As given, shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
         weights: Each example's share of its unit's contribution, 1 / (examples drawn with the unit), shape
             (num_examples,); None if every example is a unit.
@@ -99,11 +100,12 @@ class PoissonSampler(Sampler[list[int]]):
         self.micro_batches = micro_batches
         self.max_examples_per_unit = max_examples_per_unit
         self.lengths = None if lengths is None else np.asarray(lengths)
+        self.units = None if units is None else np.asarray(units)
         self.num_units, self.weights = num_examples, None
         self.unit_sizes: np.ndarray | None = None
-        if units is not None:
-            self.unit_sizes, self._starts, self._examples_by_unit = self._grouped(np.asarray(units))
-            self.num_units, self.weights = len(self.unit_sizes), self._shares(self.unit_sizes)[units]
+        if self.units is not None:
+            self.unit_sizes, self._starts, self._examples_by_unit = self._grouped(self.units)
+            self.num_units, self.weights = len(self.unit_sizes), self._shares(self.unit_sizes)[self.units]
         if not 1 <= expected_batch_size <= self.num_units:
             what = "training examples" if units is None else "units of privacy"
             raise ValueError(

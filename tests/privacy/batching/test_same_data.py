@@ -33,10 +33,12 @@ def test_other_data_have_another(other):
     assert digest(other) != digest(text_data(200))
 
 
-def test_units_count():
-    units = [index // 2 for index in range(200)]
-    moved = [1, *units[1:]]
-    assert digest(text_data(200), units=units) != digest(text_data(200), units=moved)
+@pytest.mark.parametrize("limit", [None, 1])
+def test_units_count(limit):
+    """Those of one size too, and those of which one example is drawn: of these all examples have the same share."""
+    in_pairs, dealt = [index // 2 for index in range(200)], [index % 100 for index in range(200)]
+    some = (in_pairs, [1, *in_pairs[1:]], dealt)
+    assert len({digest(text_data(200), units=units, max_examples_per_unit=limit) for units in some}) == 3
 
 
 def test_parts_of_a_torch_data_set():
