@@ -3,13 +3,12 @@
 One training step, from top to bottom: the sampler's draw is cut into `gradient_accumulation_steps` pieces, which are lists
 of micro-batches (`get_train_dataloader`). Each micro-batch's per-sample gradients are clipped and summed, and after the last
 piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary: the stock loop then logs the norm of
-`p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves.
+`p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves (`run.around`).
 """
 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,24 +17,23 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from doppler_hf.disk import space_for
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.micro_batches import Collator
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
+from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
-from doppler_hf.run.in_step import InStep, one_line_if_a_process_ends
+from doppler_hf.run.in_step import one_line_if_a_process_ends
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import optimizer_of
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.saving import saved_whole
-from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state
+from doppler_hf.run.sharding import Sharding
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 
-class DopplerTrainer(Trainer):
+class DopplerTrainer(AroundSteps):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering and multiple
@@ -98,32 +96,6 @@ class DopplerTrainer(Trainer):
             checks.refuse_of_trainer(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Make the host's accelerator, which is not told of the shards of frozen weights; see `run.sharding`."""
-        if self.args.disable_dp:
-            super().create_accelerator_and_postprocess()
-            return
-        with kept_from_host(self.args) as plugin:
-            super().create_accelerator_and_postprocess()
-        self._sharding = None if plugin is None else Sharding(plugin, device=self.args.device)
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self._sharding is None:  # otherwise it may not fit there as a whole
-            super()._move_model_to_device(model, device)
-
-    def _prepare_model(self) -> None:
-        if self._sharding is not None:
-            self._sharding.cut(self.model)
-        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
-        # discarded. `prepare` does not change a model that has been prepared.
-        placement = None if self._sharding is None else False
-        self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
-
-    @property
-    def _in_step(self) -> InStep | None:
-        """The meetings of the processes that share the model's weights; None if each has all of them."""
-        return None if self._sharding is None else self._sharding.in_step
 
     @property
     def private_run(self) -> PrivateRun:
@@ -284,71 +256,3 @@ class DopplerTrainer(Trainer):
         # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
         getattr(self.optimizer, "optimizer", self.optimizer).noise_std = run.settled_noise_std
         return self.optimizer
-
-    # --- what is evaluated, saved and logged --------------------------------------------------------------------------
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
-        if self._sharding is not None:
-            self._prepare_model()
-        with self._ledger_keeper.evaluating(self.model), self._weight_filter.applied():
-            return super().evaluation_loop(*args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the host does, with the filtered weights if there is a weight filter, and the ledger beside the model.
-
-        Without a ledger that speaks for the model, the trainer sets aside one that lies there and speaks for other weights.
-        """
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
-        step = self.state.global_step if _internal_call and output_dir is not None else None
-        keepers = self._ledger_keeper, self._weight_filter
-        unwatched = contextlib.nullcontext() if self._run is None else self._run.unwatched()
-        with unwatched, saved_whole(folder, self.args, self.model, *keepers, checkpoint_step=step):
-            super().save_model(output_dir, _internal_call=_internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # The host's only method that all processes call before it saves on process 0 alone.
-        if self._in_step is not None:
-            state_dict = whole_state(self.model)
-        super()._save(output_dir, state_dict=state_dict)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # The host's only method around all that it writes of a checkpoint: optimizer, schedule and state have no public one.
-        with space_for("a checkpoint", folder=Path(self.args.output_dir)):
-            super()._save_checkpoint(model, trial)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.
-        if self.args.disable_dp:
-            super()._save_rng_state(output_dir)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.args.disable_dp:
-            super()._load_rng_state(checkpoint)
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as the host does, without privacy only."""
-        checks.refuse_search(self.args)
-        return super().hyperparameter_search(*args, **kwargs)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count nothing in a private run: the host's count depends on the lengths of the examples drawn, and is saved."""
-        return super().floating_point_ops(inputs) if self.args.disable_dp else 0
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the host's model card, with the optimizer in use and a section on privacy."""
-        super().create_model_card(*args, **kwargs)
-        self._complete_model_card()
-
-    def _complete_model_card(self) -> None:
-        """Write the optimizer in use and a section on privacy into the card that was just written."""
-        if self.is_world_process_zero():
-            self._ledger_keeper.complete_card(self.args, model=self.model)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""
-        self._ledger_keeper.complete_log(logs, model=self.model)
-        for recorder in recorders_in(self.callback_handler.callbacks):
-            recorder.add_estimates(logs)
-        super().log(logs, start_time)

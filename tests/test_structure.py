@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "training_args": ("filters optim privacy", "transformers torch"),
     "run": ("disk filters optim privacy training_args", f"{ARRAYS} torch transformers accelerate safetensors rich"),
     "extras": ("", ""),
-    "trainer": ("disk privacy training_args run", "torch jaxtyping transformers"),
+    "trainer": ("privacy training_args run", "torch jaxtyping transformers"),
     "trl_checks": ("training_args", ""),
     "sft": ("trainer training_args trl_checks", "transformers trl"),
     "dpo": ("trainer training_args trl_checks privacy", "transformers trl torch jaxtyping"),

@@ -1,5 +1,6 @@
 """One private run of transformers' Trainer: its parts, its callbacks and its outputs.
 
+- around: what the trainer does around its steps
 - private_run: the run, whose parts are opened and closed together
 - choices: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
