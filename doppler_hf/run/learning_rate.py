@@ -27,10 +27,11 @@ from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# √d·δ; η/(u·s), and that path.
+# √d·δ; η/(u·s), and that path, at steps that are at most so large.
 LONGEST_WALK: Final = 70.0
 LARGEST_STEP: Final = 0.022
 SHORTEST_PATH: Final = 1.1
+LARGEST_OF_FEW: Final = 0.035
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
@@ -55,7 +56,7 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
         floor = DEFAULT_FLOOR_FRACTION if args.adam_bc_floor is None else args.adam_bc_floor / (white * size) ** 2
         least = math.sqrt(floor)
-    step = max(LARGEST_STEP, SHORTEST_PATH / math.fsum(rates))
+    step = max(LARGEST_STEP, min(SHORTEST_PATH / math.fsum(rates), LARGEST_OF_FEW))
     return least * size * min(step, walk / shape.std_of_sum(rates))
 
 

@@ -14,7 +14,7 @@ from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler
-from doppler_hf.run.learning_rate import LARGEST_STEP, LONGEST_WALK, SHORTEST_PATH, chosen_learning_rate, walks_of_adapters
+from doppler_hf.run.learning_rate import LARGEST_OF_FEW, LARGEST_STEP, LONGEST_WALK, SHORTEST_PATH, chosen_learning_rate, walks_of_adapters
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments, trainer_of
@@ -68,8 +68,9 @@ def test_noise_alone_moves_the_weights_by_the_longest_walk(tmp_path, schedule, s
 
 
 def test_few_weights_get_the_largest_step_or_in_a_short_run_the_shortest_path(tmp_path):
-    short, *rates = [rate_of(tmp_path, num_trained=10, max_steps=steps) for steps in (10, 400, 1000)]
-    assert short * 5.5 == pytest.approx(SHORTEST_PATH * math.sqrt(0.3))  # (1 + … + 10) / 10 is 5.5
+    shortest, short, *rates = [rate_of(tmp_path, num_trained=10, max_steps=steps) for steps in (10, 80, 400, 1000)]
+    assert shortest == pytest.approx(LARGEST_OF_FEW * math.sqrt(0.3))
+    assert short * 40.5 == pytest.approx(SHORTEST_PATH * math.sqrt(0.3))  # (1 + … + 80) / 80 is 40.5
     assert rates == pytest.approx([LARGEST_STEP * math.sqrt(0.3)] * 2)
     shape = NoiseShape.banded(4)
     shaped = rate_of(tmp_path, num_trained=10, shape=shape, noise_shape=str(shape))
