@@ -116,6 +116,12 @@ def checked(
     with left_as_it_was(model), no_layer_replaced(model):
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         in_bf16 = args.bf16 or dtype == torch.bfloat16
+        if in_bf16 and args.clipping_quantile is not None:
+            raise ValueError(
+                f"clipping_quantile must be None in bfloat16, got {args.clipping_quantile}: the rounding of norms follows "
+                "the padding of a micro-batch, and the count of those within the clip norm would follow it. Train in "
+                "float32, or leave it out."
+            )
         if args.grad_sample_self_check:
             rows = StartCheck(clipped, model, losses_of, probes, in_step).run(in_bf16=in_bf16)
         else:

@@ -144,10 +144,10 @@ class PrivateRun:
         if self.statement.count_noise_multiplier is not None:
             of_count = self._gaussian(self.statement.count_noise_multiplier, COUNT_SENSITIVITY)
             kept = None if earlier is None else earlier.max_grad_norm_at(self._first_step)
-            first = args.per_sample_max_grad_norm if kept is None else kept
             assert args.clipping_quantile is not None
-            self.adaptive_clip = AdaptiveClip(of_count, quantile=args.clipping_quantile, max_grad_norm=first)
-            self.mechanism.rescale(first)
+            first = args.per_sample_max_grad_norm
+            self.adaptive_clip = AdaptiveClip(of_count, quantile=args.clipping_quantile, first=first, max_grad_norm=kept)
+            self.mechanism.rescale(self.adaptive_clip.max_grad_norm)
         self.ledger: PrivacyLedger | None = None
         self.affordable_steps = 0
 

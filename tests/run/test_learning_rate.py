@@ -14,7 +14,14 @@ from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler
-from doppler_hf.run.learning_rate import LARGEST_OF_FEW, LARGEST_STEP, LONGEST_WALK, SHORTEST_PATH, chosen_learning_rate, walks_of_adapters
+from doppler_hf.run.learning_rate import (
+    LARGEST_OF_FEW,
+    LARGEST_STEP,
+    LONGEST_WALK,
+    SHORTEST_PATH,
+    chosen_learning_rate,
+    walks_of_adapters,
+)
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments, trainer_of

@@ -29,8 +29,9 @@ SMALLEST_FACTOR = 2.0**-130
 SMALLEST_BOUND = 1e-30
 # Of a gradient with such a norm no product of its factors leaves the range of float32, unless its terms cancel to nothing.
 LARGEST_NORM = 2.0**64
-# Of C: from half of that below it to half above, an example counts less and less as one that is not clipped.
-WITHIN = 0.1
+# Of C: from half of that below it to half above, an example counts less and less as one that is not clipped. The steeper,
+# the more the count follows the rounding of a norm, and that the others' padding.
+WITHIN = 1.0
 
 
 def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
@@ -328,8 +329,9 @@ class ClippedGradients:
             in_float64 = torch.zeros_like(self._sums[name], dtype=torch.float64)
             gradient.of_examples(beyond).in_float64().add_weighted(in_float64, factor[beyond])
             self._sums[name] += in_float64
-        self.is_half_added = False
+        # Sensitivity: who runs out of memory before all is counted adds nothing twice.
         self._count(whole.values, weights, num_non_finite)
+        self.is_half_added = False
         return whole.values
 
     def _count(self, norms: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None, num_non_finite: int) -> None:

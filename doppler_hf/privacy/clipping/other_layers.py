@@ -79,8 +79,9 @@ class LayerWithoutRule:
         sampler: Callable[..., Any] | None,
     ) -> None:
         self._name, self._module, self.book, self._forward, self._sampler = name, module, book, forward, sampler
-        # By the dimensions of the inputs: one layer may be called with tokens and with their mean.
-        self._copies: dict[tuple[int, ...], dict[str, _Copies] | None] = {}
+        # By the dimensions of the inputs, and which have one place only: a layer may be called with tokens and with their
+        # mean, and of one token it does not show on how many copies act.
+        self._copies: dict[tuple[Any, ...], dict[str, _Copies] | None] = {}
         self._unbatched: set[tuple[int, ...]] = set()
         self._is_held_against_autograd = False
         self.fallback = ""
@@ -94,17 +95,25 @@ class LayerWithoutRule:
         # Once without a batch, always: a later batch may have as many examples as there are positions.
         if dimensions in self._unbatched or self.book.batch_size not in sizes or sizes - {1, self.book.batch_size}:
             return self._without_batch(own, dimensions, *args, **kwargs)
-        if dimensions not in self._copies:
-            self._copies[dimensions] = self._try_copies(values, spec) if self._sampler is None else None
+        kind = tuple(tuple(size == 1 for size in value.shape[1:]) for value in values if isinstance(value, Tensor))
+        if kind not in self._copies:
+            self._copies[kind] = self._try_copies(values, spec) if self._sampler is None else None
             self.fallback = self._describe()
-        copies = self._copies[dimensions]
+        copies = self._copies[kind]
         if copies is not None:
             per_example = {
                 name: self.book.one_per_example(own[name], copy.shape, over=copy.over(values))
                 for name, copy in copies.items()
             }
-            with substituted(self._module, per_example):
-                return self._forward(*args, **kwargs)
+            try:
+                with substituted(self._module, per_example):
+                    return self._forward(*args, **kwargs)
+            except LAYER_ERRORS as error:
+                if is_out_of_memory(error):
+                    raise
+                # Copies do not fit all lengths, as of positions of which a part is taken.
+                self._copies[kind] = None
+                self.fallback = self._describe()
         with substituted(self._module, {name: parameter.detach() for name, parameter in own.items()}):
             outputs, output_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
         seen = [index for index, output in enumerate(outputs) if is_floating(output)]

@@ -19,7 +19,8 @@ from doppler_hf.privacy.noise.mechanism import GaussianMechanism
 
 COUNT_SENSITIVITY: Final = 0.5
 RATE: Final = 0.2  # η, as in the paper
-_SMALLEST, _LARGEST = 1e-18, 1e18  # of C: far from where its square would leave the range of float32
+# C stays within so many times the first: gradients of nothing but rounding, which follows others' padding, stay below it.
+FARTHEST: Final = 1e3
 
 
 class AdaptiveClip:
@@ -28,7 +29,8 @@ class AdaptiveClip:
     Args:
         mechanism: With σ_b as `noise_multiplier` and ½ as `max_grad_norm`.
         quantile: γ, the share of gradients that are to be no longer than the clip norm.
-        max_grad_norm: The clip norm of the first step.
+        first: The clip norm of the first step of the training.
+        max_grad_norm: That of the next step, if it is another one.
 
     Attributes:
         mechanism: As given.
@@ -37,14 +39,17 @@ class AdaptiveClip:
 
     Example:
         >>> mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=4)
-        >>> clip = AdaptiveClip(mechanism, quantile=0.5, max_grad_norm=1.0)
+        >>> clip = AdaptiveClip(mechanism, quantile=0.5, first=1.0)
         >>> clip.release(torch.tensor(2.0), step=0)  # four gradients, none of them clipped
         0.9048374180359595
     """
 
-    def __init__(self, mechanism: GaussianMechanism, *, quantile: float, max_grad_norm: float) -> None:
-        self.mechanism, self.max_grad_norm, self.rate = mechanism, max_grad_norm, RATE
-        self._quantile = quantile
+    def __init__(
+        self, mechanism: GaussianMechanism, *, quantile: float, first: float, max_grad_norm: float | None = None
+    ) -> None:
+        self.mechanism, self.rate = mechanism, RATE
+        self.max_grad_norm = first if max_grad_norm is None else max_grad_norm
+        self._quantile, self._first = quantile, first
 
     def release(self, count: Float[Tensor, ""], *, step: int) -> float:
         """Return the clip norm of the next step, the same on every process.
@@ -55,6 +60,6 @@ class AdaptiveClip:
         """
         # Sensitivity: an example changes the count by ±½ times its share of its unit, and a unit by at most ½.
         share = 0.5 + float(self.mechanism.privatize({"count": count}, step=step)["count"])
-        moved = math.log(self.max_grad_norm) - self.rate * (share - self._quantile)
-        self.max_grad_norm = math.exp(min(max(moved, math.log(_SMALLEST)), math.log(_LARGEST)))
+        moved = math.log(self.max_grad_norm / self._first) - self.rate * (share - self._quantile)
+        self.max_grad_norm = self._first * math.exp(min(max(moved, -math.log(FARTHEST)), math.log(FARTHEST)))
         return self.max_grad_norm

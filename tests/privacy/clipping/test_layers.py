@@ -22,7 +22,9 @@ from tests.support.per_example import (
     assert_equals_loop,
     assert_equals_loop_or_is_refused,
     assert_matches,
+    assert_same_sums,
     book_keeping,
+    clip_and_sum,
     gradients_of_each,
     norms_of,
 )
@@ -396,6 +398,41 @@ def test_a_bare_parameter_that_is_taken_apart_is_right_or_refused(use, weight, b
     run = lambda n, x: n.linear(x) + weight * use(n.scale) * x  # noqa: E731
     net = ready(Net(run, linear=nn.Linear(3, 3), scale=nn.Parameter(torch.ones(1, 6, 3))))
     assert_equals_loop_or_is_refused(net, on(net, draw(batch, 6, 3)), batch, naming="scale", granularity="per_layer")
+
+
+class Positions(nn.Module):
+    """Positions of which it takes as many as there are tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, 3))
+
+    def forward(self, x):
+        return torch.tanh(x + self.scale[: x.shape[1]])
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("lengths", [(6, 1), (1, 6), (6, 4, 1), (4, 6)])
+@pytest.mark.parametrize("layer", [Positions, Scale])
+@pytest.mark.parametrize("batch", [2, 5, 8])
+def test_a_layer_that_is_called_with_other_lengths_than_at_first_is_right(layer, lengths, batch):
+    """A slice of its parameter may be of the batch of copies: of one token it was the copy of the first example."""
+    net = ready(Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 3), own=layer()))
+    losses = [on(net, draw(batch, length, 3)) for length in lengths]
+    expected = [clip_and_sum(gradients_of_each(net, each, batch), max_grad_norm=0.1) for each in losses]
+    with book_keeping(net, max_grad_norm=0.1) as clipped:
+        for each, sums in zip(losses, expected):
+            clipped.reset()
+            clipped.backward(each(slice(0, batch)))
+            assert_same_sums(clipped.sums, sums)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

@@ -682,6 +682,23 @@ def test_on_which_side_padding_stands_does_not_change_what_cancels(layer, kappa)
         assert (other - contributions[0]).norm() <= 1e-5 * bound
 
 
+def test_what_cancels_is_the_same_whatever_length_came_first():
+    """Of one token it does not show that a copy acts on all, and autograd would add them up."""
+    layer, (inputs, weights) = LlamaRMSNorm(8), (normal(1, 300, 8, seed=1), in_pairs(normal(1, 150, 8, seed=2), 1e6))
+    inputs[:, 150:] = inputs[:, :150]
+    bound = norm_of(exact_gradients(layer, inputs, weights)) / 10
+    contributions = []
+    with book_keeping(layer, max_grad_norm=bound) as clipped:
+        for before in (None, 0, 37):
+            padded = [normal(1, 1, 8, seed=3)] * 2
+            if before is not None:
+                padded = [nn.functional.pad(x, (0, 0, before, 0)) for x in (inputs, weights)]
+            clipped.reset()
+            clipped.backward((layer(padded[0]) * padded[1]).sum(dim=(1, 2)))
+            contributions.append(clipped.sums["weight"].double())
+    assert (contributions[2] - contributions[1]).norm() <= 1e-5 * bound
+
+
 @pytest.mark.parametrize("name", ["roberta", "vit", "gpt2-lm"])
 def test_what_cancels_to_nothing_beside_the_whole_gradient_is_not_computed_again(name, monkeypatch):
     """The bias of the keys, which attention does not see: its gradient is nothing but rounding."""
