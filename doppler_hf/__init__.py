@@ -48,6 +48,11 @@ _HOMES: Final = {
 }
 
 
+def __dir__() -> list[str]:
+    """Name what is imported when it is asked for, too: notebooks complete it."""
+    return sorted({*globals(), *_HOMES})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is asked for: `doppler_hf.filters` and a ledger's check need no transformers."""
     if name not in _HOMES:

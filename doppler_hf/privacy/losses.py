@@ -136,7 +136,12 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             "forward does not name: set remove_unused_columns=False. For question answering give each start_positions and "
             "end_positions. If the task's labels have another name, override compute_per_sample_loss."
         )
-    if logits is None or not isinstance(base_model, PreTrainedModel):
+    if not isinstance(base_model, PreTrainedModel):
+        raise ValueError(
+            f"A model must be one of transformers for a loss that is known, got {type(base_model).__name__}: a loss of its "
+            "own is of the whole batch. Override compute_per_sample_loss, which returns one loss per example."
+        )
+    if logits is None:
         raise _no_rule(base_model)
     if any(name.endswith("router_logits") for name in outputs):
         raise ValueError(

@@ -357,8 +357,9 @@ class StartCheck:
                     return probe, expected
                 self._probes.replace(small=not all(is_usable[:-1]), large=not is_usable[-1])
         raise ValueError(
-            "A small and a large example of train_dataset must have a finite gradient that is not zero, to check the model "
-            "on, got none among those that were tried. Leave out examples without a label, or set "
+            "A small and a large example of train_dataset must each have a finite gradient that is not zero, to check the "
+            "model on, got none among those that were tried. Let the loss of an example that is alone depend on it (one "
+            "that is divided by its mean over the batch does not), leave out examples without a label, or set "
             "grad_sample_self_check=False if none has a gradient."
         )
 

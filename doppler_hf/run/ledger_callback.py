@@ -120,6 +120,10 @@ class PrivacyCallback(TrainerCallback):
                     "make a new trainer with another output_dir."
                 )
             remaining = run.statement.steps_planned - step
+            if remaining <= 0:
+                print(
+                    f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs."
+                )
             if run.affordable_steps < remaining:
                 print(
                     f"The budget allows {run.affordable_steps} of the {remaining} steps left, because steps of the earlier "
@@ -174,6 +178,11 @@ class PrivacyCallback(TrainerCallback):
             ledger, weights = self.ledger, hashes(folder, unless_as=before)
             # Files are what they were, whatever became of a part of the model that is not in them.
             if ledger is None or not (speaks or ledger.has_saved(weights)):
+                if ledger is None and not args.disable_dp:
+                    print(
+                        f"The model is saved in {folder} without a privacy ledger: this trainer has not trained it. If "
+                        "another has, copy the folder in which that one saved it, with the ledger beside it."
+                    )
                 if ledger is not None:
                     print(
                         f"The weights saved in {folder} are not those that the private training left, so that its ledger "

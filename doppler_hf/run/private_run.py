@@ -283,7 +283,7 @@ class PrivateRun:
         """Open the ledger, or continue the earlier one from this step on, and count the steps that the budget allows.
 
         Raises:
-            ValueError: If the budget does not allow a single step. The run has no ledger then.
+            ValueError: If the budget does not allow a single step, or is overrun. The run has no ledger then.
         """
         assert self.ledger is None, "a run begins once"
         statement, earlier = self.statement, self._earlier
@@ -293,7 +293,9 @@ class PrivateRun:
         ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
         remaining = max(0, statement.steps_planned - step)
         affordable = ledger.affordable_steps(remaining)
-        if remaining > 0 and affordable == 0:
+        target = self._args.target_epsilon
+        # A finished run that is resumed spends nothing more, but its ledger would speak for a target that it has overrun.
+        if (remaining > 0 and affordable == 0) or (target is not None and ledger.epsilon() > target):
             raise budget_spent(ledger.epsilon(), self._args)
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger

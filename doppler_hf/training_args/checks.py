@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 from transformers.training_args import OptimizerNames
 
@@ -47,6 +47,10 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "train_loss_budget": (_UNIT_INTERVAL, "Usual is 0.01."),
     "adam_bc_floor": (_POSITIVE, "Leave it out for a fraction of the noise's variance."),
     # The host trains one step then, at a learning rate of a schedule of none.
+    "gradient_accumulation_steps": (
+        ("be a whole number ≥ 1", lambda value: value >= 1 and value == int(value)),
+        "Usual is 1.",
+    ),
     "max_steps": (("be positive, or -1", lambda value: value != 0), "Leave it out to train for num_train_epochs."),
 }
 
@@ -287,6 +291,11 @@ def refuse_of_trainer(trainer: Any) -> None:
             "streaming."
         )
     own = type(trainer)
+    if own._get_train_sampler is not Trainer._get_train_sampler:
+        raise ValueError(
+            f"{own.__name__}._get_train_sampler has no effect on a private training, whose ε is that of Poisson draws. "
+            "Leave it out."
+        )
     if own.compute_loss is not own.host_compute_loss and own.compute_per_sample_loss is own.host_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "

@@ -250,6 +250,29 @@ def test_the_ledger_of_a_finished_run_that_is_resumed_counts_no_step(tmp_path, m
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
+def test_a_finished_run_is_not_resumed_under_a_target_that_it_has_overrun(tmp_path, capsys):
+    options = dict(noise_multiplier=None, save_strategy="steps", save_steps=4, accountant="rdp")
+    trainer_of(tmp_path, target_epsilon=3.0, **options).train()
+    before = (tmp_path / "out" / LEDGER_NAME).read_text()
+    with pytest.raises(ValueError, match=r"^The privacy budget is spent: ε = 2\.99"):
+        trainer_of(tmp_path, target_epsilon=2.0, **options).train(resume_from_checkpoint=True)
+    assert (tmp_path / "out" / LEDGER_NAME).read_text() == before
+    capsys.readouterr()
+    trainer_of(tmp_path, target_epsilon=4.0, **options).train(resume_from_checkpoint=True)
+    assert "All 4 steps are done, and none is trained. To go on set a larger max_steps" in said(capsys)
+
+
+def test_who_saves_a_model_that_another_trainer_has_trained_is_told_that_it_gets_no_ledger(tmp_path, capsys):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    capsys.readouterr()
+    trainer.save_model()
+    assert "without a privacy ledger" not in said(capsys)
+    trainer_of(tmp_path, model=trainer.model).save_model(str(tmp_path / "elsewhere"))
+    assert "without a privacy ledger: this trainer has not trained it" in said(capsys)
+    assert not (tmp_path / "elsewhere" / LEDGER_NAME).exists()
+
+
 def test_a_damaged_ledger_does_not_stop_a_fresh_run(tmp_path):
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):

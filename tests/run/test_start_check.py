@@ -661,6 +661,32 @@ def test_a_loss_of_the_batch_is_refused_where_it_would_not_be_called(tmp_path):
     trainer_of(tmp_path, cls=OfTheBatch, disable_dp=True, noise_multiplier=None)
 
 
+class OfAnOrder(DopplerTrainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return torch.utils.data.SequentialSampler(train_dataset)
+
+
+def test_a_sampler_is_refused_which_would_not_be_called(tmp_path):
+    with pytest.raises(ValueError, match=r"OfAnOrder\._get_train_sampler has no effect on a private training"):
+        trainer_of(tmp_path, cls=OfAnOrder)
+    trainer_of(tmp_path, cls=OfAnOrder, disable_dp=True, noise_multiplier=None)
+
+
+class OfTheUsersOwn(nn.Module):
+    """A model that computes its loss, of the batch, as the host's trainer wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert = tiny_bert()
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.bert(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def test_a_model_of_the_users_own_needs_a_loss_per_example(tmp_path):
+    refused(tmp_path, r"must be one of transformers for a loss that is known, got OfTheUsersOwn", model=OfTheUsersOwn())
+
+
 class Freezing(TrainerCallback):
     def __init__(self, trainable):
         self.trainable = trainable
@@ -914,7 +940,7 @@ def test_examples_none_of_which_has_a_gradient_are_refused(tmp_path):
         def compute_per_sample_loss(self, model, inputs):
             return 0.0 * super().compute_per_sample_loss(model, inputs)
 
-    refused(tmp_path, "must have a finite gradient that is not zero", cls=Nothing)
+    refused(tmp_path, "must each have a finite gradient that is not zero", cls=Nothing)
 
 
 def test_a_transform_is_given_one_example_at_a_time(tmp_path):
