@@ -295,7 +295,8 @@ class PrivateRun:
         affordable = ledger.affordable_steps(remaining)
         target = self._args.target_epsilon
         # A finished run that is resumed spends nothing more, but its ledger would speak for a target that it has overrun.
-        if (remaining > 0 and affordable == 0) or (target is not None and ledger.epsilon() > target):
+        is_overrun = target is not None and ledger.private and ledger.epsilon() > target
+        if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger

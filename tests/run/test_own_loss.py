@@ -148,5 +148,5 @@ class PlainModule(nn.Module):
 
 
 def test_the_loss_of_a_plain_module_is_asked_for(tmp_path):
-    with pytest.raises(ValueError, match=r"no per-example loss for PlainModule.*compute_per_sample_loss"):
+    with pytest.raises(ValueError, match=r"of transformers .*, got PlainModule.*compute_per_sample_loss"):
         trainer_of(tmp_path, model=PlainModule(), max_steps=1).train()
