@@ -46,6 +46,14 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_tests_leave_is_no_garbage():
+    """Take what the tests of a file have imported and cached out of it too, for those that come next."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def arrays_are_checked_where_modules_are_tested(request):
     """Leave whole trainings alone: they pass the same arrays again and again, and most of their time would be checks."""
