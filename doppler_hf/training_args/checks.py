@@ -18,6 +18,7 @@ from transformers.training_args import OptimizerNames
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
 from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 
 _Range = tuple[str, Callable[[float], bool]]
@@ -38,7 +39,10 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "target_epsilon": (_POSITIVE, "To train without noise set noise_multiplier=0 instead."),
     "noise_multiplier": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
     "target_delta": (_UNIT_INTERVAL, "Usual is less than 1/N."),
-    "per_sample_max_grad_norm": (_POSITIVE, "Usual is 1."),
+    "per_sample_max_grad_norm": (
+        (f"be a finite number ≥ {SMALLEST_CLIP_NORM:g}", lambda value: SMALLEST_CLIP_NORM <= value < math.inf),
+        "Usual is 1; far below that, gradients that are nothing but the rounding of a model would count as much as others.",
+    ),
     "clipping_quantile": (_UNIT_INTERVAL, "Usual is 0.5."),
     "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each example."),
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),

@@ -36,7 +36,11 @@ REFUSED = [
     (dict(target_epsilon=None, noise_multiplier=-1.0), "noise_multiplier must be a finite number ≥ 0, got -1"),
     (dict(target_delta=1.5), r"target_delta must lie in \(0, 1\), got 1.5"),
     (dict(accountant="gdp"), "accountant must be one of prv, rdp, pld, got 'gdp'"),
-    (dict(per_sample_max_grad_norm=0.0), "per_sample_max_grad_norm must be a finite number > 0, got 0"),
+    (dict(per_sample_max_grad_norm=0.0), "per_sample_max_grad_norm must be a finite number ≥ 0.0001, got 0.0"),
+    (
+        dict(per_sample_max_grad_norm=1e-8),
+        "per_sample_max_grad_norm must be .* ≥ 0.0001, got 1e-08. .*the rounding of a model",
+    ),
     (dict(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch must be at least 1, got 0"),
     (dict(augmentation_multiplicity=0), "augmentation_multiplicity must be at least 1, got 0. Leave it out"),
     (dict(augmentation_multiplicity=2.0), "augmentation_multiplicity must be a whole number, got 2.0"),

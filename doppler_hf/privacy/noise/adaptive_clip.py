@@ -18,9 +18,10 @@ from torch import Tensor
 from doppler_hf.privacy.noise.mechanism import GaussianMechanism
 
 COUNT_SENSITIVITY: Final = 0.5
+# Sensitivity: gradients of nothing but rounding, some 1e-7 that follow others' padding, are not to be clipped up to C.
+SMALLEST_CLIP_NORM: Final = 1e-4
 RATE: Final = 0.2  # η, as in the paper
-# C stays within so many times the first: gradients of nothing but rounding, which follows others' padding, stay below it.
-FARTHEST: Final = 1e3
+FARTHEST: Final = 1e3  # C stays within so many times the first.
 
 
 class AdaptiveClip:
@@ -61,5 +62,6 @@ class AdaptiveClip:
         # Sensitivity: an example changes the count by ±½ times its share of its unit, and a unit by at most ½.
         share = 0.5 + float(self.mechanism.privatize({"count": count}, step=step)["count"])
         moved = math.log(self.max_grad_norm / self._first) - self.rate * (share - self._quantile)
-        self.max_grad_norm = self._first * math.exp(min(max(moved, -math.log(FARTHEST)), math.log(FARTHEST)))
+        moved = min(max(moved, -math.log(FARTHEST)), math.log(FARTHEST))
+        self.max_grad_norm = max(SMALLEST_CLIP_NORM, self._first * math.exp(moved))
         return self.max_grad_norm

@@ -105,6 +105,16 @@ def test_who_runs_out_of_memory_before_all_is_counted_has_half_added(monkeypatch
         assert clipped.is_half_added
 
 
+@pytest.mark.parametrize(("first", "lowest"), [(1.0, 1e-3), (0.01, 1e-4)])
+def test_the_clip_norm_stays_above_rounding_and_below_a_thousand_times_the_first(first, lowest):
+    mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=10)
+    for share, end in ((1.0, lowest), (0.0, 1e3 * first)):
+        clip = AdaptiveClip(mechanism, quantile=0.5, first=first)
+        for step in range(100):
+            clip.release(torch.tensor(10 * (share - 0.5)), step=step)
+        assert clip.max_grad_norm == pytest.approx(end)
+
+
 @pytest.mark.parametrize("draw_ahead", [False, True])
 def test_the_noise_is_that_of_the_clip_norm_of_its_step(draw_ahead):
     number, clip_norms = 40_000, (0.5, 3.0, 3.0, 0.02)
@@ -140,7 +150,8 @@ class NoiseOnly(DopplerTrainer):
 
 
 def test_its_count_has_the_promised_noise(tmp_path, monkeypatch):
-    monkeypatch.setattr(adaptive_clip, "FARTHEST", 1e30)  # where C stops, the noise does not show
+    for name, value in (("FARTHEST", 1e30), ("SMALLEST_CLIP_NORM", 0.0)):
+        monkeypatch.setattr(adaptive_clip, name, value)  # where C stops, the noise does not show
     model = tiny_bert()
     model.bert.requires_grad_(False)  # for the time of so many steps
     trainer = trainer_of(
