@@ -190,6 +190,7 @@ class PrivateRun:
             num_workers=self._args.dataloader_num_workers,
             pin_memory=self._args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self._args.dataloader_persistent_workers,
+            multiprocessing_context=self._args.dataloader_multiprocessing_context,
             prefetch_factor=self._args.dataloader_prefetch_factor,
         )
 

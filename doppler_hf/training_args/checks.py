@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import has_length
 from transformers.training_args import OptimizerNames
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy.batching.micro_batches import LENGTH_COLUMN
 from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
 from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 
@@ -75,6 +77,22 @@ _BREAKS_PRIVACY: Final = {
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
 _MENDS: Final = {"fp16": "Use bf16", "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)"}
+# The host's argument, or one of its `accelerator_config` → that it has no effect, the reason, and the mend if there is one.
+_WITHOUT_EFFECT: Final = {
+    "data_seed": (False, "because draws come from the operating system's entropy", "Set seed for new weights"),
+    "split_batches": (False, "because each process draws for itself", ""),
+    "use_seedable_sampler": (False, "because draws come from the operating system's entropy", ""),
+    "dataloader_in_order": (False, "because a draw is taken at the step that it is accounted for", ""),
+    "length_column_name": (False, f"because draws are sorted by the lengths of {LENGTH_COLUMN!r}", ""),
+    "average_tokens_across_devices": (False, "because no loss is scaled by a number of tokens", ""),
+    "torch_empty_cache_steps": (
+        False, "because the private step leaves the cache to torch", "Set max_tokens_per_micro_batch to save memory",
+    ),
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        (False, "because processes add their clipped sums without DistributedDataParallel", ""),
+    ),
+}  # fmt: skip
 
 _PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
 
@@ -85,7 +103,7 @@ def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
     return [field for field in fields(base) if field.name not in hosts]
 
 
-def default_of(args: TrainingArguments, name: str) -> Any:
+def default_of(args: TrainingArguments | AcceleratorConfig, name: str) -> Any:
     """Return the value that an argument has if it is left out."""
     return type(args).__dataclass_fields__[name].default
 
@@ -165,15 +183,14 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         "adam_beta1": (False, "because the filter computes the first moment", f"Set low_pass_filter='{momentum}'"),
         "adam_beta2": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
         "adam_epsilon": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
-        "data_seed": (False, "because draws come from the operating system's entropy", "Set seed for new weights"),
-        "torch_empty_cache_steps": (
-            False, "because the private step leaves the cache to torch", "Set max_tokens_per_micro_batch to save memory",
-        ),
     }  # fmt: skip
-    for name, (has_effect, reason, mend) in effects.items():
-        value = getattr(args, name)
-        if value != default_of(args, name) and not has_effect:
-            raise ValueError(f"{name}={value!r} has no effect {reason}. {mend}, or leave it out.")
+    for name, (has_effect, reason, mend) in (effects | _WITHOUT_EFFECT).items():
+        owner = args if name in type(args).__dataclass_fields__ else args.accelerator_config
+        value = getattr(owner, name)
+        if value != default_of(owner, name) and not has_effect:
+            raise ValueError(
+                f"{name}={value!r} has no effect {reason}. {f'{mend}, or leave it out' if mend else 'Leave it out'}."
+            )
     if args.noise_shape not in ("auto", "white") and args.low_pass_filter.startswith("optimal-fir"):
         raise ValueError(
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "
@@ -198,11 +215,6 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         raise ValueError(
             f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and "
             f"low_pass_filter. Leave optim out{galore}."
-        )
-    if args.accelerator_config.split_batches:
-        raise ValueError(
-            "accelerator_config with split_batches=True has no effect on the draws of a private run, which each process "
-            "makes for itself. Leave it out."
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import re
 import threading
 import warnings
@@ -535,6 +536,14 @@ def test_worker_processes_and_plain_lists_of_examples_work(tmp_path):
         warnings.simplefilter("ignore", DeprecationWarning)
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_worker_processes_are_started_as_asked_for(tmp_path):
+    trainer = trainer_of(tmp_path, dataloader_num_workers=1, dataloader_multiprocessing_context="spawn")
+    loader = trainer.get_train_dataloader()
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
+    # What such a process is given.
+    pickle.dumps((loader.dataset, loader.collate_fn))
 
 
 def test_no_state_of_the_secret_streams_is_saved(tmp_path):

@@ -204,12 +204,10 @@ def test_trap_09_no_piece_of_a_draw_leaks_into_the_next_step(tmp_path, num_examp
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
-@pytest.mark.parametrize("average_tokens", [True, False])
-def test_trap_10_nothing_scales_the_loss_so_the_clip_norm_keeps_its_meaning(tmp_path, accumulation, average_tokens):
+def test_trap_10_nothing_scales_the_loss_so_the_clip_norm_keeps_its_meaning(tmp_path, accumulation):
     _, counts = count(
-        tmp_path, per_device_train_batch_size=8 // accumulation, gradient_accumulation_steps=accumulation, max_steps=3,
-        average_tokens_across_devices=average_tokens,
-    )  # fmt: skip
+        tmp_path, per_device_train_batch_size=8 // accumulation, gradient_accumulation_steps=accumulation, max_steps=3
+    )
     assert counts == pytest.approx(sizes(3), abs=1e-3)
 
 
