@@ -5,7 +5,6 @@ of a batch, its rewards and margins are of evaluations only. What is trained is 
 of answers is one example: two rows of the model, whose gradient is clipped as a whole.
 """
 
-import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +18,7 @@ from doppler_hf import trl_checks
 from doppler_hf.privacy.batching.micro_batches import LENGTH_COLUMN, Collator
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was
 from doppler_hf.privacy.pair_losses import PAIR_LOSSES, collate_pairs, lengths_of_answers, log_ratios, pair_losses
+from doppler_hf.run.around import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -116,27 +116,15 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
 
     args: DopplerDPOConfig
     host_compute_loss = DPOTrainer.compute_loss
+    create_model_card = with_privacy_section(DPOTrainer.create_model_card)
     rows_per_loss = len(_ANSWERS)
 
     def __init__(
-        self,
-        model: Any,
-        ref_model: Any = None,
-        args: DopplerDPOConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        *others: Any,
-        **options: Any,
-    ) -> None:
-        trl_checks.refuse_another_config(args, DopplerDPOConfig)
-        assert args is not None
-        if not args.disable_dp:
-            columns = getattr(train_dataset, "column_names", None) or ()
-            trl_checks.refuse_images(has_images=not {"image", "images"}.isdisjoint(columns))
-        with contextlib.nullcontext() if args.disable_dp else trl_checks.pieces_left_out(DPOTrainer):
+        self, model: Any, ref_model: Any = None, args: DopplerDPOConfig | None = None, data_collator: Any = None,
+        train_dataset: Any = None, *others: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        with trl_checks.made_privately(self, args, DopplerDPOConfig, host=DPOTrainer, train_dataset=train_dataset):
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
-        if not args.disable_dp:
-            trl_checks.refuse_balancing(self)
 
     # --- the data, and what the reference says of them ----------------------------------------------------------------
 
@@ -180,13 +168,6 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         )
 
     host_per_sample_loss = compute_per_sample_loss
-
-    # --- what is saved ------------------------------------------------------------------------------------------------
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, which replaces the host's, with a section on privacy."""
-        super().create_model_card(*args, **kwargs)
-        self._complete_model_card()
 
 
 def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:

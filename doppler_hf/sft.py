@@ -5,7 +5,6 @@ tokens and hits are of evaluations only. What is trained is the rule of `privacy
 its own labelled tokens, those of the completion, of the assistant's turns, or all. One row is one example.
 """
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from transformers.hf_argparser import HfArg
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import trl_checks
+from doppler_hf.run.around import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -68,17 +68,11 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
 
     args: DopplerSFTConfig
     host_compute_loss = SFTTrainer.compute_loss
+    create_model_card = with_privacy_section(SFTTrainer.create_model_card)
 
-    def __init__(self, model: Any, args: DopplerSFTConfig | None = None, *others: Any, **options: Any) -> None:
-        trl_checks.refuse_another_config(args, DopplerSFTConfig)
-        assert args is not None
-        with contextlib.nullcontext() if args.disable_dp else trl_checks.pieces_left_out(SFTTrainer):
-            super().__init__(model, args, *others, **options)
-        if not args.disable_dp:
-            trl_checks.refuse_images(has_images=self._is_vision_dataset)
-            trl_checks.refuse_balancing(self)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, which replaces the host's, with a section on privacy."""
-        super().create_model_card(*args, **kwargs)
-        self._complete_model_card()
+    def __init__(
+        self, model: Any, args: DopplerSFTConfig | None = None, data_collator: Any = None, train_dataset: Any = None,
+        *others: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        with trl_checks.made_privately(self, args, DopplerSFTConfig, host=SFTTrainer, train_dataset=train_dataset):
+            super().__init__(model, args, data_collator, train_dataset, *others, **options)

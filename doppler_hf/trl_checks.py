@@ -27,23 +27,33 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
         )
 
 
-def refuse_another_config(args: Any, config: type) -> None:
-    """Refuse arguments of another class: TRL would make its own of whatever else it is given."""
-    if not isinstance(args, config):
+@contextlib.contextmanager
+def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_dataset: Any) -> Iterator[None]:
+    """Let one of TRL's trainers be made in the block, if it can be private, and show no piece of an example.
+
+    Args:
+        trainer: The trainer.
+        args: Its arguments.
+        config: The class that they must be of.
+        host: The class of TRL's.
+        train_dataset: The training set.
+
+    Raises:
+        ValueError: If the arguments are of another class, the data set has images, or the loss balances experts.
+    """
+    if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
-
-
-def refuse_images(*, has_images: bool) -> None:
-    """Refuse a training set with images."""
-    if has_images:
+    assert isinstance(args, DopplerTrainingArguments)
+    if args.disable_dp:
+        yield
+        return
+    if not {"image", "images"}.isdisjoint(next(iter(train_dataset or ()), ())):  # as TRL finds them
         raise ValueError(
             "train_dataset must be of texts in a private run, got a column of images, whose patches models join over "
             "the batch. Leave it out, or train a classifier of images with DopplerTrainer."
         )
-
-
-def refuse_balancing(trainer: Any) -> None:
-    """Refuse a model whose loss balances its experts."""
+    with pieces_left_out(host):
+        yield
     if trainer.aux_loss_enabled:
         raise ValueError(
             "The balancing loss of a router must be off with differential privacy, got router_aux_loss_coef="

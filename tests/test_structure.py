@@ -42,8 +42,8 @@ MAY_IMPORT = {
     "extras": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers"),
     "trl_checks": ("training_args", ""),
-    "sft": ("trainer training_args trl_checks", "transformers trl"),
-    "dpo": ("trainer training_args trl_checks privacy", "transformers trl torch jaxtyping"),
+    "sft": ("trainer training_args trl_checks run.around", "transformers trl"),
+    "dpo": ("trainer training_args trl_checks run.around privacy", "transformers trl torch jaxtyping"),
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),
     "workloads": (
         "extras training_args privacy.losses",

@@ -2,6 +2,7 @@
 
 import contextlib
 from abc import ABC
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ from doppler_hf.run.saving import saved_whole
 from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks
+
+
+def with_privacy_section(of_host: Callable[..., None]) -> Callable[..., None]:
+    """Return a host's `create_model_card`, whose card then names our optimizer and has a section on privacy."""
+
+    def create_model_card(self: "AroundSteps", *args: Any, **kwargs: Any) -> None:
+        """Write the host's model card, with the optimizer in use and a section on privacy."""
+        of_host(self, *args, **kwargs)
+        if self.is_world_process_zero():
+            self._ledger_keeper.complete_card(self.args, model=self.model)
+
+    return create_model_card
 
 
 class AroundSteps(Trainer, ABC):
@@ -108,15 +121,7 @@ class AroundSteps(Trainer, ABC):
         """Count nothing in a private run: the host's count depends on the lengths of the examples drawn, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the host's model card, with the optimizer in use and a section on privacy."""
-        super().create_model_card(*args, **kwargs)
-        self._complete_model_card()
-
-    def _complete_model_card(self) -> None:
-        """Write the optimizer in use and a section on privacy into the card that was just written."""
-        if self.is_world_process_zero():
-            self._ledger_keeper.complete_card(self.args, model=self.model)
+    create_model_card = with_privacy_section(Trainer.create_model_card)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""

@@ -2,19 +2,19 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from peft import LoraConfig, get_peft_model
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
-from tests.support.chat import chat_tokenizer, tiny_llama
+from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
 from tests.support.trainers import weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
@@ -34,14 +34,7 @@ formats = pytest.mark.parametrize("name", FORMATS)
 REFERENCES = "ref_chosen_logps", "ref_rejected_logps"
 
 
-def arguments(folder, cls=DopplerDPOConfig, **options):
-    defaults = dict(
-        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
-        report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
-    if cls is DopplerDPOConfig and not {"target_epsilon", "disable_dp"} & options.keys():
-        defaults["noise_multiplier"] = 1.0
-    return cls(**(defaults | options))
+arguments = functools.partial(arguments_of, cls=DopplerDPOConfig)
 
 
 def trainer_of(folder, name="prompt", *, cls=DopplerDPOTrainer, model=None, data=None, ref_model=None, **options):
@@ -262,7 +255,7 @@ def test_without_privacy_it_is_trls(tmp_path, options):
     stock = DPOTrainer(
         model=tiny_llama(),
         ref_model=tiny_llama(),
-        args=arguments(tmp_path, DPOConfig, **options),
+        args=arguments(tmp_path, cls=DPOConfig, **options),
         train_dataset=chat.preferences(),
         processing_class=chat_tokenizer(),
     )
@@ -277,25 +270,12 @@ def test_without_privacy_it_is_trls(tmp_path, options):
 @pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
 @pytest.mark.parametrize("name", ["prompt", "conversation"])
 def test_saved_and_resumed(tmp_path, name):
-    options = dict(
-        noise_seed=1, max_steps=3, save_strategy="steps", save_steps=2, bf16=False, grad_sample_self_check=False,
-        learning_rate=1e-2,
-    )  # fmt: skip
-    whole = trainer_of(tmp_path, name, **options)
-    whole.train()
-    resumed = trainer_of(tmp_path, name, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
     assert torch.equal(weights(resumed), weights(whole))
-    resumed.save_model()
     assert PrivacyLedger.load(tmp_path).steps_run == 4  # of which one was released twice
     card = (tmp_path / "README.md").read_text()
     assert "DPO" in card
     assert "## Differential privacy" in card
-    saved = (
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-        if name == "prompt"
-        else PeftModel.from_pretrained(tiny_llama(), tmp_path)
-    )
     ids = torch.tensor([resumed.train_dataset[0]["input_ids"][0]])
     logits = [model.eval()(ids).logits for model in (saved, whole.model)]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
@@ -334,7 +314,7 @@ def test_what_would_break_the_guarantee_or_have_no_effect_is_refused(tmp_path, m
 
 
 def test_arguments_of_another_class_are_refused(tmp_path):
-    for args in (None, arguments(tmp_path, DPOConfig), DopplerTrainingArguments(str(tmp_path), noise_multiplier=1.0)):
+    for args in (None, arguments(tmp_path, cls=DPOConfig), DopplerTrainingArguments(str(tmp_path), noise_multiplier=1.0)):
         with pytest.raises(ValueError, match=rf"args must be DopplerDPOConfig, got {type(args).__name__}\. Make one"):
             DopplerDPOTrainer(tiny_llama(), args=args, train_dataset=chat.preferences(), processing_class=chat_tokenizer())
 
@@ -389,9 +369,6 @@ def test_pairs_that_are_mixed_are_refused(tmp_path, cls):
 
 
 def test_a_loss_that_balances_experts_is_refused(tmp_path):
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(chat.VOCABULARY), num_local_experts=2, **sizes))
-    with pytest.raises(
-        ValueError, match=r"router must be off .*, got router_aux_loss_coef=0\.001: .* Set router_aux_loss_coef=0\.0\."
-    ):
+    model = tiny_mixtral()
+    with pytest.raises(ValueError, match=BALANCED):
         trainer_of(tmp_path, model=model)

@@ -1,19 +1,20 @@
 """TRL's supervised fine-tuning with privacy: its data sets and arguments, our losses, sums, ledger and refusals."""
 
 import dataclasses
+import functools
 import re
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, ProcessorMixin
+from peft import LoraConfig
+from transformers import ProcessorMixin
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
-from tests.support.chat import chat_tokenizer, tiny_llama
+from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
 from tests.support.trainers import weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
@@ -42,14 +43,7 @@ FORMATS = {
 formats = pytest.mark.parametrize("name", FORMATS)
 
 
-def arguments(folder, cls=DopplerSFTConfig, **options):
-    defaults = dict(
-        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
-        report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
-    if cls is DopplerSFTConfig and not {"target_epsilon", "disable_dp"} & options.keys():
-        defaults["noise_multiplier"] = 1.0
-    return cls(**(defaults | options))
+arguments = functools.partial(arguments_of, cls=DopplerSFTConfig)
 
 
 def trainer_of(folder, name="prompt", *, cls=DopplerSFTTrainer, model=None, data=None, **options):
@@ -150,7 +144,7 @@ def test_without_privacy_it_is_trls(tmp_path):
     ours = trainer_of(tmp_path, disable_dp=True, packing=True, max_length=64)
     stock = SFTTrainer(
         model=tiny_llama(),
-        args=arguments(tmp_path, SFTConfig, packing=True, max_length=64),
+        args=arguments(tmp_path, cls=SFTConfig, packing=True, max_length=64),
         train_dataset=chat.prompts(),
         processing_class=chat_tokenizer(),
     )
@@ -164,25 +158,12 @@ def test_without_privacy_it_is_trls(tmp_path):
 @pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
 @pytest.mark.parametrize("name", ["prompt", "conversational prompt"])
 def test_saved_resumed_and_generating(tmp_path, name):
-    options = dict(
-        noise_seed=1, max_steps=3, save_strategy="steps", save_steps=2, bf16=False, grad_sample_self_check=False,
-        learning_rate=1e-2,
-    )  # fmt: skip
-    whole = trainer_of(tmp_path, name, **options)
-    whole.train()
-    resumed = trainer_of(tmp_path, name, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
     assert torch.equal(weights(resumed), weights(whole))
-    resumed.save_model()
     assert PrivacyLedger.load(tmp_path).steps_run == 4  # of which one was released twice
     card = (tmp_path / "README.md").read_text()
     assert "SFT" in card
     assert "## Differential privacy" in card
-    saved = (
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-        if name == "prompt"
-        else PeftModel.from_pretrained(tiny_llama(), tmp_path)
-    )
     asked = chat_tokenizer()("good", return_tensors="pt")["input_ids"]
     answers = [model.eval().generate(asked, max_new_tokens=4, do_sample=False) for model in (saved, whole.model)]
     assert torch.equal(*answers)
@@ -221,7 +202,7 @@ def test_what_would_break_the_guarantee_is_refused(tmp_path, argument):
 
 
 def test_arguments_of_another_class_are_refused(tmp_path):
-    for args in (None, arguments(tmp_path, SFTConfig), DopplerTrainingArguments(str(tmp_path), noise_multiplier=1.0)):
+    for args in (None, arguments(tmp_path, cls=SFTConfig), DopplerTrainingArguments(str(tmp_path), noise_multiplier=1.0)):
         with pytest.raises(ValueError, match=rf"args must be DopplerSFTConfig, got {type(args).__name__}\. Make one"):
             DopplerSFTTrainer(tiny_llama(), args, train_dataset=chat.prompts(), processing_class=chat_tokenizer())
 
@@ -253,11 +234,8 @@ def test_a_loss_of_the_users_own_is_refused_unless_it_is_per_example(tmp_path):
 
 
 def test_a_loss_that_balances_experts_is_refused(tmp_path):
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(chat.VOCABULARY), num_local_experts=2, **sizes))
-    with pytest.raises(
-        ValueError, match=r"router must be off .*, got router_aux_loss_coef=0\.001: .* Set router_aux_loss_coef=0\.0\."
-    ):
+    model = tiny_mixtral()
+    with pytest.raises(ValueError, match=BALANCED):
         trainer_of(tmp_path, model=model)
     assert not trainer_of(tmp_path, model=model, router_aux_loss_coef=0.0).aux_loss_enabled
 

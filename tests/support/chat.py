@@ -1,13 +1,22 @@
-"""A Llama of a few thousand parameters, a tokenizer of letters with a chat template, and rows of each of TRL's formats."""
+"""For trainers of TRL's: tiny models, a tokenizer of letters with a chat template, rows of each format, short trainings."""
 
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
+from doppler_hf import DopplerTrainingArguments
 from tests.support.folders import WORDS
 
 SPECIAL = ["[PAD]", "<|end|>", "<|user|>", "<|assistant|>"]
@@ -40,6 +49,39 @@ def tiny_llama():
         num_key_value_heads=1, max_position_embeddings=96, pad_token_id=PAD, bos_token_id=None, eos_token_id=END,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def tiny_mixtral():
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    return MixtralForCausalLM(MixtralConfig(vocab_size=len(VOCABULARY), num_local_experts=2, **sizes))
+
+
+BALANCED = r"router must be off .*, got router_aux_loss_coef=0\.001: .* Set router_aux_loss_coef=0\.0\."
+
+
+def arguments_of(folder, *, cls, **options):
+    defaults = dict(
+        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
+        report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    if issubclass(cls, DopplerTrainingArguments) and not {"target_epsilon", "disable_dp"} & options.keys():
+        defaults["noise_multiplier"] = 1.0
+    return cls(**(defaults | options))
+
+
+def whole_resumed_and_saved(new_trainer, folder):
+    """A trainer that has trained in one go, one that was resumed and has saved its model, and that model, loaded."""
+    options = dict(
+        noise_seed=1, max_steps=3, save_strategy="steps", save_steps=2, bf16=False, grad_sample_self_check=False,
+        learning_rate=1e-2,
+    )  # fmt: skip
+    whole, resumed = (new_trainer(**options) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    resumed.save_model()
+    has_adapters = (folder / "adapter_config.json").exists()
+    saved = PeftModel.from_pretrained(tiny_llama(), folder) if has_adapters else AutoModelForCausalLM.from_pretrained(folder)
+    return whole, resumed, saved
 
 
 def exchanges(rows=24):
