@@ -5,7 +5,6 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
@@ -91,8 +90,7 @@ class PrivateRun:
         self._is_released = False
         self.fill_generators = Refill(args.noise_seed, rank=args.process_index)
         column = args.privacy_unit_column
-        new_sampler = functools.partial(
-            PoissonSampler,
+        self.sampler = PoissonSampler(
             num_examples=len(train_dataset),
             expected_batch_size=expected_batch_size,
             micro_batches=args.gradient_accumulation_steps,
@@ -103,7 +101,7 @@ class PrivateRun:
             max_examples_per_unit=args.max_examples_per_unit,
             seed=args.noise_seed,
         )
-        shape = chosen_noise_shape(args, sampler=new_sampler(), num_trained=num_trained)
+        shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained)
         if recorders and not shape.is_white:
             raise ValueError(
                 "GradientRecorder takes the noise for white, and noise_shape must be so, got "
@@ -114,7 +112,7 @@ class PrivateRun:
                 "GradientRecorder takes the noise to be of one size, and clipping_quantile must be None, got "
                 f"{args.clipping_quantile}. Leave it out."
             )
-        self.sampler: PoissonSampler = new_sampler(groups=shape.bands)
+        self.sampler.take_turns(shape.bands)
         state = Path(checkpoint or "") / TRAINER_STATE_NAME
         self._first_step = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0
         self.statement = planned_statement(

@@ -85,8 +85,6 @@ class PoissonSampler(Sampler[list[int]]):
         groups: int = 1,
         seed: int | None = None,
     ) -> None:
-        if groups < 1:
-            raise ValueError(f"groups must be at least 1, got {groups}.")
         if micro_batches < 1:
             raise ValueError(f"micro_batches must be at least 1, got {micro_batches}.")
         if not 0 <= rank < world_size:
@@ -113,20 +111,31 @@ class PoissonSampler(Sampler[list[int]]):
                 f"{expected_batch_size} (per_device_train_batch_size × gradient_accumulation_steps × processes). "
                 "Lower one of these factors."
             )
-        if groups * expected_batch_size > self.num_units:
+        self._shard = np.arange(rank, self.num_units, world_size)
+        self._seed, self._rank = seed, rank
+        self._stream = bit_stream(seed, purpose="sampling", rank=rank)
+        self._next_step = 0
+        self.take_turns(groups)
+
+    def take_turns(self, groups: int) -> None:
+        """Put the units into that many groups, before the first draw.
+
+        Raises:
+            ValueError: If there are too few units for that.
+        """
+        if groups < 1:
+            raise ValueError(f"groups must be at least 1, got {groups}.")
+        if groups * self.expected_batch_size > self.num_units:
             raise ValueError(
-                f"{groups} groups that take turns need {groups} × the expected batch size of {expected_batch_size} units, "
-                f"got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch."
+                f"{groups} groups that take turns need {groups} × the expected batch size of {self.expected_batch_size} "
+                f"units, got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch."
             )
         self.groups = groups
-        self._shard = np.arange(rank, self.num_units, world_size)
         # Sensitivity: a unit's group is its own secret coin, so that one unit more or less does not move the others to other
         # groups, as it would if they were counted off. Whatever the group, the accountant's bound is the same; so it holds
         # for the mixture of all of them.
-        words = bit_stream(seed, purpose="groups", rank=rank).bits(len(self._shard), step=0)
+        words = bit_stream(self._seed, purpose="groups", rank=self._rank).bits(len(self._shard), step=0)
         self._group_of = (words % np.uint64(groups)).astype(np.int64)
-        self._stream = bit_stream(seed, purpose="sampling", rank=rank)
-        self._next_step = 0
 
     def _grouped(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the number of examples of each unit, where each begins, and the examples, sorted by unit."""

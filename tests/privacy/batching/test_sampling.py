@@ -110,6 +110,7 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
     [
         (dict(expected_batch_size=11), "between 1 and the number of training examples, 10, got 11"),
         (dict(expected_batch_size=0), "got 0"),
+        (dict(groups=0), "groups must be at least 1, got 0"),
         (dict(micro_batches=0), "micro_batches must be at least 1, got 0"),
         (dict(rank=2, world_size=2), "got rank 2 of 2"),
         (dict(lengths=[1, 2]), "one entry for each of 10 examples, got 2"),
@@ -148,6 +149,9 @@ def test_groups_are_even_and_the_rate_is_that_of_all_steps():
 def test_a_units_group_is_its_own_coin():
     few, many = (PoissonSampler(num_examples=n, expected_batch_size=10, groups=4, seed=1) for n in (100, 101))
     assert np.array_equal(few._group_of, many._group_of[:100])  # counted off, one unit more in front would move all
+    few.take_turns(2)
+    many.take_turns(4)
+    assert np.array_equal(few._group_of, many._group_of[:100] % 2)  # the same coins, of a sampler that was asked anew
     secret = [PoissonSampler(num_examples=100, expected_batch_size=10, groups=4)._group_of.tolist() for _ in range(2)]
     assert secret[0] != secret[1]  # equal with probability 1e-60
 
