@@ -28,7 +28,6 @@ from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import optimizer_of
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.sharding import Sharding
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -76,7 +75,6 @@ class DopplerTrainer(AroundSteps):
         if not isinstance(args, DopplerTrainingArguments):
             raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
         self._disable_dp = args.disable_dp
-        self._sharding: Sharding | None = None
         # The host's Seq2SeqTrainer, which may come next, has no such argument.
         optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         super().__init__(
@@ -129,8 +127,7 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._prepare_model()
-        if self._sharding is not None:
-            self._sharding.look_again(self.model)
+        self._sharding.look_again(self.model)
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
             earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
@@ -155,7 +152,7 @@ class DopplerTrainer(AroundSteps):
                 loader=dataloader,
                 prepare=prepare,
                 rows_per_loss=self.rows_per_loss,
-                in_step=self._in_step,
+                in_step=self._sharding.in_step,
             )
         return values
 

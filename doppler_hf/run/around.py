@@ -12,7 +12,6 @@ from transformers import Trainer
 
 from doppler_hf.disk import space_for
 from doppler_hf.run.gradient_recorder import recorders_in
-from doppler_hf.run.in_step import InStep
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.saving import saved_whole
@@ -38,7 +37,7 @@ class AroundSteps(Trainer, ABC):
 
     args: DopplerTrainingArguments
     _run: PrivateRun | None
-    _sharding: Sharding | None
+    _sharding: Sharding
     _ledger_keeper: PrivacyCallback
     _weight_filter: WeightFilterCallback
 
@@ -46,35 +45,26 @@ class AroundSteps(Trainer, ABC):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the host's accelerator, which is not told of the shards of frozen weights; see `run.sharding`."""
-        if self.args.disable_dp:
+        with contextlib.nullcontext() if self.args.disable_dp else kept_from_host(self.args) as plugin:
             super().create_accelerator_and_postprocess()
-            return
-        with kept_from_host(self.args) as plugin:
-            super().create_accelerator_and_postprocess()
-        self._sharding = None if plugin is None else Sharding(plugin, device=self.args.device)
+        self._sharding = Sharding(plugin, device=self.args.device)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self._sharding is None:  # otherwise it may not fit there as a whole
+        if not self._sharding.is_asked_for:  # otherwise it may not fit there as a whole
             super()._move_model_to_device(model, device)
 
     def _prepare_model(self) -> None:
-        if self._sharding is not None:
-            self._sharding.cut(self.model)
+        self._sharding.cut(self.model)
         # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
         # discarded. `prepare` does not change a model that has been prepared.
-        placement = None if self._sharding is None else False
+        placement = False if self._sharding.is_asked_for else None
         self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
-
-    @property
-    def _in_step(self) -> InStep | None:
-        """The meetings of the processes that share the model's weights; None if each has all of them."""
-        return None if self._sharding is None else self._sharding.in_step
 
     # --- what is evaluated, saved and logged --------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
-        if self._sharding is not None:
+        if self._sharding.is_asked_for:
             self._prepare_model()
         with self._ledger_keeper.evaluating(self.model), self._weight_filter.applied():
             return super().evaluation_loop(*args, **kwargs)
@@ -94,7 +84,7 @@ class AroundSteps(Trainer, ABC):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # The host's only method that all processes call before it saves on process 0 alone.
-        if self._in_step is not None:
+        if self._sharding.in_step is not None:
             state_dict = whole_state(self.model)
         super()._save(output_dir, state_dict=state_dict)
 

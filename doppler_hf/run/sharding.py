@@ -113,15 +113,16 @@ class Sharding:
     """The frozen weights of a model, cut at the first use and gathered for each pass.
 
     Args:
-        plugin: What was asked for.
+        plugin: What was asked for; None for nothing, with which each process has all weights.
         device: The device of the pieces.
 
     Attributes:
-        in_step: The meetings of the processes; None before the weights are cut.
+        is_asked_for: Whether there is a plugin.
+        in_step: The meetings of the processes; None if each has all weights, or before they are cut.
     """
 
-    def __init__(self, plugin: FullyShardedDataParallelPlugin, *, device: torch.device) -> None:
-        self._plugin, self._device = plugin, device
+    def __init__(self, plugin: FullyShardedDataParallelPlugin | None, *, device: torch.device) -> None:
+        self._plugin, self._device, self.is_asked_for = plugin, device, plugin is not None
         self.in_step: InStep | None = None
 
     def cut(self, model: nn.Module) -> None:
@@ -130,6 +131,8 @@ class Sharding:
         Raises:
             ValueError: If nothing is frozen, or what was frozen when the weights were cut is trained now.
         """
+        if self._plugin is None:
+            return
         frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
         cut = {name: value for name, value in model.named_parameters() if isinstance(value, DTensor)}
         thawed = [name for name, value in cut.items() if value.requires_grad]

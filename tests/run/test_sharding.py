@@ -255,5 +255,5 @@ def test_without_it_nothing_is_cut(tmp_path):
     trainer = trainer_of(tmp_path, data=text_data())
     trainer.train()
     assert type(trainer) is DopplerTrainer
-    assert trainer._sharding is None
+    assert not trainer._sharding.is_asked_for
     assert not any(isinstance(value, DTensor) for value in trainer.model.parameters())
