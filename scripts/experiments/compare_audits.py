@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import expit
 from scipy.stats import norm
 
-DELTA, ERROR, SEEDS = 1e-5, 0.05, 3
+DELTA, ERROR, SEEDS, CANARIES = 1e-5, 0.05, 3, (1000, 10000)
 CASES = (("Gaussian, μ", 0.5), ("Gaussian, μ", 1.0), ("Gaussian, μ", 2.0), ("response, ε", 1.0), ("response, ε", 3.0))
 
 
@@ -32,7 +32,7 @@ def epsilon_of(kind: str, parameter: float) -> float:
 def scores() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yield a key, the scores, and which canaries were included."""
     for kind, parameter in CASES:
-        for canaries in (1000, 10000):
+        for canaries in CANARIES:
             for seed in range(SEEDS):
                 generator = np.random.default_rng([seed, canaries, int(10 * parameter), kind == "response, ε"])
                 included = generator.random(canaries) < 0.5
