@@ -37,7 +37,7 @@ from doppler_hf.filters.grammar import parse_name
 from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.filters.response import frequency_response, group_delay, impulse_response, noise_gain, step_response
-from doppler_hf.filters.snr import convergence_noise_factor, signal_to_noise_ratio
+from doppler_hf.filters.snr import signal_to_noise_ratio
 from doppler_hf.filters.spectrum import (
     PowerEstimate,
     autocorrelation,
@@ -51,7 +51,7 @@ from doppler_hf.filters.spectrum import (
 __all__ = [
     "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
     "auto_noise_shape", "autocorrelation", "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter",
-    "butterworth", "chebyshev1", "chebyshev2", "convergence_noise_factor", "corrected_noise_gain", "corrected_output",
+    "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain", "corrected_output",
     "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
     "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain", "optimal_fir",
     "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response", "write_coefficients",

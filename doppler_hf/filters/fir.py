@@ -12,13 +12,12 @@ The paper's closed form differs in three ways: it takes ½ ‖g_{t-τ}‖² less
 product at lag 0, and clamps at each step instead of in the mean. The first is its choice c_{-τ} = ½, which
 makes room for a large step in the proof: what remains is ρ_τ - ½, so lags with ρ_τ < ½ get no weight at all. The second adds
 d σ² / ‖s‖² to c_0, so the noisier the gradients, the closer the filter to none. The third inflates both powers when
-σ² √(2d) is more than ‖s‖². It estimates a different thing, so the unbiased form is the default here.
+σ² √(2d) is more than ‖s‖². It estimates a different thing, and is not taken here.
 
 Private gradients in, a filter out: post-processing of what is already private, which costs no privacy.
 """
 
 import math
-from typing import Final, Literal
 
 import numpy as np
 from jaxtyping import Float, Float64
@@ -28,11 +27,6 @@ from doppler_hf.filters.design import from_coefficients
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.snr import check_autocorrelation
 from doppler_hf.filters.spectrum import check_noise, checked
-
-Estimator = Literal["unbiased", "paper"]
-
-# The paper's ε₁.
-PAPER_FLOOR: Final = 1e-3
 
 
 def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Objective = "bound") -> LowPassFilter:
@@ -69,7 +63,6 @@ def estimate_autocorrelation(
     noise_std: float,
     *,
     taps: int | None = None,
-    estimator: Estimator = "unbiased",
 ) -> Float64[np.ndarray, " taps"]:
     r"""Estimate the autocorrelation of the signal in noisy gradients, from the gradients and the noise's known size.
 
@@ -77,11 +70,10 @@ def estimate_autocorrelation(
         gradients: Successive private gradients, flattened, shape (steps, dimension).
         noise_std: Standard deviation σ of the noise per coordinate (σ_DP), of white noise.
         taps: For how many lags, from 1 to steps; by default for all.
-        estimator: ``"unbiased"``, or ``"paper"`` for the closed form as printed (see the module).
 
     Returns:
-        c_0 ... c_{taps-1}, shape (taps,): half the autocorrelation, c_0 = ½ (with ``"paper"`` as it comes out). Its
-        standard error is `autocorrelation_standard_error`.
+        c_0 ... c_{taps-1}, shape (taps,): half the autocorrelation, c_0 = ½. Its standard error is
+        `autocorrelation_standard_error`.
 
     Raises:
         ValueError: If there are no gradients, they are not finite, noise_std is negative, or taps is not from 1 to steps.
@@ -100,14 +92,8 @@ def estimate_autocorrelation(
         raise ValueError(f"taps must be an integer from 1 to the {steps} gradients, got {taps}.")
     check_noise(noise_std)
     products = [np.einsum("td,td->t", gradients[lag:], gradients[: steps - lag]) for lag in range(taps)]
-    if estimator == "unbiased":
-        means = np.array([product.mean() for product in products])
-        return autocorrelation_from_products(means, noise_std, dimension=dimension, steps=steps)
-    excess = products[0] - dimension * noise_std**2
-    signal = np.maximum(excess, 0)
-    power = np.maximum(excess, PAPER_FLOOR).mean()
-    pairs = ((product, signal[: steps - lag]) for lag, product in enumerate(products))
-    return np.array([max(0.0, (product - earlier / 2).mean()) / power for product, earlier in pairs])
+    means = np.array([product.mean() for product in products])
+    return autocorrelation_from_products(means, noise_std, dimension=dimension, steps=steps)
 
 
 def autocorrelation_from_products(

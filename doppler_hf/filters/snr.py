@@ -70,40 +70,6 @@ def signal_to_noise_ratio(
     return float((occurrences * kappa)[:lags] @ autocorrelation[:lags]) / float(occurrences @ of_noise**2)
 
 
-def convergence_noise_factor(
-    filter: LowPassFilter,
-    autocorrelation: Float64[np.ndarray, " lags"],
-    steps: int | None = None,
-    *,
-    noise: NoiseShape = WHITE,
-) -> float:
-    r"""Return by how much the filter scales the noise term of the convergence bound: 1 / (2 SNR), 1 for no filter.
-
-    Args:
-        filter: The filter.
-        autocorrelation: As for `signal_to_noise_ratio`, shape (lags,).
-        steps: Length of the run T, at least 1; None for the limit T → ∞.
-        noise: The shape of the noise.
-
-    Returns:
-        The factor of η L (d σ_DP² + σ_SGD²/B), relative to DP-SGD without a filter: below 1 is better.
-
-    Raises:
-        ValueError: If the SNR is not positive, so that the theorem says nothing; or as `signal_to_noise_ratio`.
-
-    Example:
-        >>> convergence_noise_factor(LowPassFilter(b=(0.5, 0.5)), np.array([0.5, 0.5]))
-        0.5
-
-    Source:
-        DOPPLER, Theorem "Convergence".
-    """
-    ratio = signal_to_noise_ratio(filter, autocorrelation, steps, noise=noise)
-    if ratio <= 0:
-        raise ValueError(f"The SNR must be positive for the bound, got {ratio:.6g}: {filter} cancels the signal.")
-    return 1 / (2 * ratio)
-
-
 def check_autocorrelation(autocorrelation: Float64[np.ndarray, " lags"]) -> None:
     """Refuse what is no row of finite numbers."""
     if autocorrelation.ndim != 1 or not len(autocorrelation):

@@ -63,32 +63,6 @@ def test_the_stated_error_is_the_error(kind, noise_to_signal):
     assert squares.mean() > 0.4
 
 
-def test_the_papers_closed_form_is_something_else():
-    """What it misses by, as the module says: d σ²/S at lag 0, and 1/2 - c at the others (c from 1/2 down)."""
-    generator = np.random.default_rng(1)
-    signal, true = make_signal("ar1", generator)
-    noise_std = np.sqrt(1 / DIMENSION)
-    gradients = signal + noise_std * generator.normal(size=signal.shape)
-    estimate = estimate_autocorrelation(gradients, noise_std, taps=TAPS, estimator="paper")
-    np.testing.assert_allclose(estimate[0], 0.5 + 1.0, rtol=0, atol=0.05)
-    np.testing.assert_allclose(estimate[1:], np.maximum(2 * true[1:] - 0.5, 0), rtol=0, atol=0.05)
-
-
-def test_the_papers_closed_form_is_as_printed():
-    generator = np.random.default_rng(2)
-    gradients, noise_std = generator.normal(size=(9, 3)), 0.7
-    estimate = estimate_autocorrelation(gradients, noise_std, taps=4, estimator="paper")
-    for lag in range(4):
-        numerator = np.mean(
-            [
-                gradients[t] @ gradients[t - lag] - 0.5 * max(gradients[t - lag] @ gradients[t - lag] - 3 * 0.49, 0)
-                for t in range(lag, 9)
-            ]
-        )
-        denominator = np.mean([max(gradient @ gradient - 3 * 0.49, 1e-3) for gradient in gradients])
-        np.testing.assert_allclose(estimate[lag], max(0, numerator / denominator), rtol=1e-12, atol=0)
-
-
 def bound(low_pass_filter, c):
     return signal_to_noise_ratio(low_pass_filter, c) * float(impulse_response(low_pass_filter, len(c)) @ c)
 

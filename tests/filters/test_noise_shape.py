@@ -10,7 +10,6 @@ from doppler_hf.filters import (
     PAPER_FILTERS,
     NoiseShape,
     best_filter,
-    convergence_noise_factor,
     impulse_response,
     noise_gain,
     signal_to_noise_ratio,
@@ -69,7 +68,6 @@ def test_the_snr_counts_the_noise_that_is_there(shape, steps):
     expected = np.sum(weights[:lags] * kappa[:lags] * signal[:lags]) / np.sum(weights * of_noise**2)
     found = signal_to_noise_ratio(momentum, signal, steps, noise=shape)
     assert found == pytest.approx(expected, rel=1e-10)
-    assert convergence_noise_factor(momentum, signal, steps, noise=shape) == pytest.approx(1 / (2 * found))
 
 
 def test_for_white_noise_nothing_changes():

@@ -8,8 +8,6 @@ import pytest
 from doppler_hf.filters import (
     PAPER_FILTERS,
     LowPassFilter,
-    butterworth,
-    convergence_noise_factor,
     impulse_response,
     momentum,
     optimal_fir,
@@ -44,7 +42,6 @@ def test_snr_tends_to_its_limit(name):
 @pytest.mark.parametrize("steps", [1, 10, None])
 def test_no_filter_has_one_half(steps):
     assert signal_to_noise_ratio(PAPER_FILTERS["none"], SLOW, steps) == 0.5
-    assert convergence_noise_factor(PAPER_FILTERS["none"], SLOW, steps) == 1.0
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
@@ -62,23 +59,6 @@ def test_momentum_may_lie_below_the_statement_at_finite_length():
     c = np.full(50, 0.5)
     from_lag_1 = 1.9 * (0.5 + np.sum(0.9 ** np.arange(1, 50) * 0.5))
     assert signal_to_noise_ratio(momentum(0.9), c, 50) < 0.95 * from_lag_1
-
-
-@pytest.mark.parametrize("steps", [5, 300, None])
-def test_noise_factor_is_the_inverse(steps):
-    low_pass_filter = butterworth(2, 0.2)
-    expected = 1 / (2 * signal_to_noise_ratio(low_pass_filter, SLOW, steps))
-    np.testing.assert_allclose(convergence_noise_factor(low_pass_filter, SLOW, steps), expected, rtol=1e-15, atol=0)
-    assert expected < 1
-
-
-def test_a_filter_that_cancels_the_signal_has_no_bound():
-    with pytest.raises(
-        ValueError, match=r"must be positive for the bound, got -0\.131579: b=0\.5,0\.2,0\.3;a=1\.0 cancels the signal"
-    ):
-        convergence_noise_factor(LowPassFilter(b=(0.5, 0.2, 0.3)), np.array([0.5, -0.7, -0.5333333333]))
-    with pytest.raises(ValueError, match=r"must be positive for the bound, got 0: b=0\.5,0\.5;a=1\.0 cancels"):
-        convergence_noise_factor(LowPassFilter(b=(0.5, 0.5)), np.array([0.5, -0.5]))
 
 
 @pytest.mark.parametrize("taps", [2, 8, 50])
