@@ -11,6 +11,7 @@
 - generators: the global generators, for dropout and random collators
 - own_generators: the others, which nothing in a private run may have
 - reachable: what an object refers to, where generators and memory are searched for
+- rows: what of a batch has a row for each example
 - shared_coins: whether the rows of a batch share random numbers
 """
 

@@ -22,6 +22,7 @@ from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.plain_autograd import Losses
+from doppler_hf.privacy.rows import has_rows
 from doppler_hf.run.in_step import InStep, PassLeft
 
 SMALLER = "Set a smaller per_device_train_batch_size with more gradient_accumulation_steps, or max_tokens_per_micro_batch"
@@ -42,11 +43,9 @@ class Rows(NamedTuple):
 
 def names_of_rows(batches: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
     """Return which tensors have as many rows as examples, by the number of examples: another size may be equal by chance."""
-    return frozenset.intersection(*(frozenset(_with_rows(inputs, number)) for number, inputs in batches.items()))
-
-
-def _with_rows(inputs: Mapping[str, Any], number: int) -> list[str]:
-    return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim and len(value) == number]
+    return frozenset.intersection(
+        *(frozenset(name for name in inputs if has_rows(inputs[name], number)) for number, inputs in batches.items())
+    )
 
 
 class Spare(NamedTuple):

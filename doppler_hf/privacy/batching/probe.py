@@ -27,6 +27,7 @@ from doppler_hf.privacy.batching.random_data import (
 )
 from doppler_hf.privacy.batching.same_distribution import refuse_other_distribution
 from doppler_hf.privacy.generators import fill_generators, filled_generators, fresh_seed
+from doppler_hf.privacy.rows import some_rows
 from doppler_hf.privacy.shared_coins import refuse_order_in_collation, refuse_shared_in_collation
 
 # Of at least so many examples, evenly spaced, sizes are taken if they are not known of all; and so many small and large ones
@@ -138,7 +139,7 @@ class Probes:
         """Return the crowd, and its two parts."""
         crowd, parts = drawn(self._loader, self._crowd, trial=self._seed), (slice(0, PART), slice(PART, CROWD))
         if self.is_random:  # By themselves they would be masked otherwise.
-            of_crowd = [rows_of(crowd, part) for part in parts]
+            of_crowd = [some_rows(crowd, part, number=CROWD) for part in parts]
         else:
             of_crowd = [drawn(self._loader, self._crowd[part], trial=self._seed) for part in parts]
         return self._prepare(crowd), [self._prepare(inputs) for inputs in of_crowd]
@@ -230,11 +231,3 @@ def labels_of(dataset: Any) -> np.ndarray | None:
     kinds = {name: str(getattr(features[name], "dtype", "")) for name in LABELS if name in features}
     whole = [name for name, kind in kinds.items() if kind.startswith(("int", "uint", "bool"))]
     return np.asarray(dataset.with_format(None)[whole[0]][:]) if whole else None
-
-
-def rows_of(inputs: Mapping[str, Any], rows: slice) -> Inputs:
-    """Return some rows of the crowd."""
-    return {
-        name: value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == CROWD else value
-        for name, value in inputs.items()
-    }

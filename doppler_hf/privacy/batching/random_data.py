@@ -18,6 +18,7 @@ from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
 from doppler_hf.privacy.generators import fill_generators, filled_generators, fresh_seed
 from doppler_hf.privacy.own_generators import own_generators
+from doppler_hf.privacy.rows import has_rows
 from doppler_hf.privacy.shared_coins import numbers_drawn
 
 # A random order of three examples leaves the last in its place so often with probability 2e-8.
@@ -150,9 +151,7 @@ def refuse_another_order(loader: PrivateLoader, indices: Sequence[int]) -> None:
     # Sensitivity: whose rows are averaged is told from their places alone. If rows of others stood there, an example would
     # contribute to several clipped gradients. Where data are random, it shows as a row that changes with others.
     batch, reversed_batch = drawn(loader, indices), drawn(loader, indices[::-1])
-    number = len(indices)
-    of_rows = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
-    if not all(same(value.flip(0), reversed_batch[name]) for name, value in of_rows.items() if len(value) == number):
+    if not all(same(value.flip(0), reversed_batch[name]) for name, value in batch.items() if has_rows(value, len(indices))):
         raise ValueError(
             "data_collator must return the rows of a batch in the order of its examples with augmentation_multiplicity > 1, "
             "got another order. The views of an example are the rows that stand together. Sort nothing in the collator."

@@ -26,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.privacy.generators import fill_generators, filled_generators
+from doppler_hf.privacy.rows import has_rows
 
 # Looks that must agree, and one in how many finds a difference by chance.
 _LOOKS, _BY_CHANCE = 3, 100
@@ -118,7 +119,7 @@ def rows_at(places: Sequence[int], inputs: Inputs, *, number: int, seed: int) ->
     """
     found = {}
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.ndim and len(value) == number:
+        if has_rows(value, number):
             rows = value[list(places)].reshape(len(places), -1)
             size = rows.shape[1]
             chosen = np.arange(size) if size <= _NUMBERS else np.random.default_rng(seed).integers(size, size=_NUMBERS)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of
+from doppler_hf.privacy.rows import has_rows
 
 Inputs = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ def in_gradients(
     if not are_first_rows(together, alone, numbers=[1] * len(alone)):
         return reason + MIXED_ROWS
     layer = place(model, losses_of, alone[0], together)
-    padded = {name: value[:1] if is_batched(alone[0].get(name)) else value for name, value in together.items()}
+    padded = {name: value[:1] if has_rows(alone[0].get(name), 1) else value for name, value in together.items()}
     if relative_change(padded, alone[:1]) > off / 100:
         return reason + (
             f"{layer} depends on the length to which an example is padded. Pad all examples to one length when they are "
@@ -102,18 +103,13 @@ def place(model: nn.Module, losses_of: Losses, alone: Inputs, together: Inputs) 
     return "the loss"
 
 
-def is_batched(value: Any, number: int = 1) -> bool:
-    """Return whether an input of some examples is a tensor with the batch in front."""
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == number
-
-
 def are_first_rows(together: Inputs, parts: Sequence[Inputs], *, numbers: Sequence[int]) -> bool:
     """Return whether the tensors of parts are the first rows of a batch, in order, apart from padding on the right."""
     return all(
         torch.equal(cut_to(together[name][end - number : end], value.shape), value)
         for end, number, inputs in zip(itertools.accumulate(numbers), numbers, parts, strict=True)
         for name, value in inputs.items()
-        if is_batched(value, number)
+        if has_rows(value, number)
     )
 
 

@@ -5,7 +5,7 @@ draw instead, and so does what is remembered of earlier batches.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.generators import filled_generators, fresh_seed
 from doppler_hf.privacy.own_generators import own_generators, state_of
+from doppler_hf.privacy.rows import some_rows
 from doppler_hf.privacy.shared_coins import numbers_drawn
 
 # Dropout in a model of a few thousand numbers that changes no loss in so many trials has a probability that is none.
@@ -121,7 +122,7 @@ def refuse_neighbours(losses_of: Losses, inputs: Mapping[str, Any], *, number: i
         rows = np.arange(_COMPARED)
         others = np.where(is_changed, coins.permutation(np.arange(_COMPARED, number))[:_COMPARED], rows)
         (one, drawn_for_one), (two, drawn_for_other) = (
-            _held_losses(seed, losses_of, with_rows(inputs, which, number=number)) for which in (rows, others)
+            _held_losses(seed, losses_of, some_rows(inputs, which.tolist(), number=number)) for which in (rows, others)
         )
         is_aligned &= drawn_for_one == drawn_for_other
         close = torch.isclose(one, two, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True).cpu().numpy()
@@ -141,13 +142,3 @@ def _held_losses(seed: int, losses_of: Losses, inputs: Mapping[str, Any]) -> tup
     with filled_generators(seed), torch.no_grad(), HeldCoins(_COMPARED):
         drawn = numbers_drawn(lambda: losses.append(losses_of(dict(inputs))))
     return losses[0], drawn
-
-
-def with_rows(inputs: Mapping[str, Any], rows: Sequence[int] | np.ndarray, *, number: int) -> dict[str, Any]:
-    """Return a batch of some rows of a batch of that many examples."""
-    return {
-        name: value[torch.as_tensor(rows, device=value.device)]
-        if isinstance(value, Tensor) and value.ndim and len(value) == number
-        else value
-        for name, value in inputs.items()
-    }

@@ -25,6 +25,7 @@ from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book, output_per_example
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
+from doppler_hf.privacy.rows import has_rows
 
 # The errors that a layer may raise when it is called in a way for which it was not written.
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
@@ -320,11 +321,6 @@ class _Tap(torch.autograd.Function):
         for name, value in ctx.layer.per_sample_gradients(values, ctx.spec, gradients, rows=ctx.rows).items():
             ctx.layer.note(name, value)
         return (None,) * (4 + ctx.num_parameters) + gradients
-
-
-def has_rows(value: Any, number: int | None) -> bool:
-    """Return whether a value is a tensor of that many rows."""
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == number
 
 
 def is_floating(value: Any) -> bool:
