@@ -12,7 +12,7 @@
 - engine: the self-check, the engine of per-sample gradients, and its first pass
 - own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments
-- checkpoints: which are whole
+- checkpoints: which are whole, and what a run reads of one
 - ledger_callback: the ledger during training, and the guard of the budget
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole: a run may be killed while it writes one.
+"""Which checkpoints are whole, since a run may be killed while it writes one; and what a run reads of one.
 
 The host writes the trainer's state last, so that a folder without it is not a whole checkpoint. Of one that is written
 again, it is removed first. Nothing of the host's waits for the disk, so that after a power failure any file may be cut off:
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -39,6 +40,13 @@ def is_whole(checkpoint: Path) -> bool:
         return False
     # torch writes zip files, whose table is their end.
     return all(map(zipfile.is_zipfile, checkpoint.glob("*.pt")))
+
+
+def step_of_checkpoint(checkpoint: str | None) -> int:
+    """Return after how many steps a checkpoint was written; 0 without a checkpoint, or one without the trainer's state."""
+    if not checkpoint or not (path := Path(checkpoint) / TRAINER_STATE_NAME).exists():
+        return 0
+    return TrainerState.load_from_json(str(path)).global_step
 
 
 def filter_of_checkpoint(checkpoint: str | None) -> LowPassFilter | None:

@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
-from doppler_hf.filters import LowPassFilter, corrected_output, estimate_power, step_response
+from doppler_hf.filters import LowPassFilter, NoiseShape, corrected_output, estimate_power, step_response
 from doppler_hf.run.projection import TABLE_WIDTH, Projection
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -194,6 +194,19 @@ class GradientRecorder(TrainerCallback):
         logs |= {"signal_power": before.signal, "signal_power_error": before.error, "noise_power": before.noise}
         if self.noise_std:
             logs |= {"snr_before": before.snr, "snr_after": after.snr}
+
+
+def refuse_other_noise(shape: NoiseShape, *, clipping_quantile: float | None) -> None:
+    """Refuse to record under noise that is not white, or changes its size."""
+    if not shape.is_white:
+        raise ValueError(
+            f"GradientRecorder takes the noise for white, and noise_shape must be so, got {shape}. Set noise_shape='white'."
+        )
+    if clipping_quantile is not None:
+        raise ValueError(
+            "GradientRecorder takes the noise to be of one size, and clipping_quantile must be None, got "
+            f"{clipping_quantile}. Leave it out."
+        )
 
 
 def recorders_in(callbacks: Iterable[TrainerCallback]) -> list[GradientRecorder]:

@@ -6,14 +6,11 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
@@ -28,9 +25,10 @@ from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.generators import Refill, filled_generators
 from doppler_hf.privacy.noise import AdaptiveClip, Mechanism, PrivateLoss, noise_source
 from doppler_hf.privacy.noise.adaptive_clip import COUNT_SENSITIVITY
+from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.choices import chosen_noise_shape
 from doppler_hf.run.engine import CheckLoss, attached_engine
-from doppler_hf.run.gradient_recorder import GradientRecorder
+from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.plan import budget_spent, planned_statement
@@ -102,19 +100,10 @@ class PrivateRun:
             seed=args.noise_seed,
         )
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained)
-        if recorders and not shape.is_white:
-            raise ValueError(
-                "GradientRecorder takes the noise for white, and noise_shape must be so, got "
-                f"{shape}. Set noise_shape='white'."
-            )
-        if recorders and args.clipping_quantile is not None:
-            raise ValueError(
-                "GradientRecorder takes the noise to be of one size, and clipping_quantile must be None, got "
-                f"{args.clipping_quantile}. Leave it out."
-            )
+        if recorders:
+            refuse_other_noise(shape, clipping_quantile=args.clipping_quantile)
         self.sampler.take_turns(shape.bands)
-        state = Path(checkpoint or "") / TRAINER_STATE_NAME
-        self._first_step = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.exists() else 0
+        self._first_step = step_of_checkpoint(checkpoint)
         self.statement = planned_statement(
             args,
             sampler=self.sampler,

@@ -10,12 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.run.checkpoints import step_of_checkpoint
 from tests.support.trainers import trainer_of, weights
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
+
+
+def test_the_step_of_a_checkpoint_is_that_of_its_state(tmp_path):
+    assert [step_of_checkpoint(None), step_of_checkpoint(str(tmp_path))] == [0, 0]
+    TrainerState(global_step=7).save_to_json(str(tmp_path / "trainer_state.json"))
+    assert step_of_checkpoint(str(tmp_path)) == 7
 
 
 class StopAt(TrainerCallback):
