@@ -144,13 +144,12 @@ class DopplerTrainer(AroundSteps):
         if not args.disable_dp:
             run = self.private_run
             assert values[-1] == run.statement.steps_planned, "the host plans another number of steps than was accounted"
-            losses, prepare = self._losses, self._prepare_inputs
             run.attach(
                 self.model,
-                losses_of=losses,
+                losses_of=self._losses,
                 check_loss=self._check_loss,
                 loader=dataloader,
-                prepare=prepare,
+                prepare=self._prepare_inputs,
                 rows_per_loss=self.rows_per_loss,
                 in_step=self._sharding.in_step,
             )

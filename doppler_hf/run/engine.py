@@ -295,7 +295,7 @@ class StartCheck:
         still: Still = without_coins
         try:
             with still(model):
-                self._refuse_difference(probe, expected, tolerance)
+                self._comparison(probe).refuse_difference(expected, tolerance=tolerance)
         except ValueError:
             if not self._is_random_in(still, probe):
                 raise
@@ -304,7 +304,8 @@ class StartCheck:
             if self._is_random_in(still, probe):
                 still = without_dropout
             with still(model):
-                self._refuse_difference(probe, self._comparison(probe).expected(), tolerance)
+                comparison = self._comparison(probe)
+                comparison.refuse_difference(comparison.expected(), tolerance=tolerance)
         still = self._refuse_crowd(probe, still, tolerance, is_of_torch=drawn.is_of_torch)
         # A coin that rows share may hide what couples them, if it seldom falls; and so does evaluation mode.
         if drawn.shared or still is without_dropout:
@@ -366,6 +367,3 @@ class StartCheck:
     def _comparison(self, probe: Probe) -> Comparison:
         alone, together, rows = probe.alone, probe.together, probe.rows
         return Comparison(self._clipped, self._model, self._losses_of, alone=alone, together=together, rows=rows)
-
-    def _refuse_difference(self, probe: Probe, expected: Expected, tolerance: float) -> None:
-        self._comparison(probe).refuse_difference(expected, tolerance=tolerance)

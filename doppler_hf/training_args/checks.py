@@ -197,11 +197,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             "estimated from gradients whose noise is taken for white. Leave one of them out."
         )
     for name, allowed, reason in (
-        (
-            "noise_shape",
-            ("auto", "white"),
-            "the noise that it takes back covers contributions within the C of earlier steps",
-        ),
+        ("noise_shape", ("auto", "white"), "what it takes back covers contributions within the C of earlier steps"),
         ("clipping_granularity", ("flat",), "the quantile is that of the norms over all parameters"),
     ):
         if args.clipping_quantile is not None and getattr(args, name) not in allowed:

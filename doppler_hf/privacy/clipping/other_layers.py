@@ -2,7 +2,7 @@
 
 * **copies**: parameters that act elementwise (any family's RMSNorm, ViT's class token, ConvNeXt's layer scale) are replaced
   by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost. If
-  they fit an input as a whole, copies of its shape have each term of that gradient, and rounding in its sum is seen to;
+  they fit an input as a whole, copies of its shape have each term of that gradient, and rounding in its sum is seen to.
   Whether they act elementwise is tested: two examples with different copies must give the outputs that each gives alone;
 * **Opacus's samplers**, for torch's layers without a rule here, or for all layers with the engine "opacus";
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from doppler_hf.linalg import in_float32
+from doppler_hf.privacy.clipping.as_in_training import modes_kept
 from doppler_hf.privacy.clipping.book import Book, output_per_example
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
@@ -181,23 +182,19 @@ class LayerWithoutRule:
                 for output, *singles in zip(together, *alone, strict=True)
             )
 
-        was_training = [(module, module.training) for module in self._module.modules()]
-        try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            self.book.unwatched(),
+            torch.autocast(next(iter(own.values())).device.type, enabled=False),
+            modes_kept(self._module),
+        ):
             self._module.eval()  # Dropout would make any two calls differ.
-            with (
-                warnings.catch_warnings(action="ignore"),
-                self.book.unwatched(),
-                torch.autocast(next(iter(own.values())).device.type, enabled=False),
-            ):
-                if not fit(copies):
-                    return None
-                for name, copy in copies.items():
-                    wider = (copy._replace(like=place) for place, value in enumerate(values) if has_rows(value, rows))
-                    whole = (each for each in wider if each.over(one) and fit(copies | {name: each}))
-                    copies = copies | {name: next(whole, copy)}
-        finally:
-            for module, training in was_training:
-                module.training = training
+            if not fit(copies):
+                return None
+            for name, copy in copies.items():
+                wider = (copy._replace(like=place) for place, value in enumerate(values) if has_rows(value, rows))
+                whole = (each for each in wider if each.over(one) and fit(copies | {name: each}))
+                copies = copies | {name: next(whole, copy)}
         return copies
 
     def _probe(self, value: Any) -> Any:
