@@ -2,6 +2,7 @@
 
 - batching: the examples of a step
 - losses: one loss per example
+- dense_losses: one loss per example of segmentation and of speech
 - pair_losses: one loss per pair of answers
 - clipping: per-sample gradients, clipped and summed
 - noise: from clipped sums to a private gradient

@@ -21,11 +21,15 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_CTC_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
+
+from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored_pixel, pixel_losses
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
@@ -94,6 +98,16 @@ def has_choices(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
 
 
+def has_pixels(model: nn.Module) -> bool:
+    """Return whether a model, without PEFT's wrapper, is one of semantic segmentation: each pixel of an image has a label."""
+    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES)
+
+
+def has_ctc(model: nn.Module) -> bool:
+    """Return whether a model, without PEFT's wrapper, is one of speech whose frames are aligned with labels by CTC."""
+    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_CTC_MAPPING_NAMES)
+
+
 def _is_of_table(model: PreTrainedModel, table: Mapping[str, str]) -> bool:
     return not {cls.__name__ for cls in type(model).__mro__}.isdisjoint(table.values())
 
@@ -103,15 +117,16 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
 
     Args:
         model: The model, with its wrappers.
-        inputs: One micro-batch with `labels`: of shape (batch, length) for a task of tokens, otherwise as in
-            `classification_losses`; or with `start_positions` and `end_positions`, as in `answer_losses`.
+        inputs: One micro-batch with `labels`: of shape (batch, length) for a task of tokens or of CTC, (batch, height,
+            width) for segmentation, otherwise as in `classification_losses`; or with `start_positions` and `end_positions`, as in `answer_losses`.
         base_model: The model without wrappers, whose class determines the task.
 
     Returns:
         Losses, shape (batch,), attached to the graph.
 
     Raises:
-        ValueError: If there is no rule for the model's class, or a mixture of experts returns its router's logits.
+        ValueError: If there is no rule for the model's class, a mixture of experts returns its router's logits, or
+            segmentation has an auxiliary head.
     """
     task = token_task(base_model)
     labels, answer = inputs.get("labels"), [inputs[name] for name in ANSWER if name in inputs]
@@ -121,6 +136,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             inputs["decoder_input_ids"] = base_model.prepare_decoder_input_ids_from_labels(labels)
         else:  # M2M100 and Whisper shift the labels inside their forward pass, whose loss is not used.
             inputs["labels"] = labels
+    if has_ctc(base_model) and labels is not None:
+        return ctc_losses(model, inputs, labels, base_model=base_model)
     outputs = model(**inputs)
     outputs = outputs if isinstance(outputs, dict) else {}
     if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
@@ -153,6 +170,13 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         return token_losses(logits, labels, shift=task == "causal_lm")
     if has_choices(base_model):
         return classification_losses(logits, labels, problem_type="single_label_classification")
+    if has_pixels(base_model):
+        if getattr(base_model, "auxiliary_head", None) is not None:
+            raise ValueError(
+                f"{type(base_model).__name__} has use_auxiliary_head=True, and what that head says is not in the outputs, so "
+                "that its loss cannot be split into examples. Set use_auxiliary_head=False in its config."
+            )
+        return pixel_losses(logits, labels, ignored=ignored_pixel(base_model))
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
         raise _no_rule(base_model)
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
@@ -161,8 +185,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
 def _no_rule(model: PreTrainedModel) -> ValueError:
     return ValueError(
         f"There is no per-example loss for {type(model).__name__}: it needs `labels`, and logits of shape (batch, "
-        "num_labels) for sequence and image classification, or (batch, length, classes) for language models and token "
-        "classification. For question answering it needs start_positions and end_positions, and logits of both. Override "
+        "num_labels) for sequence and image classification, (batch, length, classes) for language models, token "
+        "classification and CTC, or (batch, classes, height, width) for semantic segmentation. For question answering it needs start_positions and end_positions, and logits of both. Override "
         "compute_per_sample_loss for another task."
     )
 
@@ -215,7 +239,7 @@ def classification_losses(
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
     if problem_type == "single_label_classification":
-        return F.cross_entropy(logits, labels, reduction="none")
+        return cross_entropies(logits, labels, ignored=IGNORED_LABEL)
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
 
 
@@ -266,7 +290,7 @@ def summed_token_losses(
     if shift:  # The labels move and not the logits, which are too large to be copied.
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED_LABEL, reduction="none")
+    flat = cross_entropies(logits.flatten(0, 1), labels.flatten().long(), ignored=IGNORED_LABEL)
     return flat.view(labels.shape).sum(dim=1)
 
 

@@ -13,7 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy.generators import filled_generators
-from doppler_hf.privacy.losses import ANSWER, IGNORED_LABEL, per_sample_losses, places_of_prompt, token_task
+from doppler_hf.privacy.dense_losses import ignored_pixel
+from doppler_hf.privacy.losses import (
+    ANSWER,
+    IGNORED_LABEL,
+    has_ctc,
+    has_pixels,
+    per_sample_losses,
+    places_of_prompt,
+    token_task,
+)
 
 
 def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
@@ -26,7 +35,7 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
         tolerance: The difference allowed, relative to the loss.
 
     Raises:
-        ValueError: If it is neither the mean over the examples nor the mean over their labelled tokens.
+        ValueError: If it is neither the mean over the examples nor the mean over their labelled tokens or pixels.
     """
     accepted = inspect.signature(base_model.forward).parameters
     name = type(base_model).__name__ + ("" if model is base_model else " with its adapters")
@@ -41,7 +50,7 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     try:
         with torch.no_grad(), filled_generators(0):  # the same dropout
             outputs = model(**inputs)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError, NameError) as error:
         raise ValueError(
             # Not the error's words, which may hold the sizes of examples: messages end in logs.
             f"The forward of {name} must take `labels`, as the host calls it, got a {type(error).__name__} from it. "
@@ -54,6 +63,10 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     # The first token is no target of a causal model, except behind a prompt.
     first = int(task == "causal_lm" and not places_of_prompt(model))
     labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if task else None
+    if has_pixels(base_model):
+        labelled = (inputs["labels"] != ignored_pixel(base_model)).flatten(1).sum(dim=1)
+    if has_ctc(base_model) and base_model.config.ctc_loss_reduction == "sum":
+        own = own / len(losses)
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
         raise ValueError(

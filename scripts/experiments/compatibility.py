@@ -21,6 +21,7 @@ from typing import Any, Final
 import peft
 import torch
 import transformers
+from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -40,8 +41,12 @@ MODELS: Final = (
     "T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration",
     "ViTForImageClassification", "DeiTForImageClassification", "BeitForImageClassification", "Dinov2ForImageClassification",
     "SwinForImageClassification", "ConvNextForImageClassification", "ResNetForImageClassification",
-    "Wav2Vec2ForSequenceClassification", "ASTForAudioClassification",
+    "SegformerForSemanticSegmentation",
+    "Wav2Vec2ForSequenceClassification", "Wav2Vec2ForCTC", "HubertForCTC", "ASTForAudioClassification",
+    "ResNetForImageClassification, mended", "SegformerForSemanticSegmentation, mended",
+    "Wav2Vec2ForSequenceClassification, mended", "Wav2Vec2ForCTC, mended", "HubertForCTC, mended",
 )  # fmt: skip
+MENDED: Final = ", mended"
 TRAINS: Final = "✓"
 # They are trained as they are, beside adapters too.
 HEADS: Final = r"(.*\.)?(pre_classifier|classifier|score|qa_outputs)(\..*)?"
@@ -157,6 +162,18 @@ def data_of(model: Any) -> list[dict[str, Tensor]]:
     return examples
 
 
+def mended(model: Any, examples: Sequence[dict[str, Tensor]]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """Do what the refusals say: replace BatchNorm, freeze weights under weight norm, and pad waves to one length."""
+    model = ModuleValidator.fix(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("parametrizations" not in name)
+    if "attention_mask" not in examples[0]:
+        return model, list(examples)
+    batch = padded(examples)
+    padded_too = [{name: rows[index] for name, rows in batch.items() if name != "labels"} for index in range(len(examples))]
+    return model, [row | {"labels": example["labels"]} for row, example in zip(padded_too, examples, strict=True)]
+
+
 def outcome(name: str, way: Way) -> str:
     """Train a model in one way for two steps, and return `TRAINS` or why it is refused.
 
@@ -164,8 +181,10 @@ def outcome(name: str, way: Way) -> str:
         Exception: If it is neither, which is a defect.
     """
     torch.manual_seed(0)
-    model = tiny_model(name)
+    model: Any = tiny_model(name.removesuffix(MENDED))
     examples = data_of(model)
+    if name.endswith(MENDED):
+        model, examples = mended(model, examples)
     try:
         changed = way.change(model)
     except NotOfPeft as error:
@@ -195,7 +214,8 @@ PAGE: Final = """# What trains
 Models and ways to train them, each tried: a tiny model of random weights makes two private steps, with all checks before
 them. Of {count} flows {trains} train (✓), {refused} are refused in one line, and {peft} are none of transformers' or PEFT's
 either (–). *bf16* is `bf16=True`, *checkpointing* is `gradient_checkpointing=True`, adapters are PEFT's on all linear layers
-but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases* is BiTFiT with the head. Of all classes of
+but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases* is BiTFiT with the head. *Mended* is what the
+notes ask for: BatchNorm is replaced, weights under weight norm are frozen, and waves are padded to one length. Of all classes of
 transformers [another survey](../recipes/results/architectures.md) tells which train with all weights.
 
 Made by `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}.

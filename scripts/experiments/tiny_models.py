@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from doppler_hf.privacy.losses import IGNORED_LABEL, token_task
+from doppler_hf.privacy.losses import IGNORED_LABEL, has_ctc, has_pixels, token_task
 
 TASK_NAMES = re.compile(
     r"^(?!Auto|DataCollator|.*PreTrainedModel).*(For(Sequence|Image|Video|Audio|Token)Classification\w*|For(CausalLM|MaskedLM|ConditionalGeneration)"
@@ -240,6 +240,10 @@ def one_example(model: PreTrainedModel, *, share: float, generator: torch.Genera
     task = token_task(model)
     if task == "seq2seq_lm":
         example["labels"] = tokens(between((4, 9)))
+    elif has_ctc(model):
+        example["labels"] = tokens(between((2, 5)))
+    elif has_pixels(model):
+        example["labels"] = torch.randint(0, config.num_labels, example[main].shape[-2:], generator=generator)
     elif task == "token_classification":
         example["labels"] = torch.randint(0, 3, (length,), generator=generator)
     elif task is not None:

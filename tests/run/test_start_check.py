@@ -1141,6 +1141,13 @@ def test_a_model_that_replaces_its_layers_for_good_is_refused_and_left_as_it_was
     trainer_of(tmp_path, model=model, data=rows_of([32] * 20), max_steps=1, **whole).train()
 
 
+def test_the_hooks_of_the_host_which_it_installs_at_the_first_forward_pass_are_installed_once(tmp_path):
+    model = tiny_bert(output_hidden_states=True)
+    trainer_of(tmp_path, model=model, max_steps=1).train()
+    # Of the embeddings and of the one layer. Twice installed they would record each twice, and heads that read them go wrong.
+    assert len(model(torch.ones(1, 3, dtype=torch.long)).hidden_states) == 2
+
+
 class WithoutMask(nn.Module):
     """A bag of embeddings that reads the padding, whose row is zero until noise is added to it."""
 

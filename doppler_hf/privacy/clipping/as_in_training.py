@@ -117,12 +117,13 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Give every module its attributes, submodules and buffers back, which forward passes may write."""
+    """Give every module its attributes, submodules, hooks and buffers back, which forward passes may write."""
     before = [
         (
             module,
             dict(vars(module)),
-            dict(module._modules),
+            # The host installs hooks at the first forward pass, and notes that in an attribute: without its note, twice.
+            [(held, dict(held)) for name, held in vars(module).items() if name == "_modules" or "_hooks" in name],
             [(name, tensor, copy_of(tensor)) for name, tensor in module._buffers.items()],
         )
         for module in model.modules()
@@ -131,11 +132,12 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for module, attributes, children, buffers in before:
+            for module, attributes, dictionaries, buffers in before:
                 vars(module).clear()
                 vars(module).update(attributes)
-                module._modules.clear()
-                module._modules.update(children)
+                for held, content in dictionaries:
+                    held.clear()
+                    held.update(content)
                 for name, tensor, value in buffers:
                     module._buffers[name] = tensor
                     if tensor is not None and value is not None:

@@ -1,0 +1,109 @@
+"""One loss per example where labels are many to an example and their number is its own: pixels, and speech by CTC.
+
+A model's own loss is a mean over the pixels of the whole batch, or a sum over its examples.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+
+def cross_entropies(
+    logits: Float[Tensor, "batch labels *places"], labels: Int[Tensor, "batch *places"], *, ignored: int
+) -> Float[Tensor, "batch *places"]:
+    """Return the cross-entropy at each place, 0 where there is no label.
+
+    Raises:
+        ValueError: If a label is no class. On a GPU that is torch's own error.
+    """
+    try:
+        return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
+    except IndexError:
+        # Neither torch's words nor its traceback, which have the label of an example: messages end in logs.
+        raise ValueError(
+            f"labels must be classes from 0 to {logits.shape[1] - 1}, or {ignored} where there is none, got another one. Set "
+            "num_labels in the model's config to the number of classes, and let them begin at 0."
+        ) from None
+
+
+def ignored_pixel(model: PreTrainedModel) -> int:
+    """Return the label of pixels that have none."""
+    # UperNet's name for it.
+    name = "loss_ignore_index" if hasattr(model.config, "loss_ignore_index") else "semantic_loss_ignore_index"
+    return int(getattr(model.config, name))
+
+
+def pixel_losses(
+    logits: Float[Tensor, "batch classes low wide"], labels: Int[Tensor, "batch height width"], *, ignored: int
+) -> Float[Tensor, " batch"]:
+    """Return the loss of each example of semantic segmentation.
+
+        loss_i = Σ_p [y_ip ≠ ignored] · CE(upsampled logits_ip, y_ip) / Σ_p [y_ip ≠ ignored]
+
+    The mean is over the example's own labelled pixels. With a single class it is the binary cross-entropy, summed over the
+    labelled pixels and divided by all, as in transformers. An example without a labelled pixel has loss 0.
+
+    Args:
+        logits: Shape (batch, classes, …, …), of any resolution: they are upsampled to that of the labels.
+        labels: Class indices, shape (batch, height, width).
+        ignored: The label of pixels that do not count.
+
+    Returns:
+        Losses, shape (batch,), in float32 or better.
+
+    Raises:
+        ValueError: If the shapes do not fit each other, or a label is no class.
+
+    Example:
+        >>> pixel_losses(torch.zeros(1, 2, 1, 1), torch.tensor([[[0, 1], [255, 255]]]), ignored=255)
+        tensor([0.6931])
+    """
+    if logits.ndim != 4 or labels.ndim != 3 or len(labels) != len(logits):
+        raise ValueError(
+            "logits must have shape (batch, classes, height, width) and labels (batch, height, width) for semantic "
+            f"segmentation, got {logits.ndim} and {labels.ndim} dimensions or other sizes. For another task override "
+            "compute_per_sample_loss."
+        )
+    # Sensitivity: interpolation, mean and number of pixels are an example's own.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = F.interpolate(logits, size=labels.shape[-2:], mode="bilinear", align_corners=False)
+    if logits.shape[1] == 1:
+        labelled = ((labels >= 0) & (labels != ignored)).to(logits)
+        losses = F.binary_cross_entropy_with_logits(logits.squeeze(1), labels.to(logits), reduction="none")
+        return (losses * labelled).flatten(1).mean(dim=1)
+    losses = cross_entropies(logits, labels.long(), ignored=ignored)
+    # At least one: 0/0 would be NaN.
+    return losses.flatten(1).sum(dim=1) / (labels != ignored).flatten(1).sum(dim=1).clamp(min=1)
+
+
+def ctc_losses(
+    model: nn.Module, inputs: dict[str, Any], labels: Int[Tensor, "batch length"], *, base_model: PreTrainedModel
+) -> Float[Tensor, " batch"]:
+    """Call a model of connectionist temporal classification once and return the loss of each example.
+
+    The model's own loss, for how many frames an example has the model alone knows, before it is reduced over the batch. With
+    `ctc_loss_reduction="mean"` an example's is divided by the number of its labels, as torch does.
+
+    Args:
+        model: The model, with its wrappers.
+        inputs: One micro-batch without labels.
+        labels: Its labels; negative ones and blanks are none.
+        base_model: The model without wrappers.
+
+    Returns:
+        Losses, shape (batch,), infinite for an example with more labels than frames, as in the host.
+    """
+    config, reduction = base_model.config, base_model.config.ctc_loss_reduction
+    # Sensitivity: torch's loss of an example reads its own frames, as many as its mask says, and its own labels.
+    config.ctc_loss_reduction = "none"
+    try:
+        losses: Tensor = model(**inputs, labels=labels).loss
+    finally:
+        config.ctc_loss_reduction = reduction
+    if reduction == "mean":
+        losses = losses / ((labels >= 0) & (labels != config.pad_token_id)).sum(dim=1).clamp(min=1)
+    return losses

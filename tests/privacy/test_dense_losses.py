@@ -1,0 +1,234 @@
+"""Segmentation and CTC: an example's loss is the model's own of it alone, and its gradient is clipped as a whole."""
+
+import pytest
+import torch
+from opacus.validators import ModuleValidator
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BeitConfig,
+    BeitForSemanticSegmentation,
+    HubertConfig,
+    HubertForCTC,
+    MobileNetV2Config,
+    MobileNetV2ForSemanticSegmentation,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+)
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.audit import neighbour_distances
+from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, pixel_losses
+from doppler_hf.privacy.losses import has_ctc, has_pixels, per_sample_losses
+from scripts.experiments.tiny_models import padded
+from tests.support.per_example import assert_equals_loop
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import arguments
+
+AUDIO = dict(
+    vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
+    conv_kernel=(4, 3), conv_stride=(4, 2), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
+    pad_token_id=0, hidden_dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0,
+    final_dropout=0.0, layerdrop=0.0,
+)  # fmt: skip
+SEGFORMER = dict(
+    num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 12], patch_sizes=[3, 3], strides=[2, 2],
+    num_attention_heads=[1, 2], mlp_ratios=[1, 1], decoder_hidden_size=8, hidden_dropout_prob=0.0, drop_path_rate=0.0,
+    attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
+)  # fmt: skip
+BEIT = dict(image_size=16, patch_size=8, hidden_size=8, num_hidden_layers=4, num_attention_heads=2, intermediate_size=8,
+            out_indices=[1, 2, 3, 4])  # fmt: skip
+
+
+def wav2vec2(kind="layer", **overrides):
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(**AUDIO, feat_extract_norm=kind, **overrides))
+    model.wav2vec2.encoder.pos_conv_embed.requires_grad_(False)
+    return model
+
+
+def hubert(**overrides):
+    model = HubertForCTC(HubertConfig(**AUDIO, feat_extract_norm="layer", **overrides))
+    model.hubert.encoder.pos_conv_embed.requires_grad_(False)
+    return model
+
+
+def segformer(classes=3):
+    return ModuleValidator.fix(SegformerForSemanticSegmentation(SegformerConfig(num_labels=classes, **SEGFORMER)))
+
+
+def voices(number=12, *, longest=None):
+    """Waves and transcripts of unequal lengths."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for index in range(number):
+        length = 150 + 40 * (index % 5)
+        wave = torch.randn(length, generator=generator)
+        mask = torch.ones(length, dtype=torch.long)
+        if longest is not None:
+            wave, mask = (torch.nn.functional.pad(x, (0, longest - length)) for x in (wave, mask))
+        labels = torch.randint(1, 9, (3 + index % 4,), generator=generator)
+        found.append({"input_values": wave, "attention_mask": mask, "labels": labels})
+    return found
+
+
+def pictures(number=12, *, classes=3):
+    """Images whose pixels have labels, the fewer the later in the list."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for index in range(number):
+        labels = torch.randint(classes, (16, 16), generator=generator)
+        labels[: index % 5 * 3] = 255
+        found.append({"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": labels})
+    return found
+
+
+def trainer_of(tmp_path, model, data, **options):
+    args = arguments(tmp_path, grad_sample_self_check=True, **options)
+    return DopplerTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, data_collator=padded)
+
+
+def in_double(batch):
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+MODELS = {
+    "wav2vec2, mean": (lambda: wav2vec2(ctc_loss_reduction="mean"), voices),
+    "hubert, sum": (lambda: hubert(ctc_loss_reduction="sum"), voices),
+    "segformer": (segformer, pictures),
+    "segformer of one class": (lambda: segformer(1), lambda number=12: pictures(number, classes=2)),
+}
+
+
+def built(build):
+    torch.manual_seed(0)
+    return build().double().train()
+
+
+@pytest.mark.parametrize(("build", "data"), MODELS.values(), ids=MODELS)
+def test_each_loss_is_the_models_own_of_that_example_alone(build, data):
+    model, rows = built(build), data(5)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    losses = per_sample_losses(model, in_double(padded(rows)), base_model=model)
+    for row, loss in zip(rows, losses, strict=True):
+        alone = model(**in_double(padded([row]))).loss
+        # The host computes CTC in float32, whose rounding follows the number of frames.
+        torch.testing.assert_close(loss, alone, atol=1e-6, rtol=1e-5, check_dtype=False)
+        expected = torch.autograd.grad(alone, trained, allow_unused=True)
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
+        largest = max(gradient.norm() for gradient in expected if gradient is not None)
+        assert largest > 1e-3
+        for gradient, of_alone in zip(gradients, expected, strict=True):
+            if of_alone is not None:
+                assert (gradient - of_alone).norm() < 1e-5 * largest
+
+
+@pytest.mark.parametrize(("build", "data"), MODELS.values(), ids=MODELS)
+def test_clipped_sums_equal_a_loop_over_single_examples(build, data):
+    model, rows = built(build), data(4)
+
+    def losses(index):
+        return per_sample_losses(model, in_double(padded(rows[index])), base_model=model)
+
+    assert_equals_loop(model, losses, 4, tolerance=dict(atol=1e-5, rtol=1e-5) if has_ctc(model) else None)
+
+
+@pytest.mark.parametrize(("build", "data"), [*MODELS.values()][1:3], ids=[*MODELS][1:3])
+def test_one_example_moves_the_sum_by_at_most_c(tmp_path, build, data):
+    trainer = trainer_of(tmp_path, build(), data(), clipping="vanilla", per_sample_max_grad_norm=1e-3)
+    result = neighbour_distances(trainer, pairs=2)
+    assert not result.contradicts_claim
+    assert 0.99 < result.distances.min() <= result.distances.max() < 1.0 + 1e-5
+
+
+@pytest.mark.parametrize(("build", "data"), MODELS.values(), ids=MODELS)
+def test_two_private_steps_and_an_evaluation(tmp_path, build, data):
+    model = build()
+    if build is MODELS["segformer"][0] or build is MODELS["hubert, sum"][0]:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    trainer = trainer_of(tmp_path, model, data(), max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 2
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_norm_over_time_needs_waves_of_one_length(tmp_path):
+    for longest in (None, 320):
+        trainer = trainer_of(tmp_path / str(longest), wav2vec2("group"), voices(longest=longest), max_steps=1)
+        if longest is None:
+            with pytest.raises(ValueError, match=r"\(GroupNorm\) depends on the length to which an example is padded\. Pad"):
+                trainer.train()
+        else:
+            trainer.train()
+            assert trainer.state.global_step == 1
+
+
+def test_layers_that_cannot_be_trained_are_named_with_what_to_do(tmp_path):
+    model = wav2vec2()
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"pos_conv_embed\.conv\.parametrizations.*Freeze them"):
+        trainer_of(tmp_path, model, voices()).train()
+    model = SegformerForSemanticSegmentation(SegformerConfig(**SEGFORMER))
+    with pytest.raises(ValueError, match=r"'decode_head\.batch_norm' \(BatchNorm2d\) mixes .*ModuleValidator\.fix"):
+        trainer_of(tmp_path, model, pictures()).train()
+
+
+def test_an_auxiliary_head_is_refused():
+    for auxiliary in (True, False):
+        model = ModuleValidator.fix(
+            BeitForSemanticSegmentation(BeitConfig(**BEIT, drop_path_rate=0.0, num_labels=3, use_auxiliary_head=auxiliary))
+        )
+        inputs = padded(pictures(2))
+        pixels = (inputs["labels"] != 255).sum(dim=(1, 2)).float()
+        if auxiliary:
+            with pytest.raises(ValueError, match="BeitForSemanticSegmentation has use_auxiliary_head=True"):
+                per_sample_losses(model, inputs, base_model=model)
+        else:
+            losses = per_sample_losses(model, inputs, base_model=model)
+            torch.testing.assert_close(losses @ pixels / pixels.sum(), model(**inputs).loss)
+
+
+def test_an_example_without_labels_or_with_too_many_of_them():
+    logits = torch.randn(2, 3, 4, 4, requires_grad=True)
+    labels = torch.full((2, 8, 8), 255)
+    labels[0, 0, 0] = 1
+    losses = pixel_losses(logits, labels, ignored=255)
+    assert losses[0] > 0
+    assert losses[1] == 0
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert gradient.isfinite().all()
+    assert torch.all(gradient[1] == 0)
+    rows = voices(3)
+    rows[1]["labels"] = torch.ones(200, dtype=torch.long)
+    batch, model = padded(rows), wav2vec2()
+    labels = batch.pop("labels")
+    losses = ctc_losses(model, batch, labels, base_model=model)
+    assert losses.isinf().tolist() == [False, True, False]
+    assert model.config.ctc_loss_reduction == Wav2Vec2Config().ctc_loss_reduction
+
+
+@pytest.mark.usefixtures("unchecked_arrays")
+def test_labels_of_another_shape_are_refused():
+    for labels in (torch.zeros(2, dtype=torch.long), torch.zeros(3, 8, 8, dtype=torch.long)):
+        with pytest.raises(ValueError, match=rf"segmentation, got 4 and {labels.ndim} dimensions"):
+            pixel_losses(torch.zeros(2, 3, 4, 4), labels, ignored=255)
+
+
+def test_a_label_that_is_no_class_is_refused_without_its_value():
+    for label in (17, -3):
+        with pytest.raises(ValueError, match=r"from 0 to 2, or -100 where there is none, got another one\. Set") as caught:
+            cross_entropies(torch.zeros(2, 3), torch.tensor([1, label]), ignored=-100)
+        assert caught.value.__suppress_context__
+        assert str(label) not in str(caught.value)
+
+
+def test_models_are_known_by_their_class():
+    models = [
+        wav2vec2(),
+        segformer(),
+        MobileNetV2ForSemanticSegmentation(MobileNetV2Config(depth_multiplier=0.1)),
+        tiny_bert(),
+    ]
+    assert [has_ctc(model) for model in models] == [True, False, False, False]
+    assert [has_pixels(model) for model in models] == [False, True, True, False]
+    assert not has_ctc(torch.nn.Linear(2, 2))
