@@ -35,9 +35,9 @@ from doppler_hf.training_args import DopplerTrainingArguments, checks
 class DopplerTrainer(AroundSteps):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
-    Sequence, image and token classification, causal, masked and seq2seq language models, question answering and multiple
-    choice have a loss per example. For another task override `compute_per_sample_loss`. With `args.disable_dp` every method
-    is the stock one.
+    Sequence, image and token classification, causal, masked and seq2seq language models, question answering, multiple
+    choice, semantic segmentation and CTC have a loss per example. For another task override
+    `compute_per_sample_loss`. With `args.disable_dp` every method is the stock one.
 
     Args:
         model: As in `Trainer`; so are the others, in its order.
@@ -134,6 +134,7 @@ class DopplerTrainer(AroundSteps):
             # A new plan: the arguments may have changed since the last run, and what that run spent counts.
             self._run = self._new_run(checkpoint=checkpoint, earlier=earlier)
             running.enter_context(self._run)
+            running.callback(self.args.forget_run)
             running.enter_context(one_line_if_a_process_ends())
             running.callback(lambda: self.privacy.end_run(self.args, self.state, model=self.model))
             return super()._inner_training_loop(batch_size, **kwargs)
@@ -250,5 +251,7 @@ class DopplerTrainer(AroundSteps):
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
-        getattr(self.optimizer, "optimizer", self.optimizer).noise_std = run.settled_noise_std
+        own = getattr(self.optimizer, "optimizer", self.optimizer)
+        own.noise_std = run.settled_noise_std
+        self.args.note_run(run.statement, low_pass_filter=str(own.low_pass_filter), noise_std=own.noise_std)
         return self.optimizer

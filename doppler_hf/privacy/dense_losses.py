@@ -25,8 +25,8 @@ def cross_entropies(
     except IndexError:
         # Neither torch's words nor its traceback, which have the label of an example: messages end in logs.
         raise ValueError(
-            f"labels must be classes from 0 to {logits.shape[1] - 1}, or {ignored} where there is none, got another one. Set "
-            "num_labels in the model's config to the number of classes, and let them begin at 0."
+            f"labels must be classes from 0 to {logits.shape[1] - 1}, or {ignored} where there is none, got another one. "
+            "Set num_labels in the model's config to the number of classes, and let them begin at 0."
         ) from None
 
 

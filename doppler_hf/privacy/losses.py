@@ -99,7 +99,7 @@ def has_choices(model: nn.Module) -> bool:
 
 
 def has_pixels(model: nn.Module) -> bool:
-    """Return whether a model, without PEFT's wrapper, is one of semantic segmentation: each pixel of an image has a label."""
+    """Return whether a model, without PEFT's wrapper, is one of semantic segmentation: each pixel has a label."""
     return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES)
 
 
@@ -118,7 +118,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     Args:
         model: The model, with its wrappers.
         inputs: One micro-batch with `labels`: of shape (batch, length) for a task of tokens or of CTC, (batch, height,
-            width) for segmentation, otherwise as in `classification_losses`; or with `start_positions` and `end_positions`, as in `answer_losses`.
+            width) for segmentation, otherwise as in `classification_losses`; or with `start_positions` and `end_positions`,
+            as in `answer_losses`.
         base_model: The model without wrappers, whose class determines the task.
 
     Returns:
@@ -173,8 +174,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if has_pixels(base_model):
         if getattr(base_model, "auxiliary_head", None) is not None:
             raise ValueError(
-                f"{type(base_model).__name__} has use_auxiliary_head=True, and what that head says is not in the outputs, so "
-                "that its loss cannot be split into examples. Set use_auxiliary_head=False in its config."
+                f"{type(base_model).__name__} has use_auxiliary_head=True, and what that head says is not in the outputs, "
+                "so that its loss cannot be split into examples. Set use_auxiliary_head=False in its config."
             )
         return pixel_losses(logits, labels, ignored=ignored_pixel(base_model))
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
@@ -186,8 +187,8 @@ def _no_rule(model: PreTrainedModel) -> ValueError:
     return ValueError(
         f"There is no per-example loss for {type(model).__name__}: it needs `labels`, and logits of shape (batch, "
         "num_labels) for sequence and image classification, (batch, length, classes) for language models, token "
-        "classification and CTC, or (batch, classes, height, width) for semantic segmentation. For question answering it needs start_positions and end_positions, and logits of both. Override "
-        "compute_per_sample_loss for another task."
+        "classification and CTC, or (batch, classes, height, width) for semantic segmentation. For question answering it "
+        "needs start_positions and end_positions, and logits of both. Override compute_per_sample_loss for another task."
     )
 
 

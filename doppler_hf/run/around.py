@@ -114,7 +114,7 @@ class AroundSteps(Trainer, ABC):
     create_model_card = with_privacy_section(Trainer.create_model_card)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the host does, with ε so far for evaluations, and without the training loss if it is not reported."""
+        """Log as the host does, with ε so far, and without the training loss if it is not reported."""
         self._ledger_keeper.complete_log(logs, model=self.model)
         for recorder in recorders_in(self.callback_handler.callbacks):
             recorder.add_estimates(logs)

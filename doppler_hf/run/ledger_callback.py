@@ -7,9 +7,10 @@ at a time writes that of a folder.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -28,6 +29,7 @@ from doppler_hf.run.replicas import COMPARED_EVERY, refuse_different_replicas
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
+LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
 _Outcome = TypeVar("_Outcome")
 
 
@@ -214,15 +216,24 @@ class PrivacyCallback(TrainerCallback):
         if speaks:
             self._leave(model)
 
+    def _rounded_epsilon(self) -> float:
+        # Privacy: it grows with the steps, so that ε of a few steps more is an upper bound, and at the end it is ε itself.
+        # An accountant takes up to some seconds for each number of steps.
+        assert self.ledger is not None
+        run = self._current_run()
+        apart = math.ceil(run.statement.steps_planned / LOGGED_EPSILONS)
+        return self.ledger.epsilon(further_steps=min(-self.ledger.steps_run % apart, max(0, run.affordable_steps)))
+
     def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
         """Complete a log (modified in place).
 
-        An evaluation's with ε so far, a step's with the clip norm that follows if it moves, and without the training loss
-        if that is not reported.
+        A step's and an evaluation's with ε so far, a step's also with the clip norm that follows if it moves, and without
+        the training loss if that is not reported.
         """
         # Of another model nobody knows what its training has spent: it may have been loaded.
-        if any(name.startswith("eval_") for name in logs) and self.speaks_for(model):
-            logs["epsilon"] = self.epsilon()
+        is_evaluation = any(name.startswith("eval_") for name in logs)
+        if self.speaks_for(model) if is_evaluation else self._is_running:
+            logs["epsilon"] = self._rounded_epsilon()
         if self.ledger is not None and "grad_norm" in logs:
             moving = self._current_run().moving_max_grad_norm
             logs |= {} if moving is None else {"clip_norm": moving}

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from doppler_hf.privacy.generators import filled_generators
 from doppler_hf.privacy.dense_losses import ignored_pixel
+from doppler_hf.privacy.generators import filled_generators
 from doppler_hf.privacy.losses import (
     ANSWER,
     IGNORED_LABEL,

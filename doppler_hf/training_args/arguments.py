@@ -4,8 +4,9 @@ The names for privacy are those of Opacus and dp-transformers, the others those 
 the guarantee, or would have no effect, are refused (`checks`) rather than ignored during the run.
 """
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
@@ -13,6 +14,7 @@ from transformers.hf_argparser import HfArg
 from doppler_hf.filters import LowPassFilter, NoiseShape, parse_name
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.optim.state import Base
+from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import Accountant
 from doppler_hf.privacy.clipping.clipped_gradients import Clipping, Engine, Granularity
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator
@@ -167,6 +169,21 @@ class DopplerTrainingArguments(TrainingArguments):
         "unset or 0, see per_sample_max_grad_norm.",
     )
     host_learning_rate = TrainingArguments.learning_rate
+    _run: ClassVar[dict[str, Any]] = {}  # an instance has its own during a run
+
+    def note_run(self, statement: PrivacyStatement, **chosen: Any) -> None:
+        """Take the terms of a run, and what was chosen for it, into what trackers such as TensorBoard's are given."""
+        # Not into the arguments themselves, which stay as they were given.
+        terms = dataclasses.asdict(statement) | chosen
+        vars(self)["_run"] = {f"privacy/{name}": value for name, value in terms.items()}
+
+    def forget_run(self) -> None:
+        """Leave the terms of a run that has ended out again."""
+        vars(self).pop("_run", None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments as the host does, for its trackers, during a run with its terms."""
+        return {**super().to_dict(), **self._run}
 
     def __post_init__(self) -> None:
         """Check the arguments, as HF does those that it has."""

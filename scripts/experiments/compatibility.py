@@ -163,10 +163,13 @@ def data_of(model: Any) -> list[dict[str, Tensor]]:
 
 
 def mended(model: Any, examples: Sequence[dict[str, Tensor]]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """Do what the refusals say: replace BatchNorm, freeze weights under weight norm, and pad waves to one length."""
-    model = ModuleValidator.fix(model)
+    """Do what the refusals say: replace BatchNorm; freeze positions by a convolution, mask nothing, pad to one length."""
+    if any("BatchNorm" in type(module).__name__ for module in model.modules()):
+        model = ModuleValidator.fix(model)  # it copies, which weight norm does not allow
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("parametrizations" not in name)
+        parameter.requires_grad_("pos_conv_embed" not in name)
+    if hasattr(model.config, "mask_time_prob"):
+        model.config.mask_time_prob = 0.0
     if "attention_mask" not in examples[0]:
         return model, list(examples)
     batch = padded(examples)
@@ -214,9 +217,9 @@ PAGE: Final = """# What trains
 Models and ways to train them, each tried: a tiny model of random weights makes two private steps, with all checks before
 them. Of {count} flows {trains} train (✓), {refused} are refused in one line, and {peft} are none of transformers' or PEFT's
 either (–). *bf16* is `bf16=True`, *checkpointing* is `gradient_checkpointing=True`, adapters are PEFT's on all linear layers
-but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases* is BiTFiT with the head. *Mended* is what the
-notes ask for: BatchNorm is replaced, weights under weight norm are frozen, and waves are padded to one length. Of all classes of
-transformers [another survey](../recipes/results/architectures.md) tells which train with all weights.
+but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases* is BiTFiT with the head. *Mended* is what
+the notes ask for: BatchNorm is replaced, or `pos_conv_embed` is frozen, `mask_time_prob` is 0 and waves are padded to one
+length. Of all classes of transformers [another survey](../recipes/results/architectures.md) tells which train with all weights.
 
 Made by `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}.
 

@@ -145,7 +145,7 @@ def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, c
     assert logged == IN_LOGS | recorded | also
     assert set().union(*state["log_history"]) <= IN_LOGS | recorded | also | {"step"}
     clocks = {name for name in CLOCKS if name.startswith("train_")}
-    assert one["returned"].keys() == {"epoch"} | clocks | (also & {"train_loss"})
+    assert one["returned"].keys() == {"epoch", "epsilon"} | clocks | (also & {"train_loss"})
 
 
 @pytest.mark.parametrize(

@@ -1144,7 +1144,7 @@ def test_a_model_that_replaces_its_layers_for_good_is_refused_and_left_as_it_was
 def test_the_hooks_of_the_host_which_it_installs_at_the_first_forward_pass_are_installed_once(tmp_path):
     model = tiny_bert(output_hidden_states=True)
     trainer_of(tmp_path, model=model, max_steps=1).train()
-    # Of the embeddings and of the one layer. Twice installed they would record each twice, and heads that read them go wrong.
+    # Of the embeddings and of the one layer. Installed twice, they would record each twice.
     assert len(model(torch.ones(1, 3, dtype=torch.long)).hidden_states) == 2
 
 

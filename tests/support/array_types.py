@@ -33,6 +33,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.per_sample_gradient",
     "doppler_hf.privacy.clipping.plain_autograd",
     "doppler_hf.privacy.clipping.torch_layers",
+    "doppler_hf.privacy.dense_losses",
     "doppler_hf.privacy.losses",
     "doppler_hf.privacy.noise",
     "doppler_hf.privacy.pair_losses",

@@ -1,0 +1,76 @@
+"""What people look at while a run goes on: ε at every step that is logged, and its terms in the trackers of the host."""
+
+import json
+import math
+
+import pytest
+from transformers import TrainerCallback
+
+from doppler_hf import DopplerTrainingArguments
+from doppler_hf.run import ledger_callback
+from tests.support.trainers import trainer_of
+
+
+class Tracker(TrainerCallback):
+    """Takes what TensorBoard's, W&B's and MLflow's callbacks take: the arguments as a dictionary, and the logs."""
+
+    def __init__(self):
+        self.config, self.logs = {}, []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.config = args.to_dict()
+        json.loads(args.to_json_string())
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("points", [1, 3, 20])
+def test_every_log_has_an_upper_bound_on_epsilon_which_at_the_end_is_epsilon(tmp_path, monkeypatch, points):
+    monkeypatch.setattr(ledger_callback, "LOGGED_EPSILONS", points)
+    tracker = Tracker()
+    trainer = trainer_of(tmp_path, callbacks=[tracker], max_steps=6, accountant="rdp", eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    ledger = trainer.privacy.ledger
+    history = [entry for entry in trainer.state.log_history if "epsilon" in entry]
+    assert len(history) == len(trainer.state.log_history) == 6 + 2 + 1
+    assert [logs["epsilon"] for logs in tracker.logs] == [entry["epsilon"] for entry in history]
+    apart = math.ceil(6 / points)
+    for entry in history:
+        counted = min(6, math.ceil(entry["step"] / apart) * apart)
+        assert (
+            entry["epsilon"] == ledger.epsilon(further_steps=counted - 6) >= ledger.epsilon(further_steps=entry["step"] - 6)
+        )
+    assert history[-1]["epsilon"] == ledger.epsilon()
+
+
+def test_a_step_logs_nothing_else_of_the_examples_but_the_loss(tmp_path):
+    tracker = Tracker()
+    trainer_of(tmp_path, callbacks=[tracker], clipping="vanilla", max_steps=2, accountant="rdp").train()
+    assert all(logs.keys() == {"loss", "grad_norm", "learning_rate", "epoch", "epsilon"} for logs in tracker.logs[:-1])
+
+
+def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
+    tracker = Tracker()
+    trainer = trainer_of(tmp_path, callbacks=[tracker], noise_multiplier=None, target_epsilon=3.0, accountant="rdp")
+    given = trainer.args.to_dict()
+    trainer.train()
+    statement = trainer.privacy.ledger.statement
+    assert given.items() <= tracker.config.items()
+    for name in ("noise_multiplier", "per_sample_max_grad_norm", "sample_rate", "num_units", "expected_batch_size",
+                 "steps_planned", "target_delta", "noise_shape"):  # fmt: skip
+        assert tracker.config[f"privacy/{name}"] == getattr(statement, name), name
+    assert tracker.config["noise_multiplier"] is None
+    assert tracker.config["privacy/low_pass_filter"] == str(trainer.optimizer.optimizer.low_pass_filter)
+    assert tracker.config["privacy/noise_std"] == trainer.private_run.settled_noise_std
+    # They are no arguments: what is written as arguments is read as such.
+    assert trainer.args.to_dict() == given
+    DopplerTrainingArguments(**{name: given[name] for name in ("output_dir", "target_epsilon", "accountant")})
+
+
+def test_without_privacy_trackers_are_given_what_the_host_gives(tmp_path):
+    tracker = Tracker()
+    trainer = trainer_of(tmp_path, callbacks=[tracker], noise_multiplier=None, disable_dp=True, max_steps=1)
+    trainer.train()
+    assert tracker.config == trainer.args.to_dict()
+    assert not any("epsilon" in logs for logs in tracker.logs)
