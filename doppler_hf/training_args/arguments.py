@@ -6,7 +6,7 @@ the guarantee, or would have no effect, are refused (`checks`) rather than ignor
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
@@ -169,21 +169,20 @@ class DopplerTrainingArguments(TrainingArguments):
         "unset or 0, see per_sample_max_grad_norm.",
     )
     host_learning_rate = TrainingArguments.learning_rate
-    _run: ClassVar[dict[str, Any]] = {}  # an instance has its own during a run
 
     def note_run(self, statement: PrivacyStatement, **chosen: Any) -> None:
         """Take the terms of a run, and what was chosen for it, into what trackers such as TensorBoard's are given."""
-        # Not into the arguments themselves, which stay as they were given.
+        # No field: arguments stay as they were given.
         terms = dataclasses.asdict(statement) | chosen
-        vars(self)["_run"] = {f"privacy/{name}": value for name, value in terms.items()}
+        self.__dict__["_run"] = {f"privacy/{name}": value for name, value in terms.items()}
 
     def forget_run(self) -> None:
         """Leave the terms of a run that has ended out again."""
-        vars(self).pop("_run", None)
+        self.__dict__.pop("_run", None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as the host does, for its trackers, during a run with its terms."""
-        return {**super().to_dict(), **self._run}
+        return {**super().to_dict(), **self.__dict__.get("_run", {})}
 
     def __post_init__(self) -> None:
         """Check the arguments, as HF does those that it has."""
