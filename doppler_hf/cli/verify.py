@@ -66,6 +66,15 @@ def run(args: argparse.Namespace) -> int:
         *weight_mismatches(ledger, path.parent),
         *([] if args.head is None else head_mismatches(ledger, args.head)),
     ]
+    weights = weight_files(path.parent)
+    # The verdict first: who asks for it may read no further.
+    if mismatches:
+        console.print(f"NOT VERIFIED: {len(mismatches)} of the checks failed.")
+    else:
+        of_weights = f" Of the weights in {', '.join(weights)}." if weights else ""
+        console.print(f"VERIFIED: {guarantee_in_words(ledger)}{of_weights}", markup=False, soft_wrap=True)
+    for mismatch in mismatches:
+        console.print(f"- {mismatch}", markup=False, soft_wrap=True)
     console.print(terms_table(ledger))
     console.print(epsilon_table(ledger))
     console.print(
@@ -74,18 +83,11 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"The head is {ledger.head}", soft_wrap=True)
     if args.head is None:
         console.print("Without --head, a ledger that was cut off or rewritten as a whole goes unnoticed.")
-    if not (weights := weight_files(path.parent)):
+    if not weights:
         console.print("No weights lie beside it, so that it is bound to none: copy them there to have them checked.")
     for line in other_trainings(ledger, path.parent):
         console.print(line, markup=False, soft_wrap=True)
-    for mismatch in mismatches:
-        console.print(f"- {mismatch}", markup=False, soft_wrap=True)
-    if mismatches:
-        console.print(f"NOT VERIFIED: {len(mismatches)} of the checks failed.")
-        return 1
-    of_weights = f" Of the weights in {', '.join(weights)}." if weights else ""
-    console.print(f"VERIFIED: {guarantee_in_words(ledger)}{of_weights}", markup=False, soft_wrap=True)
-    return 0
+    return 1 if mismatches else 0
 
 
 def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:

@@ -39,17 +39,19 @@ def planned_steps(args: DopplerTrainingArguments, sampler: PoissonSampler) -> in
 
 
 def planned_delta(args: DopplerTrainingArguments, sampler: PoissonSampler) -> float:
-    """Return δ, given or the default, with a warning if it is too large to mean much."""
-    if args.target_delta is None:
-        return default_delta(sampler.num_units)
-    if args.target_delta * sampler.num_units >= 1.0:
+    """Return δ, given or the default."""
+    return default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
+
+
+def warn_of_large_delta(statement: PrivacyStatement) -> None:
+    """Warn of a δ that is too large to mean much."""
+    if statement.target_delta * statement.num_units >= 1.0:
         # A mechanism that publishes one of the N units at random satisfies DP with such a δ.
         warnings.warn(
-            f"target_delta must be less than 1/N to protect each of {sampler.num_units:,} units, got {args.target_delta:g}, "
-            "with which one of them could be published. Lower it, or leave it out for N^-1.1.",
+            f"target_delta must be less than 1/N to protect each of {statement.num_units:,} units, got "
+            f"{statement.target_delta:g}, with which one of them could be published. Lower it, or leave it out for N^-1.1.",
             stacklevel=2,
         )
-    return args.target_delta
 
 
 def planned_statement(

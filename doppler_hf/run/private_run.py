@@ -31,7 +31,7 @@ from doppler_hf.run.engine import CheckLoss, attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
-from doppler_hf.run.plan import budget_spent, planned_statement
+from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
 from doppler_hf.run.replicas import give_all_the_weights_of_process_0
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -286,6 +286,7 @@ class PrivateRun:
         is_overrun = target is not None and ledger.private and ledger.epsilon() > target
         if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
+        warn_of_large_delta(statement)
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger
 

@@ -219,7 +219,8 @@ them. Of {count} flows {trains} train (✓), {refused} are refused in one line, 
 either (–). *bf16* is `bf16=True`, *checkpointing* is `gradient_checkpointing=True`, adapters are PEFT's on all linear layers
 but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases* is BiTFiT with the head. *Mended* is what
 the notes ask for: BatchNorm is replaced, or `pos_conv_embed` is frozen, `mask_time_prob` is 0 and waves are padded to one
-length. Of all classes of transformers [another survey](../recipes/results/architectures.md) tells which train with all weights.
+length. Of all classes of transformers
+[another survey](../recipes/results/architectures.md) tells which train with all weights.
 
 Made by `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}.
 

@@ -9,9 +9,9 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
-from doppler_hf.run.plan import planned_statement
+from doppler_hf.run.plan import planned_statement, warn_of_large_delta
 from tests.support.ledgers import after
-from tests.support.trainers import arguments
+from tests.support.trainers import arguments, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
 DELTA = 1000**-1.1
@@ -94,8 +94,15 @@ def test_another_batch_size_is_another_mechanism(tmp_path):
 
 def test_a_delta_that_permits_publishing_an_example_is_warned_of(tmp_path):
     with pytest.warns(UserWarning, match=r"less than 1/N to protect each of 1,000 units, got 0\.001,"):
-        plan_of(tmp_path, target_delta=1e-3)
-    assert plan_of(tmp_path, target_delta=0.999e-3).target_delta == 0.999e-3
+        warn_of_large_delta(plan_of(tmp_path, target_delta=1e-3))
+    warn_of_large_delta(plan_of(tmp_path, target_delta=0.999e-3))
+
+
+def test_it_is_warned_of_once_in_a_run(tmp_path):
+    options = dict(noise_multiplier=None, target_epsilon=8.0, target_delta=0.2, accountant="rdp", max_steps=1)
+    with pytest.warns(UserWarning, match="1/N") as warned:
+        trainer_of(tmp_path, **options).train()
+    assert ["less than 1/N" in str(warning.message) for warning in warned] == [True]
 
 
 def test_a_given_noise_multiplier_is_taken_as_it_is(tmp_path):

@@ -239,6 +239,16 @@ def test_rows_are_counted_in_every_step(tmp_path, collator, got):
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("made_of", "got"), [(lambda batch: tuple(batch.values()), "tuple"), (lambda batch: None, "NoneType")]
+)
+def test_a_batch_that_is_no_dictionary_is_refused(tmp_path, made_of, got):
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator = lambda rows: made_of(pad(rows))
+    with pytest.raises(ValueError, match=rf"collator must return a dictionary of tensors, .* got a {got}\. Return one"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("collator", [mixed_up, randomly_mixed_up, padded_on_the_left])
 def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
     refused(tmp_path, r"MixUp, CutMix or packing", collator=collator, gradient_accumulation_steps=1)

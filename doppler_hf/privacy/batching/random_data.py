@@ -42,6 +42,11 @@ def drawn_and_counted(loader: PrivateLoader, indices: Sequence[int], *, trial: i
         fill()
         examples, batches = list(made), []
         of_collator = numbers_drawn(lambda: batches.append(loader.collator(examples)))
+    if not isinstance(batches[0], Mapping):
+        raise ValueError(
+            f"The collator must return a dictionary of tensors, as models of transformers take them, got a "
+            f"{type(batches[0]).__name__}. Return one, such as {{'input_ids': ids, 'labels': labels}}."
+        )
     return batches[0], [*of_examples, *of_collator]
 
 
