@@ -1,0 +1,111 @@
+"""The page "From `Trainer`" names what there is, and each refusal on it is raised, for the reason that it gives."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Trainer
+
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.training_args import checks
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import arguments
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from-trainer.md").read_text()
+FIELDS = {field.name: field for field in dataclasses.fields(DopplerTrainingArguments)}
+# Said in prose, since they need another library, or a machine with several GPUs.
+IN_PROSE = {"deepspeed", "parallelism_config"}
+
+
+def rows(header):
+    """Return the cells of the table under a header."""
+    table = PAGE.split(header + "\n", 1)[1].split("\n\n", 1)[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]
+
+
+ARGUMENTS = [[cell.strip("`") for cell in row] for row in rows("| argument | such as | because |")]
+
+
+def with_optimizer(scheduled):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    return dict(optimizers=(None, torch.optim.lr_scheduler.StepLR(optimizer, 1)) if scheduled else (optimizer, None))
+
+
+class OwnLoss(DopplerTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class OwnSampler(DopplerTrainer):
+    def _get_train_sampler(self, *args):
+        return None
+
+
+class Seeded:
+    seed = 1
+    __call__ = staticmethod(pad)
+
+
+OF_TRAINER = {
+    "`compute_loss_func`": dict(compute_loss_func=lambda *args, **kwargs: None),
+    "an optimizer in `optimizers`": with_optimizer(False),
+    "a scheduler in `optimizers`": with_optimizer(True),
+    "a streaming `train_dataset`": dict(train_dataset=Dataset.from_list([{"x": 1}]).to_iterable_dataset()),
+    "an override of `compute_loss` alone": dict(cls=OwnLoss),
+    "an override of `_get_train_sampler`": dict(cls=OwnSampler),
+    "`hyperparameter_search`": dict(then=lambda trainer: trainer.hyperparameter_search()),
+    "a collator with a `seed`": dict(data_collator=Seeded(), then=lambda trainer: trainer.train()),
+}
+
+
+def test_every_name_on_the_page_is_there():
+    known = {*FIELDS, *inspect.signature(Trainer.__init__).parameters, *dir(DopplerTrainer)}
+    known |= {"Trainer", "TrainingArguments", "DopplerTrainer", "DopplerTrainingArguments"}
+    known |= {"group_by_length", "seed", "resume_from_checkpoint", "torchrun"}
+    names = re.findall(r"`([a-zA-Z_]\w*)(?:=\w+)?`", PAGE)
+    assert len(names) > 60
+    assert set(names) - {"True", "False"} <= known
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), ARGUMENTS, ids=lambda cell: cell)
+def test_every_argument_that_the_page_refuses_is_refused_for_its_reason(tmp_path, name, value, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)) as refused:
+        arguments(tmp_path, **{name: ast.literal_eval(value)})
+    assert name in str(refused.value)
+
+
+def test_the_page_has_every_argument_that_is_refused():
+    named = {name for name, _, _ in ARGUMENTS}
+    assert set(checks._BREAKS_PRIVACY) - named == IN_PROSE
+    for name in IN_PROSE:
+        assert f"`{name}` ({checks._BREAKS_PRIVACY[name]})" in PAGE
+        with pytest.raises(ValueError, match=re.escape(checks._BREAKS_PRIVACY[name])):
+            checks.refuse_each(SimpleArguments(**{name: "config"}), checks._BREAKS_PRIVACY)
+
+
+class SimpleArguments(SimpleNamespace):
+    """Arguments of which one is set."""
+
+    __dataclass_fields__ = FIELDS
+
+    def __getattr__(self, name):
+        return FIELDS[name].default
+
+
+@pytest.mark.parametrize(("what", "reason"), rows("| what | because |"), ids=lambda cell: cell)
+def test_everything_that_the_page_refuses_of_a_trainer_is_refused_for_its_reason(tmp_path, what, reason):
+    options = dict(OF_TRAINER[what])
+    cls, then = options.pop("cls", DopplerTrainer), options.pop("then", lambda trainer: None)
+    options = dict(train_dataset=text_data(), data_collator=pad) | options
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        then(cls(model=tiny_bert(), args=arguments(tmp_path, max_steps=1), **options))
+
+
+def test_the_page_has_all_of_them():
+    assert [what for what, _ in rows("| what | because |")] == list(OF_TRAINER)
