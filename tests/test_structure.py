@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "optim": ("filters linalg", "numpy jaxtyping torch"),
     "privacy": ("linalg filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
+    "privacy/batching/columns": ("", "jaxtyping numpy pyarrow"),
     "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),
     "privacy/clipping/host_layers": ("privacy", "jaxtyping torch transformers peft"),
     "privacy/losses": ("privacy.dense_losses", "jaxtyping torch transformers"),

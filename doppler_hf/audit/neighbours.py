@@ -31,8 +31,8 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader, fetch_one
-from doppler_hf.privacy.batching.probe import labels_of
 from doppler_hf.privacy.batching.random_data import drawn, is_random_data, refuse_own_generators
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
 from doppler_hf.privacy.clipping.model_coins import is_random
@@ -168,7 +168,8 @@ def neighbouring_draws(
     draws = []
     for pair in range(pairs):
         unit = extremes[pair] if pair < len(extremes) else int(generator.integers(sampler.num_units))
-        others = generator.choice(np.delete(np.arange(sampler.num_units), unit), size=size, replace=False)
+        others = generator.choice(sampler.num_units - 1, size=size, replace=False)
+        others += others >= unit
         draws += [others, np.append(others, unit), np.array([unit])]
     return draws
 
@@ -199,26 +200,6 @@ class HeldExamples(Dataset[Any]):
         self._last = index
         fill_generators(index, step=self._number)
         return fetch_one(self._examples, index)
-
-
-class Coins:
-    """The coins of a sampler that draws what it is told.
-
-    Args:
-        draws: The units of each step.
-        shard: The units of this process.
-    """
-
-    def __init__(self, draws: list[Int[np.ndarray, " _"]], *, shard: Int[np.ndarray, " shard"]) -> None:
-        self._draws, self._shard = draws, shard
-        self._is_begun: set[int] = set()
-
-    def __call__(self, count: int, *, step: int) -> Float[np.ndarray, " count"]:
-        """Return first 0 for each unit to be drawn and 1 for the others, then zeros, which take a unit's first examples."""
-        if step in self._is_begun:
-            return np.zeros(count)
-        self._is_begun.add(step)
-        return 1.0 - np.isin(self._shard, self._draws[step])
 
 
 class Witness:
@@ -257,7 +238,7 @@ class Witness:
 
 
 class ScriptedRun:
-    """Makes the trainer's runs with coins that are told, and with witnesses in place of their mechanisms."""
+    """Makes the trainer's runs with draws that are told, and with witnesses in place of their mechanisms."""
 
     def __init__(self, trainer: DopplerTrainer, draws: list[Int[np.ndarray, " _"]], *, is_held: bool) -> None:
         self._make, self._draws, self._args, self._is_held = trainer._new_run, draws, trainer.args, is_held
@@ -266,8 +247,11 @@ class ScriptedRun:
     def new_run(self, **options: Any) -> PrivateRun:
         """Return a run as the trainer makes it, but watched."""
         run = self._make(**options)
-        shard = np.arange(self._args.process_index, run.sampler.num_units, self._args.world_size)
-        run.sampler.coins = Coins(self._draws, shard=shard)  # type: ignore[method-assign]
+        rank, processes = self._args.process_index, self._args.world_size
+        of_shard = [np.sort(draw[draw % processes == rank]) for draw in self._draws]
+        run.sampler.drawn_units = lambda step: of_shard[step]  # type: ignore[method-assign]
+        # Zeros take a unit's first examples.
+        run.sampler.coins = lambda count, *, step: np.zeros(count)  # type: ignore[method-assign]
         if self._is_held:
             load, views = run.loader, run.statement.augmentation_multiplicity
 

@@ -123,6 +123,26 @@ class ReproducibleBits(BitStream):
         words.copy_(torch.from_numpy(self._generator.integers(0, 2**64, size=len(words), dtype=np.uint64).view(np.int64)))
 
 
+class WordsByNumber:
+    """A uniform 64-bit word for each number, which need not be kept: AES-256 of the number.
+
+    An attacker who could tell them from coin flips would have broken AES, even one who chooses the numbers.
+
+    Args:
+        stream: The source of the key, which stays in this process.
+    """
+
+    def __init__(self, stream: BitStream) -> None:
+        key = stream.bits(4, step=0).tobytes()
+        self._encryptor = Cipher(algorithms.AES256(key), modes.ECB()).encryptor()
+
+    def of(self, numbers: np.ndarray) -> UInt64[np.ndarray, " n"]:
+        """Return the words of some numbers, non-negative integers of shape (n,)."""
+        blocks = np.zeros((len(numbers), 2), dtype=np.uint64)
+        blocks[:, 0] = numbers
+        return np.frombuffer(self._encryptor.update(blocks.tobytes()), dtype=np.uint64)[::2]
+
+
 def bit_stream(seed: int | None, *, purpose: str, rank: int = 0) -> BitStream:
     """Return a secret stream, or with a `seed` a reproducible one for tests."""
     return SecretBits() if seed is None else ReproducibleBits(seed, purpose=purpose, rank=rank)

@@ -10,7 +10,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from doppler_hf.privacy import bits as module
-from doppler_hf.privacy.bits import RekeyedBits, ReproducibleBits, SecretBits, bit_stream
+from doppler_hf.privacy.bits import RekeyedBits, ReproducibleBits, SecretBits, WordsByNumber, bit_stream
 
 
 @pytest.mark.parametrize("make", [SecretBits, RekeyedBits])
@@ -118,3 +118,19 @@ def test_words_on_a_gpu(make):
     assert len(np.unique(words)) == 200_000  # a repeat has probability 1e-9
     ones = np.unpackbits(words.view(np.uint8)).reshape(-1, 64).mean(axis=0)
     assert np.all(np.abs(ones - 0.5) < 6.5 * 0.5 / np.sqrt(len(words)))  # 8e-11 each, 64 times
+
+
+# --- words by number ------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_has_one_word_under_a_key_and_others_under_others():
+    words, others = WordsByNumber(SecretBits()), WordsByNumber(SecretBits())
+    numbers = np.arange(100_000)
+    found = words.of(numbers)
+    assert np.array_equal(words.of(numbers[::-7]), found[::-7])
+    assert len({*found.tolist(), *others.of(numbers).tolist()}) == 200_000  # two are equal with probability 1e-9
+    # Of each bit half are set: 64 counts beyond 6 deviations with probability 1e-7.
+    ones = np.unpackbits(np.ascontiguousarray(found).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=0)
+    assert np.all(np.abs(ones.astype(float) - 50_000) < 6 * np.sqrt(25_000))
+    repeated = [WordsByNumber(bit_stream(3, purpose="groups")).of(numbers) for _ in range(2)]
+    assert np.array_equal(*repeated)

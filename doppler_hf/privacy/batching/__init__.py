@@ -1,11 +1,13 @@
 """The examples of a step: the Poisson draw, and its micro-batches.
 
 - sampling: the draw, and its rate
+- gaps: heads among very many coins
+- columns: lengths, units of privacy and labels of all examples
 - random_data: what is random in data set and collator, and whether it couples examples
 - same_data: whether all processes have the same examples in the same order
 - same_distribution: whether rows of random data are as likely whatever other examples are beside them
 - probe: a few examples for the checks before the first step
-- micro_batches: lengths, units of privacy, and the loader that cuts and collates a draw
+- micro_batches: the loader that cuts and collates a draw
 """
 
 from doppler_hf.privacy.batching.sampling import PoissonSampler

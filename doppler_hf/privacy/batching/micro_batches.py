@@ -1,4 +1,4 @@
-"""The private data loader: lengths and units of privacy of a data set, and how a draw is cut and collated.
+"""The private data loader: how a draw is cut and collated.
 
 A draw is sorted by weight and length and comes in `gradient_accumulation_steps` pieces of equal count, one for each item of
 the host's loop. A piece is collated as one micro-batch for each weight, or, within a budget of tokens, as several. It is cut
@@ -12,16 +12,15 @@ rows of the batch that stand together, and no cut parts them.
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 from torch.utils.data import DataLoader, Dataset
 
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, is_stored, length_of
 from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler
-
-LENGTH_COLUMN = "input_ids"
 
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
@@ -82,11 +81,6 @@ def fetch_one(examples: Any, index: int) -> Any:
     return rows[0]
 
 
-def is_stored(examples: Any) -> bool:
-    """Return whether examples are read from a table as they stand there, as by `datasets` without a transform."""
-    return isinstance(form := getattr(examples, "format", None), Mapping) and form.get("type") != "custom"
-
-
 def collated(examples: Sequence[Any], *, collator: Collator, fill: Callable[[], None]) -> dict[str, Any]:
     """Return a batch of examples, collated from generators that were filled for it alone."""
     fill()
@@ -122,57 +116,6 @@ class DrawnExamples(Dataset[Any]):
         return OfStep(examples, step=indices.step)
 
 
-def length_of(tokens: Sequence[Any]) -> int:
-    """Return the number of tokens of an example; of one with choices, each of them a text, when they are padded alike."""
-    return len(tokens) if not len(tokens) or np.ndim(tokens[0]) == 0 else len(tokens) * max(map(len, tokens))
-
-
-def lengths_of(dataset: Any) -> list[int] | None:
-    """Return the number of tokens of every example, or None if examples are not tokenized text.
-
-    Args:
-        dataset: A `datasets.Dataset`. The answer for another data set, which would have to be read whole, is None.
-    """
-    columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, list) or LENGTH_COLUMN not in columns:
-        return None
-    return [length_of(tokens) for tokens in dataset[LENGTH_COLUMN]]
-
-
-def units_of(dataset: Any, *, column: str) -> list[int]:
-    """Return the unit of privacy of every example: equal values of a column make one unit.
-
-    Args:
-        dataset: A `datasets.Dataset`.
-        column: The column, of numbers or strings.
-
-    Returns:
-        Units, shape (num_examples,), numbered from 0 without gaps.
-
-    Raises:
-        ValueError: If there is no such column, or an example has no value in it.
-    """
-    columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, list) or column not in columns:
-        raise ValueError(
-            f"privacy_unit_column={column!r} must be a column of train_dataset, got "
-            + (f"{', '.join(columns)}." if isinstance(columns, list) else f"a {type(dataset).__name__}.")
-            + " Give a datasets.Dataset with that column."
-        )
-    values = dataset.with_format(None)[column][:]  # as stored: a transform may not keep the column
-    if any(value is None or value != value for value in values):
-        # Neither which nor how many: messages end in logs, and both are about private examples.
-        raise ValueError(
-            f"privacy_unit_column={column!r} has no value for some examples, so their unit is unknown. Give each a value, "
-            "a different one to an example that is a unit of its own."
-        )
-    numbers: dict[Any, int] = {}
-    try:
-        return [numbers.setdefault(value, len(numbers)) for value in values]
-    except TypeError as error:
-        raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}).") from error
-
-
 def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens: int, views: int = 1) -> None:
     """Refuse a budget of tokens that cannot be met by all views of an example, before the first step.
 
@@ -184,7 +127,7 @@ def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens
             f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
             "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size."
         )
-    if max(lengths) * views > max_tokens:
+    if np.max(lengths) * views > max_tokens:
         # Neither which example nor how long it is: messages end in logs, and both are about one private example.
         raise ValueError(
             f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example"

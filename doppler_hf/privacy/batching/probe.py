@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch import Tensor
 
+from doppler_hf.privacy.batching.columns import LABELS, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.batching.random_data import (
     Inputs,
@@ -33,13 +34,14 @@ from doppler_hf.privacy.shared_coins import refuse_order_in_collation, refuse_sh
 # Of at least so many examples, evenly spaced, sizes are taken if they are not known of all; and so many small and large ones
 # are tried until one of each has a gradient.
 _LOOKED_AT = 16
+# The most of which sizes are sorted: more would take long, and not be looked at.
+_SORTED = 1 << 17
 # So long sizes of further examples are taken, in a random order: all of some thousands that are tokenized on the fly.
 _SECONDS_OF_SIZES = 0.2
 # Enough for a tenth of them to be one example, while it is none in either part; and seven is a prime, so that of no number
 # of classes can each have its share.
 CROWD, PART = 16, 7
 _LABELS_READ, _SECONDS_OF_LABELS = 2048, 0.1
-LABELS = ("labels", "label", "label_ids")  # as the host's collators know them
 
 
 class Probe(NamedTuple):
@@ -83,7 +85,7 @@ class Probes:
         self.is_cut, self.views, self._seed = loader.is_cut, loader.views, fresh_seed()
         indices, sizes = sizes_of(loader)
         smaller, larger = halves(indices, sizes)
-        self._knows_all_sizes = len(indices) == len(loader.examples)
+        self._knows_all_sizes = loader.lengths is not None or len(indices) == len(loader.examples)
         # Not the smallest first: the loss of a single token may be none at all.
         self._candidates = [
             iter([*evenly(smaller[len(smaller) // 5 :]), *evenly(larger)]),
@@ -93,9 +95,13 @@ class Probes:
         self._middling = int(smaller[-1])
         # Short ones cost less; where only a few were looked at, any.
         is_known = loader.lengths is not None
-        short = evenly(smaller[: max(CROWD, len(smaller) // 5)] if is_known else np.arange(len(loader.examples)))
+        short = (
+            evenly(smaller[: max(CROWD, len(smaller) // 5)])
+            if is_known
+            else evenly_of(len(loader.examples), count=_LOOKED_AT).tolist()
+        )
         # Each once, if there are enough: an example that outweighs all others in both parts would make them alike.
-        different = dict.fromkeys([*of_each_label(loader)[: CROWD // 2], *short])
+        different = dict.fromkeys([*of_each_label(loader, most=CROWD // 2), *short])
         self._crowd = list(itertools.islice(itertools.cycle(different), CROWD))
         refuse_own_generators(loader, self._pair)
         if self.is_cut:
@@ -159,12 +165,14 @@ class Probes:
 
 
 def sizes_of(loader: PrivateLoader) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of examples, all or some, and how many numbers each holds."""
-    if loader.lengths is not None:
-        return np.arange(len(loader.lengths)), np.asarray(loader.lengths)
+    """Return the indices of examples, all or some, and how many numbers each holds; of lengths the extremes are there."""
     number, until = len(loader.examples), time.monotonic() + _SECONDS_OF_SIZES
-    first = evenly(np.arange(number))
-    others = np.random.default_rng().permutation(np.setdiff1d(np.arange(number), first))
+    if loader.lengths is not None:
+        extremes = [np.argmin(loader.lengths), np.argmax(loader.lengths)]
+        indices = np.union1d(evenly_of(number, count=_SORTED), extremes)
+        return indices, loader.lengths[indices]
+    first = evenly_of(number, count=_LOOKED_AT).tolist()
+    others = np.random.default_rng().choice(number, min(number, _SORTED), replace=False)
     sizes: dict[int, int] = {}
     for part in (first, *(others[start : start + _LOOKED_AT].tolist() for start in range(0, len(others), _LOOKED_AT))):
         if sizes and time.monotonic() > until:
@@ -172,8 +180,8 @@ def sizes_of(loader: PrivateLoader) -> tuple[np.ndarray, np.ndarray]:
         with filled_generators(0):
             examples = fetch(loader.examples, part, fill=functools.partial(fill_generators, 0))
         sizes.update(zip(part, map(size_of, examples), strict=True))
-    indices = sorted(sizes)
-    return np.array(indices), np.array([sizes[index] for index in indices])
+    known = sorted(sizes)
+    return np.array(known), np.array([sizes[index] for index in known])
 
 
 def size_of(example: Any) -> int:
@@ -199,35 +207,32 @@ def halves(indices: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 def evenly(indices: np.ndarray) -> list[int]:
     """Return some of the indices, evenly spaced."""
-    return indices[np.unique(np.linspace(0, len(indices) - 1, _LOOKED_AT, dtype=int))].tolist()
+    return indices[evenly_of(len(indices), count=_LOOKED_AT)].tolist()
 
 
-def of_each_label(loader: PrivateLoader) -> list[int]:
+def evenly_of(number: int, *, count: int) -> np.ndarray:
+    """Return at most `count` of the numbers below `number`, evenly spaced, ascending."""
+    return np.unique(np.linspace(0, number - 1, min(count, number), dtype=int))
+
+
+def of_each_label(loader: PrivateLoader, *, most: int) -> list[int]:
     """Return a short example of each label that there is among the training set or many of it, of the rarest first."""
     whole = labels_of(loader.examples)
     indices, labels = some_labels(loader.examples) if whole is None else (np.arange(len(whole)), whole)
     values, counts = np.unique(labels, return_counts=True)
-    of_label = [indices[labels == value] for value in values[np.argsort(counts, kind="stable")]]
+    of_label = [indices[labels == value] for value in values[np.argsort(counts, kind="stable")[:most]]]
     return [int(found[0] if loader.lengths is None else found[np.argmin(loader.lengths[found])]) for found in of_label]
 
 
 def some_labels(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of examples and their classes, of as many as can be read in a moment; none of another form."""
     found: dict[int, int] = {}
-    until = time.process_time() + _SECONDS_OF_LABELS
+    number, until = len(dataset), time.process_time() + _SECONDS_OF_LABELS
     with filled_generators(None):
-        for index in np.random.default_rng(0).permutation(len(dataset))[:_LABELS_READ].tolist():
+        for index in np.random.default_rng(0).choice(number, min(number, _LABELS_READ), replace=False).tolist():
             example = dataset[index]
             labels = [np.asarray(example[name]) for name in LABELS if isinstance(example, Mapping) and name in example]
             if not labels or labels[0].size != 1 or labels[0].dtype.kind not in "iub" or time.process_time() > until:
                 break
             found[index] = int(labels[0].item())
     return np.array([*found], dtype=int), np.array([*found.values()], dtype=int)
-
-
-def labels_of(dataset: Any) -> np.ndarray | None:
-    """Return the class of every example, shape (num_examples,), or None if a data set has no column of classes."""
-    features = getattr(dataset, "features", None) or {}
-    kinds = {name: str(getattr(features[name], "dtype", "")) for name in LABELS if name in features}
-    whole = [name for name, kind in kinds.items() if kind.startswith(("int", "uint", "bool"))]
-    return np.asarray(dataset.with_format(None)[whole[0]][:]) if whole else None

@@ -29,7 +29,7 @@ def digest_of(dataset: Any, sampler: PoissonSampler) -> str:
     # Sensitivity: of units that hold others on another process, an example may be in both, whatever the shares.
     for values in (sampler.lengths, sampler.units, sampler.weights, getattr(dataset, "indices", None)):
         if isinstance(values, np.ndarray | list | range):
-            digest.update(np.ascontiguousarray(values).tobytes())
+            digest.update(np.ascontiguousarray(values).data)
     raw = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
     looked_at = np.linspace(0, sampler.num_examples - 1, min(_LOOKED_AT, sampler.num_examples), dtype=int).tolist()
     examples = [example_of(raw, index) for index in looked_at]

@@ -11,12 +11,14 @@ b·q.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
-from doppler_hf.privacy.bits import bit_stream
+from doppler_hf.privacy.batching.gaps import RareCoins
+from doppler_hf.privacy.bits import WordsByNumber, bit_stream
 
 
 class OfStep(list[Any]):
@@ -79,8 +81,8 @@ class PoissonSampler(Sampler[list[int]]):
         micro_batches: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        lengths: Sequence[int] | None = None,
-        units: Sequence[int] | None = None,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        units: Sequence[int] | np.ndarray | None = None,
         max_examples_per_unit: int | None = None,
         groups: int = 1,
         seed: int | None = None,
@@ -111,8 +113,8 @@ class PoissonSampler(Sampler[list[int]]):
                 f"{expected_batch_size} (per_device_train_batch_size × gradient_accumulation_steps × processes). "
                 "Lower one of these factors."
             )
-        self._shard = np.arange(rank, self.num_units, world_size)
-        self._seed, self._rank = seed, rank
+        self._rank, self._world_size = rank, world_size
+        self._group_words = WordsByNumber(bit_stream(seed, purpose="groups", rank=rank))
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
         self._next_step = 0
         self.take_turns(groups)
@@ -131,11 +133,9 @@ class PoissonSampler(Sampler[list[int]]):
                 f"units, got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch."
             )
         self.groups = groups
-        # Sensitivity: a unit's group is its own secret coin, so that one unit more or less does not move the others to other
-        # groups, as it would if they were counted off. Whatever the group, the accountant's bound is the same; so it holds
-        # for the mixture of all of them.
-        words = bit_stream(self._seed, purpose="groups", rank=self._rank).bits(len(self._shard), step=0)
-        self._group_of = (words % np.uint64(groups)).astype(np.int64)
+        rate = Fraction(groups * self.expected_batch_size, self.num_units)
+        of_shard = len(range(self._rank, self.num_units, self._world_size))
+        self._coins = RareCoins(rate, count=of_shard, stream=self._stream)
 
     def _grouped(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the number of examples of each unit, where each begins, and the examples, sorted by unit."""
@@ -180,16 +180,27 @@ class PoissonSampler(Sampler[list[int]]):
         Args:
             step: Optimizer step, counted from 0. Groups and reproducible draws depend on it.
         """
-        # Each unit's coin is its own 53-bit uniform compared with b·q, so it depends neither on the other units nor on their
-        # number in the shard: exactly the independent inclusion that amplification by sampling assumes. The shards are
-        # disjoint, so a unit takes part at most once a step over all processes.
-        turn = self._shard[self._group_of == step % self.groups]
-        drawn = turn[self.coins(len(turn), step=step) < self.groups * self.sample_rate]
+        drawn = self.drawn_units(step)
         if self.weights is not None:
             drawn = self._examples_of(drawn, step=step)
         # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
         keys = [key[drawn] for key in (self.lengths, self.weights) if key is not None]  # the last one counts first
         return drawn[np.lexsort(keys)] if keys else drawn
+
+    def drawn_units(self, step: int) -> np.ndarray:
+        """Return the units of one draw of this process's shard, shape (units,)."""
+        # Sensitivity: every unit has a coin of its own, heads with probability b·q, which in law depends neither on the
+        # other units nor on their number: exactly the independent inclusion that amplification by sampling assumes. The
+        # shards are disjoint, so a unit takes part at most once a step over all processes.
+        units = self._rank + self._world_size * self._coins.heads(step=step)
+        return units if self.groups == 1 else units[self.group_of(units) == step % self.groups]
+
+    def group_of(self, units: np.ndarray) -> np.ndarray:
+        """Return the group of each of these units of this process's shard, the same whenever it is asked for."""
+        # Sensitivity: a unit's group is its own secret coin, so that one unit more or less does not move the others to other
+        # groups, as it would if they were counted off. Whatever the group, the accountant's bound is the same; so it holds
+        # for the mixture of all of them.
+        return (self._group_words.of(units) % np.uint64(self.groups)).astype(np.int64)
 
     def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
         """Return the examples that are drawn with these units, shape (examples,)."""

@@ -5,14 +5,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 
+from doppler_hf.privacy.batching.columns import lengths_of
 from doppler_hf.privacy.batching.micro_batches import (
     PrivateLoader,
     check_token_budget,
     collate_piece,
     cut_by_tokens,
-    lengths_of,
 )
 from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler
 from tests.support.tiny import pad, text_data
@@ -97,13 +96,6 @@ def numbered(examples):
 @pytest.mark.parametrize("max_tokens", [None, 8])
 def test_an_empty_piece_never_reaches_the_collator(max_tokens):
     assert collate_piece(OfStep([], step=0), collator=pad, max_tokens=max_tokens) == []
-
-
-def test_lengths_are_those_of_the_tokens():
-    data = text_data()
-    assert lengths_of(data) == [sum(mask) for mask in data["attention_mask"]]
-    assert lengths_of(Dataset.from_dict({"pixel_values": [[0.0]]})) is None
-    assert lengths_of(list(data)) is None
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_without_a_word_about_the_example():

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from doppler_hf.privacy import PoissonSampler
-from doppler_hf.privacy.batching.micro_batches import lengths_of
+from doppler_hf.privacy.batching.columns import lengths_of
 from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
 from tests.support.tiny import text_data
 

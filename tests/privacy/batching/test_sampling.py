@@ -138,7 +138,7 @@ def test_a_unit_takes_part_in_the_turns_of_its_group_only(groups):
 def test_groups_are_even_and_the_rate_is_that_of_all_steps():
     groups, units, batch = 4, 100_000, 5000
     sampler = PoissonSampler(num_examples=units, expected_batch_size=batch, groups=groups)
-    sizes = np.bincount(sampler._group_of, minlength=groups)
+    sizes = np.bincount(sampler.group_of(np.arange(units)), minlength=groups)
     assert scipy.stats.chisquare(sizes).pvalue > 1e-6
     for step in range(groups):
         expected = groups * batch / units * sizes[step]
@@ -148,12 +148,14 @@ def test_groups_are_even_and_the_rate_is_that_of_all_steps():
 
 def test_a_units_group_is_its_own_coin():
     few, many = (PoissonSampler(num_examples=n, expected_batch_size=10, groups=4, seed=1) for n in (100, 101))
-    assert np.array_equal(few._group_of, many._group_of[:100])  # counted off, one unit more in front would move all
+    units = np.arange(100)
+    assert np.array_equal(few.group_of(units), many.group_of(units))  # counted off, one unit more in front would move all
     few.take_turns(2)
-    many.take_turns(4)
-    assert np.array_equal(few._group_of, many._group_of[:100] % 2)  # the same coins, of a sampler that was asked anew
-    secret = [PoissonSampler(num_examples=100, expected_batch_size=10, groups=4)._group_of.tolist() for _ in range(2)]
-    assert secret[0] != secret[1]  # equal with probability 1e-60
+    assert np.array_equal(few.group_of(units), many.group_of(units) % 2)  # the same coins, of a sampler that is asked anew
+    secret = [PoissonSampler(num_examples=100, expected_batch_size=10, groups=4) for _ in range(2)]
+    groups = [sampler.group_of(units).tolist() for sampler in secret]
+    assert groups[0] != groups[1]  # equal with probability 1e-60
+    assert groups[0] == secret[0].group_of(units).tolist()
 
 
 def test_one_group_draws_as_without_groups_to_the_bit():
@@ -174,7 +176,7 @@ def test_units_and_groups_go_together():
     sampler = PoissonSampler(num_examples=200, expected_batch_size=10, groups=5, units=units, max_examples_per_unit=3)
     drawn = [sampler.draw(step) for step in range(50)]
     for step, examples in enumerate(drawn):
-        assert {sampler._group_of[unit] for unit in units[examples]} <= {step % 5}
+        assert {*sampler.group_of(units[examples])} <= {step % 5}
         assert set(np.bincount(units[examples])) <= {0, 3}
 
 

@@ -1,0 +1,53 @@
+"""Lengths, units and labels that are read off the table are those of a loop over the examples."""
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from doppler_hf.privacy.batching import columns
+from doppler_hf.privacy.batching.columns import labels_of, length_of, lengths_of, units_of
+from tests.support.tiny import text_data
+
+NESTED = [[[1, 2], [3]], [[4]], [], [[1, 2, 3], [1], [2]]]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        text_data(),
+        text_data().with_format("torch"),
+        text_data().shuffle(seed=1),
+        text_data().select([5, 5, 2]),
+        Dataset.from_dict({"input_ids": NESTED}),
+        Dataset.from_dict({"input_ids": [[], [1]]}),
+        text_data().with_transform(lambda rows: {"input_ids": [tokens[:4] for tokens in rows["input_ids"]]}),
+    ],
+    ids=["as stored", "formatted", "shuffled", "selected", "choices", "empty", "cut by a transform"],
+)
+def test_lengths_are_those_of_the_tokens(data, monkeypatch):
+    monkeypatch.setattr(columns, "_ROWS_AT_ONCE", 2)
+    rows = data if data.format["type"] == "custom" else data.with_format(None)
+    assert lengths_of(data).tolist() == [length_of(row["input_ids"]) for row in rows]
+
+
+def test_data_without_tokens_have_no_lengths():
+    assert lengths_of(Dataset.from_dict({"pixel_values": [[0.0]]})) is None
+    assert lengths_of(list(text_data())) is None
+
+
+def test_units_are_equal_values_across_parts_of_a_table():
+    values = np.random.default_rng(0).integers(0, 9, 50).tolist()
+    data = Dataset.from_dict({"user": [f"user {value}" for value in values]}).shuffle(seed=0)
+    units, users = units_of(data, column="user"), data["user"][:]
+    assert all((units[i] == units[j]) == (users[i] == users[j]) for i in range(50) for j in range(50))
+    assert sorted(set(units.tolist())) == list(range(len(set(values))))
+
+
+def test_zeros_of_both_signs_are_one_unit():
+    assert units_of(Dataset.from_dict({"user": [0.0, -0.0, 1.0]}), column="user").tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("values", "found"), [([2, 0, 1], [2, 0, 1]), ([True, False], [True, False]), ([0.5], None)])
+def test_labels_are_those_of_the_column(values, found):
+    labels = labels_of(Dataset.from_dict({"label": values}).with_format("torch"))
+    assert labels is None if found is None else labels.tolist() == found
