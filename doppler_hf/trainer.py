@@ -252,6 +252,7 @@ class DopplerTrainer(AroundSteps):
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
         own = getattr(self.optimizer, "optimizer", self.optimizer)
+        checks.refuse_another_optimizer(own)
         own.noise_std = run.settled_noise_std
         self.args.note_run(run.statement, low_pass_filter=str(own.low_pass_filter), noise_std=own.noise_std)
         return self.optimizer

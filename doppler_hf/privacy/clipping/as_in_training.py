@@ -123,7 +123,11 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
             module,
             dict(vars(module)),
             # The host installs hooks at the first forward pass, and notes that in an attribute: without its note, twice.
-            [(held, dict(held)) for name, held in vars(module).items() if name == "_modules" or "_hooks" in name],
+            [
+                (held, dict(held))
+                for name, held in vars(module).items()
+                if isinstance(held, dict) and (name == "_modules" or "_hooks" in name)
+            ],
             [(name, tensor, copy_of(tensor)) for name, tensor in module._buffers.items()],
         )
         for module in model.modules()
