@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "disk": ("", ""),
     "optim": ("filters linalg", "numpy jaxtyping torch"),
     "privacy": ("linalg filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
+    "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
     "privacy/batching/columns": ("", "jaxtyping numpy pyarrow"),
     "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),
@@ -57,7 +58,8 @@ MAY_IMPORT = {
         f"{ARRAYS} torch transformers datasets peft sklearn",
     ),
     "cli": (
-        "extras filters privacy training_args trainer run.checkpoints audit workloads reports reproduce",
+        "extras filters optim.state privacy training_args trainer run.checkpoints run.estimate audit workloads reports "
+        "reproduce",
         "rich numpy filelock",
     ),
     "__main__": ("cli", ""),

@@ -4,7 +4,7 @@ Each command is a module of this folder with `add_arguments(parser)` and `run(ar
 torch, and most do not. Its docstring is its own `--help`, and the first line of that is its line in `doppler-hf --help`.
 `run` returns the exit code. `python -m doppler_hf` is the same command.
 
-- plan, filter, audit, check, verify, report, reproduce: the commands
+- plan, estimate, filter, audit, check, verify, report, reproduce: the commands
 """
 
 import argparse
@@ -18,6 +18,7 @@ from doppler_hf.extras import MissingExtraError
 
 COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.",
+    "estimate": "Estimate a run's peak memory and time per step, before anything is trained.",
     "filter": "Show low-pass filters, or design one: their figures as a table, their responses as a picture.",
     "audit": "Audit a recipe: train it with canaries, attack the run, and compare the ε that is proven with the ε that is "
     "claimed.",

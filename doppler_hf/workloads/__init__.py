@@ -10,5 +10,6 @@
 - metrics: scores
 - mean_pooling: a head on the mean of all tokens
 - lora: adapters
+- random_model: a model and inputs by a configuration alone
 - hub: one line when a download from the hub fails
 """

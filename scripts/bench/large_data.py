@@ -2,8 +2,8 @@
 
     python -m scripts.bench.large_data --rows 100000,1000000,10000000,100000000 [--results out/large-data.jsonl]
 
-Each piece of work is done in a process of its own: `draw`, `draw groups` (four of them) and `draw units` make a sampler and
-draw from it; `lengths` and `units` read them off a memory-mapped table; `digest` is what processes compare before they
+Each piece of work is done in a child of the process: `draw`, `draw groups` (four of them) and `draw units` make a sampler
+and draw from it; `lengths` and `units` read them off a memory-mapped table; `digest` is what processes compare before they
 train; `run computed` and `run table` train a tiny model for a few steps, on rows that are computed when they are asked for
 and on the table, of texts of 1 to 8 tokens with a user and a label. The expected batch size is the same for all.
 
@@ -30,7 +30,7 @@ from doppler_hf.privacy import PoissonSampler
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.same_data import digest_of
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from scripts.bench.measure import MIB, append_json_line, in_fresh_process, resident_bytes
+from scripts.bench.measure import MIB, append_json_line, in_child, resident_bytes
 
 ROWS_A_USER = 10
 PART = 1_000_000
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = Path(folder) / f"{rows}.arrow"
             write_table(path, rows)
             for work in works:
-                start, step, most = in_fresh_process(measured, work, rows, path, args)
+                start, step, most = in_child(measured, work, rows, path, args)
                 print(
                     f"{rows:>11,} rows  {work:13} start {start:9.4f} s  step {step:9.4f} s  {most / MIB:9.1f} MiB",
                     flush=True,

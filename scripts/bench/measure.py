@@ -72,6 +72,12 @@ def in_fresh_process(function: Callable[..., float], *arguments: Any) -> float:
         return pool.apply(function, arguments)
 
 
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a child of this process, which has imported what it needs; not for CUDA once it is in use."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
 def append_json_line(result: dict[str, Any], path: str | None) -> None:
     """Add a result to a file, which is made if there is none. Do nothing for None."""
     if path is not None:

@@ -10,7 +10,7 @@ from scripts.bench.large_data import Computed, row_of, write_table
 
 
 def test_every_piece_of_work_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(large_data, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(large_data, "in_child", lambda function, *arguments: function(*arguments))
     works, path = [work for work in large_data.WORKS if not work.startswith("run")], tmp_path / "large.jsonl"
     large_data.main([f"--works={','.join(works)}", "--rows=500", "--batch_size=20", "--steps=2", f"--results={path}"])
     results = [json.loads(line) for line in path.read_text().splitlines()]

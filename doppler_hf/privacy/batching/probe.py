@@ -3,6 +3,7 @@
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
@@ -218,9 +219,14 @@ def evenly_of(number: int, *, count: int) -> np.ndarray:
 def of_each_label(loader: PrivateLoader, *, most: int) -> list[int]:
     """Return a short example of each label that there is among the training set or many of it, of the rarest first."""
     whole = labels_of(loader.examples)
-    indices, labels = some_labels(loader.examples) if whole is None else (np.arange(len(whole)), whole)
-    values, counts = np.unique(labels, return_counts=True)
-    of_label = [indices[labels == value] for value in values[np.argsort(counts, kind="stable")[:most]]]
+    indices, labels = some_labels(loader.examples) if whole is None else (None, whole)
+    counts: Counter[Any] = Counter()
+    for start in range(0, len(labels), _SORTED):
+        values, numbers = np.unique(labels[start : start + _SORTED], return_counts=True)
+        counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+    rarest = sorted(counts, key=lambda value: (counts[value], value))[:most]
+    places = [np.flatnonzero(labels == value) for value in rarest]
+    of_label = [found if indices is None else indices[found] for found in places]
     return [int(found[0] if loader.lengths is None else found[np.argmin(loader.lengths[found])]) for found in of_label]
 
 

@@ -1,0 +1,95 @@
+"""`doppler-hf estimate`: what is counted is what is kept, and several processes are not invented."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, GPT2Config, ViTConfig
+
+from doppler_hf.cli import main
+from doppler_hf.filters import LowPassFilter, NoiseShape
+from doppler_hf.run import estimate as module
+from doppler_hf.run.estimate import Setting, estimate
+
+SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+CONFIGS = {
+    "text-classification": BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL),
+    "causal-lm": GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0),
+    "image-classification": ViTConfig(image_size=16, patch_size=8, **SMALL),
+}
+
+
+def words(folder, task, *more):
+    CONFIGS[task].save_pretrained(folder)
+    length = [] if task == "image-classification" else ["--length", "8"]
+    return ["estimate", "--model", str(folder), "--task", task, "--batch-size", "8", "--micro-batch", "2", *length, *more]
+
+
+@pytest.mark.parametrize("task", CONFIGS)
+def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
+    assert main(words(tmp_path, task, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passes"] == 4
+    assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["peak_bytes"] == pytest.approx(sum(found["bytes"].values()))
+    assert min(found["seconds"][name] for name in ("passes", "noise", "optimizer")) > 0
+    assert found["seconds"]["between processes"] == found["bytes"]["earlier noise"] == 0
+
+
+def test_the_table_names_what_is_assumed(tmp_path, capsys):
+    assert main(words(tmp_path, "text-classification", "--processes", "4", "--bandwidth", "1e9", "--lora-r", "2")) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "each of 4 processes" in out
+    assert "1e+09 bytes a second" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--processes", "2"], "--bandwidth must be given for 2 processes, got None"),
+        (["--micro-batch", "0"], "must be at least 1, got 8, 0 and 1"),
+        (["--task", "image-classification"], "--length must be left out for images, got 8"),
+        (["--model", "/nowhere"], "must be a hub name or a folder with a config.json, got '/nowhere'"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(more, message, tmp_path, capsys):
+    assert main(words(tmp_path, "text-classification", *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+class Stopwatch:
+    """Passes of 1 s and 3 s an example, 100 bytes and 10 an example; noise and steps of 2 s."""
+
+    def __init__(self, device):
+        self._size = 0
+
+    def peak(self, work):
+        self._size = len(work.__defaults__[0]["x"])
+        return 100 + 10 * self._size
+
+    def seconds(self, work):
+        work() if work.__defaults__ is None else None
+        return 2.0 if work.__defaults__ is None else 1.0 + 3.0 * self._size
+
+
+@pytest.mark.parametrize(("base", "kept"), [("sgd", 1), ("adam_bc", 2)])
+def test_parts_add_up_to_a_step(base, kept, monkeypatch):
+    monkeypatch.setattr(module, "Meter", Stopwatch)
+    monkeypatch.setattr(module, "_SAMPLED", 5)
+    model = nn.Linear(4, 5, bias=False)
+    found = estimate(
+        model,
+        batch=lambda size: {"x": torch.ones(size, 4)},
+        losses_of=lambda inputs: model(inputs["x"]).sum(dim=1),
+        setting=Setting(
+            batch_size=40, micro_batch=4, processes=2, bandwidth=160.0, engine="book_keeping", base=base,
+            low_pass_filter=LowPassFilter.parse("momentum"), noise_shape=NoiseShape.parse("banded:bands=3"),
+        ),
+    )  # fmt: skip
+    # 20 examples of a process in 5 passes; 20 weights, of which 5 were timed; all gradients pass once, 80 bytes in 0.5 s.
+    assert found.seconds == pytest.approx({"passes": 65.0, "between processes": 0.5, "noise": 8.0, "optimizer": 8.0})
+    # Bytes: 20 weights of 4; the filter's state, and Adam's; two earlier noises; the sums; a pass of 4 examples.
+    assert found.bytes == {
+        "weights": 80, "optimizer": 80 * kept, "earlier noise": 160, "clipped sums": 80, "a pass, or the gradient": 140
+    }  # fmt: skip
