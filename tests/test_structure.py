@@ -35,7 +35,6 @@ MAY_IMPORT = {
     "privacy": ("linalg filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
-    "privacy/batching/columns": ("", "jaxtyping numpy pyarrow"),
     "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),
     "privacy/clipping/host_layers": ("privacy", "jaxtyping torch transformers peft"),
     "privacy/losses": ("privacy.dense_losses", "jaxtyping torch transformers"),

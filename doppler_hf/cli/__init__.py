@@ -18,7 +18,7 @@ from doppler_hf.extras import MissingExtraError
 
 COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.",
-    "estimate": "Estimate a run's peak memory and time per step, before anything is trained.",
+    "estimate": "Estimate a private run's peak memory and time per step, before anything is trained.",
     "filter": "Show low-pass filters, or design one: their figures as a table, their responses as a picture.",
     "audit": "Audit a recipe: train it with canaries, attack the run, and compare the ε that is proven with the ε that is "
     "claimed.",
