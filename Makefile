@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check test test-slow test-gpu docs install clean
+.PHONY: quickstart check test test-slow test-gpu docs notebook install clean
 
 quickstart: install
 	$(BIN)/python scripts/quickstart.py $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
@@ -31,6 +31,9 @@ test-gpu: install
 # Every warning is an error: a broken link, a page that no list has, a docstring that cannot be read.
 docs: install
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . site
+
+notebook: install
+	$(BIN)/python -m scripts.notebook
 
 install: $(STAMP)
 

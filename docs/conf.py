@@ -9,12 +9,13 @@ from sphinx.application import Sphinx
 from transformers import TrainingArguments
 
 project = html_title = "doppler_hf"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # The source is the repository as a whole, so that a link that leads somewhere there leads somewhere here.
 root_doc = "docs/index"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "recipes/**"]
 exclude_patterns = [".*", "build", "dist", "doppler_hf", "out", "runs", "scripts", "site", "tests"]
 myst_heading_anchors = 4  # GitHub's
+nb_execution_mode = "off"  # `make notebook` stores the outputs
 html_theme = "furo"
 html_extra_path = ["index.html"]
 html_show_sphinx = html_show_copyright = html_copy_source = html_show_sourcelink = False

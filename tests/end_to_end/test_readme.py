@@ -37,6 +37,7 @@ PAGES = [README, *sorted(DOCS.glob("*.md")), INDEX, *sorted(RESULTS.glob("*.md")
 RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node"}  # of accelerate launch and torchrun
 RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}
+OTHER_PAGES = {"api", "first-run"}  # the reference, and the notebook
 NUMBER = r"\d+(?:[.,]\d+)*"
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -173,7 +174,7 @@ def test_links_resolve(page):
 
 def test_no_page_and_no_picture_is_an_orphan():
     assert linked_pages(INDEX) == set(RESULTS.glob("*.md"))
-    assert linked_pages(DOCS / "README.md") - {INDEX} == set(DOCS.glob("*.md")) - {DOCS / "README.md"}
+    assert linked_pages(DOCS / "README.md") - {INDEX, DOCS / "first-run.ipynb"} == set(DOCS.glob("*.md")) - {DOCS / "README.md"}
     assert set(DOCS.glob("*.md")) - {DOCS / "README.md"} <= linked_pages(README)
     assert set((ROOT / "recipes" / "figures").iterdir()) <= set.union(*map(linked_pages, PAGES))
 
@@ -181,15 +182,18 @@ def test_no_page_and_no_picture_is_an_orphan():
 def test_the_site_lists_every_page_once():
     listed = re.findall(r"^   (?!:)(?:.* <)?(/?[\w/-]+)>?$", (DOCS / "index.rst").read_text(), flags=re.MULTILINE)
     pages = [
-        (ROOT / name[1:] if name.startswith("/") else DOCS / name).with_suffix(".md") for name in listed if name != "api"
+        (ROOT / name[1:] if name.startswith("/") else DOCS / name).with_suffix(".md")
+        for name in listed
+        if name not in OTHER_PAGES
     ]
+    assert set(listed) >= OTHER_PAGES
     assert len(pages) == len(set(pages))
     assert set(pages) == {ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *PAGES}
 
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
-    pytest.importorskip("sphinx", reason="the extra docs is not installed")
+    pytest.importorskip("myst_nb", reason="the extra docs is not installed")
     build = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "-b", "html", "-c", "docs", ".", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True)
     pages = sorted(tmp_path.rglob("*.html"))
