@@ -77,7 +77,7 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     assert not torch.equal(weights(trainer), before)
     steps = [logs for logs in trainer.state.log_history if "grad_norm" in logs]
     # Neither rewards nor margins nor log-probabilities of the pairs drawn.
-    assert [logs.keys() for logs in steps] == [{"loss", "grad_norm", "learning_rate", "epoch", "step"}] * 2
+    assert [logs.keys() for logs in steps] == [{"loss", "grad_norm", "learning_rate", "epoch", "epsilon", "step"}] * 2
     evaluations = [logs for logs in trainer.state.log_history if "eval_loss" in logs]
     assert [{"eval_rewards/margins", "eval_rewards/accuracies", "epsilon"} <= logs.keys() for logs in evaluations] == [
         True
