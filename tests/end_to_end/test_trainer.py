@@ -733,8 +733,9 @@ def test_examples_whose_loss_is_no_number_contribute_nothing_and_show_nowhere(tm
             clipping_granularity=granularity, callbacks=[recorder],
         )  # fmt: skip
         trainer.train()
-        logged = [value for logs in trainer.state.log_history for value in logs.values() if isinstance(value, float)]
-        assert np.isfinite(logged).all()
+        # ε is infinite under a seed.
+        logs = [(name, value) for logs in trainer.state.log_history for name, value in logs.items() if name != "epsilon"]
+        assert np.isfinite([value for _, value in logs if isinstance(value, float)]).all()
         gradients.append(torch.stack(recorder.gradients))
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
