@@ -31,7 +31,9 @@ def test_the_law_of_a_gap_is_geometric(rate):
 
 def shown_by(rate, count):
     shown = np.zeros(count, dtype=int)
-    shown[RareCoins(rate, count=count, stream=bit_stream(None, purpose="test")).heads(step=0)] = 1
+    heads = RareCoins(rate, count=count, stream=bit_stream(None, purpose="test")).heads(step=0)
+    assert np.all(np.diff(heads) > 0)  # none twice, where one portion ends and the next begins
+    shown[heads] = 1
     return shown
 
 
