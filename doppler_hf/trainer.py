@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.micro_batches import Collator
@@ -60,7 +60,7 @@ class DopplerTrainer(AroundSteps):
     args: DopplerTrainingArguments
     optimizer: Any
     # The host's loss of a batch, which is not trained in a private run.
-    host_compute_loss = Trainer.compute_loss
+    host_compute_loss = AroundSteps.compute_loss
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1
 
@@ -254,5 +254,7 @@ class DopplerTrainer(AroundSteps):
         own = getattr(self.optimizer, "optimizer", self.optimizer)
         checks.refuse_another_optimizer(own)
         own.noise_std = run.settled_noise_std
-        self.args.note_run(run.statement, low_pass_filter=str(own.low_pass_filter), noise_std=own.noise_std)
+        rate = own.param_groups[0].get("initial_lr", own.param_groups[0]["lr"])
+        chosen = {"low_pass_filter": str(own.low_pass_filter), "learning_rate": rate}
+        self.args.note_run(run.statement, noise_std=own.noise_std, **chosen)
         return self.optimizer

@@ -4,7 +4,7 @@ import contextlib
 from abc import ABC
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from transformers import Trainer
 from doppler_hf.disk import space_for
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.own_loss import mean_and_outputs
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.saving import saved_whole
 from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state
@@ -40,6 +41,8 @@ class AroundSteps(Trainer, ABC):
     _sharding: Sharding
     _ledger_keeper: PrivacyCallback
     _weight_filter: WeightFilterCallback
+    compute_per_sample_loss: Callable[..., Any]
+    host_per_sample_loss: ClassVar[Callable[..., Any]]
 
     # --- where the model lies -----------------------------------------------------------------------------------------
 
@@ -61,6 +64,16 @@ class AroundSteps(Trainer, ABC):
         self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
 
     # --- what is evaluated, saved and logged --------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a batch that is evaluated: as the host, or the mean of your own `compute_per_sample_loss`."""
+        own = type(self)
+        if self.args.disable_dp or own.compute_per_sample_loss is own.host_per_sample_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        mean, outputs = mean_and_outputs(self.compute_per_sample_loss, model, inputs)
+        return (mean, outputs) if return_outputs else mean
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
@@ -115,7 +128,7 @@ class AroundSteps(Trainer, ABC):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the host does, with ε so far, and without the training loss if it is not reported."""
-        self._ledger_keeper.complete_log(logs, model=self.model)
+        self._ledger_keeper.complete_log(logs, model=self.model, is_last=self.control.should_training_stop)
         for recorder in recorders_in(self.callback_handler.callbacks):
             recorder.add_estimates(logs)
         super().log(logs, start_time)

@@ -216,24 +216,26 @@ class PrivacyCallback(TrainerCallback):
         if speaks:
             self._leave(model)
 
-    def _rounded_epsilon(self) -> float:
-        # Privacy: it grows with the steps, so that ε of a few steps more is an upper bound, and at the end it is ε itself.
+    def _rounded_epsilon(self, *, is_last: bool) -> float:
+        # Privacy: it grows with the steps, so that ε of a few steps more is an upper bound. At the end it is ε itself.
         # An accountant takes up to some seconds for each number of steps.
         assert self.ledger is not None
+        if is_last or not self._is_running:
+            return self.epsilon()
         run = self._current_run()
         apart = math.ceil(run.statement.steps_planned / LOGGED_EPSILONS)
         return self.ledger.epsilon(further_steps=min(-self.ledger.steps_run % apart, max(0, run.affordable_steps)))
 
-    def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
+    def complete_log(self, logs: dict[str, float], *, model: nn.Module, is_last: bool) -> None:
         """Complete a log (modified in place).
 
-        A step's and an evaluation's with ε so far, a step's also with the clip norm that follows if it moves, and without
-        the training loss if that is not reported.
+        A step's and an evaluation's with ε so far, in the last one to the step; a step's also with the clip norm that
+        follows if it moves, and without the training loss if that is not reported.
         """
         # Of another model nobody knows what its training has spent: it may have been loaded.
         is_evaluation = any(name.startswith("eval_") for name in logs)
         if self.speaks_for(model) if is_evaluation else self._is_running:
-            logs["epsilon"] = self._rounded_epsilon()
+            logs["epsilon"] = self._rounded_epsilon(is_last=is_last)
         if self.ledger is not None and "grad_norm" in logs:
             moving = self._current_run().moving_max_grad_norm
             logs |= {} if moving is None else {"clip_norm": moving}

@@ -1,4 +1,4 @@
-"""The loss that a model computes in its own forward, which the host would train: is it the one that a private run trains?
+"""A model's own loss and the user's: is what the host would train what a private run trains, and evaluates?
 
 The rule of `privacy.losses` follows from the model's class and not from its forward. What that adds or changes (class
 weights, a penalty, labels that are not shifted) would fall away without a sign. They are compared on a batch of several
@@ -6,10 +6,12 @@ examples: in the mean of a single one class weights cancel out.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy.dense_losses import ignored_pixel
@@ -73,6 +75,28 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
             f"The loss in the forward of {name} must be the mean over examples of that which a private run trains, got "
             "another one, which would not be trained. Override compute_per_sample_loss to return it for each example."
         )
+
+
+def mean_and_outputs(
+    losses_of: Callable[[nn.Module, dict[str, Any]], Float[Tensor, " batch"]], model: nn.Module, inputs: dict[str, Any]
+) -> tuple[Float[Tensor, ""], Any]:
+    """Return the mean of the losses of an evaluated batch, and what the model has put out for them, as the host takes it.
+
+    Args:
+        losses_of: Calls the model and returns one loss per example.
+        model: The model.
+        inputs: The batch.
+
+    Returns:
+        The mean, and the outputs: a mapping, or behind a first place for the loss.
+    """
+    found: list[Any] = []
+    with model.register_forward_hook(lambda module, args, outputs: found.append(outputs)):
+        mean = losses_of(model, dict(inputs)).mean()
+    outputs = found[-1] if found else ()
+    if isinstance(outputs, dict):
+        return mean, outputs
+    return mean, (mean, *(outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
 def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:

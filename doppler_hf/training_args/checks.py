@@ -308,6 +308,11 @@ def refuse_of_trainer(trainer: Any) -> None:
             f"{own.__name__}._get_train_sampler has no effect on a private training, whose ε is that of Poisson draws. "
             "Leave it out."
         )
+    if own.get_optimizer_cls_and_kwargs is not Trainer.get_optimizer_cls_and_kwargs:
+        raise ValueError(
+            f"{own.__name__}.get_optimizer_cls_and_kwargs has no effect on a private training, whose optimizer is a "
+            "DopplerOptimizer. Leave it out, and set base_optimizer."
+        )
     if own.compute_loss is not own.host_compute_loss and own.compute_per_sample_loss is own.host_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "

@@ -33,7 +33,7 @@ from doppler_hf.run.private_run import PrivateRun
 from tests.support.pairwise import pairwise
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.tolerances import RAISED
-from tests.support.trainers import NoSignal, Recorder, arguments, checked_trainer_of, trainer_of, weights
+from tests.support.trainers import NoSignal, Recorder, StopAt, arguments, checked_trainer_of, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
 
@@ -303,6 +303,71 @@ def test_a_checkpoint_is_complete_when_it_is_pushed(tmp_path):
     trainer.train()
     assert len(pushed) == 1
     assert pushed[0] >= {LEDGER_NAME, "weight_filter.pt", "model.safetensors", "optimizer.pt"}
+
+
+class TenTimes(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return 10 * super().compute_per_sample_loss(model, inputs)
+
+
+def test_an_evaluation_reports_the_loss_that_is_trained(tmp_path):
+    found = [trainer_of(tmp_path, cls=cls).evaluate() for cls in (DopplerTrainer, TenTimes)]
+    assert found[1]["eval_loss"] == pytest.approx(10 * found[0]["eval_loss"], rel=1e-5)
+    stock = trainer_of(tmp_path, cls=TenTimes, disable_dp=True, noise_multiplier=None).evaluate()
+    assert stock["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-5)
+
+
+class ToTarget(DopplerTrainer):
+    """Of a module that knows nothing of its target."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        return (model(inputs["x"]).squeeze(1) - inputs["target"]) ** 2
+
+
+def test_a_module_without_its_target_is_evaluated(tmp_path):
+    rows = [{"x": torch.full((2,), float(i)), "target": torch.tensor(float(i))} for i in range(12)]
+    model, seen = torch.nn.Linear(2, 1), []
+    trainer = ToTarget(
+        model=model,
+        args=arguments(tmp_path, label_names=["target"], remove_unused_columns=False, grad_sample_self_check=True),
+        train_dataset=rows, eval_dataset=rows[:5],
+        compute_metrics=lambda found: seen.append(found) or {},
+    )  # fmt: skip
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        outputs = model(torch.stack([row["x"] for row in rows[:5]]))
+    np.testing.assert_allclose(seen[0].predictions, outputs, rtol=1e-6)
+    assert loss == pytest.approx(((outputs.squeeze(1) - torch.arange(5.0)) ** 2).mean().item(), rel=1e-5)
+
+
+class Epochs(list):
+    """Rows that are told which epoch begins."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.told = []
+
+    def set_epoch(self, epoch):
+        self.told.append(epoch)
+
+
+def test_a_data_set_is_told_its_epoch_as_by_the_host(tmp_path):
+    told = []
+    for options in ({}, dict(disable_dp=True, noise_multiplier=None)):
+        data = Epochs(text_data(24))
+        trainer_of(tmp_path / str(len(told)), data=data, max_steps=-1, num_train_epochs=2, **options).train()
+        told.append([*dict.fromkeys(data.told)])
+    assert told == [[0, 1], [0, 1]]
+
+
+def test_a_run_that_a_callback_stops_has_one_epsilon(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=100, logging_steps=3, callbacks=[StopAt(7)], accountant="rdp")
+    metrics = trainer.train().metrics
+    logged = [logs["epsilon"] for logs in trainer.state.log_history if "epsilon" in logs]
+    exact = [trainer.privacy.ledger.epsilon(further_steps=steps - 7) for steps in (3, 6)]
+    assert all(above <= shown for above, shown in zip(exact, logged, strict=False))
+    assert metrics["epsilon"] == logged[-1] == trainer.privacy.epsilon() == trainer.evaluate()["epsilon"]
 
 
 def test_every_evaluation_logs_epsilon_so_far(tmp_path):

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerState
 
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checkpoints import step_of_checkpoint
-from tests.support.trainers import trainer_of, weights
+from tests.support.trainers import StopAt, trainer_of, weights
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
 
@@ -23,16 +23,6 @@ def test_the_step_of_a_checkpoint_is_that_of_its_state(tmp_path):
     assert [step_of_checkpoint(None), step_of_checkpoint(str(tmp_path))] == [0, 0]
     TrainerState(global_step=7).save_to_json(str(tmp_path / "trainer_state.json"))
     assert step_of_checkpoint(str(tmp_path)) == 7
-
-
-class StopAt(TrainerCallback):
-    """Stops a run early."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 class Killed(BaseException):

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from transformers import TrainerCallback
 
 from doppler_hf.filters import LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.filters.noise_shape import WHITE
@@ -11,18 +10,7 @@ from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multipli
 from doppler_hf.privacy.accounting import Releases
 from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
-from tests.support.trainers import Recorder, arguments, text_data, trainer_of
-
-
-class StopAt(TrainerCallback):
-    """Ends the training early."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
-
+from tests.support.trainers import Recorder, StopAt, arguments, text_data, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
 # A run in which shaping pays, and of whose target `noise_multiplier` is not asked.

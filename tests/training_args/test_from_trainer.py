@@ -47,6 +47,12 @@ class OwnSampler(DopplerTrainer):
         return None
 
 
+class OwnOptimizer(DopplerTrainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return torch.optim.SGD, {"lr": 1.0}
+
+
 class Seeded:
     seed = 1
     __call__ = staticmethod(pad)
@@ -59,6 +65,7 @@ OF_TRAINER = {
     "a streaming `train_dataset`": dict(train_dataset=Dataset.from_list([{"x": 1}]).to_iterable_dataset()),
     "an override of `compute_loss` alone": dict(cls=OwnLoss),
     "an override of `_get_train_sampler`": dict(cls=OwnSampler),
+    "an override of `get_optimizer_cls_and_kwargs`": dict(cls=OwnOptimizer),
     "`hyperparameter_search`": dict(then=lambda trainer: trainer.hyperparameter_search()),
     "a collator with a `seed`": dict(data_collator=Seeded(), then=lambda trainer: trainer.train()),
 }

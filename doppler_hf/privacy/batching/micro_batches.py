@@ -253,3 +253,8 @@ class PrivateLoader(DataLoader[Any]):
             ),
             **options,
         )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a data set that wants to know which epoch begins, as the host's loaders do."""
+        if hasattr(self.examples, "set_epoch"):
+            self.examples.set_epoch(epoch)

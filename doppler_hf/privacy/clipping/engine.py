@@ -209,7 +209,8 @@ class BookKeepingEngine:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
         return (
             f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. Freeze them with "
-            "requires_grad_(False), or if they are an adapter's, train adapters of another kind, such as LoRA."
+            "requires_grad_(False), or if they are an adapter's, leave these layers out of its target_modules, or train "
+            "adapters of another kind, such as LoRA."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
