@@ -51,7 +51,9 @@ def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None]) ->
     Raises:
         ValueError: If the data set makes more or fewer rows than one of an example.
     """
-    if is_stored(examples):
+    # Sensitivity: in Python's own format each value is converted by itself. Others convert a column at once: with a null in
+    # an example's integers, those of all that are fetched with it become floats, and are rounded.
+    if is_stored(examples) and examples.format["type"] is None:
         return list(examples.__getitems__(list(indices)))
     found = []
     for index in indices:
