@@ -3,13 +3,15 @@
 A model's own loss is a mean over the pixels of the whole batch, or a sum over its examples.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+
+_NO_TOKEN: Final = -100  # of transformers' ForCTCLoss
 
 
 def cross_entropies(
@@ -24,10 +26,17 @@ def cross_entropies(
         return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
     except IndexError:
         # Neither torch's words nor its traceback, which have the label of an example: messages end in logs.
-        raise ValueError(
-            f"labels must be classes from 0 to {logits.shape[1] - 1}, or {ignored} where there is none, got another one. "
-            "Set num_labels in the model's config to the number of classes, and let them begin at 0."
+        raise _no_class(
+            logits.shape[1],
+            ignored,
+            "Set num_labels in the model's config to the number of classes, and let them begin at 0",
         ) from None
+
+
+def _no_class(classes: int, ignored: int, mend: str) -> ValueError:
+    return ValueError(
+        f"labels must be classes from 0 to {classes - 1}, or {ignored} where there is none, got another one. {mend}."
+    )
 
 
 def ignored_pixel(model: PreTrainedModel) -> int:
@@ -91,19 +100,27 @@ def ctc_losses(
     Args:
         model: The model, with its wrappers.
         inputs: One micro-batch without labels.
-        labels: Its labels; negative ones and blanks are none.
+        labels: Its labels; -100 and blanks are none.
         base_model: The model without wrappers.
 
     Returns:
         Losses, shape (batch,), infinite for an example with more labels than frames, as in the host.
+
+    Raises:
+        ValueError: If a label is no class.
     """
     config, reduction = base_model.config, base_model.config.ctc_loss_reduction
     # Sensitivity: torch's loss of an example reads its own frames, as many as its mask says, and its own labels.
     config.ctc_loss_reduction = "none"
     try:
-        losses: Tensor = model(**inputs, labels=labels).loss
+        outputs = model(**inputs, labels=labels)
     finally:
         config.ctc_loss_reduction = reduction
+    losses, classes = outputs.loss, outputs.logits.shape[-1]
+    # Sensitivity: torch does not look whether a label is a class, and would write the gradient of another one into that of a
+    # neighbour in the batch.
+    if bool(((labels >= classes) | (labels < 0) & (labels != _NO_TOKEN)).any()):
+        raise _no_class(classes, _NO_TOKEN, "Give what the tokenizer does not know a token of the vocabulary")
     if reduction == "mean":
-        losses = losses / ((labels >= 0) & (labels != config.pad_token_id)).sum(dim=1).clamp(min=1)
+        losses = losses / ((labels != _NO_TOKEN) & (labels != config.pad_token_id)).sum(dim=1).clamp(min=1)
     return losses

@@ -222,6 +222,19 @@ def test_a_label_that_is_no_class_is_refused_without_its_value():
         assert str(label) not in str(caught.value)
 
 
+@pytest.mark.parametrize("label", [-1, 9, 20])
+def test_a_transcript_with_a_label_that_is_no_class_is_refused(label):
+    """torch reads it from the frames of another example, and writes its gradient there."""
+    model, rows = wav2vec2(), voices(3)
+    model.config.vocab_size = 1000  # the host looks at this, and at the largest label alone
+    rows[1]["labels"][0] = label
+    batch = padded(rows)
+    labels = batch.pop("labels")
+    with pytest.raises(ValueError, match=r"from 0 to 8, or -100 where there is none, got another one\. Give") as caught:
+        ctc_losses(model, batch, labels, base_model=model)
+    assert str(label) not in str(caught.value).replace("-100", "")
+
+
 def test_models_are_known_by_their_class():
     models = [
         wav2vec2(),
