@@ -7,6 +7,7 @@ piece noise turns the sum into `p.grad` (`training_step`). This is the privacy b
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
 
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.batching.micro_batches import Collator
+from doppler_hf.privacy.batching.micro_batches import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
@@ -174,7 +175,11 @@ class DopplerTrainer(AroundSteps):
         return self.private_run.loader(dataset, collator)
 
     def _training_collator(self) -> Collator:
-        return self.data_collator
+        collator = self.data_collator
+        if collator is default_data_collator or type(collator) is DefaultDataCollator:
+            return functools.partial(made_apart, collator=collator)
+        is_hosts = type(collator).__module__ == default_data_collator.__module__
+        return functools.partial(of_the_same_columns, collator=collator) if is_hosts else collator
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

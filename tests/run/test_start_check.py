@@ -16,12 +16,15 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from transformers import (
     BertForSequenceClassification,
+    BertTokenizer,
     BigBirdConfig,
     BigBirdForSequenceClassification,
     ConvBertConfig,
     ConvBertForSequenceClassification,
     CpmAntConfig,
     CpmAntForCausalLM,
+    DataCollatorWithPadding,
+    DefaultDataCollator,
     FNetConfig,
     FNetForSequenceClassification,
     HubertConfig,
@@ -39,6 +42,7 @@ from transformers import (
     TrainerCallback,
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
+    default_data_collator,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -978,6 +982,42 @@ def test_a_transform_that_makes_more_rows_of_an_example_is_refused(tmp_path, tim
         options = dict(grad_sample_self_check=checked, augmentation_multiplicity=views, remove_unused_columns=False)
         with pytest.raises(ValueError, match="train_dataset must return one row for each example, got more or fewer"):
             trainer_of(tmp_path / str(checked), data=data, **options).train()
+
+
+class Labels(DopplerTrainer):
+    """Keeps the labels that reach the loss."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.seen = [*getattr(self, "seen", []), *inputs["labels"].flatten().tolist()]
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
+    """The host's default collator asks the first example alone whether labels are whole numbers."""
+    data = [{"input_ids": [index + 1] * 4, "label": 0.5 if index else 3} for index in range(8)]
+    everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, accountant="pld", max_steps=1)
+    trainer = trainer_of(
+        tmp_path, cls=Labels, model=tiny_bert(num_labels=1), data=data, grad_sample_self_check=False, **everyone
+    )
+    trainer.data_collator = default_data_collator
+    trainer.train()
+    assert sorted(trainer.seen[-8:]) == [0.5] * 7 + [3.0]
+
+
+@pytest.mark.parametrize(
+    "collator",
+    [default_data_collator, DefaultDataCollator(), DataCollatorWithPadding(BertTokenizer(vocab={"[PAD]": 0}))],
+    ids=["default", "as a class", "padding"],
+)
+def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
+    """The host's collators ask the first example alone which columns there are."""
+    data = [{"input_ids": [index + 1] * 4, "token_type_ids": [0] * 4, "label": index % 2} for index in range(8)]
+    del data[0]["token_type_ids"]
+    everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, grad_sample_self_check=False)
+    trainer = trainer_of(tmp_path, data=data, **everyone)
+    trainer.data_collator = collator
+    with pytest.raises(ValueError, match="must all have the same columns, got one that lacks a value in some"):
+        trainer.train()
 
 
 def weighted(examples, *, share):
