@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from transformers import (
+    BertForMultipleChoice,
     BertForSequenceClassification,
     BertTokenizer,
     BigBirdConfig,
@@ -23,6 +24,7 @@ from transformers import (
     ConvBertForSequenceClassification,
     CpmAntConfig,
     CpmAntForCausalLM,
+    DataCollatorForMultipleChoice,
     DataCollatorWithPadding,
     DefaultDataCollator,
     FNetConfig,
@@ -1017,6 +1019,18 @@ def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
     trainer = trainer_of(tmp_path, data=data, **everyone)
     trainer.data_collator = collator
     with pytest.raises(ValueError, match="must all have the same columns, got one that lacks a value in some"):
+        trainer.train()
+
+
+def test_an_example_of_fewer_choices_than_others_is_refused(tmp_path):
+    """The host's collator takes as many choices of each example as the first one has."""
+    torch.manual_seed(0)
+    model = BertForMultipleChoice(tiny_bert().config)
+    data = [{"input_ids": [[index + 1] * 4] * (3 if index else 2), "label": index % 2} for index in range(8)]
+    everyone = dict(per_device_train_batch_size=7, gradient_accumulation_steps=1, grad_sample_self_check=False)
+    trainer = trainer_of(tmp_path, model=model, data=data, **everyone)
+    trainer.data_collator = DataCollatorForMultipleChoice(BertTokenizer(vocab={"[PAD]": 0}))
+    with pytest.raises(ValueError, match="must all have the same number of choices, got different ones"):
         trainer.train()
 
 

@@ -17,7 +17,13 @@ _ROWS_AT_ONCE: Final = 1 << 16
 
 def length_of(tokens: Sequence[Any]) -> int:
     """Return the number of tokens of an example; of one with choices, each of them a text, when they are padded alike."""
-    return len(tokens) if not len(tokens) or np.ndim(tokens[0]) == 0 else len(tokens) * max(map(len, tokens))
+    choices = choices_of(tokens)
+    return len(choices) * max(map(len, choices))
+
+
+def choices_of(tokens: Sequence[Any]) -> Sequence[Any]:
+    """Return the choices of an example, each of them a text; of one without choices its text alone."""
+    return tokens if len(tokens) and np.ndim(tokens[0]) else [tokens]
 
 
 def lengths_of(dataset: Any) -> Int[np.ndarray, " num_examples"] | None:

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, is_stored, length_of
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of, is_stored, length_of
 from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler
 
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
@@ -92,19 +92,25 @@ def collated(examples: Sequence[Any], *, collator: Collator, fill: Callable[[], 
 
 
 def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
-    """Collate examples that all have the same columns.
+    """Collate examples that all have the same columns, and as many choices.
 
-    Sensitivity. The host's collators read off the first example which columns there are: one without `token_type_ids` would
-    have taken theirs from all others.
+    Sensitivity. The host's collators read off the first example which columns and how many choices there are: one without
+    `token_type_ids` would have taken theirs from all others, and one of two choices the third.
 
     Args:
         examples: The examples.
         collator: One of the host's.
 
     Raises:
-        ValueError: If one lacks a column of another.
+        ValueError: If one lacks a column or a choice of another.
     """
-    _refuse_other_columns(example for example in examples if isinstance(example, Mapping))
+    rows = [example for example in examples if isinstance(example, Mapping)]
+    _refuse_other_columns(rows)
+    if len({len(choices_of(row.get(LENGTH_COLUMN, ()))) for row in rows}) > 1:
+        raise ValueError(
+            "Examples of train_dataset must all have the same number of choices, got different ones. Fill up those that "
+            "have fewer, or give DopplerTrainer a data_collator of your own."
+        )
     return collator(examples)
 
 
