@@ -82,9 +82,9 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
             f"privacy_unit_column={column!r} has no value for some examples, so their unit is unknown. Give each a value, "
             "a different one to an example that is a unit of its own."
         )
-    # Sensitivity: -0.0 and 0.0 differ in their bits, but are one value, and so one unit.
-    equal = compute.add(values, 0.0) if is_float else values
     try:
+        # Sensitivity: -0.0 and 0.0 differ in their bits, but are one value, and so one unit.
+        equal = compute.add(values, 0.0) if is_float else values
         return equal.dictionary_encode().combine_chunks().indices.to_numpy()
     except pyarrow.ArrowNotImplementedError as error:
         raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}).") from error

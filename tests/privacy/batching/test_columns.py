@@ -47,6 +47,12 @@ def test_zeros_of_both_signs_are_one_unit():
     assert units_of(Dataset.from_dict({"user": [0.0, -0.0, 1.0]}), column="user").tolist() == [0, 0, 1]
 
 
+@pytest.mark.parametrize("values", [[[0], [1]], np.zeros(2, dtype=np.float16)], ids=["lists", "float16"])
+def test_units_of_another_kind_are_refused(values):
+    with pytest.raises(ValueError, match="privacy_unit_column='user' must hold numbers or strings, got others"):
+        units_of(Dataset.from_dict({"user": values}), column="user")
+
+
 @pytest.mark.parametrize(("values", "found"), [([2, 0, 1], [2, 0, 1]), ([True, False], [True, False]), ([0.5], None)])
 def test_labels_are_those_of_the_column(values, found):
     labels = labels_of(Dataset.from_dict({"label": values}).with_format("torch"))
