@@ -285,6 +285,7 @@ def test_a_forked_process_has_noise_of_its_own():
         child = os.fork()
         if child == 0:
             try:
+                torch.set_num_threads(1)  # OpenMP's threads are not forked, and would be waited for
                 store = mechanism._ahead
                 drawn = [mechanism.privatize({"w": torch.zeros(size)}, step=step)["w"] for step in (1, 2)]
                 wait_until_full(store)
