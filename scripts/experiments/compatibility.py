@@ -31,6 +31,7 @@ from scripts.experiments.tiny_models import examples_of, padded, tiny_model
 MODELS: Final = (
     "BertForSequenceClassification", "RobertaForSequenceClassification", "DistilBertForSequenceClassification",
     "AlbertForSequenceClassification", "ElectraForSequenceClassification", "DebertaV2ForSequenceClassification",
+    "DebertaV2ForSequenceClassification, as released",
     "ModernBertForSequenceClassification", "XLMRobertaForSequenceClassification", "MPNetForSequenceClassification",
     "BartForSequenceClassification", "LlamaForSequenceClassification",
     "BertForTokenClassification", "DebertaV2ForTokenClassification", "BertForQuestionAnswering",
@@ -47,6 +48,12 @@ MODELS: Final = (
     "Wav2Vec2ForSequenceClassification, mended", "Wav2Vec2ForCTC, mended", "HubertForCTC, mended",
 )  # fmt: skip
 MENDED: Final = ", mended"
+# Where they differ from the config's defaults in what decides; versions 2 and 3 of Microsoft's.
+RELEASED: Final = ", as released"
+RELATIVE: Final = {
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4, "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+}  # fmt: skip
 TRAINS: Final = "✓"
 # They are trained as they are, beside adapters too.
 HEADS: Final = r"(.*\.)?(pre_classifier|classifier|score|qa_outputs)(\..*)?"
@@ -184,7 +191,8 @@ def outcome(name: str, way: Way) -> str:
         Exception: If it is neither, which is a defect.
     """
     torch.manual_seed(0)
-    model: Any = tiny_model(name.removesuffix(MENDED))
+    kind = name.removesuffix(MENDED).removesuffix(RELEASED)
+    model: Any = tiny_model(kind, **(RELATIVE if name.endswith(RELEASED) else {}))
     examples = data_of(model)
     if name.endswith(MENDED):
         model, examples = mended(model, examples)
@@ -219,7 +227,8 @@ them. Of {count} flows {trains} train (✓), {refused} are refused in one line, 
 either (–). *bf16* is `bf16=True`, *checkpointing* is `gradient_checkpointing=True`, adapters are PEFT's on all linear layers
 but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases* is BiTFiT with the head. *Mended* is what
 the notes ask for: BatchNorm is replaced, or `pos_conv_embed` is frozen, `mask_time_prob` is 0 and waves are padded to one
-length. Of all classes of transformers
+length. *As released* is with relative attention, where the config has none by default: LoRA trains on the layers that
+attention to positions does not use, `target_modules=["value_proj", "dense"]`. Of all classes of transformers
 [another survey](../recipes/results/architectures.md) tells which train with all weights.
 
 Made by `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}.

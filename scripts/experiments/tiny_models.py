@@ -155,8 +155,12 @@ def tiny_value(name: str, value: Any) -> Any:
     return 32 + zlib.crc32(name.encode()) % 32 if re.search(r"_(id|index)$", name) else None
 
 
-def tiny_model(name: str) -> PreTrainedModel:
+def tiny_model(name: str, **settings: Any) -> PreTrainedModel:
     """Return a model with random weights.
+
+    Args:
+        name: Its class.
+        **settings: Fields of its config that are other than by default.
 
     Raises:
         ValueError: If it is not tiny.
@@ -165,6 +169,8 @@ def tiny_model(name: str) -> PreTrainedModel:
     family = max((key for key in OVERRIDES if name.startswith(key)), key=len, default="")
     overrides = OVERRIDES["Reformer"] if family.startswith("Reformer") else {}
     config: Any = tiny_config(kind.config_class(), {**overrides, **OVERRIDES.get(family, {})})
+    for field, value in settings.items():  # some that a model reads are none of its config's class
+        setattr(config, field, value)
     config.use_cache = False  # as in training; not every default has an attention layer, which a cache needs
     if "Classification" in name:
         config.num_labels = 3
