@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
     BartConfig,
@@ -31,6 +32,8 @@ from tests.support import processes
 from tests.support.folders import write_bert, write_glue
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder
+
+pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused")
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
 # Draws of some examples or none, in micro-batches whose number differs from process to process.

@@ -21,6 +21,8 @@ from doppler_hf.run.sharding import Sharding, kept_from_host, kinds_of_layers, s
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
+pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused")
+
 FIT = dict(
     fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False, activation_checkpointing=False,
     cpu_offload=False, auto_wrap_policy="TRANSFORMER_BASED_WRAP",
