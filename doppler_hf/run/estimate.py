@@ -26,6 +26,7 @@ from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 _TIMES: Final = 3
 _SAMPLED: Final = 4_000_000  # weights: enough that a step is not all overhead, and done in a moment
 _FLOAT: Final = 4
+_FORGET_PEAK: Final = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
+        if not self._is_cuda and not _FORGET_PEAK.exists():
+            raise ValueError(
+                f"The peak of a CPU's memory is read from Linux, by {_FORGET_PEAK}, which must be there, got none. Run it on "
+                "Linux, or with --device cuda."
+            )
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Return the median seconds of some work, once it is warm."""
@@ -103,7 +109,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
             work()
             return torch.cuda.max_memory_allocated() - before
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        _FORGET_PEAK.write_text("5")
         before = _resident("VmRSS")
         work()
         return _resident("VmHWM") - before

@@ -37,6 +37,12 @@ def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
     assert found["seconds"]["between processes"] == found["bytes"]["earlier noise"] == 0
 
 
+def test_it_says_where_it_can_read_the_peak_of_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_FORGET_PEAK", tmp_path / "none")
+    assert main(words(tmp_path, "causal-lm")) == 2
+    assert "must be there, got none. Run it on Linux, or with --device cuda." in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_the_table_names_what_is_assumed(tmp_path, capsys):
     assert main(words(tmp_path, "text-classification", "--processes", "4", "--bandwidth", "1e9", "--lora-r", "2")) == 0
     out = " ".join(capsys.readouterr().out.split())
