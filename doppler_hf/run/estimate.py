@@ -86,7 +86,7 @@ class Meter:
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda and not _FORGET_PEAK.exists():
             raise ValueError(
-                f"The peak of a CPU's memory is read from Linux, by {_FORGET_PEAK}, which must be there, got none. Run it on "
+                f"The peak of a CPU's memory is read by Linux's {_FORGET_PEAK}, which must be there, got none. Run it on "
                 "Linux, or with --device cuda."
             )
 
