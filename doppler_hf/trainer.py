@@ -178,7 +178,8 @@ class DopplerTrainer(AroundSteps):
         collator = self.data_collator
         if collator is default_data_collator or type(collator) is DefaultDataCollator:
             return functools.partial(made_apart, collator=collator)
-        is_hosts = type(collator).__module__ == default_data_collator.__module__
+        # One's own that is made of one of the host's goes by the first example, too.
+        is_hosts = any(kind.__module__ == default_data_collator.__module__ for kind in type(collator).__mro__)
         return functools.partial(of_the_same_columns, collator=collator) if is_hosts else collator
 
     def get_batch_samples(

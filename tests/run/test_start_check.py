@@ -1006,10 +1006,19 @@ def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
     assert sorted(trainer.seen[-8:]) == [0.5] * 7 + [3.0]
 
 
+class OwnPadding(DataCollatorWithPadding):
+    """One's own, made of one of the host's."""
+
+
 @pytest.mark.parametrize(
     "collator",
-    [default_data_collator, DefaultDataCollator(), DataCollatorWithPadding(BertTokenizer(vocab={"[PAD]": 0}))],
-    ids=["default", "as a class", "padding"],
+    [
+        default_data_collator,
+        DefaultDataCollator(),
+        DataCollatorWithPadding(BertTokenizer(vocab={"[PAD]": 0})),
+        OwnPadding(BertTokenizer(vocab={"[PAD]": 0})),
+    ],
+    ids=["default", "as a class", "padding", "one's own padding"],
 )
 def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
     """The host's collators ask the first example alone which columns there are."""
