@@ -8,6 +8,7 @@ at a time writes that of a folder.
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -48,6 +49,7 @@ class PrivacyCallback(TrainerCallback):
         self.ledger: PrivacyLedger | None = None
         self._is_running = False
         self._untrained: str | None = None
+        self._trained: weakref.ref[nn.Module] | None = None
 
     def epsilon(self) -> float:
         """Return an upper bound on ε spent so far; 0 before training."""
@@ -98,8 +100,13 @@ class PrivacyCallback(TrainerCallback):
         self._is_running = True
         digests = digests_of(kwargs["model"])
         # Privacy: buffers that were filled since the training before are no part of what this one begins with.
-        is_filled = digests not in ledger.models and any(digests.parameters == known.parameters for known in ledger.models)
-        self._untrained = None if is_filled else untrained_digest(kwargs["model"])
+        is_known = any(digests.parameters == known.parameters for known in ledger.models)
+        is_filled = is_known and digests not in ledger.models
+        # Privacy: nor are weights that something else has trained since. A checkpoint's are compared with its ledger.
+        is_same = self._trained is not None and self._trained() is kwargs["model"]
+        is_another = is_same and step == 0 and not is_known and ledger.steps_run > 0
+        self._untrained = None if is_filled or is_another else untrained_digest(kwargs["model"])
+        self._trained = weakref.ref(kwargs["model"])
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)

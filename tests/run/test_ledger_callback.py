@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import PartialState
 from transformers import BertForSequenceClassification, TrainerCallback, TrainerControl, TrainerState
 
@@ -17,7 +18,7 @@ from doppler_hf.run import ledger_callback as callbacks_module
 from doppler_hf.run.ledger_callback import PrivacyCallback, ledgers_of
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import after, statement
-from tests.support.tiny import text_data, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
 
@@ -196,6 +197,28 @@ def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys,
     assert ledger.steps_run == before.steps_run + 4
     assert not list((tmp_path / "out").glob("privacy_ledger.*.json"))
     assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_what_something_else_has_trained_between_two_trainings_gets_no_ledger(tmp_path, capsys):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    with torch.no_grad():
+        trainer.model.classifier.weight.add_(1.0)
+    trainer.train()
+    assert trainer.privacy.ledger.steps_run == 8
+    trainer.save_model(tmp_path / "saved")
+    assert "are not those that the private training left" in said(capsys)
+    assert not (tmp_path / "saved" / LEDGER_NAME).exists()
+
+
+def test_a_model_that_is_made_anew_for_a_second_training_is_spoken_for(tmp_path):
+    trainer = DopplerTrainer(
+        model_init=lambda: tiny_bert(), args=arguments(tmp_path), train_dataset=text_data(), data_collator=pad
+    )
+    for steps in (4, 8):
+        trainer.train()
+        trainer.save_model(tmp_path / "saved")
+        assert PrivacyLedger.load(tmp_path / "saved").steps_run == steps
 
 
 def test_a_notebook_cell_run_again_does_not_overrun_the_budget(tmp_path):
