@@ -63,6 +63,9 @@ OF_TRAINER = {
     "an optimizer in `optimizers`": with_optimizer(False),
     "a scheduler in `optimizers`": with_optimizer(True),
     "a streaming `train_dataset`": dict(train_dataset=Dataset.from_list([{"x": 1}]).to_iterable_dataset()),
+    "rows that stand in `train_dataset` more than once, without `privacy_unit_column`": dict(
+        train_dataset=Dataset.from_list([{"x": 1}]).repeat(2), then=lambda trainer: trainer.train()
+    ),
     "an override of `compute_loss` alone": dict(cls=OwnLoss),
     "an override of `_get_train_sampler`": dict(cls=OwnSampler),
     "an override of `get_optimizer_cls_and_kwargs`": dict(cls=OwnOptimizer),
