@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
 
 from doppler_hf.privacy import PrivacyLedger
@@ -93,6 +93,7 @@ class DopplerTrainer(AroundSteps):
             self.add_callback(self._weight_filter)
         if not args.disable_dp:
             checks.refuse_of_trainer(self)
+            checks.warn_of_training_data_in_evaluation(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
@@ -151,7 +152,6 @@ class DopplerTrainer(AroundSteps):
                 losses_of=self._losses,
                 check_loss=self._check_loss,
                 loader=dataloader,
-                prepare=self._prepare_inputs,
                 rows_per_loss=self.rows_per_loss,
                 in_step=self._sharding.in_step,
             )
@@ -175,11 +175,14 @@ class DopplerTrainer(AroundSteps):
         return self.private_run.loader(dataset, collator)
 
     def _training_collator(self) -> Collator:
-        collator = self.data_collator
-        if collator is default_data_collator or type(collator) is DefaultDataCollator:
+        collator = inner = self.data_collator
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        if inner is default_data_collator or type(inner) is DefaultDataCollator:
             return functools.partial(made_apart, collator=collator)
-        # One's own that is made of one of the host's goes by the first example, too.
-        is_hosts = any(kind.__module__ == default_data_collator.__module__ for kind in type(collator).__mro__)
+        # One's own that is made of one of the host's goes by the first example, too, and so does torch's.
+        is_hosts = any(kind.__module__ == default_data_collator.__module__ for kind in type(inner).__mro__)
+        is_hosts |= inner is default_collate
         return functools.partial(of_the_same_columns, collator=collator) if is_hosts else collator
 
     def get_batch_samples(
@@ -218,11 +221,14 @@ class DopplerTrainer(AroundSteps):
     host_per_sample_loss = compute_per_sample_loss
 
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
+        # Sensitivity: what a user's `_prepare_inputs` makes of a batch is looked at by the checks, too.
+        inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             return self.compute_per_sample_loss(self.model, inputs)
 
     def _check_loss(self, inputs: Any, tolerance: float) -> None:
         if type(self).compute_per_sample_loss is DopplerTrainer.compute_per_sample_loss:
+            inputs = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
                 refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
 
@@ -238,7 +244,7 @@ class DopplerTrainer(AroundSteps):
         model.train()
         run, piece = self.private_run, []
         for micro_batch in inputs:  # in halves, if it does not fit into memory
-            piece.append(run.add(micro_batch, losses_of=lambda inputs: self._losses(self._prepare_inputs(inputs))))
+            piece.append(run.add(micro_batch, losses_of=self._losses))
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         private_loss = run.end_piece(self.model, self.optimizer.optimizer, step=self.state.global_step)
         if piece and run.statement.train_loss == "raw":

@@ -5,7 +5,7 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
 
 import torch
@@ -189,7 +189,6 @@ class PrivateRun:
         losses_of: Losses,
         check_loss: CheckLoss,
         loader: Any,
-        prepare: Callable[[Any], Any],
         rows_per_loss: int = 1,
         in_step: InStep | None = None,
     ) -> None:
@@ -200,7 +199,6 @@ class PrivateRun:
             losses_of: A function that calls the model and returns one loss per example of a micro-batch.
             check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
             loader: The private loader, of whose examples some are used for the check.
-            prepare: A function that puts a collated batch on the model's device.
             rows_per_loss: As in `ClippedGradients`.
             in_step: The meetings of processes that share the model's frozen weights; None if each has all of them.
 
@@ -217,7 +215,7 @@ class PrivateRun:
             torch.distributed.all_gather_object(digests, digest_of(loader.examples, self.sampler))
             refuse_different_data(digests)
             give_all_the_weights_of_process_0(model)
-        probes = Probes(loader, prepare=prepare)
+        probes = Probes(loader)
         engine = attached_engine(
             model,
             self._args,

@@ -6,6 +6,7 @@ be circular.
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
@@ -19,7 +20,7 @@ from transformers.training_args import OptimizerNames
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, has_repeats
 from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
 from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 
@@ -320,6 +321,18 @@ def refuse_of_trainer(trainer: Any) -> None:
         )
 
 
+def warn_of_training_data_in_evaluation(trainer: Any) -> None:
+    """Warn where the training set is evaluated: what is reported of it is not private, as is what is chosen by it."""
+    given = trainer.eval_dataset
+    sets = given.values() if isinstance(given, Mapping) and not hasattr(given, "column_names") else [given]
+    if trainer.train_dataset is not None and any(each is trainer.train_dataset for each in sets):
+        warnings.warn(
+            "eval_dataset is train_dataset: what an evaluation reports of it, and a checkpoint that is chosen by that, are "
+            "NOT PRIVATE, and no ε covers them. Hold some examples out for it.",
+            stacklevel=3,
+        )
+
+
 def refuse_another_optimizer(optimizer: Any) -> None:
     """Refuse what a `create_optimizer` of the user's own has made instead of the optimizer of the arguments."""
     if not isinstance(optimizer, DopplerOptimizer):
@@ -358,6 +371,13 @@ def refuse_a_run_without_data(args: TrainingArguments, train_dataset: Any) -> No
             f"train_dataset must have one text in each row, got a column {_PACKED!r}, as of rows that TRL has packed: ε is "
             "for a row, and one text more moves others to other rows. Do without packing, or pack each person's texts by "
             "themselves and set privacy_unit_column."
+        )
+    # Sensitivity: a record that stands in k rows contributes k times C.
+    if args.privacy_unit_column is None and has_repeats(train_dataset):
+        raise ValueError(
+            "train_dataset must have each row once, got one with rows that are repeated, as by select, repeat, Subset or "
+            "interleave_datasets: ε is for a row, and a record of several rows has several. Leave out the repeats, or name "
+            "what they share with privacy_unit_column."
         )
 
 

@@ -1,6 +1,7 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
 import collections
+import functools
 import math
 import random
 import re
@@ -14,6 +15,7 @@ from datasets import Dataset
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
+from torch.utils.data import default_collate
 from transformers import (
     BertForMultipleChoice,
     BertForSequenceClassification,
@@ -994,14 +996,19 @@ class Labels(DopplerTrainer):
         return super().compute_per_sample_loss(model, inputs)
 
 
-def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
+@pytest.mark.parametrize(
+    "collator",
+    [default_data_collator, functools.partial(default_data_collator, return_tensors="pt")],
+    ids=["default", "with options"],
+)
+def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path, collator):
     """The host's default collator asks the first example alone whether labels are whole numbers."""
     data = [{"input_ids": [index + 1] * 4, "label": 0.5 if index else 3} for index in range(8)]
     everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, accountant="pld", max_steps=1)
     trainer = trainer_of(
         tmp_path, cls=Labels, model=tiny_bert(num_labels=1), data=data, grad_sample_self_check=False, **everyone
     )
-    trainer.data_collator = default_data_collator
+    trainer.data_collator = collator
     trainer.train()
     assert sorted(trainer.seen[-8:]) == [0.5] * 7 + [3.0]
 
@@ -1017,8 +1024,10 @@ class OwnPadding(DataCollatorWithPadding):
         DefaultDataCollator(),
         DataCollatorWithPadding(BertTokenizer(vocab={"[PAD]": 0})),
         OwnPadding(BertTokenizer(vocab={"[PAD]": 0})),
+        functools.partial(default_data_collator, return_tensors="pt"),
+        default_collate,
     ],
-    ids=["default", "as a class", "padding", "one's own padding"],
+    ids=["default", "as a class", "padding", "one's own padding", "with options", "torch's"],
 )
 def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
     """The host's collators ask the first example alone which columns there are."""
@@ -1272,6 +1281,61 @@ class Bank(DopplerTrainer):
             last, self.bank = self.bank, losses.detach().mean()
             losses = losses * (1.0 + last)
         return losses
+
+
+class Counted(DopplerTrainer):
+    """Trains more of the loss after some calls, of which a draw may take several."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.calls = getattr(self, "calls", 0) + 1
+        losses = super().compute_per_sample_loss(model, inputs)
+        return losses if self.calls > 1000 else 0.5 * losses
+
+
+def test_a_loss_that_follows_a_count_of_calls_is_refused(tmp_path):
+    refused(tmp_path, "something of earlier batches is remembered", cls=Counted)
+
+
+class SameCoin(DopplerTrainer):
+    """Turns the labels of a whole micro-batch round, or of none."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        if self.model.training and torch.rand(()) < 0.3:
+            inputs = {**inputs, "labels": 1 - inputs["labels"]}
+        return inputs
+
+
+def test_a_coin_for_a_whole_micro_batch_is_found_where_inputs_are_prepared_too(tmp_path):
+    refused(tmp_path, "share|shares", cls=SameCoin)
+
+
+def divided_by_the_batch(model):
+    def divide(gradient):
+        return gradient * (30.0 / gradient.norm()).clamp(max=1.0)
+
+    def after(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(divide)
+
+    model.bert.pooler.register_forward_hook(after)
+    return model
+
+
+def test_a_gradient_that_is_clipped_to_a_norm_over_the_batch_is_refused(tmp_path):
+    """No example of the check has such a norm, but one may."""
+    refused(tmp_path, "changes with the examples beside it", model=divided_by_the_batch(tiny_bert()))
+
+
+def test_a_gradient_that_is_clipped_row_by_row_trains(tmp_path):
+    model = tiny_bert()
+
+    def after(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * (0.01 / gradient.norm(dim=1, keepdim=True)).clamp(max=1.0))
+
+    model.bert.pooler.register_forward_hook(after)
+    trainer_of(tmp_path, model=model, max_steps=1).train()
 
 
 class Slow(DopplerTrainer):

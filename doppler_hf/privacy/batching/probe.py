@@ -4,7 +4,7 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -69,7 +69,6 @@ class Probes:
 
     Args:
         loader: The private loader.
-        prepare: A function that puts a collated batch on the model's device.
 
     Attributes:
         is_cut: The loader's.
@@ -81,9 +80,8 @@ class Probes:
             or follow their places. If they are not random, it shows in the gradients.
     """
 
-    def __init__(self, loader: PrivateLoader, *, prepare: Callable[[Inputs], Inputs]) -> None:
-        self._loader, self._prepare = loader, prepare
-        self.is_cut, self.views, self._seed = loader.is_cut, loader.views, fresh_seed()
+    def __init__(self, loader: PrivateLoader) -> None:
+        self._loader, self.is_cut, self.views, self._seed = loader, loader.is_cut, loader.views, fresh_seed()
         indices, sizes = sizes_of(loader)
         smaller, larger = halves(indices, sizes)
         self._knows_all_sizes = loader.lengths is not None or len(indices) == len(loader.examples)
@@ -149,11 +147,11 @@ class Probes:
             of_crowd = [some_rows(crowd, part, number=CROWD) for part in parts]
         else:
             of_crowd = [drawn(self._loader, self._crowd[part], trial=self._seed) for part in parts]
-        return self._prepare(crowd), [self._prepare(inputs) for inputs in of_crowd]
+        return crowd, of_crowd
 
     def copies(self, number: int) -> Inputs:
         """Return a batch of that many copies of a small example, as many numbers to each row."""
-        return self._prepare(copies_of(self._loader, self._pair[0])(number))
+        return copies_of(self._loader, self._pair[0])(number)
 
     def _with_rows(self, indices: list[int], *, rows: tuple[int, ...]) -> tuple[Inputs, list[Inputs]]:
         """Return a batch, and some of its examples alone."""
@@ -162,7 +160,7 @@ class Probes:
         if self.is_random:
             # Alone they would be masked otherwise, so they are cut out of the batch, without their padding.
             alone = [cut_out(batch, row, shapes_of(inputs)) for row, inputs in zip(rows, alone, strict=True)]
-        return self._prepare(batch), [self._prepare(inputs) for inputs in alone]
+        return batch, alone
 
 
 def sizes_of(loader: PrivateLoader) -> tuple[np.ndarray, np.ndarray]:

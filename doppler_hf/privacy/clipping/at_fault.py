@@ -25,6 +25,7 @@ def in_gradients(
     alone: Sequence[Inputs],
     together: Inputs,
     *,
+    factors: Sequence[float],
     parameter: str,
     off: float,
 ) -> str | None:
@@ -35,6 +36,7 @@ def in_gradients(
         losses_of: A function that calls the model with inputs and returns one loss per example.
         alone: Each example as a batch of one.
         together: All of them in one batch, in the same order.
+        factors: By how much the loss of each is multiplied.
         parameter: The parameter's name.
         off: By how much of its size its gradient changes.
     """
@@ -42,11 +44,15 @@ def in_gradients(
 
     def relative_change(inputs: Inputs, parts: Sequence[Inputs]) -> float:
         """Return how far autograd's gradient of a batch is from the sum of those of its examples."""
-        expected = sum(gradients_of(losses_of(dict(part)), one).get(parameter, torch.zeros(())) for part in parts)
-        found = gradients_of(losses_of(dict(inputs)), one).get(parameter, torch.zeros(()))
+        losses = losses_of(dict(inputs))
+        scaled = losses * torch.tensor(factors[: len(losses)], device=losses.device)
+        of_parts = [gradients_of(losses_of(dict(part)) * factor, one) for part, factor in zip(parts, factors, strict=False)]
+        expected = sum(each.get(parameter, torch.zeros(())) for each in of_parts)
+        found = gradients_of(scaled, one).get(parameter, torch.zeros(()))
         # Of the batch's size, as `off` is: it may be far below that of the examples.
         return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(found).clamp(min=1e-30))
 
+    off = min(off, 1.0)  # of a size that may be close to zero
     if relative_change(together, alone) < off / 10:
         return None
     reason = (

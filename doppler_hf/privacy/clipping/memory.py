@@ -1,12 +1,14 @@
 """What a forward pass remembers of its examples outside of buffers: in attributes, lists and closures of model and loss.
 
-A running mean that moves by a thousandth of each loss shows in no few losses, but one example more moves all later ones. So
-what a pass writes is found, and then changed by much: a loss that reads it changes by much too.
+A running mean that moves by a thousandth of each loss shows in no few losses, but one example more moves all later ones; so
+does a count of calls, since the examples drawn decide how many calls a draw takes. So what a pass writes is found, and then
+changed by much: a loss that reads it changes by much too.
 """
 
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
+from enum import Enum
 from types import CellType, ModuleType
 from typing import Any, Final, final
 
@@ -19,6 +21,8 @@ from doppler_hf.privacy.reachable import is_a, reachable
 
 _Place = tuple[int, Any]
 _CONTENTS: Final = "cell_contents"
+# By how much a count is changed: beyond what any is compared with, and odd, for whoever takes turns.
+_MANY: Final = 1_000_003
 
 
 @final
@@ -59,7 +63,7 @@ class Memory:
         changed = [(*now[place], place[1]) for place in of_content if place in now]
         try:
             for owner, value, key in changed:
-                put(owner, key, 2.0 * value + 1.0)
+                put(owner, key, value + _MANY if is_a(value, int) else 2.0 * value + 1.0)
             return not torch.allclose(losses(), first, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True)
         finally:
             for owner, value, key in changed:
@@ -70,18 +74,19 @@ class Memory:
         found = {}
         for place, (_, value) in numbers(*self._roots).items():
             before, version = self._before.get(place, (None, None))
-            if value is not before or version_of(value) != version:
+            is_another = value != before if is_a(value, int) else value is not before
+            if is_another or version_of(value) != version:
                 found[place] = copy_of(value)
         return found
 
 
 def numbers(*roots: object) -> dict[_Place, tuple[Any, Any]]:
-    """Return the floating-point numbers and tensors that can be replaced, with their owners, by owner and key."""
+    """Return the numbers and floating-point tensors that can be replaced, with their owners, by owner and key."""
     found: dict[_Place, tuple[Any, Any]] = {}
     for owner in reachable(*roots):
         for key, value in items_of(owner):
             kind: type = type(value)
-            if is_number(kind) and (issubclass(kind, float) or value.is_floating_point()):
+            if is_number(kind) and (issubclass(kind, (float, int)) or value.is_floating_point()):
                 found[id(owner), key] = owner, value
     return found
 
@@ -89,7 +94,8 @@ def numbers(*roots: object) -> dict[_Place, tuple[Any, Any]]:
 @functools.cache
 def is_number(kind: type) -> bool:
     """Return whether a class is that of numbers, or of tensors that nothing trains."""
-    return issubclass(kind, float) or (issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter))
+    is_whole = issubclass(kind, int) and not issubclass(kind, (bool, Enum))
+    return is_whole or issubclass(kind, float) or (issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter))
 
 
 def items_of(owner: Any) -> Iterable[tuple[Any, Any]]:

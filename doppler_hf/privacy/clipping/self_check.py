@@ -23,6 +23,9 @@ from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of, nor
 # The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
 # gradients, such as that of the bias of attention's keys, consist of rounding only.
 OF_THE_WHOLE = 1e-2
+# By how much the loss of one example is multiplied: a hook that divides gradients by a norm over the batch leaves nothing of
+# the others' then, and nothing is lost of a power of two.
+AMPLIFIED = 2.0**20
 
 
 def check_per_sample_gradients(
@@ -117,10 +120,11 @@ class Comparison:
             with self._clipped.unwatched():
                 losses = self._losses_of(dict(inputs))
                 refuse_number_of_losses(losses, 1)
-                gradients = gradients_of(losses, self._trainable)
-            found.norms.append(norm_of(gradients.values()))
+                factor = self._amplified(index)
+                gradients = gradients_of(losses * factor, self._trainable)
+            found.norms.append(norm_of(gradients.values()) / factor)
             found.losses.append(losses.detach())
-            weight = sum(share for share, row in zip(self._weights, self._rows, strict=True) if row == index)
+            weight = sum(share for share, row in zip(self._weights, self._rows, strict=True) if row == index) / factor
             for name, gradient in gradients.items() if math.isfinite(found.norms[-1]) else ():
                 # In place: fresh memory for a large model takes longer than what is computed in it.
                 weighted = in_float32(gradient).mul_(weight)
@@ -130,6 +134,10 @@ class Comparison:
     @property
     def _weights(self) -> list[float]:
         return [0.5**row for row in range(len(self._rows))]
+
+    @staticmethod
+    def _amplified(index: int) -> float:
+        return AMPLIFIED if index == 0 else 1.0
 
     def refuse_difference(self, expected: Expected, *, tolerance: float) -> None:
         """Compare the engine's gradients of the batch with the ordinary ones.
@@ -146,7 +154,9 @@ class Comparison:
         with self._clipped.unclipped():
             losses = self._losses_of(dict(self._together))
             refuse_number_of_losses(losses, len(self._rows))
-            norms = self._clipped.backward(losses, weights=torch.tensor(weights, device=losses.device)).tolist()
+            factors = torch.tensor([self._amplified(index) for index in self._rows], device=losses.device)
+            weighted = torch.tensor(weights, device=losses.device) / factors
+            norms = (self._clipped.backward(losses * factors, weights=weighted) / factors).tolist()
             difference = self._clipped.sums
         sizes = {name: norm_of([total]) for name, total in difference.items()}
         for name, total in expected.sums.items():
@@ -158,7 +168,13 @@ class Comparison:
             alone = [self._alone[index] for index in self._rows]
             with self._clipped.unwatched():
                 found = at_fault.in_gradients(
-                    self._model, self._losses_of, alone, self._together, parameter=worst, off=off[worst]
+                    self._model,
+                    self._losses_of,
+                    alone,
+                    self._together,
+                    factors=factors.tolist(),
+                    parameter=worst,
+                    off=off[worst],
                 )
             raise ValueError(found or self._of_the_engine(worst))
         for norm, norm_alone in zip(norms, norms_alone, strict=True):
