@@ -2,7 +2,7 @@
 
     python -m scripts.bench.engine --output out/bench.jsonl
     python -m scripts.bench.engine --works roberta-full,vit-full --engines book_keeping,opacus --pairs 10
-    python -m scripts.bench.engine --device cuda --pairs 100
+    python -m scripts.bench.engine --device cuda --precision bf16 --works roberta-base,llama-1b-lora --pairs 100
 
 A step is a forward and a backward pass that leave a gradient in `p.grad`: of the mean loss for `plain`, the sum of the
 clipped per-sample gradients for an engine. There is no noise and no optimizer; `training.py` has both. A plain and a
@@ -49,7 +49,10 @@ from scripts.bench.measure import (
 
 @dataclass(frozen=True)
 class Work:
-    """A model and a batch; `length` counts the tokens of an example, or the pixels of an image's side."""
+    """A model and a batch; `length` counts the tokens of an example, or the pixels of an image's side.
+
+    `options` are more of the model's configuration.
+    """
 
     model_type: str
     head: type
@@ -60,6 +63,7 @@ class Work:
     length: int
     batch: int
     lora_r: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 TEXT, IMAGE, LM = AutoModelForSequenceClassification, AutoModelForImageClassification, AutoModelForCausalLM
@@ -75,7 +79,21 @@ WORKS = {
     # Of Llama 3 the vocabulary, which is nine tenths of this model's products.
     "llama-words": Work("llama", LM, layers=2, hidden=512, heads=8, vocabulary=128_256, length=256, batch=4),
 }
-TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 64, "length": 32, "batch": 4}
+BASE = Work("roberta", TEXT, layers=12, hidden=768, heads=12, vocabulary=50_265, length=128, batch=32)
+LARGE = replace(BASE, layers=24, hidden=1024, heads=16, batch=16)
+LLAMA_1B = (("num_key_value_heads", 8), ("tie_word_embeddings", True))
+# Of the sizes that people fine-tune, for a GPU: left out unless named.
+LARGE_WORKS = {
+    "roberta-base": BASE,
+    "roberta-base-lora": replace(BASE, lora_r=8),
+    "roberta-large": LARGE,
+    "roberta-large-lora": replace(LARGE, lora_r=8),
+    "vit-base": Work("vit", IMAGE, layers=12, hidden=768, heads=12, vocabulary=0, length=224, batch=32),
+    "gpt2": Work("gpt2", LM, layers=12, hidden=768, heads=12, vocabulary=50_257, length=512, batch=8),
+    "llama-1b-lora": Work("llama", LM, 16, 2048, 32, 128_256, length=512, batch=4, lora_r=8, options=LLAMA_1B),
+}
+ALL_WORKS = WORKS | LARGE_WORKS
+TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 64, "length": 32, "batch": 4, "options": ()}
 WARM_UP = 2  # steps of each kind before anything is timed
 MEMORY_STEPS = 3
 
@@ -84,12 +102,16 @@ MEMORY_STEPS = 3
 class BenchArguments:
     """The settings of the measurement."""
 
-    works: str = field(default=",".join(WORKS), metadata={"help": f"Of {', '.join(WORKS)}; comma separated."})
+    works: str = field(default=",".join(WORKS), metadata={"help": f"Of {', '.join(ALL_WORKS)}; comma separated."})
     engines: str = field(default="book_keeping", metadata={"help": "Engines of ClippedGradients, comma separated."})
     norm_rule: str = field(default="auto", metadata={"help": "auto, ghost or direct; for book_keeping only."})
     views: int = field(default=1, metadata={"help": "How many rows of a batch are views of one example."})
     pairs: int = field(default=30, metadata={"help": "How many pairs of steps."})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
+    precision: str = field(
+        default="float32",
+        metadata={"help": "bf16 computes the forward pass under autocast.", "choices": ["float32", "bf16"]},
+    )
     threads: int = field(default=2, metadata={"help": "torch's threads."})
     heap: str = field(
         default="keep",
@@ -113,10 +135,12 @@ def build(work: Work, *, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
         num_attention_heads=work.heads,
         intermediate_size=4 * work.hidden,
         **inputs,
+        **dict(work.options),
     )
     model = work.head.from_config(config)
-    lora = LoraArguments(lora_r=work.lora_r, lora_target_modules="query,value" if work.lora_r else None)
-    model = add_lora(model, lora, task_type="SEQ_CLS").to(device).train()
+    # On queries and values, by PEFT's own choice.
+    task_type = "CAUSAL_LM" if work.head is LM else "SEQ_CLS"
+    model = add_lora(model, LoraArguments(lora_r=work.lora_r), task_type=task_type).to(device).train()
     if work.head is IMAGE:
         batch = {"pixel_values": torch.randn(work.batch, 3, work.length, work.length)}
     else:
@@ -126,34 +150,33 @@ def build(work: Work, *, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def losses_of(model: nn.Module, batch: dict[str, Tensor], *, precision: str = "float32") -> Tensor:
     """Return one loss per example, shape (batch,); of a language model, the mean over the example's own tokens."""
-    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-    if logits.ndim == 2:
-        return classification_losses(logits, batch["labels"])
-    return token_losses(logits, batch["labels"], shift=True)
+    with torch.autocast(batch["labels"].device.type, torch.bfloat16, enabled=precision == "bf16"):
+        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+        if logits.ndim == 2:
+            return classification_losses(logits, batch["labels"])
+        return token_losses(logits, batch["labels"], shift=True)
 
 
 @contextlib.contextmanager
-def stepping(
-    engine: str, model: nn.Module, batch: dict[str, Tensor], *, norm_rule: str, views: int = 1
-) -> Iterator[Callable[[], None]]:
+def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], args: BenchArguments) -> Iterator[Callable[[], None]]:
     """Yield a function that makes one step: an ordinary one for "plain", else a private one without noise."""
 
     def plain() -> None:
         model.zero_grad(set_to_none=True)  # as the host does
-        losses_of(model, batch).mean().backward()
+        losses_of(model, batch, precision=args.precision).mean().backward()
 
     if engine == "plain":
         yield plain
         return
 
-    options: dict[str, Any] = {"norm_rule": norm_rule} if engine == "book_keeping" else {}
+    options: dict[str, Any] = {"norm_rule": args.norm_rule} if engine == "book_keeping" else {}
     with ClippedGradients(model, clipping="automatic", engine=engine, **options) as clipped:
 
         def private() -> None:
             model.zero_grad(set_to_none=True)
-            clipped.backward(losses_of(model, batch), views=views)
+            clipped.backward(losses_of(model, batch, precision=args.precision), views=args.views)
             for name, total in clipped.sums.items():
                 model.get_parameter(name).grad = total
             clipped.reset()
@@ -164,10 +187,7 @@ def stepping(
 def paired_seconds(work: Work, engine: str, args: BenchArguments) -> np.ndarray:
     """Return the seconds of plain and of private steps, made in turn on two equal models, shape (pairs, 2)."""
     with contextlib.ExitStack() as stack:
-        steps = [
-            stack.enter_context(stepping(kind, *build(work, device=args.device), norm_rule=args.norm_rule, views=args.views))
-            for kind in ("plain", engine)
-        ]
+        steps = [stack.enter_context(stepping(kind, *build(work, device=args.device), args)) for kind in ("plain", engine)]
         for step in steps * WARM_UP:
             seconds_of(step, device=args.device)
         return np.array([[seconds_of(step, device=args.device) for step in steps] for _ in range(args.pairs)])
@@ -183,7 +203,7 @@ def peak_memory(work: Work, engine: str, args: BenchArguments) -> float:
     model, batch = build(work, device=args.device)
     gc.collect()
     before = memory_now(args.device)
-    with stepping(engine, model, batch, norm_rule=args.norm_rule, views=args.views) as step:
+    with stepping(engine, model, batch, args) as step:
         for _ in range(MEMORY_STEPS):
             step()
     return (memory_peak(args.device) - before) / MIB
@@ -214,13 +234,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
         for name in args.works.split(","):
-            if name not in WORKS:
-                raise ValueError(f"--works must be of {', '.join(WORKS)}, got {name!r}.")
+            if name not in ALL_WORKS:
+                raise ValueError(f"--works must be of {', '.join(ALL_WORKS)}, got {name!r}.")
     torch.set_num_threads(args.threads)
     if args.device == "cpu" and args.heap == "keep":
         keep_freed_memory()
     for name in args.works.split(","):
-        work = WORKS[name] if args.scale == "full" else replace(WORKS[name], **TINY)
+        work = ALL_WORKS[name] if args.scale == "full" else replace(ALL_WORKS[name], **TINY)
         plain_mib = in_fresh_process(peak_memory, work, "plain", args)
         for engine in args.engines.split(","):
             result = measure(name, work, engine, args, plain_mib=plain_mib)

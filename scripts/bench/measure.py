@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ def quartiles(ratios: Float[np.ndarray, " pairs"]) -> tuple[float, float, float]
 
 
 def seconds_of(step: Callable[[], Any], *, device: str) -> float:
-    """Time one step, to the end of what it queued on the device."""
+    """Time one step, from an empty queue of the device to the end of what it queued there."""
+    if device == "cuda":
+        torch.cuda.synchronize()
     start = time.perf_counter()
     step()
     if device == "cuda":
@@ -66,10 +69,14 @@ def keep_freed_memory() -> None:
         raise ValueError("--heap keep needs glibc, which this system does not have. Use --heap return.")
 
 
-def in_fresh_process(function: Callable[..., float], *arguments: Any) -> float:
-    """Call a function in a new process, so that nothing else has used that process's memory."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a new process, so that nothing else has used that process's memory.
+
+    Raises:
+        BrokenProcessPool: If the process was killed, as for want of memory.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:

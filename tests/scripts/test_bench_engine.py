@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from scripts.bench import engine as bench_engine
-from scripts.bench.engine import TINY, WORKS, BenchArguments, build, losses_of, paired_seconds, stepping
+from scripts.bench.engine import ALL_WORKS, TINY, BenchArguments, build, losses_of, paired_seconds, stepping
 from tests.support.tolerances import RAISED
 
 FLAGS = ["--scale=tiny", "--pairs=2", "--threads=1"]
 
 
 def tiny(name):
-    return replace(WORKS[name], **TINY)
+    return replace(ALL_WORKS[name], **TINY)
 
 
-@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("name", ALL_WORKS)
 def test_losses_are_those_of_the_model_example_by_example(name):
     model, batch = build(tiny(name), device="cpu")
     losses = losses_of(model.eval(), batch)
@@ -42,14 +42,14 @@ def test_a_private_step_leaves_the_clipped_sum(name, engine):
     for module in model.train().modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    with stepping(engine, model, batch, norm_rule="auto") as step:
+    with stepping(engine, model, batch, BenchArguments()) as step:
         for _ in range(2):  # nothing stays of the first one
             step()
         for parameter, gradient in expected.items():
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "views"), [*((name, 1) for name in WORKS), ("vit-full", 2)])
+@pytest.mark.parametrize(("name", "views"), [*((name, 1) for name in ALL_WORKS), ("vit-full", 2)])
 def test_every_work_is_stepped_in_pairs(name, views):
     seconds = paired_seconds(tiny(name), "book_keeping", BenchArguments(pairs=2, views=views))
     assert seconds.shape == (2, 2)
