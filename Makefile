@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check test test-slow test-gpu docs notebook install clean
+.PHONY: quickstart check test test-slow gpu docs notebook install clean
 
 quickstart: install
 	$(BIN)/python scripts/quickstart.py $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
@@ -25,8 +25,9 @@ test: install
 test-slow: install
 	$(PYTEST) -m "slow"
 
-test-gpu: install
-	$(PYTEST) -m "gpu"
+# Tests and benchmarks that need a CUDA device, and a page of what came out. Started again, it goes on.
+gpu: install
+	$(BIN)/python -m scripts.bench.gpu
 
 # Every warning is an error: a broken link, a page that no list has, a docstring that cannot be read.
 docs: install

@@ -96,6 +96,11 @@ def paired_seconds(first: Callable[[], Any], second: Callable[[], Any], args: Be
     return np.array([[seconds_of(step, device=args.device) for step in (first, second)] for _ in range(args.pairs)])
 
 
+def kind_seconds(kind: dict[str, Any], args: BenchArguments) -> np.ndarray:
+    """Return the seconds of torch's own optimizer and of ours with these arguments, made in turn, shape (pairs, 2)."""
+    return paired_seconds(step_of(None, parameters(args)), step_of(kind, parameters(args)), args)
+
+
 def peak_memory(kind: dict[str, Any] | None, args: BenchArguments) -> float:
     """Return the memory that three steps need beyond parameters and gradients, in MiB, in a fresh process."""
     torch.set_num_threads(args.threads)
@@ -167,8 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = {name: kind for work in args.works.split(",") for name, kind in WORKS.get(work, {}).items()}
     adamw_mib = in_fresh_process(peak_memory, None, args) if kinds else 0.0
     for name, kind in kinds.items():
-        steps = (step_of(None, parameters(args)), step_of(kind, parameters(args)))
-        seconds = paired_seconds(*steps, args)
+        seconds = kind_seconds(kind, args)
         q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
         adamw_s, ours_s = np.median(seconds, axis=0).tolist()
         ours_mib = in_fresh_process(peak_memory, kind, args)

@@ -1,0 +1,162 @@
+"""`make gpu` without a GPU: every row at tiny shapes, what is missing said in one line, and no row measured twice."""
+
+import json
+from collections import Counter
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+
+from scripts.bench import gpu, gpu_page
+from scripts.bench.gpu import GpuArguments, environment, main, measured, outcome_of_tests, rows_so_far
+from scripts.bench.synchronizations import synchronizations
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Rows are measured in this process, and nothing is compiled."""
+    monkeypatch.setattr(gpu, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(gpu, "KINDS", {name: kind for name, kind in gpu.KINDS.items() if not kind["compiled"]})
+
+
+def flags(folder, *more):
+    common = [
+        "--device=cpu",
+        "--scale=tiny",
+        "--pairs=2",
+        "--threads=1",
+        f"--results={folder}/new/gpu.jsonl",
+        f"--page={folder}/gpu.md",
+    ]
+    return [*common, *more]
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "new" / "gpu.jsonl").read_text().splitlines()]
+
+
+ALL_BUT_TESTS = f"--works={','.join(gpu.WORKS[1:])}"
+
+
+@pytest.mark.usefixtures("here")
+def test_every_row_is_measured_once_and_stands_on_the_page(tmp_path, capsys):
+    main(flags(tmp_path, ALL_BUT_TESTS, "--models=roberta-base-lora"))
+    rows = lines(tmp_path)
+    assert Counter(row["row"].split("/")[0] for row in rows) == {
+        **{"pass": 1, "step": 1, "synchronizations": 1, "memory": 6, "noise": 4, "optimizer": 3}
+    }
+    assert not any("error" in row for row in rows)
+    by_name = {row["row"]: row for row in rows}
+    page = (tmp_path / "gpu.md").read_text()
+    step = by_name["step/roberta-base-lora"]
+    assert step["second_s"] > 0
+    waits = by_name["synchronizations/roberta-base-lora"]
+    assert f"| roberta-base-lora | {gpu_page.ratio(step)} | {gpu_page.milliseconds(step)} | " in page
+    assert f"| {sum(waits['plain'].values())}, {sum(waits['private'].values())} |" in page
+    assert f"| csprng ahead | {gpu_page.ratio(by_name['noise/csprng ahead'])} | " in page
+    assert "It says nothing of a GPU" in page
+    assert "Marked `gpu`: not run." in page
+    main(flags(tmp_path, ALL_BUT_TESTS, "--models=roberta-base-lora"))
+    assert lines(tmp_path) == rows
+    assert "step/roberta-base-lora: kept" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("model", ["vit-base", "gpt2", "llama-1b-lora"])
+def test_every_model_makes_a_whole_step(tmp_path, model):
+    main(flags(tmp_path, "--works=step", f"--models={model}"))
+    (row,) = lines(tmp_path)
+    assert row["ratio_quartiles"][0] <= row["ratio"] <= row["ratio_quartiles"][1]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_does_not_fit_is_a_row_and_what_fails_is_measured_again(tmp_path, monkeypatch, capsys):
+    def fails(*arguments):
+        raise RuntimeError("a wrong | kernel\nin detail")
+
+    def is_too_large(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    works = flags(tmp_path, "--works=pass,step,synchronizations", "--models=vit-base")
+    monkeypatch.setattr(gpu, "step_seconds", fails)
+    monkeypatch.setattr(gpu.engine, "paired_seconds", is_too_large)
+    with pytest.raises(SystemExit) as ended:
+        main(works)
+    assert ended.value.code == 1
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| vit-base | out of memory | out of memory | – | not run → not run |" in page
+    assert "| vit-base | failed (RuntimeError: a wrong / kernel) | " in page
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    main(works)
+    assert [row["row"] for row in lines(tmp_path)] == [
+        *("pass/vit-base", "step/vit-base", "synchronizations/vit-base", "step/vit-base")
+    ]
+    assert "pass/vit-base: kept" in capsys.readouterr().out
+    assert "failed" not in (tmp_path / "gpu.md").read_text()
+
+
+def test_rows_of_another_commit_do_not_count(tmp_path):
+    now = environment(GpuArguments(device="cpu", scale="tiny"))
+    path = tmp_path / "rows.jsonl"
+    kept, other = ({"row": name, "environment": now | change} for name, change in (("a", {}), ("b", {"commit": "0"})))
+    path.write_text("".join(json.dumps(row) + "\n" for row in (kept, other)))
+    assert rows_so_far(str(path), now) == {"a": kept}
+    assert rows_so_far(str(tmp_path / "none"), now) == {}
+
+
+def test_all_tests_are_run_behind_a_red_one_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to load
+    (tmp_path / "conftest.py").write_text("def pytest_configure(config):\n    config.addinivalue_line('markers', 'gpu: ')\n")
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\n\npytestmark = pytest.mark.gpu\n\ndef test_red():\n    assert False\n\n"
+        "def test_skipped():\n    pytest.skip('no')\n\ndef test_green():\n    pass\n"
+    )
+    found = outcome_of_tests(str(tmp_path))
+    (red,) = found["failed"]
+    assert (found["passed"], found["skipped"]) == (1, 1)
+    assert red.endswith("test_three.test_red")
+    assert gpu_page.outcome(found) == f"1 passed, 1 failed (`{red}`), 1 skipped"
+
+
+def test_no_tests_at_all_are_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(
+        gpu.subprocess, "run", lambda *args, **kwargs: CompletedProcess(args, 5, "no tests\nran in 0 s\n", "")
+    )
+    row = measured(lambda: outcome_of_tests(str(tmp_path)), threads=1)
+    assert row == {"error": "RuntimeError: The tests must end with status 0 or 1, got 5: ran in 0 s."}
+    assert gpu.has_failed(row)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "said"), [(None, "built without CUDA. Install a build of torch"), ("13.0", "a driver for CUDA 13.0.")]
+)
+def test_without_a_device_one_line_says_what_is_missing(tmp_path, monkeypatch, built_for, said):
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"^error: make gpu must have a CUDA device, got .*--scale tiny\.$") as ended:
+        main([f"--results={tmp_path / 'rows'}"])
+    assert said in str(ended.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("option", "known"), [("works", "tests, pass"), ("models", "roberta-full")])
+def test_an_unknown_name_ends_in_one_line(option, known):
+    with pytest.raises(SystemExit, match=rf"^error: --{option} must be of {known}.* got 'bert'"):
+        main([f"--{option}=bert"])
+
+
+def test_lines_that_wait_are_counted():
+    values = torch.arange(4.0)
+
+    def step():
+        for _ in range(3):
+            values.sum().item()
+        larger = values[values > 1]
+        assert larger.any()
+        values[:2].add_(1.0)
+
+    found = synchronizations(step, device="cpu")
+    assert [*found.values()] == [3, 1, 1]
+    assert {line.split(":")[0] for line in found} == {"tests/scripts/test_bench_gpu.py"}
