@@ -87,7 +87,7 @@ class Book:
         if self.only_example is None:
             self.uses.setdefault(parameter, []).append(gradient)
             return
-        others = torch.arange(self.num_examples) != self.only_example
+        others = torch.arange(self.num_examples, device=parameter.device) != self.only_example
         of_others = gradient.of_examples(others).in_float64().norms()
         finite = of_others.is_finite()
         self.is_conclusive &= bool(finite.all())
