@@ -10,6 +10,7 @@ the noise would be in other coordinates than those that are read.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -55,6 +56,29 @@ def in_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def same(first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."]) -> bool:
     """Return whether two tensors hold the same numbers, of which some may be NaN."""
     return first.shape == second.shape and bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+@contextlib.contextmanager
+def highest_conv_precision() -> Iterator[None]:
+    """Convolve float32 numbers in float32 on CUDA, where torch lets cuDNN round them to TF32 unless told otherwise."""
+    cudnn: Any = torch.backends.cudnn
+    switches = cudnn.conv, cudnn.rnn
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for_all = cudnn.allow_tf32
+    except RuntimeError:  # as below
+        for_all = None
+    else:
+        cudnn.allow_tf32 = False  # or code that asks for it in the block would be told of a contradiction
+    for switch in switches:
+        switch.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if for_all is not None:
+            cudnn.allow_tf32 = for_all
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
 
 
 @contextlib.contextmanager

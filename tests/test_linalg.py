@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from doppler_hf.linalg import factors, highest_matmul_precision, is_wide, lift, project
+from doppler_hf.linalg import factors, highest_conv_precision, highest_matmul_precision, is_wide, lift, project
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (5, 5)])
@@ -48,3 +48,23 @@ def test_so_is_what_was_allowed_by_the_switches_of_the_backends(gpu, cpu):
     finally:
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision
+
+
+@pytest.mark.parametrize(("conv", "is_contradiction"), [("tf32", False), ("none", False), ("ieee", True)])
+def test_convolutions_are_as_precise_as_float32_and_then_as_the_user_has_allowed(conv, is_contradiction):
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    try:
+        cudnn.allow_tf32 = conv == "tf32"
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = conv, "tf32" if is_contradiction else conv
+        precisions = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+        with highest_conv_precision():
+            assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == ("ieee", "ieee")
+            if not is_contradiction:
+                with cudnn.flags(enabled=False):  # as models of the host do for CTC
+                    pass
+        assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == precisions
+        if not is_contradiction:
+            assert cudnn.allow_tf32 == (conv == "tf32")
+    finally:
+        cudnn.allow_tf32 = before

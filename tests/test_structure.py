@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "privacy/losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),
-    "run": ("disk filters optim privacy training_args", f"{ARRAYS} torch transformers accelerate safetensors rich"),
+    "run": ("disk filters linalg optim privacy training_args", f"{ARRAYS} torch transformers accelerate safetensors rich"),
     "extras": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers"),
     "trl_checks": ("training_args", ""),

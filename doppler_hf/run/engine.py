@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision
 from doppler_hf.privacy import ClippedGradients, PrivacyStatement
 from doppler_hf.privacy.batching.probe import CROWD, Probe, Probes
 from doppler_hf.privacy.clipping.as_in_training import (
@@ -113,7 +114,9 @@ def checked(
         ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
     """
     rows = None
-    with left_as_it_was(model), no_layer_replaced(model):
+    # Sensitivity: to TF32, which is cuDNN's default, a change by other examples of less than 1e-3 is a matter of rounding.
+    precise = highest_conv_precision(), highest_matmul_precision()
+    with left_as_it_was(model), no_layer_replaced(model), precise[0], precise[1]:
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         in_bf16 = args.bf16 or dtype == torch.bfloat16
         if in_bf16 and args.clipping_quantile is not None:

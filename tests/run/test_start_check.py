@@ -100,6 +100,31 @@ def test_a_frozen_part_may_be_in_float16(tmp_path):
     trainer_of(tmp_path, model=model, max_steps=1).train()
 
 
+class NotingPrecision(DopplerTrainer):
+    phase = "check"
+
+    def training_step(self, *args, **kwargs):
+        self.phase = "training"
+        return super().training_step(*args, **kwargs)
+
+    def compute_per_sample_loss(self, model, inputs):
+        switches = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+        self.noted.setdefault(self.phase, set()).add(tuple(switch.fp32_precision for switch in switches))
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_examples_are_compared_in_float32_whatever_is_allowed_in_training(tmp_path):
+    switch = torch.backends.cuda.matmul
+    before, switch.fp32_precision = switch.fp32_precision, "tf32"
+    try:
+        trainer = trainer_of(tmp_path, cls=NotingPrecision, max_steps=1)
+        trainer.noted = {}
+        trainer.train()
+    finally:
+        switch.fp32_precision = before
+    assert trainer.noted == {"check": {("ieee", "ieee")}, "training": {("tf32", "tf32")}}
+
+
 class PlainSGD(DopplerTrainer):
     def create_optimizer(self, model=None):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
