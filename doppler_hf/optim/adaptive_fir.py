@@ -137,7 +137,8 @@ def found_anew(taps: list[float], states: Sequence[dict[str, Any]], *, noise_std
     pairs = np.sum([state["pairs"] for state in states], axis=0)
     if pairs[-1] == 0:
         return taps
-    means = np.sum([state["products"].tolist() for state in states], axis=0) / pairs
+    products = [state["products"].to(states[0]["products"].device) for state in states]
+    means = np.sum(torch.stack(products).tolist(), axis=0) / pairs  # read from the device at once
     # Of the mean of as many squares of noise. Weights that fade as 0.998^age make it smaller still, by up to √2.
     standard_error = noise_std**2 * math.sqrt(2 / pairs[0])
     if means[0] <= SIGNIFICANCE * standard_error:

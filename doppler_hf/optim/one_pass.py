@@ -164,20 +164,24 @@ class Program:
         # The program is made with sizes that are all different, as it would expect that equal ones stay equal, and large
         # enough for threads to be worth their while.
         sizes = [TYPICAL_SIZE + index for index in range(TENSORS_AT_A_TIME)]
-        self._run([example.each(functools.partial(_zeros, size)) for size in sizes], constants)
+        self._run([example.each(functools.partial(_zeros, size)) for size in sizes], _as_tensors(constants, example))
         self._fillers = [example.each(functools.partial(_zeros, SMALLEST_COMPILED)) for _ in range(TENSORS_AT_A_TIME)]
 
     def __call__(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
         """Make one step for each (modified in place)."""
+        # Once: each time they are copied, a GPU is waited for.
+        constants = _as_tensors(constants, batch[0])
         for start in range(0, len(batch), TENSORS_AT_A_TIME):
             some = batch[start : start + TENSORS_AT_A_TIME]
             self._run([*some, *self._fillers[len(some) :]], constants)
 
     def _run(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
-        weight = batch[0].weight
-        constants = constants.with_tensors(torch.promote_types(weight.dtype, torch.float32), weight.device)
         with torch.compiler.config.patch(recompile_limit=MOST_PROGRAMS):  # type: ignore[attr-defined]
             self._compiled(self._update, batch, constants)
+
+
+def _as_tensors(constants: StepConstants, like: ParameterTensors) -> StepConstants:
+    return constants.with_tensors(torch.promote_types(like.weight.dtype, torch.float32), like.weight.device)
 
 
 def _update_all(update: Update, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
