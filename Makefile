@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check test test-slow gpu docs notebook install clean
+.PHONY: quickstart check test test-all test-slow gpu docs notebook install clean
 
 quickstart: install
 	$(BIN)/python scripts/quickstart.py $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
@@ -21,6 +21,10 @@ check: install
 
 test: install
 	$(PYTEST)
+
+# What `make test` runs, and further combinations of it: CI runs these.
+test-all: install
+	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: install
 	$(PYTEST) -m "slow"

@@ -40,6 +40,7 @@ from doppler_hf.privacy.noise import mechanism as mechanism_module
 from doppler_hf.privacy.noise.gaussian import noise_stream
 from doppler_hf.run import private_run
 from tests.support.models import gpt2_lm
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 
 # The larger δ, the more canaries speak for a bound.
@@ -225,7 +226,7 @@ def test_noise_of_a_torch_generator_under_the_public_seed_is_caught(monkeypatch,
     assert "torch's generator, seeded with 42" in result.replayed_noise
 
 
-@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("filled", [False, *thorough(True)])
 def test_noise_of_the_global_generator_is_caught_where_that_follows_the_public_seed(monkeypatch, tmp_path, filled):
     # The Trainer seeds it with args.seed; some numbers are drawn before the noise. A private run fills it with secret words.
     if not filled:
@@ -237,7 +238,7 @@ def test_noise_of_the_global_generator_is_caught_where_that_follows_the_public_s
     assert result.replayed_noise is None if filled else "torch's generator, seeded with 7" in result.replayed_noise
 
 
-@pytest.mark.parametrize("shift", [0, 1], ids=["seed", "seed + step"])
+@pytest.mark.parametrize("shift", [*thorough(0), 1], ids=["seed", "seed + step"])
 def test_noise_seeded_anew_in_every_step_is_caught(shift, monkeypatch, tmp_path):
     state = {}
 
@@ -306,11 +307,13 @@ def test_audit_of_shaped_noise_is_below_the_claim_and_near_it(tmp_path):
     assert 0.1 * result.claimed_epsilon < result.lower_bound < result.claimed_epsilon
 
 
+@pytest.mark.thorough
 def test_white_noise_that_is_not_raised_by_the_norm_of_the_strategy_is_caught(monkeypatch, tmp_path):
     monkeypatch.setattr(NoiseShape, "norm", property(lambda self: 1.0))  # It is 2.73.
     assert audited(tmp_path, **SHAPED).contradicts_claim
 
 
+@pytest.mark.thorough
 def test_groups_that_are_not_kept_are_caught(monkeypatch, tmp_path):
     monkeypatch.setattr(PoissonSampler, "draw", everything)
     assert audited(tmp_path, **SHAPED).contradicts_claim
@@ -401,7 +404,7 @@ def test_loss_score_is_the_fall_of_the_loss(tmp_path):
     assert np.std(expected) > 0.01
 
 
-@pytest.mark.parametrize(("cls", "steps"), [(GradientAuditTrainer, 10), (LossAuditTrainer, 20)])
+@pytest.mark.parametrize(("cls", "steps"), [*thorough((GradientAuditTrainer, 10)), (LossAuditTrainer, 20)])
 def test_mislabelled_canaries_show_in_a_run_without_noise(cls, steps, monkeypatch, tmp_path):
     corrupted(monkeypatch, lambda mechanism, mean, released, step: mean)
     trainer = mislabelled(cls, tmp_path, max_steps=steps)
@@ -427,6 +430,7 @@ def one_canary(tmp_path):
     return make
 
 
+@pytest.mark.thorough
 def test_repeated_runs_without_noise_are_caught(one_canary, monkeypatch):
     corrupted(monkeypatch, lambda mechanism, mean, released, step: mean)
     result = audit_repeatedly(one_canary, runs=24)

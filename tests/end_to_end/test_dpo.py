@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
 from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
+from tests.support.tiers import further, thorough
 from tests.support.trainers import weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
@@ -30,7 +32,7 @@ FORMATS = {
     "implicit": (chat.implicit_preferences, None, lambda q, a: (f"{q} ", a)),
     "conversation": (chat.conversational_preferences, LORA, lambda q, a: (f"<|user|>{q}<|assistant|>", a)),
 }
-formats = pytest.mark.parametrize("name", FORMATS)
+formats = pytest.mark.parametrize("name", further([*FORMATS], quick=["prompt"]))
 REFERENCES = "ref_chosen_logps", "ref_rejected_logps"
 
 
@@ -93,8 +95,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", LOSSES, ids=str)
-@formats
+@pytest.mark.parametrize(("name", "options"), further([*itertools.product(FORMATS, LOSSES)]), ids=str)
 def test_losses_are_trls_of_each_pair_alone(tmp_path, name, options):
     trainer = in_double(tmp_path, name, max_length=40, **options)
     model, rows = trainer.model, [*trainer._remove_unused_columns(trainer.train_dataset)]
@@ -127,7 +128,7 @@ def test_one_pair_moves_the_sum_by_at_most_c(tmp_path, name, options):
     assert result.couplings.max() < 1e-10
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, *thorough(True)])
 @formats
 def test_the_reference_of_a_pair_does_not_follow_the_others(tmp_path, name, bf16):
     data = FORMATS[name][0]().shuffle(seed=0)
@@ -178,7 +179,7 @@ def test_a_reference_of_ones_own_counts(tmp_path):
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("name", ["prompt", "conversation"])
+@pytest.mark.parametrize("name", ["prompt", *thorough("conversation")])
 def test_training_raises_the_margin(tmp_path, name):
     options = dict(target_epsilon=200.0, max_steps=60, per_device_train_batch_size=8, bf16=False)
     trainer = trainer_of(tmp_path, name, **options)
@@ -268,7 +269,7 @@ def test_without_privacy_it_is_trls(tmp_path, options):
 
 # PEFT looks for the base model's own vocabulary where this one, made on the spot, lies nowhere.
 @pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
-@pytest.mark.parametrize("name", ["prompt", "conversation"])
+@pytest.mark.parametrize("name", [*thorough("prompt"), "conversation"])
 def test_saved_and_resumed(tmp_path, name):
     whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
     assert torch.equal(weights(resumed), weights(whole))

@@ -31,6 +31,7 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.pairwise import pairwise
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.tolerances import RAISED
 from tests.support.trainers import NoSignal, Recorder, StopAt, arguments, checked_trainer_of, trainer_of, weights
@@ -114,7 +115,7 @@ def test_an_empty_draw_is_a_noisy_step_that_never_reaches_the_model(tmp_path, mo
     assert calls == []
 
 
-@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
+@pytest.mark.parametrize("granularity", ["flat", *thorough("per_layer")])
 def test_cutting_into_micro_batches_changes_nothing(tmp_path, granularity):
     ends = []
     for per_device, accumulation in ((12, 1), (4, 3), (1, 12)):
@@ -143,6 +144,7 @@ class MicroBatches(DopplerTrainer):
         return super().compute_per_sample_loss(model, inputs)
 
 
+@pytest.mark.thorough
 def test_cutting_by_tokens_changes_nothing_but_the_micro_batches(tmp_path):
     runs, checks = [], []
     for number, (accumulation, budget) in enumerate([(1, None), (1, 8), (1, 20), (2, 8), (2, 33), (4, 10), (4, 1000)]):
@@ -209,8 +211,7 @@ def test_the_order_inside_a_draw_does_not_matter(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "steps"),
     [
-        (dict(max_steps=5), 5),
-        (dict(max_steps=-1, num_train_epochs=2), 6),  # ⌈24/8⌉ = 3 an epoch
+        *thorough((dict(max_steps=5), 5), (dict(max_steps=-1, num_train_epochs=2), 6)),  # ⌈24/8⌉ = 3 an epoch
         (dict(max_steps=-1, num_train_epochs=1.5), 5),
         (dict(max_steps=-1, num_train_epochs=1, per_device_train_batch_size=5), 3),  # ⌈24/10⌉
     ],
@@ -392,7 +393,7 @@ def test_training_loss_can_be_left_out_of_the_logs(tmp_path):
 
 
 # 3 steps an epoch: within, at the end of, and after the first
-@pytest.mark.parametrize(("saved_at", "filter_name"), [(2, "second-order"), (3, "none"), (4, "second-order")])
+@pytest.mark.parametrize(("saved_at", "filter_name"), [(2, "second-order"), *thorough((3, "none"), (4, "second-order"))])
 def test_resumed_equals_uninterrupted(tmp_path, filter_name, saved_at):
     options = dict(
         noise_seed=1, max_steps=7, low_pass_filter=filter_name, save_strategy="steps", save_steps=saved_at,
@@ -427,7 +428,7 @@ def test_steps_undone_by_a_crash_count_and_the_run_stops_within_its_budget(tmp_p
     assert resumed.state.global_step < 8
 
 
-@pytest.mark.parametrize(("max_steps", "steps_again"), [(3, 3), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("max_steps", "steps_again"), [*thorough((3, 3), (4, 4)), (4, 2)])
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, max_steps, steps_again):
     """As by a job that is started again: at the end of an epoch, of three steps, inside one, and with fewer steps."""
     options = dict(save_strategy="steps", save_steps=1, logging_strategy="epoch", noise_multiplier=None, target_epsilon=3.0)
@@ -552,6 +553,7 @@ def test_a_scheduler_of_the_users_own_reaches_the_optimizer(tmp_path):
     assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([2.5e-3, 2.5e-3])
 
 
+@pytest.mark.thorough
 def test_it_learns_when_there_is_little_noise(tmp_path):
     trainer = trainer_of(
         tmp_path, data=text_data(200), noise_multiplier=0.1, per_device_train_batch_size=50, max_steps=40,
@@ -786,8 +788,14 @@ class Unfit(DopplerTrainer):
         return super().compute_per_sample_loss(model, inputs) * torch.where(shortest, 0.0 * self.factor, 1.0)
 
 
-@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
-@pytest.mark.parametrize(("report", "bf16"), [("private", False), ("none", True)])
+@pytest.mark.parametrize(
+    ("report", "bf16", "granularity"),
+    [
+        ("private", False, "flat"),
+        *thorough(("private", False, "per_layer"), ("none", True, "flat")),
+        ("none", True, "per_layer"),
+    ],
+)
 def test_examples_whose_loss_is_no_number_contribute_nothing_and_show_nowhere(tmp_path, report, bf16, granularity):
     data, gradients = text_data(), []
     assert sum(len(ids) == 3 for ids in data["input_ids"]) > 24 * 0.1  # the small one of the checks before the first step

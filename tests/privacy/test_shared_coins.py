@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from doppler_hf.privacy import shared_coins
 from doppler_hf.privacy.generators import filled_generators
 from doppler_hf.privacy.shared_coins import drawn_in_forward, is_shared_in_collation, numbers_drawn
+from tests.support.tiers import further
 
 
 class Layers(nn.Module):
@@ -107,12 +108,12 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize(("of_all", "of_row"), sorted({*itertools.product(OF_ALL_ROWS, OF_EACH_ROW)} - {*NOISY}))
+@pytest.mark.parametrize(("of_all", "of_row"), further(sorted({*itertools.product(OF_ALL_ROWS, OF_EACH_ROW)} - {*NOISY})))
 def test_a_number_for_all_rows_is_seen_beside_those_of_each(of_all, of_row):
     assert is_shared_in_collation(lambda rows: (OF_ALL_ROWS[of_all](rows), OF_EACH_ROW[of_row](rows)))
 
 
-@pytest.mark.parametrize(("of_all", "of_row"), NOISY)
+@pytest.mark.parametrize(("of_all", "of_row"), further([*NOISY], quick=[("Python", "spans")]))
 def test_a_number_for_all_rows_is_seen_where_each_row_draws_another_number_of_times(of_all, of_row, monkeypatch):
     monkeypatch.setattr(shared_coins, "_TRIALS", NOISY[of_all, of_row])
     monkeypatch.setattr(shared_coins, "_SECONDS", math.inf)

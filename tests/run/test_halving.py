@@ -22,6 +22,7 @@ from tests.end_to_end.test_privacy_units import users
 from tests.end_to_end.test_views import image_trainer
 from tests.run.test_start_check import of_tokens
 from tests.support.models import CHOICES, batch_for, build
+from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import Recorder, checked_trainer_of, weights
 
@@ -120,7 +121,8 @@ def losses(trainer):
 
 
 @pytest.mark.parametrize(
-    ("place", "error"), [("forward", "device"), ("loss", "device"), ("backward", "device"), ("backward", "processor")]
+    ("place", "error"),
+    [("forward", "device"), *thorough(("loss", "device"), ("backward", "device")), ("backward", "processor")],
 )
 def test_halves_give_the_weights_of_the_whole(tmp_path, place, error):
     whole, expected = run(texts, tmp_path, cls=small("nowhere"))
@@ -135,12 +137,12 @@ def test_halves_give_the_weights_of_the_whole(tmp_path, place, error):
 @pytest.mark.parametrize(
     ("place", "options"),
     [
-        ("backward", {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 12}),
+        *thorough(("backward", {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 12})),
         ("adding", {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 12}),
         ("backward", {"max_tokens_per_micro_batch": 24}),
-        ("adding", {"max_tokens_per_micro_batch": 24}),
+        *thorough(("adding", {"max_tokens_per_micro_batch": 24})),
         ("adding", {"clipping_granularity": "per_layer", "clipping": "vanilla"}),
-        ("backward", {"grad_sample_engine": "opacus"}),
+        *thorough(("backward", {"grad_sample_engine": "opacus"})),
     ],
 )
 def test_however_a_draw_is_cut(tmp_path, monkeypatch, place, options):
@@ -151,7 +153,7 @@ def test_however_a_draw_is_cut(tmp_path, monkeypatch, place, options):
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("report", ["raw", "private"])
+@pytest.mark.parametrize("report", [*thorough("raw"), "private"])
 def test_what_was_half_added_begins_the_draw_anew(tmp_path, monkeypatch, report):
     """And the loss is of each example once."""
     options = dict(gradient_accumulation_steps=3, report_train_loss=report, max_steps=2)
@@ -175,7 +177,7 @@ def test_an_example_keeps_its_share_of_its_unit(tmp_path):
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("place", [*thorough("forward"), "backward"])
 def test_the_views_of_an_example_stay_together_and_are_not_drawn_again(tmp_path, place):
     """Both pieces of the only step are drawn before the first pass, so that the views are the same in both runs."""
 
@@ -204,7 +206,7 @@ def test_the_views_of_an_example_stay_together_and_are_not_drawn_again(tmp_path,
     assert torch.equal(drawn, computed)
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "adding"])
+@pytest.mark.parametrize("place", [*thorough("forward", "backward"), "adding"])
 def test_an_example_is_counted_once_for_the_clip_norm(tmp_path, monkeypatch, place):
     make = partial(failing_texts, monkeypatch, clipping="vanilla", clipping_quantile=0.5, per_sample_max_grad_norm=0.1)
     trainers = [run(make, tmp_path, cls=small(where))[0] for where in ("nowhere", place)]
@@ -218,6 +220,7 @@ def of_choices(examples):
     return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
 
 
+@pytest.mark.thorough
 def test_the_choices_of_an_example_stay_together(tmp_path):
     def make(folder, **more):
         model = build("bert-choice")
@@ -277,7 +280,7 @@ def refused(trainer, match):
     assert refusal.value.__context__ is None
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("place", [*thorough("forward"), "backward"])
 def test_an_example_that_does_not_fit_ends_the_run_and_nothing_is_lost(tmp_path, place):
     options = dict(save_strategy="steps", save_steps=1)
     trainer = texts(tmp_path, cls=small("nowhere", rows=0), **options)
@@ -386,6 +389,7 @@ print("differ by", (found[0] - found[1]).abs().max().item())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+@pytest.mark.thorough
 def test_a_run_in_too_little_memory_ends_with_the_same_weights(tmp_path):
     """A layer of 65,536 neurons takes 75 MiB and more for each of the tensors that are kept of 24 examples."""
     root = Path(__file__).parents[2]

@@ -55,6 +55,7 @@ from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy.batching import probe, random_data, same_distribution
 from doppler_hf.run import engine
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 
@@ -287,11 +288,12 @@ def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
     refused(tmp_path, r"MixUp, CutMix or packing", collator=collator, gradient_accumulation_steps=1)
 
 
-@pytest.mark.parametrize("collator", [mixed_in_pairs, mixed_now_and_then])
+@pytest.mark.parametrize("collator", [*thorough(mixed_in_pairs), mixed_now_and_then])
 def test_rows_that_are_mixed_now_and_then_are_refused(tmp_path, all_trials, collator):
     refused(tmp_path, r"MixUp, CutMix or packing", collator=collator, gradient_accumulation_steps=1)
 
 
+@pytest.mark.thorough
 def test_a_random_collator_that_mixes_nothing_trains(tmp_path, all_trials):
     trainer = trainer_of(tmp_path, max_steps=1)
     trainer.data_collator = masked
@@ -331,8 +333,8 @@ def a_fortieth_reversed(examples):
     return reversed_tokens(examples, torch.randperm(len(examples)) < len(examples) // 40)
 
 
-@pytest.mark.parametrize("collator", [every_second_reversed, first_reversed, half_reversed_by_numpy])
-@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("collator", [every_second_reversed, *thorough(first_reversed, half_reversed_by_numpy)])
+@pytest.mark.parametrize("views", [1, *thorough(3)])
 def test_random_rows_that_follow_their_places_or_number_are_refused(tmp_path, collator, views, all_batches):
     options = {"collator": collator, "augmentation_multiplicity": views, "gradient_accumulation_steps": 1}
     # By chance no coin of the first trials falls on the rows that are compared, and these are seen to be others.
@@ -412,6 +414,7 @@ def padded_on_either_side(examples):
     return batch
 
 
+@pytest.mark.thorough
 def test_random_rows_of_which_each_has_numbers_of_its_own_train(tmp_path, all_batches):
     trainer = trainer_of(tmp_path, max_steps=1)
     trainer.data_collator = padded_on_either_side
@@ -472,6 +475,7 @@ def llama(**more):
     return LlamaForSequenceClassification(LlamaConfig(**(options | more)))
 
 
+@pytest.mark.thorough
 def test_random_rows_may_be_padded_on_the_left(tmp_path):
     """Alone an example is cut out of its row, which ends with it."""
 
@@ -888,6 +892,7 @@ class Choosing(DopplerTrainer):
         return DopplerTrainer.compute_per_sample_loss(self, model, inputs)
 
 
+@pytest.mark.thorough
 def test_a_choice_that_cannot_be_held_trains(tmp_path, all_trials):
     trainer = trainer_of(tmp_path, cls=Choosing, model=tiny_bert(initializer_range=0.3), max_steps=1)
     trainer.train()

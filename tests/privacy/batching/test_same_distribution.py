@@ -11,6 +11,7 @@ from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 from doppler_hf.privacy.batching import same_distribution
 from doppler_hf.privacy.batching.same_distribution import is_other_beside_others, refuse_other_distribution
 from doppler_hf.privacy.shared_coins import is_order_drawn
+from tests.support.tiers import further, thorough
 
 TOKENS = torch.arange(5, 45)
 IMAGE = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -82,13 +83,15 @@ CHOSEN = {
 
 
 # Which of the rows are masked at all is less than how they are masked: of a share only some four deviations off.
+QUICK = [(mirrored, name) for name in ("every second", "any one", "half, NumPy")]
+QUICK += [(relabelled, "every second"), (uncovered, "first"), (uncovered, "from eight on")]
 FOUND = [(mirrored, name) for name in CHOSEN]
 FOUND += [(relabelled, name) for name in ("every second", "any one", "half, NumPy")]
 FOUND += [(uncovered, name) for name in ("every second", "first", "last", "any one", "from eight on")]
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize(("change", "name"), FOUND)
+@pytest.mark.parametrize(("change", "name"), further(FOUND, quick=QUICK))
 def test_rows_that_follow_their_places_or_number_are_found(change, name, monkeypatch):
     monkeypatch.setattr(same_distribution, "_FEWEST", MANY)
     with pytest.raises(ValueError, match="as likely whatever other examples are beside them"):
@@ -96,7 +99,7 @@ def test_rows_that_follow_their_places_or_number_are_found(change, name, monkeyp
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("change", [mirrored, relabelled])
+@pytest.mark.parametrize("change", [*thorough(mirrored), relabelled])
 def test_places_with_another_probability_are_found(change, monkeypatch):
     """Half of the rows at even places, and none of the others; twice as many batches, or it is a matter of luck."""
     monkeypatch.setattr(same_distribution, "_FEWEST", 2 * MANY)
@@ -124,7 +127,7 @@ def of_the_row_before(which, share):
     return {"input_ids": torch.where(shown, tokens.roll(1, 0), tokens)}
 
 
-@pytest.mark.parametrize("others", [1, 5])
+@pytest.mark.parametrize("others", [1, *thorough(5)])
 def test_rows_that_show_what_is_beside_them_are_found(others, monkeypatch):
     """Copies of one example alone do not show it."""
     monkeypatch.setattr(same_distribution, "_FEWEST", MANY)
@@ -146,7 +149,7 @@ def padded_at_random(which, *, side, share):
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("side", ["left", "right", "any"])
+@pytest.mark.parametrize("side", [*thorough("left", "right"), "any"])
 def test_what_is_attended_to_is_compared_beside_wider_rows(side, monkeypatch):
     monkeypatch.setattr(same_distribution, "_FEWEST", 64)
     by_width = partial(padded_at_random, side=side, share=lambda width: 3 / width)
@@ -223,10 +226,11 @@ OF_EACH_ROW = {
     "seldom": seldom,
     "no tensors": lambda rows: {"text": ["a"] * rows},
 }
+OF_SEVERAL_KINDS = {"whole words, by the host", "moved", "shortened, left"}
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("name", OF_EACH_ROW)
+@pytest.mark.parametrize("name", further([*OF_EACH_ROW], quick={*OF_EACH_ROW} - OF_SEVERAL_KINDS))
 def test_a_look_finds_no_more_than_by_chance_where_rows_are_their_own(name, monkeypatch):
     monkeypatch.setattr(same_distribution, "_FEWEST", 16)
     # One look in a hundred may; eight of sixty with probability 3e-7.

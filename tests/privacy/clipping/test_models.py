@@ -33,6 +33,7 @@ from tests.support.per_example import (
     median_norm,
     trainable,
 )
+from tests.support.tiers import further
 
 # Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -57,7 +58,7 @@ def reference(name, attention="sdpa", batch=BATCH):
 
 @pytest.mark.parametrize(
     ("name", "attention", "checkpointing"),
-    [("resnet", "eager", "off"), *pairwise(TRANSFORMERS, ["sdpa", "eager"], CHECKPOINTING)],
+    further([("resnet", "eager", "off"), *pairwise(TRANSFORMERS, ["sdpa", "eager"], CHECKPOINTING)]),
 )
 def test_norms_and_sums_equal_a_loop_over_single_examples(name, attention, checkpointing):
     model = build(name, attention=attention, checkpointing=checkpointing)
@@ -75,7 +76,7 @@ def test_every_clipping(name, clipping, granularity, norm_rule):
 
 
 @pytest.mark.parametrize(
-    ("name", "norm_rule", "checkpointing"), pairwise(TRANSFORMERS, ["ghost", "direct"], ["off", "non-reentrant"])
+    ("name", "norm_rule", "checkpointing"), further(pairwise(TRANSFORMERS, ["ghost", "direct"], ["off", "non-reentrant"]))
 )
 def test_every_norm_rule(name, norm_rule, checkpointing):
     model = build(name, checkpointing=checkpointing)
@@ -107,7 +108,11 @@ def test_every_norm_rule_for_convolutions(norm_rule):
 
 @pytest.mark.parametrize(
     ("name", "parts", "checkpointing"),
-    pairwise(["bert", "gpt2-lm", "t5-lm", "vit", "vit-lora", "llama-dora"], [(BATCH,), (4, 2), (1,) * BATCH], CHECKPOINTING),
+    further(
+        pairwise(
+            ["bert", "gpt2-lm", "t5-lm", "vit", "vit-lora", "llama-dora"], [(BATCH,), (4, 2), (1,) * BATCH], CHECKPOINTING
+        )
+    ),
 )
 def test_cutting_a_batch_changes_nothing(name, parts, checkpointing):
     model = build(name, checkpointing=checkpointing)

@@ -4,6 +4,7 @@ The contribution is measured in float64 on the float32 numbers that the sum is m
 gradient, so that the clipping is what bounds it.
 """
 
+import itertools
 import math
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.per_example import (
     book_keeping,
     norm_of,
 )
+from tests.support.tiers import further
 
 # The arrays are those of the other tests of the same functions, which check them; here that would be a third of the time.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -582,8 +584,7 @@ def test_a_clipped_text_contributes_the_clip_norm_whatever_the_vocabulary(words,
     assert 1 - 1e-3 <= contribution_of_a_text(words, length, hidden, tied=tied) <= 1 + SLACK
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "autocast"])
+@pytest.mark.parametrize(("precision", "tied"), further([*itertools.product(["bf16", "autocast"], [False, True])]))
 def test_so_does_one_whose_factors_are_of_half_precision(precision, tied):
     """The sum is in float32, of the very factors of which the norm is taken."""
     assert 1 - 1e-3 <= contribution_of_a_text(50_257, 128, 256, tied=tied, precision=precision) <= 1 + SLACK

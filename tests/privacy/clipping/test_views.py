@@ -19,6 +19,7 @@ from tests.support.per_example import (
     norm_of,
     norms_of,
 )
+from tests.support.tiers import further
 from tests.support.tiny import pad
 
 MODELS = ["roberta", "bert-choice", "gpt2-lm", "llama-lm", "t5-lm", "vit", "resnet", "roberta-lora", "llama-dora"]
@@ -46,7 +47,7 @@ def assert_averages(name, *, views, engine="book_keeping", clipping="vanilla", g
 
 @pytest.mark.parametrize(
     ("name", "views", "norm_rule", "clipping", "granularity"),
-    pairwise(MODELS, [2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES),
+    further(pairwise(MODELS, [2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES)),
 )
 def test_the_mean_over_the_views_of_an_example_is_clipped(name, views, norm_rule, clipping, granularity):
     assert_averages(name, views=views, norm_rule=norm_rule, clipping=clipping, granularity=granularity)
@@ -70,9 +71,11 @@ def test_a_grouped_convolution_averages_too():
 
 @pytest.mark.parametrize(
     ("name", "scale", "norm_rule", "clipping", "granularity", "autocast"),
-    pairwise(
-        ["roberta", "gpt2-lm", "t5-lm", "vit", "resnet", "roberta-lora"],
-        [1e-3, 1.0, 1e4], NORM_RULES, CLIPPINGS, GRANULARITIES, [True, False],
+    further(
+        pairwise(
+            ["roberta", "gpt2-lm", "t5-lm", "vit", "resnet", "roberta-lora"],
+            [1e-3, 1.0, 1e4], NORM_RULES, CLIPPINGS, GRANULARITIES, [True, False],
+        )
     ),
 )  # fmt: skip
 def test_an_example_of_several_views_contributes_at_most_the_clip_norm(

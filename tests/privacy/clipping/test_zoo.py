@@ -28,6 +28,7 @@ from tests.support.models import (
     t5_lm,
 )
 from tests.support.per_example import assert_equals_loop, assert_matches, assert_refused, gradients_of_each
+from tests.support.tiers import further
 
 # Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -189,7 +190,7 @@ def assert_right_or_refused_by_name(model, batch):
     assert refusal is None or any(fnmatch.filter(names, quoted) for quoted in re.findall(r"'([^']+)'", refusal)), refusal
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", further(BATCHES, quick=[LENGTH]))
 @pytest.mark.parametrize("name", RIGHT)
 def test_an_architecture_is_right(name, batch):
     model = of(*RIGHT[name])
@@ -206,7 +207,7 @@ def test_a_checkpointed_layer_with_parameters_of_its_own_is_right():
     assert_equals_loop(model, on_batch(model, 6), 6)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", further(BATCHES, quick=[LENGTH]))
 @pytest.mark.parametrize("name", RIGHT_OR_REFUSED)
 def test_an_architecture_is_right_or_refused(name, batch):
     assert_right_or_refused_by_name(of(*RIGHT_OR_REFUSED[name]), batch)
@@ -235,7 +236,7 @@ def test_all_that_has_no_per_sample_gradient_is_named_at_once(name):
 
 # PEFT says this of every layer that is not a matrix.
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", further(BATCHES, quick=[LENGTH]))
 @pytest.mark.parametrize("name", ADAPTERS_RIGHT)
 def test_an_adapter_is_right(name, batch):
     model = adapted(*ADAPTERS_RIGHT[name])

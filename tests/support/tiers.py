@@ -1,0 +1,16 @@
+"""Which cases `make test` leaves to `make test-all`: those beside others that hold the same."""
+
+import pytest
+
+
+def thorough(*cases):
+    """Return cases for `parametrize` that `make test-all` alone runs; a tuple has a value for each name."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.thorough) for case in cases]
+
+
+def further(cases, *, quick=None):
+    """Return the cases in their order, of which `make test` runs the quick ones, or those in which a value comes first."""
+    if quick is None:
+        seen = [[*zip(*cases[:place])] or [()] * len(case) for place, case in enumerate(cases)]
+        quick = [case for case, others in zip(cases, seen) if any(value not in some for value, some in zip(case, others))]
+    return [case if case in quick else thorough(case)[0] for case in cases]
