@@ -19,6 +19,7 @@ from doppler_hf.disk import NoSpaceError, space_for
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.ledger import file
 from tests.support.ledgers import statement
+from tests.support.tiers import thorough
 from tests.support.trainers import trainer_of
 
 resource = pytest.importorskip("resource", reason="only POSIX limits the sizes of files")
@@ -135,9 +136,10 @@ def check_what_is_left(folder, trainer):
 
 
 @pytest.mark.parametrize(
-    "place", ["privacy_ledger.json", TRAINER_STATE_NAME, "optimizer.pt", "model.safetensors", "config.json"]
+    "place",
+    ["privacy_ledger.json", *thorough(TRAINER_STATE_NAME, "optimizer.pt"), "model.safetensors", *thorough("config.json")],
 )
-@pytest.mark.usefixtures("capsys")  # which keeps in memory what is printed
+@pytest.mark.usefixtures("unchecked_arrays", "capsys")  # which keeps in memory what is printed
 def test_a_run_whose_files_are_limited_goes_on_when_they_are_not(tmp_path, place):
     """Each limit is just below the size of another file, of which one more is then written in part."""
     trainer_of(tmp_path / "whole", **OPTIONS).train()

@@ -57,6 +57,7 @@ def test_what_the_package_imports_is_declared():
     assert not {module for module in modules.difference(*EXTRAS.values()) if not core & distributions_of(module)}
 
 
+@pytest.mark.thorough
 def test_the_core_trains_without_the_extras(tmp_path):
     command = [sys.executable, "-m", "tests.support.core_only", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

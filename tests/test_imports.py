@@ -4,6 +4,8 @@ import itertools
 import subprocess
 import sys
 
+import pytest
+
 import doppler_hf
 from doppler_hf.extras import EXTRAS
 from doppler_hf.privacy.ledger.weights import hashes
@@ -85,6 +87,7 @@ def test_an_import_or_a_command_brings_what_it_needs():
         assert not found[code] & unwanted, code
 
 
+@pytest.mark.thorough
 def test_a_ledger_is_checked_without_transformers(tmp_path):
     ledger = all_events()
     (tmp_path / "model.safetensors").write_text("weights")

@@ -11,6 +11,7 @@ from scipy.special import expit, logit
 from scipy.stats import binom, binomtest, norm
 
 from doppler_hf.audit.lower_bounds import _p_value, _right_guesses, clopper_pearson_epsilon, one_run_epsilon
+from tests.support.tiers import thorough
 
 BOUNDS = [one_run_epsilon, clopper_pearson_epsilon]
 
@@ -161,7 +162,7 @@ def test_failures_of_probability_delta_are_not_taken_for_epsilon(bound, epsilon,
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize(("mu", "delta"), [(0.5, 1e-2), (2.0, 1e-4)])
+@pytest.mark.parametrize(("mu", "delta"), [(0.5, 1e-2), *thorough((2.0, 1e-4))])
 def test_gaussian_mechanism_is_not_overestimated(bound, mu, delta):
     # False alarm 1e-6.
     truth = gaussian_epsilon(mu, delta)

@@ -10,6 +10,7 @@ from doppler_hf.audit import AuditResult
 from doppler_hf.cli import audit, main
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.workloads import images
+from tests.support.tiers import thorough
 
 RECIPE = """
 dataset_name: digits
@@ -51,7 +52,7 @@ def flat(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("kind", ["dirac", "natural", "loss"])
+@pytest.mark.parametrize("kind", ["dirac", *thorough("natural"), "loss"])
 def test_honest_run_ends_with_0_and_writes_one_file(kind, recipe, tmp_path, capsys):
     canaries = 200 if kind == "dirac" else 30
     words = ["audit", str(recipe), "--canary_kind", kind, "--canaries", str(canaries), "--confidence", "0.999999"]

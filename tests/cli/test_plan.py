@@ -11,6 +11,7 @@ import scipy.signal
 from doppler_hf.cli import main
 from doppler_hf.privacy.accounting.accounting import get_epsilon
 from doppler_hf.reports import planned_runs as planning
+from tests.support.tiers import thorough
 
 WORDS = ["plan", "--num-examples", "2000", "--batch-size", "100", "--epochs", "1.5", "--epsilon", "3", "--accountant", "rdp"]
 FILTER = ["--low-pass-filter", "first-order-v1"]
@@ -204,7 +205,7 @@ def test_delta_that_permits_publishing_an_example_is_marked(capsys):
 
 
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("ending", ["png", *thorough("svg", "pdf")])
 def test_picture_is_written(ending, tmp_path, capsys):
     path = tmp_path / "new" / f"plan.{ending}"
     printed([*WORDS, "--plot", str(path)], capsys)

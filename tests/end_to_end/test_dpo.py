@@ -179,7 +179,8 @@ def test_a_reference_of_ones_own_counts(tmp_path):
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("name", ["prompt", *thorough("conversation")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["prompt", "conversation"])
 def test_training_raises_the_margin(tmp_path, name):
     options = dict(target_epsilon=200.0, max_steps=60, per_device_train_batch_size=8, bf16=False)
     trainer = trainer_of(tmp_path, name, **options)

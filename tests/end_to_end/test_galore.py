@@ -10,6 +10,7 @@ import torch
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import find_basis, is_wide
 from doppler_hf.privacy import GaussianMechanism
+from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import NoSignal, Recorder, trainer_of, weights
 
@@ -96,7 +97,8 @@ def test_the_step_that_finds_a_basis_has_full_noise_and_the_others_that_of_the_s
 
 
 @pytest.mark.parametrize(
-    ("saved_at", "more"), [(2, ""), (3, ",projector_source=filtered"), (5, ",basis_change=reset,projector=svd")]
+    ("saved_at", "more"),
+    [*thorough((2, "")), (3, ",projector_source=filtered"), *thorough((5, ",basis_change=reset,projector=svd"))],
 )
 def test_resumed_equals_uninterrupted(tmp_path, more, saved_at):
     options = dict(noise_seed=1, max_steps=7, low_pass_filter="second-order", save_strategy="steps", save_steps=saved_at)

@@ -65,10 +65,13 @@ def linked_pages(page):
 
 
 SNIPPETS = [
-    pytest.param(page, snippet, id=f"{page.name}-{number}")
+    pytest.param(
+        page, snippet, id=f"{page.name}-{number}",
+        marks=[pytest.mark.thorough] if ".train()" in snippet and page != README else [],
+    )
     for page in PAGES
     for number, snippet in enumerate(blocks(page, "python"))
-]
+]  # fmt: skip
 
 
 # Opacus says that its own noise is not from a secure generator, and that its hooks see no gradient of the inputs.

@@ -15,6 +15,7 @@ from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
 from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
+from tests.support.tiers import further, thorough
 from tests.support.trainers import weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
@@ -59,7 +60,7 @@ def trainer_of(folder, name="prompt", *, cls=DopplerSFTTrainer, model=None, data
     )
 
 
-@formats
+@pytest.mark.parametrize("name", further([*FORMATS], quick=["text", "assistant"]))
 def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     trainer = trainer_of(tmp_path, name, eval_strategy="steps", eval_steps=1)
     assert (trainer.args.bf16, trainer.args.gradient_checkpointing) == (True, True)  # TRL's defaults
@@ -93,7 +94,7 @@ def test_losses_are_trls_of_each_example_alone(tmp_path, name):
     torch.testing.assert_close(without_longest, together[:-5], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["text", "assistant", "conversational prompt"])
+@pytest.mark.parametrize("name", ["text", *thorough("assistant"), "conversational prompt"])
 def test_one_example_moves_the_sum_by_at_most_c(tmp_path, name):
     options = dict(clipping="vanilla", per_sample_max_grad_norm=1e-2, bf16=False, grad_sample_self_check=False)
     trainer = trainer_of(tmp_path, name, model=tiny_llama().double(), **options)
@@ -158,7 +159,7 @@ def test_without_privacy_it_is_trls(tmp_path):
 
 # PEFT looks for the base model's own vocabulary where this one, made on the spot, lies nowhere.
 @pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
-@pytest.mark.parametrize("name", ["prompt", "conversational prompt"])
+@pytest.mark.parametrize("name", [*thorough("prompt"), "conversational prompt"])
 def test_saved_resumed_and_generating(tmp_path, name):
     whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
     assert torch.equal(weights(resumed), weights(whole))

@@ -33,7 +33,10 @@ from tests.support.folders import write_bert, write_glue
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder
 
-pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused"),
+    pytest.mark.thorough,  # tests/run/test_sharding.py has what one process does, and test_distributed.py what two do
+]
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
 # Draws of some examples or none, in micro-batches whose number differs from process to process.

@@ -61,6 +61,7 @@ def kept(folder):
 
 
 @pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_of_two_processes_one_is_refused_and_every_step_is_counted(tmp_path, resume):
     folder, checkpoint = tmp_path / "out", ""
     if resume:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from doppler_hf import GradientRecorder
 from doppler_hf.privacy import GaussianMechanism
+from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
@@ -112,13 +113,13 @@ def written_by(kind, folder, monkeypatch, capsys, *, model, **options):
     [
         ({}, {"model.safetensors"}, set()),
         (dict(report_train_loss="private", per_sample_max_loss=5.0), {"model.safetensors"}, {"loss", "train_loss"}),
-        (dict(model=adapted), {"adapter_model.safetensors", "adapter_config.json"}, set()),
+        *thorough((dict(model=adapted), {"adapter_model.safetensors", "adapter_config.json"}, set())),
         (
             dict(low_pass_filter="optimal-fir:taps=2", weight_filter="momentum:beta=0.9"),
             {"model.safetensors", "weight_filter.pt"},
             set(),
         ),
-        (dict(load_best_model_at_end=True, metric_for_best_model="loss"), {"model.safetensors"}, set()),
+        *thorough((dict(load_best_model_at_end=True, metric_for_best_model="loss"), {"model.safetensors"}, set())),
     ],
 )  # fmt: skip
 def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, capsys, options, weights, also):

@@ -18,6 +18,7 @@ from doppler_hf.filters import (
     signal_to_noise_ratio,
     step_response,
 )
+from tests.support.tiers import thorough
 
 LAGS = np.arange(60)
 LARGEST_POLE = 0.01 ** (1 / 60)
@@ -79,7 +80,7 @@ def test_the_search_loses_to_no_grid_of_first_order_filters(name, objective):
     assert best <= values.max() * 1.02
 
 
-@pytest.mark.parametrize("name", ["decay", "two decays", "oscillation"])
+@pytest.mark.parametrize("name", [*thorough("decay", "two decays"), "oscillation"])
 def test_the_search_loses_to_no_global_search_at_order_two(name):
     c = SIGNALS[name]
     impulse = np.eye(1, 400)[0]
@@ -128,7 +129,7 @@ def test_as_many_taps_as_lags_do_at_least_as_well_as_the_closed_form(objective):
         np.testing.assert_allclose(best, c @ c, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("objective", ["snr", "bound"])
+@pytest.mark.parametrize("objective", ["snr", *thorough("bound")])
 def test_the_step_response_stays_positive_where_the_best_would_not(objective):
     c = np.array([0.5, -0.6, 0.3, 0.3])
     # κ ∝ c would step down to 0.5 - 0.6 < 0.

@@ -10,6 +10,7 @@ import scipy.signal
 from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape, momentum
 from doppler_hf.filters import closed_loop as module
 from tests.support.pairwise import pairwise
+from tests.support.tiers import further
 
 NONE = LowPassFilter.parse("none")
 LINEAR = (1 - np.arange(120) / 120).tolist()
@@ -126,7 +127,9 @@ def test_shaping_gains_behind_a_filter_and_not_without():
     assert behind < 0.45 * without
 
 
-@pytest.mark.parametrize(("low_pass_filter", "bands", "steps"), pairwise(["none", "momentum"], [2, 3, 6], [60, 2000]))
+@pytest.mark.parametrize(
+    ("low_pass_filter", "bands", "steps"), further(pairwise(["none", "momentum"], [2, 3, 6], [60, 2000]))
+)
 def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_ROOT", 0.999)
     loop, rng = ClosedLoop.of_run(steps, np.linspace(1, 0, steps, endpoint=False).tolist()), np.random.default_rng(0)

@@ -19,6 +19,7 @@ from doppler_hf.filters import (
     noise_gain,
     power_spectral_density,
 )
+from tests.support.tiers import thorough
 
 SERIES = np.random.default_rng(0).normal(size=(45, 3)) + 1.5
 FIRST_ORDER = PAPER_FILTERS["first-order-v1"]
@@ -151,7 +152,9 @@ def square_norms(series):
     return np.sum(series**2, axis=1)
 
 
-@pytest.mark.parametrize(("filter", "first_step"), [(LowPassFilter(b=(1.0,)), 0), (FIRST_ORDER, 0), (FIRST_ORDER, 60)])
+@pytest.mark.parametrize(
+    ("filter", "first_step"), [(LowPassFilter(b=(1.0,)), 0), *thorough((FIRST_ORDER, 0)), (FIRST_ORDER, 60)]
+)
 def test_the_estimate_is_unbiased_and_its_error_is_as_stated(filter, first_step):
     steps, dimension, noise_std, repeats = 40, 20, 0.7, 1000
     signal = np.full(dimension, 0.2)

@@ -89,6 +89,7 @@ def reported(path, **environment):
 
 
 @pytest.mark.skipif(not COMPILES_RIGHT, reason="torch's compiler writes code that breaks the memory, and is not used")
+@pytest.mark.thorough
 def test_compiled_equals_uncompiled_and_every_dtype_is_compiled_once_whatever_torchs_own_limit(tmp_path):
     found = reported(tmp_path / "report")
     if not found["has_vectors"]:

@@ -8,6 +8,7 @@ import torch
 from doppler_hf.linalg import in_float32
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.rounding import store
+from tests.support.tiers import thorough
 
 
 def normal(*shape, seed=0):
@@ -80,7 +81,7 @@ def test_only_half_precision_is_copied_to_float32():
         assert in_float32(torch.ones(3, dtype=dtype)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [*thorough(torch.float32), torch.bfloat16], ids=str)
 def test_a_second_moment_of_half_size_follows_the_full_one(dtype):
     numel, beta2, std = 2048, 0.999, 0.1
     generator = torch.Generator().manual_seed(0)

@@ -41,6 +41,7 @@ from transformers import (
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.privacy.losses import has_choices, token_task
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
+from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -214,6 +215,7 @@ PROMPTS = {
 
 
 # PEFT does not lengthen the labels of token classification, so that its own forward fails there.
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("task", ["causal_lm", "seq2seq_lm", "answers"])
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_a_prompt_has_no_labels_and_trains(tmp_path, task, kind):
@@ -314,8 +316,9 @@ def test_the_loss_of_answers_and_choices_is_the_models_own_and_no_neighbour_chan
                 torch.testing.assert_close(gradient, of_alone, atol=1e-12, rtol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{}, dict(max_tokens_per_micro_batch=40, gradient_accumulation_steps=2)])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.usefixtures("unchecked_arrays")
+@pytest.mark.parametrize("options", [*thorough({}), dict(max_tokens_per_micro_batch=40, gradient_accumulation_steps=2)])
+@pytest.mark.parametrize("adapted", [False, *thorough(True)])
 @pytest.mark.parametrize(("build", "rows_of", "collate"), [OTHERS[0], OTHERS[-1]])
 def test_answers_and_choices_train(tmp_path, build, rows_of, collate, adapted, options):
     model = build()
@@ -349,6 +352,7 @@ def test_models_of_choices_are_known_by_their_class():
 # --- through the private loop ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "token_classification"])
 def test_two_private_steps(tmp_path, task):
     model = MODELS[task][0]()

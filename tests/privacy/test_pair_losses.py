@@ -22,6 +22,7 @@ from tests.support.per_example import (
     norm_of,
     norms_of,
 )
+from tests.support.tiers import further
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
@@ -86,9 +87,11 @@ def test_a_loss_is_that_of_its_definition(name):
 
 @pytest.mark.parametrize(
     ("name", "norm_rule", "clipping", "granularity", "engine"),
-    pairwise(
-        ["llama-lm", "qwen2-lm", "gpt2-lm", "llama-lora", "llama-dora"], NORM_RULES, CLIPPINGS, GRANULARITIES,
-        ["book_keeping", "opacus"],
+    further(
+        pairwise(
+            ["llama-lm", "qwen2-lm", "gpt2-lm", "llama-lora", "llama-dora"], NORM_RULES, CLIPPINGS, GRANULARITIES,
+            ["book_keeping", "opacus"],
+        )
     ),
 )  # fmt: skip
 def test_sums_are_those_of_a_loop_over_single_pairs(name, norm_rule, clipping, granularity, engine):

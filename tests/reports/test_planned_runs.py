@@ -12,6 +12,7 @@ from doppler_hf.privacy.accounting.accounting import get_epsilon
 from doppler_hf.privacy.accounting.upper_bounds import prv_epsilon
 from doppler_hf.reports import planned_runs as planning
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
+from tests.support.tiers import thorough
 
 RUN = {"num_examples": 1000, "epsilon": 3.0, "noise_multiplier": 1.0, "epochs": 2.0, "batch_size": 100}
 
@@ -233,7 +234,7 @@ def test_alternatives_cost_the_same():
     assert table[1.5][2] is run
 
 
-@pytest.mark.parametrize(("target", "num_examples", "epochs"), [(3.0, 67_349, 3.0), (0.1, 1000, 20.0)])
+@pytest.mark.parametrize(("target", "num_examples", "epochs"), [(3.0, 67_349, 3.0), *thorough((0.1, 1000, 20.0))])
 def test_alternatives_cost_the_same_by_prv_which_is_not_asked_for_each(target, num_examples, epochs, monkeypatch):
     asked = []
     monkeypatch.setattr(

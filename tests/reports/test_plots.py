@@ -109,6 +109,7 @@ def test_the_papers_panels_hold_its_filters(tmp_path, figures):
     assert names[0] | names[2] == set(PAPER_FILTERS)
 
 
+@pytest.mark.thorough
 def test_a_notebook_keeps_its_backend_and_its_figures(tmp_path):
     import matplotlib
     from matplotlib import pyplot

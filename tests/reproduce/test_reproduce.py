@@ -26,6 +26,7 @@ from doppler_hf.reproduce.tables import Line, table
 from doppler_hf.reproduce.tasks import SMALL
 from doppler_hf.reproduce.tuning import best_on_grid
 from tests.support.folders import write_bert, write_glue, write_gpt2, write_mnist
+from tests.support.tiers import further, thorough
 
 
 @pytest.fixture
@@ -95,7 +96,8 @@ def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, sma
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("mnist-perceptron", 269_322), ("sst2-words", 131_170), ("sst2", 1_792 + 34)]
+    ("name", "parameters"),
+    [*thorough(("mnist-perceptron", 269_322)), ("sst2-words", 131_170), *thorough(("sst2", 1_792 + 34))],
 )
 def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
     task, data = SMALL[name], SMALL[name].load(sources)
@@ -246,7 +248,7 @@ def test_networks_have_the_sizes_that_they_say():
     assert sum(p.numel() for p in mnist_cnn().parameters()) == 26_010
 
 
-@pytest.mark.parametrize("name", STUDIES["peers"].methods)
+@pytest.mark.parametrize("name", further([*STUDIES["peers"].methods], quick=["auto, auto", "DP-Adam, head alone"]))
 def test_every_peer_trains(sources, small, name):
     task = SMALL["sst2"]
     data = task.load(sources)

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerState
 
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checkpoints import step_of_checkpoint
+from tests.support.tiers import thorough
 from tests.support.trainers import StopAt, trainer_of, weights
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
@@ -56,7 +57,7 @@ def weights_of_a_whole_run(tmp_path_factory):
     return weights(trainer)
 
 
-@pytest.mark.parametrize("method", ["_save", "_save_optimizer_and_scheduler", "_save_scaler"])
+@pytest.mark.parametrize("method", [*thorough("_save"), "_save_optimizer_and_scheduler", *thorough("_save_scaler")])
 def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch, method, weights_of_a_whole_run):
     killed_run(tmp_path, monkeypatch, method)
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
@@ -145,6 +146,7 @@ def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_pat
     assert counted >= 40
 
 
+@pytest.mark.thorough
 def test_auto_keeps_the_filter_of_a_checkpoint_whatever_it_would_choose(tmp_path):
     """For 400 steps momentum is chosen and for 4 nothing; for 404 and 800 momentum of other coefficients."""
     options = dict(low_pass_filter="auto", noise_shape="banded:bands=2", save_strategy="steps", save_steps=4)
@@ -169,16 +171,25 @@ def test_a_filter_of_another_order_is_refused_with_the_name_of_the_checkpoints(t
         resumed.train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+FILTERED = OPTIONS | dict(weight_filter="momentum:beta=0.9")
+
+
+@pytest.fixture(scope="module")
+def filtered_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("filtered")
+    trainer_of(folder, **FILTERED).train()
+    return folder / "out"
+
+
+@pytest.mark.parametrize("share", [0.0, *thorough(0.3), 0.999])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "weight_filter.pt"])
-def test_a_checkpoint_with_a_file_that_is_cut_off_is_skipped(tmp_path, name, share):
-    options = OPTIONS | dict(weight_filter="momentum:beta=0.9")
-    trainer_of(tmp_path, **options).train()
+def test_a_checkpoint_with_a_file_that_is_cut_off_is_skipped(tmp_path, name, share, filtered_run):
+    shutil.copytree(filtered_run, tmp_path / "out")
     path = tmp_path / "out" / "checkpoint-6" / name
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     with pytest.raises(ValueError, match=r"got .*checkpoint-6, whose writing was interrupted .* or a file that is cut off"):
-        trainer_of(tmp_path, **options).train(resume_from_checkpoint=str(path.parent))
-    resumed = trainer_of(tmp_path, **options)
+        trainer_of(tmp_path, **FILTERED).train(resume_from_checkpoint=str(path.parent))
+    resumed = trainer_of(tmp_path, **FILTERED)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.privacy.ledger.restarts == [4]
     assert resumed.privacy.ledger.steps_run == 6 + 6 - 4

@@ -10,6 +10,7 @@ from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multipli
 from doppler_hf.privacy.accounting import Releases
 from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
+from tests.support.tiers import thorough
 from tests.support.trainers import Recorder, StopAt, arguments, text_data, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
@@ -131,7 +132,9 @@ def test_what_shaped_noise_does_not_fit_gets_white_noise(tmp_path, overrides):
     assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000).is_white
 
 
-@pytest.mark.parametrize(("num_trained", "expected"), [(2**26, 8), (2**27, 4), (2**28, 2), (2**29, 2), (2**29 + 1, 1)])
+@pytest.mark.parametrize(
+    ("num_trained", "expected"), [*thorough((2**26, 8)), (2**27, 4), (2**28, 2), (2**29, 2), (2**29 + 1, 1)]
+)
 def test_a_chosen_shape_keeps_at_most_two_gibibytes(tmp_path, num_trained, expected):
     args = arguments(tmp_path, **(SHAPED | dict(max_steps=4000)), low_pass_filter="auto")
     sampler = PoissonSampler(num_examples=20_000, expected_batch_size=50)

@@ -18,6 +18,7 @@ from doppler_hf.run import ledger_callback as callbacks_module
 from doppler_hf.run.ledger_callback import PrivacyCallback, ledgers_of
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import after, statement
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
@@ -171,11 +172,10 @@ def of_file(name):
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (lambda trainer: trainer.model, {}),
+        *thorough((lambda trainer: trainer.model, {})),
         (lambda trainer: trainer.model, dict(weight_filter="momentum:beta=0.9")),
         (lambda trainer: trainer.model, dict(callbacks=[Stop(3, interrupt)])),
-        (of_file("."), {}),
-        (of_file("checkpoint-2"), {}),
+        *thorough((of_file("."), {}), (of_file("checkpoint-2"), {})),
         (of_file("checkpoint-2"), dict(weight_filter="momentum:beta=0.9")),
     ],
 )

@@ -12,6 +12,7 @@ from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.weights import hashes
 from doppler_hf.training_args import DopplerTrainingArguments
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import trainer_of
 
@@ -48,13 +49,15 @@ def asides(folder):
     ("options", "file"),
     [
         ({}, "model.safetensors"),
-        (dict(save_only_model=True), "model.safetensors"),
-        (dict(weight_filter="momentum:beta=0.9"), "model.safetensors"),
-        (
-            dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, metric_for_best_model="loss"),
-            "model.safetensors",
+        *thorough(
+            (dict(save_only_model=True), "model.safetensors"),
+            (dict(weight_filter="momentum:beta=0.9"), "model.safetensors"),
+            (
+                dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, metric_for_best_model="loss"),
+                "model.safetensors",
+            ),
+            (dict(model=adapted), "adapter_model.safetensors"),
         ),
-        (dict(model=adapted), "adapter_model.safetensors"),
         (dict(model=lambda: adapted("second")), "second/adapter_model.safetensors"),
     ],
 )

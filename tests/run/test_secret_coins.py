@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, set_seed
 
 from doppler_hf import DopplerTrainer
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 
@@ -127,7 +128,7 @@ class Drawn(DopplerTrainer):
         return super().compute_per_sample_loss(model, inputs)
 
 
-@pytest.mark.parametrize("seeding", ["data set", "collator", "callback"])
+@pytest.mark.parametrize("seeding", [*thorough("data set"), "collator", "callback"])
 def test_a_seed_reaches_no_forward_pass(tmp_path, seeding):
     states = []
     for run in range(2):
@@ -143,7 +144,7 @@ def test_a_seed_reaches_no_forward_pass(tmp_path, seeding):
         assert len(set(generator)) == len(states)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, *thorough(1)])
 def test_numbers_of_a_data_set_follow_no_seed_of_a_callback_or_an_earlier_example(tmp_path, workers):
     class Noted(Rows):
         def __getitem__(self, index):

@@ -1,5 +1,6 @@
 """The scripts from their command line to the saved model, and every recipe, offline and on tiny data."""
 
+import itertools
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
+from tests.support.tiers import further
 
 ROOT = Path(__file__).parents[2]
 # By the folder of a script's recipes.
@@ -78,8 +80,13 @@ def run_glue(task_name, data, model, out, *flags):
     return json.loads((out / "all_results.json").read_text())
 
 
-@pytest.mark.parametrize("lora", [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")])
-@pytest.mark.parametrize("task_name", ["sst2", "stsb"])
+@pytest.mark.parametrize(
+    ("task_name", "lora"),
+    further(
+        [*itertools.product(["sst2", "stsb"], [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")])],
+        quick=[("sst2", ("--lora_r=2", "--lora_target_modules=key,value")), ("stsb", ())],
+    ),
+)
 def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
     out = tmp_path / "out"
     results = run_glue(task_name, data_dir(task_name), bert_dir, out, *PRIVATE, *lora)
@@ -256,6 +263,7 @@ def test_causal_lm_names_what_is_missing(tmp_path, gpt2_dir, texts_dir, monkeypa
     ids=["sft", "dpo"],
 )
 @pytest.mark.parametrize("flags", [("--noise_multiplier=1.0", "--lora_r=2"), ("--disable_dp",)])
+@pytest.mark.thorough
 def test_through_trl(tmp_path, script, rows_of, options, flags):
     pytest.importorskip("trl", reason="the extra trl is not installed")
     model, data, out = (tmp_path / name for name in ("model", "data", "out"))

@@ -24,6 +24,7 @@ from doppler_hf.privacy.accounting.accounting import (
     joint_noise_multiplier,
 )
 from doppler_hf.privacy.accounting.upper_bounds import prv_epsilon
+from tests.support.tiers import thorough
 
 ACCOUNTANTS = ["prv", "rdp", "pld"]
 
@@ -137,10 +138,10 @@ def calls(monkeypatch):
         (1.0, 0.5, 30, 1e-6, 2),
         (20.0, 1e-4, 1000, 1e-5, 2),  # where PLD stands in for PRV
         (500.0, 0.25, 40, 1e-4, 2),  # next to no noise
-        (0.1, 0.1, 20_000, 1e-5, 3),
+        *thorough((0.1, 0.1, 20_000, 1e-5, 3)),
         (1.0, 1e-3, 10_000_000, 1e-5, 3),  # where RDP stands in for PRV
         (0.1, 1e-4, 1, 1e-5, 3),  # RDP's bound is 45 times as large
-        (1e-3, 0.01, 1000, 1e-5, 6),  # beyond the reach of RDP, close to the least that PRV can say
+        *thorough((1e-3, 0.01, 1000, 1e-5, 6)),  # beyond the reach of RDP, close to the least that PRV can say
     ],
 )
 def test_calibration_asks_prv_a_few_times(target, rate, steps, delta, at_most, calls):
@@ -220,7 +221,7 @@ def test_affordable_steps_of_any_cost_against_counting(cost, at_most, monkeypatc
 
 @pytest.mark.parametrize("accountant", ["prv", "pld"])
 @pytest.mark.parametrize(
-    ("sigma", "rate", "target", "at_most"), [(0.8, 0.1, 5.0, 500), (4.0, 0.3, 1.0, 500), (2.0, 1e-3, 0.5, 10**6)]
+    ("sigma", "rate", "target", "at_most"), [(0.8, 0.1, 5.0, 500), (4.0, 0.3, 1.0, 500), *thorough((2.0, 1e-3, 0.5, 10**6))]
 )
 def test_one_step_more_than_affordable_overruns(sigma, rate, target, at_most, accountant, calls):
     mechanism = dict(noise_multiplier=sigma, sample_rate=rate, delta=1e-5, accountant=accountant)

@@ -10,6 +10,7 @@ from scipy.stats import norm
 
 from doppler_hf.privacy.accounting import upper_bounds as bounds
 from doppler_hf.privacy.accounting.upper_bounds import pld_epsilon, prv_epsilon, prv_estimate, rdp_epsilon
+from tests.support.tiers import thorough
 
 
 def gaussian_delta(sigma, epsilon):
@@ -88,8 +89,7 @@ MECHANISMS = [
     # σ, q, T
     (0.8, 0.0184, 165),
     (1.0, 0.01, 1000),
-    (2.0, 0.1, 300),
-    (0.6, 0.002, 3000),
+    *thorough((2.0, 0.1, 300), (0.6, 0.002, 3000)),
     (100.0, 0.5, 20_000),
     (0.5, 1e-4, 20_000),
 ]
@@ -97,9 +97,9 @@ MECHANISMS = [
 
 # Opacus's own accountant, which is called here, sizes its grid by orders up to 63 and says so.
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_the_bounds_agree(mechanism):
-    sigma, rate, steps = mechanism
+@pytest.mark.parametrize(("sigma", "rate", "steps"), MECHANISMS)
+def test_the_bounds_agree(sigma, rate, steps):
+    mechanism = sigma, rate, steps
     accountant = PRVAccountant()
     accountant.history = [(sigma, rate, steps)]
     lower, estimate, _ = accountant._get_dprv(eps_error=0.01, delta_error=1e-8).compute_epsilon(1e-5, 1e-8, 0.01)
@@ -174,6 +174,7 @@ def test_pld_takes_over_where_prv_overflows(mechanism):
     assert pld_epsilon([mechanism], delta=1e-5) < rdp_epsilon([mechanism], delta=1e-5) < math.inf
 
 
+@pytest.mark.thorough
 def test_the_bound_does_not_jump_where_prv_begins_to_overflow():
     epsilons = [prv_epsilon([(sigma, 1e-4, 1000)], delta=1e-5) for sigma in np.arange(0.225, 0.245, 0.001)]
     ratios = np.divide(epsilons[:-1], epsilons[1:])
