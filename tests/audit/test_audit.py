@@ -284,7 +284,7 @@ def everything(self, step):
 
 @pytest.mark.parametrize(
     ("draw", "batch", "steps"),
-    [(shuffle_with_repeats, 4000, 1), (everything, 1300, 4)],
+    [*thorough((shuffle_with_repeats, 4000, 1)), (everything, 1300, 4)],
     ids=["a shuffle with repeats", "larger inclusion"],
 )
 def test_no_poisson_sampling_is_caught(draw, batch, steps, monkeypatch, tmp_path):
@@ -319,6 +319,7 @@ def test_groups_that_are_not_kept_are_caught(monkeypatch, tmp_path):
     assert audited(tmp_path, **SHAPED).contradicts_claim
 
 
+@pytest.mark.thorough
 def test_turns_that_are_accounted_as_draws_of_all_units_are_caught(monkeypatch, tmp_path):
     monkeypatch.setattr(
         Releases, "in_turns", classmethod(lambda cls, sigma, rate, steps, *, groups: cls(sigma, rate, steps))

@@ -11,7 +11,7 @@ from scipy.special import expit, logit
 from scipy.stats import binom, binomtest, norm
 
 from doppler_hf.audit.lower_bounds import _p_value, _right_guesses, clopper_pearson_epsilon, one_run_epsilon
-from tests.support.tiers import thorough
+from tests.support.tiers import combined, thorough
 
 BOUNDS = [one_run_epsilon, clopper_pearson_epsilon]
 
@@ -246,9 +246,7 @@ def intervals(inside, outside, delta, error):
     return largest
 
 
-@pytest.mark.parametrize("mu", [0.0, 1.0, 3.0, 20.0])
-@pytest.mark.parametrize("delta", [0.0, 0.05])
-@pytest.mark.parametrize("negatives", [False, True])
+@pytest.mark.parametrize(("negatives", "delta", "mu"), combined([False, True], [0.0, 0.05], [0.0, 1.0, 3.0, 20.0]))
 def test_clopper_pearson_agrees_with_scipys_exact_intervals(mu, delta, negatives):
     # 90 and 80 trials have 15 and 14 ranks up to the median, so 2 · (15 + 14) bounds share the error. A third of the group
     # that the thresholds do not come from is shifted, so that one direction is better than the other.

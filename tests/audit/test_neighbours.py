@@ -22,6 +22,7 @@ from tests.audit.neighbour_cases import (
     result_of,
     trainer_for,
 )
+from tests.support.tiers import further, thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of, weights
 
@@ -66,12 +67,12 @@ def test_an_example_of_several_choices_moves_the_sum_by_at_most_c(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", OF_VIEWS, ids=name_of)
+@pytest.mark.parametrize("case", further(OF_VIEWS, quick=OF_VIEWS[::2]), ids=name_of)
 def test_an_example_of_several_views_moves_the_sum_by_at_most_c(case):
     check(case, views=VIEWS)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", [*thorough("float32"), "bf16"])
 def test_in_low_precision_too(tmp_path, precision):
     model = tiny_bert()
     options = dict(clipping="vanilla", per_sample_max_grad_norm=1e-3, bf16=precision == "bf16")
@@ -127,7 +128,7 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("data", RANDOM)
+@pytest.mark.parametrize("data", further([*RANDOM], quick=["torch"]))
 def test_random_augmentation_is_held_for_the_others(tmp_path, data):
     options = dict(clipping="vanilla", per_sample_max_grad_norm=1e-3, gradient_accumulation_steps=2)
     trainer = trainer_of(tmp_path, model=tiny_bert().double(), data=RANDOM[data](), **options)

@@ -83,6 +83,7 @@ def test_picture_is_written_into_a_new_folder(tmp_path, capsys):
     assert path.stat().st_size > 20_000
 
 
+@pytest.mark.thorough
 def test_picture_has_four_panels_with_every_filter(tmp_path, capsys):
     names = ["none", "momentum", "second-order", "moving-average:taps=4"]
     printed(["show", *names, f"--plot={tmp_path / 'named.svg'}"], capsys)
@@ -95,6 +96,7 @@ def test_picture_has_four_panels_with_every_filter(tmp_path, capsys):
         assert all(f"<!-- {name} -->" in picture for name in listed)
 
 
+@pytest.mark.thorough
 def test_design_is_drawn(tmp_path, capsys):
     path = tmp_path / "design.png"
     printed(["design", "--type=momentum", "--beta=0.9", f"--plot={path}"], capsys)

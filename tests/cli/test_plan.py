@@ -175,8 +175,7 @@ def test_prv_is_the_default(capsys):
     ("left_out", "row"),
     [
         ("--epsilon", "ε by rdp"),
-        ("--noise-multiplier", "noise multiplier σ"),
-        ("--epochs", "epochs"),
+        *thorough(("--noise-multiplier", "noise multiplier σ"), ("--epochs", "epochs")),
         ("--batch-size", "expected batch size B"),
     ],
 )

@@ -57,6 +57,7 @@ def test_a_run_is_reported_on_one_page(folder, capsys):
     assert all(line in words for line in ledger.not_covered)
 
 
+@pytest.mark.thorough
 def test_the_log_of_another_training_in_the_folder_is_not_shown(tmp_path):
     """One without privacy, of more steps; nor where the folder lies."""
     options = dict(save_strategy="steps", save_steps=2, logging_steps=1)

@@ -116,7 +116,7 @@ def test_losses_are_trls_of_each_pair_alone(tmp_path, name, options):
     [
         ("prompt", {}),
         ("conversation", dict(max_tokens_per_micro_batch=500)),
-        ("prompt", dict(privacy_unit_column="judge", per_device_train_batch_size=1, loss_type="ipo")),
+        *thorough(("prompt", dict(privacy_unit_column="judge", per_device_train_batch_size=1, loss_type="ipo"))),
     ],
 )
 def test_one_pair_moves_the_sum_by_at_most_c(tmp_path, name, options):
@@ -270,7 +270,8 @@ def test_without_privacy_it_is_trls(tmp_path, options):
 
 # PEFT looks for the base model's own vocabulary where this one, made on the spot, lies nowhere.
 @pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
-@pytest.mark.parametrize("name", [*thorough("prompt"), "conversation"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["prompt", "conversation"])
 def test_saved_and_resumed(tmp_path, name):
     whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
     assert torch.equal(weights(resumed), weights(whole))
@@ -364,7 +365,7 @@ class Neighbour(DopplerDPOTrainer):
         return shifted
 
 
-@pytest.mark.parametrize("cls", [Mean, Neighbour])
+@pytest.mark.parametrize("cls", [Mean, *thorough(Neighbour)])
 def test_pairs_that_are_mixed_are_refused(tmp_path, cls):
     with pytest.raises(ValueError, match="one example changes with the examples beside it"):
         trainer_of(tmp_path, cls=cls).train()

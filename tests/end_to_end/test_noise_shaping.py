@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 from doppler_hf import DopplerTrainer, GradientRecorder
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting import Releases
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data
 from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of
 
@@ -62,7 +63,7 @@ def apart(taken):
     return min((int(np.diff(s).min()) for s in steps.values() if len(s) > 1), default=None)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, *thorough(2)])
 def test_no_unit_comes_back_before_its_turn(tmp_path, workers):
     trainer, watched = shaped_trainer(tmp_path, dataloader_num_workers=workers)
     trainer.train()

@@ -14,6 +14,7 @@ from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, 
 from doppler_hf.privacy.batching.columns import units_of
 from doppler_hf.privacy.batching.micro_batches import DrawnExamples, collate_piece
 from doppler_hf.privacy.batching.sampling import OfStep
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.tolerances import RAISED
 from tests.support.trainers import Recorder, arguments, trainer_of
@@ -237,8 +238,7 @@ def everything_drawn(monkeypatch):
     monkeypatch.setattr(PoissonSampler, "coins", lambda self, count, *, step: np.zeros(count))
 
 
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("max_tokens", [None, 30])
+@pytest.mark.parametrize(("max_tokens", "limit"), [(None, 2), (30, None), *thorough((None, None), (30, 2))])
 def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(tmp_path, monkeypatch, limit, max_tokens):
     everything_drawn(monkeypatch)
     gradients = []

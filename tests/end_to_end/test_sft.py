@@ -60,7 +60,7 @@ def trainer_of(folder, name="prompt", *, cls=DopplerSFTTrainer, model=None, data
     )
 
 
-@pytest.mark.parametrize("name", further([*FORMATS], quick=["text", "assistant"]))
+@pytest.mark.parametrize("name", further([*FORMATS], quick=["assistant"]))
 def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     trainer = trainer_of(tmp_path, name, eval_strategy="steps", eval_steps=1)
     assert (trainer.args.bf16, trainer.args.gradient_checkpointing) == (True, True)  # TRL's defaults
@@ -173,6 +173,7 @@ def test_saved_resumed_and_generating(tmp_path, name):
     assert answers[0].shape[1] > asked.shape[1]
 
 
+@pytest.mark.thorough
 def test_a_model_and_its_tokenizer_may_be_named(tmp_path):
     tiny_llama().save_pretrained(tmp_path / "model")
     chat_tokenizer().save_pretrained(tmp_path / "model")

@@ -186,6 +186,7 @@ def test_pieces_of_a_draw_may_be_empty_within_a_budget_of_tokens(tmp_path, monke
     assert all(torch.all(gradient != 0) for gradient in recorder.gradients)
 
 
+@pytest.mark.thorough
 def test_worker_processes_cut_by_tokens_too(tmp_path):
     trainer = trainer_of(tmp_path, cls=MicroBatches, dataloader_num_workers=1, max_steps=2, max_tokens_per_micro_batch=8)
     with warnings.catch_warnings():  # of fork in a process with threads, which is torch's own affair
@@ -655,6 +656,7 @@ def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_pa
         trainer.train()
 
 
+@pytest.mark.thorough
 def test_the_relative_bias_of_t5_trains(tmp_path):
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, num_labels=2,
                       decoder_start_token_id=0, dropout_rate=0.1)  # fmt: skip

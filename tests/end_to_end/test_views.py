@@ -231,6 +231,7 @@ def test_it_learns_at_little_noise(tmp_path):
     assert np.mean(losses[-10:]) < np.mean(losses[:10])
 
 
+@pytest.mark.thorough
 def test_workers_make_views_too(tmp_path):
     trainer = checked_trainer_of(
         tmp_path, cls=Watched, augmentation_multiplicity=3, data=text_data(), max_steps=2, dataloader_num_workers=1

@@ -101,7 +101,7 @@ def test_the_search_loses_to_no_global_search_at_order_two(name):
     assert signal_to_noise_ratio(best_of(name, 2), c) >= -found.fun * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("name", ["smooth", "oscillation"])
+@pytest.mark.parametrize("name", [*thorough("smooth"), "oscillation"])
 def test_more_order_is_never_worse(name):
     c = SIGNALS[name]
     ratios = [signal_to_noise_ratio(best_of(name, order), c) for order in range(3)]

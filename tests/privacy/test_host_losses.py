@@ -41,7 +41,7 @@ from transformers import (
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.privacy.losses import has_choices, token_task
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from tests.support.tiers import thorough
+from tests.support.tiers import combined, thorough
 from tests.support.tiny import tiny_bert
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -216,8 +216,7 @@ PROMPTS = {
 
 # PEFT does not lengthen the labels of token classification, so that its own forward fails there.
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("task", ["causal_lm", "seq2seq_lm", "answers"])
-@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize(("kind", "task"), combined(PROMPTS, ["causal_lm", "seq2seq_lm", "answers"], strength=1))
 def test_a_prompt_has_no_labels_and_trains(tmp_path, task, kind):
     builds, peft_task = ([ANSWERS[0]], "QUESTION_ANS") if task == "answers" else (MODELS[task], ADAPTED[task][0])
     lengths = [4, 7, 3] * 6

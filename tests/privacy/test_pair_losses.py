@@ -22,7 +22,7 @@ from tests.support.per_example import (
     norm_of,
     norms_of,
 )
-from tests.support.tiers import further
+from tests.support.tiers import combined, further, thorough
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
@@ -106,8 +106,7 @@ def test_sums_are_those_of_a_loop_over_single_pairs(name, norm_rule, clipping, g
         assert_same_sums(clipped.sums, clip_and_sum(gradients, **chosen))
 
 
-@pytest.mark.parametrize("kind", PAIR_LOSSES)
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize(("scale", "kind"), combined([1e-3, 1.0, 1e4], PAIR_LOSSES, strength=1))
 def test_a_pair_contributes_at_most_the_clip_norm(kind, scale):
     model, rows = build("llama-lm", torch.float32), some_pairs()
     with ClippedGradients(model, rows_per_loss=2, max_grad_norm=0.1) as clipped:
@@ -116,7 +115,7 @@ def test_a_pair_contributes_at_most_the_clip_norm(kind, scale):
         assert norm_of(clipped.sums.values()) <= 0.1 * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", ["flat", *thorough("per_layer")])
 def test_one_pair_more_or_another_in_its_place_moves_the_sum_as_claimed(granularity):
     model, rows, other = build("llama-lm"), some_pairs(), some_pairs(1, seed=9)[0]
     # Far longer than all others, which are padded to its length when it is there.

@@ -100,6 +100,7 @@ def test_filters_are_drawn_as_scipy_has_them(tmp_path, figures):
     np.testing.assert_allclose(line.get_ydata()[:-1], expected, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_the_papers_panels_hold_its_filters(tmp_path, figures):
     plot_paper_filters(tmp_path / "p.png")
     names = [{line.get_label() for line in axes.get_lines()} & set(PAPER_FILTERS) for axes in figures[0].axes]
@@ -133,6 +134,7 @@ def test_a_notebook_keeps_its_backend_and_its_figures(tmp_path):
     assert {path.read_bytes()[:4] for path in tmp_path.iterdir()} == {b"\x89PNG"}
 
 
+@pytest.mark.thorough
 def test_noise_is_drawn_with_what_a_filter_leaves_of_it(tmp_path, figures):
     shape = NoiseShape.banded(4)
     plot_noise({"momentum": PAPER_FILTERS["momentum"]}, shape, tmp_path / "noise.png")

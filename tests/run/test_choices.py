@@ -50,7 +50,7 @@ def test_a_named_shape_is_taken_as_it_is(tmp_path, name):
     assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000) == NoiseShape.parse(name)
 
 
-@pytest.mark.parametrize("low_pass_filter", ["none", "momentum", "auto"])
+@pytest.mark.parametrize("low_pass_filter", ["none", *thorough("momentum"), "auto"])
 def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter):
     def noise_multiplier_of(bands):
         turns = Releases.in_turns(1.0, 0.05, 60, groups=bands)
@@ -133,7 +133,7 @@ def test_what_shaped_noise_does_not_fit_gets_white_noise(tmp_path, overrides):
 
 
 @pytest.mark.parametrize(
-    ("num_trained", "expected"), [*thorough((2**26, 8)), (2**27, 4), (2**28, 2), (2**29, 2), (2**29 + 1, 1)]
+    ("num_trained", "expected"), [*thorough((2**26, 8)), (2**27, 4), *thorough((2**28, 2)), (2**29, 2), (2**29 + 1, 1)]
 )
 def test_a_chosen_shape_keeps_at_most_two_gibibytes(tmp_path, num_trained, expected):
     args = arguments(tmp_path, **(SHAPED | dict(max_steps=4000)), low_pass_filter="auto")

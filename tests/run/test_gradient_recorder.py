@@ -183,6 +183,7 @@ def test_estimates_are_those_of_the_steps_since_the_last_log(tmp_path):
     assert noise_gain(recorder.low_pass_filter) < gains[-1]
 
 
+@pytest.mark.thorough
 def test_a_second_training_begins_a_new_recording(tmp_path):
     recorder = GradientRecorder(dimensions=32)
     trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=2)

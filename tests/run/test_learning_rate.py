@@ -23,6 +23,7 @@ from doppler_hf.run.learning_rate import (
     walks_of_adapters,
 )
 from doppler_hf.run.plan import planned_statement
+from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
@@ -40,7 +41,7 @@ def test_a_rate_that_is_named_is_taken_as_it_is(tmp_path):
     assert rate_of(tmp_path, num_trained=MANY, learning_rate=0.125) == 0.125
 
 
-@pytest.mark.parametrize("schedule", ["linear", "constant"])
+@pytest.mark.parametrize("schedule", ["linear", *thorough("constant")])
 @pytest.mark.parametrize(
     ("shape", "low_pass_filter", "beyond"),
     [("white", "none", 0.05), ("white", "momentum", 0.1), ("banded:bands=8", "momentum:beta=0.8", 0.3)],

@@ -173,7 +173,7 @@ def of_file(name):
     ("model", "options"),
     [
         *thorough((lambda trainer: trainer.model, {})),
-        (lambda trainer: trainer.model, dict(weight_filter="momentum:beta=0.9")),
+        *thorough((lambda trainer: trainer.model, dict(weight_filter="momentum:beta=0.9"))),
         (lambda trainer: trainer.model, dict(callbacks=[Stop(3, interrupt)])),
         *thorough((of_file("."), {}), (of_file("checkpoint-2"), {})),
         (of_file("checkpoint-2"), dict(weight_filter="momentum:beta=0.9")),
@@ -256,7 +256,7 @@ def test_a_model_whose_training_was_stopped_before_its_first_step_is_as_new(tmp_
     assert earlier(trainer_of(tmp_path, model=trainer.model)) is None
 
 
-@pytest.mark.parametrize("max_steps", [3, 4])
+@pytest.mark.parametrize("max_steps", [*thorough(3), 4])
 def test_the_ledger_of_a_finished_run_that_is_resumed_counts_no_step(tmp_path, max_steps):
     """As by a job that is started again: at the end of an epoch, of three steps, and inside one."""
     options = dict(max_steps=max_steps, save_strategy="steps", save_steps=1)

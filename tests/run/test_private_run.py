@@ -12,6 +12,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.run.private_run import PrivateRun
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder, arguments, trainer_of
 
@@ -174,7 +175,7 @@ def test_a_draw_that_the_host_leaves_half_done_never_reaches_the_next_one(tmp_pa
         torch.testing.assert_close(gradient, recorder.gradients[0], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("flag", "pieces"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize(("flag", "pieces"), [(True, 2), *thorough((False, 1))])
 def test_accelerates_flag_does_not_decide_when_a_draw_ends(tmp_path, flag, pieces):
     trainer, recorder = full_batch(
         tmp_path,

@@ -12,7 +12,7 @@ from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.weights import hashes
 from doppler_hf.training_args import DopplerTrainingArguments
-from tests.support.tiers import thorough
+from tests.support.tiers import combined, thorough
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import trainer_of
 
@@ -176,7 +176,12 @@ def merged(trainer, folder):
 
 @pytest.mark.parametrize(
     ("model", "change"),
-    [(tiny_bert, trained_otherwise), (adapted, trained_otherwise), (tiny_bert, converted), (adapted, merged)],
+    [
+        *thorough((tiny_bert, trained_otherwise)),
+        (adapted, trained_otherwise),
+        (tiny_bert, converted),
+        *thorough((adapted, merged)),
+    ],
 )
 def test_a_model_that_was_changed_after_its_training_is_not_vouched_for(tmp_path, capsys, model, change):
     trainer = trainer_of(tmp_path, model=model(), **CHECKPOINTS)
@@ -218,8 +223,7 @@ FILLED = {
 }
 
 
-@pytest.mark.parametrize("what", FILLED)
-@pytest.mark.parametrize("when", ["step_3", "end", "afterwards"])
+@pytest.mark.parametrize(("when", "what"), combined(["step_3", "end", "afterwards"], FILLED, strength=1))
 def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when):
     callbacks = [] if when == "afterwards" else [At(**{when: FILLED[what]})]
     trainer = trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks)
@@ -313,10 +317,10 @@ def interrupt(model):
     "options",
     [
         dict(callbacks=[At(step_3=interrupt)]),
-        dict(callbacks=[At(step_3=interrupt)], weight_filter="momentum:beta=0.9"),
+        *thorough(dict(callbacks=[At(step_3=interrupt)], weight_filter="momentum:beta=0.9")),
         dict(weight_filter="momentum:beta=0.9"),
         dict(callbacks=[At(end=lambda model: model.classifier.bias.data.zero_())]),
-        dict(bf16_full_eval=True),
+        *thorough(dict(bf16_full_eval=True)),
         dict(bf16_full_eval=True, weight_filter="momentum:beta=0.9"),
     ],
 )

@@ -55,7 +55,7 @@ from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy.batching import probe, random_data, same_distribution
 from doppler_hf.run import engine
-from tests.support.tiers import thorough
+from tests.support.tiers import combined, further, thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 
@@ -366,12 +366,14 @@ def hidden_by_width(examples):
     return batch | {"input_ids": batch["input_ids"].masked_fill(is_hidden, 4)}
 
 
+@pytest.mark.thorough
 def test_random_rows_that_follow_the_width_of_the_batch_are_refused(tmp_path, all_batches):
     """No example shows it beside others that are no longer."""
     options = {"collator": hidden_by_width, "gradient_accumulation_steps": 1}
     refused(tmp_path, "as likely whatever other examples are beside them", **options)
 
 
+@pytest.mark.thorough
 def test_rows_that_follow_their_places_are_refused_if_the_data_set_alone_is_random(tmp_path, all_batches):
     """Then the collator draws nothing, and none of its batches can be compared with another."""
 
@@ -446,8 +448,10 @@ class BatchMean(DopplerTrainer):
         return losses / len(losses)
 
 
-@pytest.mark.parametrize("clipping", ["automatic", "vanilla"])
-@pytest.mark.parametrize("trainer", [TokenMean, BatchMean])
+@pytest.mark.parametrize(
+    ("trainer", "clipping"),
+    combined([TokenMean, BatchMean], ["automatic", "vanilla"], strength=1),
+)
 def test_a_loss_that_scales_with_the_batch_is_refused(tmp_path, trainer, clipping):
     # The first two have equal shares, as if both were merely clipped to less.
     data = rows_of([6, 6, 3, 8] * 6)
@@ -513,7 +517,7 @@ NEIGHBOURLY = {
 }
 
 
-@pytest.mark.parametrize("name", NEIGHBOURLY)
+@pytest.mark.parametrize("name", further([*NEIGHBOURLY], quick=["fnet", "llama, dynamic"]))
 def test_a_model_that_sees_its_neighbours_padding_is_refused_by_name(tmp_path, name):
     options = dict(model=NEIGHBOURLY[name](), remove_unused_columns=False, collator=pad if name != "fnet" else without_mask)
     refused(tmp_path, r"layer '\S+' \(\w+\) depends on the length", **options)
@@ -611,7 +615,8 @@ def test_a_model_that_masks_as_if_padded_on_the_left_is_refused_and_not_the_engi
 
 
 @pytest.mark.parametrize(
-    "model", [tiny_bert, llama, lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})]
+    "model",
+    [tiny_bert, *thorough(llama, lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}))],
 )
 def test_other_stock_models_train(tmp_path, model):
     trainer = trainer_of(tmp_path, model=model(), max_steps=1)
@@ -753,7 +758,7 @@ def test_what_is_trained_stays_the_same(tmp_path, trainable, change):
 
 
 # Without an optimizer's state there is nothing that the other optimizer cannot read.
-@pytest.mark.parametrize("save_only_model", [False, True])
+@pytest.mark.parametrize("save_only_model", [*thorough(False), True])
 def test_a_private_checkpoint_is_not_resumed_without_privacy(tmp_path, save_only_model):
     saving = dict(save_strategy="steps", save_steps=2, save_only_model=save_only_model)
     trainer_of(tmp_path, **saving).train()
@@ -762,7 +767,7 @@ def test_a_private_checkpoint_is_not_resumed_without_privacy(tmp_path, save_only
         public.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
-@pytest.mark.parametrize("save_only_model", [False, True])
+@pytest.mark.parametrize("save_only_model", [False, *thorough(True)])
 def test_a_checkpoint_without_privacy_is_not_resumed_under_another_runs_ledger(tmp_path, save_only_model):
     saving = dict(save_strategy="steps", save_steps=2, save_only_model=save_only_model)
     trainer_of(tmp_path).train()
@@ -844,7 +849,9 @@ class Capped(nn.Module):
         return x * (kind.cumsum(0) <= 1.25 * len(kind) / 4).view_as(tokens)[..., None] if self.training else x
 
 
-@pytest.mark.parametrize("option", [{"max_tokens_per_expert": 256}, {"token_drop_ratio": 0.5}, {"literal": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"max_tokens_per_expert": 256}, *thorough({"token_drop_ratio": 0.5}, {"literal": 0.1})], ids=str
+)
 def test_what_couples_examples_is_seen_whatever_it_is_called_and_beside_any_dropout(tmp_path, option):
     model = tiny_bert(initializer_range=0.3, hidden_dropout_prob=0.1)
     model.bert.embeddings.word_embeddings = Capped(model.bert.embeddings.word_embeddings, **option)
@@ -972,6 +979,7 @@ def test_examples_without_a_gradient_are_replaced_by_others(tmp_path, monkeypatc
     refused(tmp_path, "the loss depends on the number of examples", cls=Unlabelled)
 
 
+@pytest.mark.thorough
 def test_one_usable_length_is_enough_to_train(tmp_path):
     class Short(DopplerTrainer):
         def compute_per_sample_loss(self, model, inputs):
@@ -1108,6 +1116,7 @@ def test_a_random_collator_that_counts_over_the_batch_is_refused(tmp_path, share
     refused(tmp_path, "counts nothing over the batch", **options)
 
 
+@pytest.mark.thorough
 def test_a_random_collator_that_weighs_each_example_trains(tmp_path):
     trainer = trainer_of(tmp_path, cls=Weighted, remove_unused_columns=False, max_steps=1)
     trainer.data_collator = lambda examples: weighted(examples, share=lambda batch: 2.0)
@@ -1173,7 +1182,7 @@ def test_a_share_of_a_batch_that_is_left_out_is_refused(tmp_path, cls):
 # --- precision, and what is remembered ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["autocast", "parameters"])
+@pytest.mark.parametrize("kind", [*thorough("autocast"), "parameters"])
 def test_rounding_hides_no_forgotten_mask(tmp_path, kind):
     data = rows_of([8] * 40 + [12] * 4)
     model = tiny_bert(initializer_range=0.02)
@@ -1497,7 +1506,7 @@ def flattening():
     return model
 
 
-@pytest.mark.parametrize("cls", [TokenMean, BatchMean])
+@pytest.mark.parametrize("cls", [TokenMean, *thorough(BatchMean)])
 def test_a_refusal_has_no_number_that_is_computed_from_examples(tmp_path, cls):
     said = set()
     for seed in range(3):

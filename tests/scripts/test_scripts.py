@@ -1,6 +1,5 @@
 """The scripts from their command line to the saved model, and every recipe, offline and on tiny data."""
 
-import itertools
 import json
 import math
 import sys
@@ -25,7 +24,7 @@ from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
-from tests.support.tiers import further
+from tests.support.tiers import combined, thorough
 
 ROOT = Path(__file__).parents[2]
 # By the folder of a script's recipes.
@@ -82,10 +81,7 @@ def run_glue(task_name, data, model, out, *flags):
 
 @pytest.mark.parametrize(
     ("task_name", "lora"),
-    further(
-        [*itertools.product(["sst2", "stsb"], [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")])],
-        quick=[("sst2", ("--lora_r=2", "--lora_target_modules=key,value")), ("stsb", ())],
-    ),
+    combined(["sst2", "stsb"], [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")], strength=1),
 )
 def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
     out = tmp_path / "out"
@@ -155,13 +151,16 @@ def run_digits(out, *flags):
     return json.loads((out / "all_results.json").read_text())
 
 
-@pytest.mark.parametrize("flags", [PRIVATE, ["--disable_dp"], [*PRIVATE, "--lora_r=2", "--lora_target_modules=all-linear"]])
+@pytest.mark.parametrize(
+    "flags", [PRIVATE, *thorough(["--disable_dp"], [*PRIVATE, "--lora_r=2", "--lora_target_modules=all-linear"])]
+)
 def test_digits(tmp_path, flags):
     results = run_digits(tmp_path / "out", *SIZES, *flags)
     assert 0 <= results["eval_accuracy"] <= 1
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 
+@pytest.mark.thorough
 def test_a_saved_image_model_is_fine_tuned(tmp_path):
     run_digits(tmp_path / "first", *SIZES, "--disable_dp")
     run_digits(tmp_path / "second", f"--model_name_or_path={tmp_path / 'first'}", *PRIVATE)
@@ -201,6 +200,7 @@ def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
 
 
 @ADAPTED_GPT2
+@pytest.mark.thorough
 def test_causal_lm_adapts_frozen_weights_of_half_the_size(tmp_path, gpt2_dir, texts_dir, monkeypatch):
     seen = {}
 

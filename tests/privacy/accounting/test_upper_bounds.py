@@ -10,7 +10,7 @@ from scipy.stats import norm
 
 from doppler_hf.privacy.accounting import upper_bounds as bounds
 from doppler_hf.privacy.accounting.upper_bounds import pld_epsilon, prv_epsilon, prv_estimate, rdp_epsilon
-from tests.support.tiers import thorough
+from tests.support.tiers import combined, thorough
 
 
 def gaussian_delta(sigma, epsilon):
@@ -127,8 +127,10 @@ def test_several_mechanisms_against_the_exact_gaussian():
     assert rdp_epsilon(full, delta=1e-6) == pytest.approx(rdp_epsilon([(1 / mu, 1.0, 1)], delta=1e-6), rel=1e-6)
 
 
-@pytest.mark.parametrize("bound", [prv_epsilon, rdp_epsilon, pld_epsilon])
-@pytest.mark.parametrize("mechanism", [(0.7, 0.01, 40), (5.0, 0.2, 400), (0.5, 3e-4, 1)])
+@pytest.mark.parametrize(
+    ("mechanism", "bound"),
+    combined([(0.7, 0.01, 40), (5.0, 0.2, 400), (0.5, 3e-4, 1)], [prv_epsilon, rdp_epsilon, pld_epsilon], strength=1),
+)
 def test_more_steps_more_sampling_and_less_noise_cost_more(mechanism, bound):
     sigma, rate, steps = mechanism
     here = bound([mechanism], delta=1e-6)

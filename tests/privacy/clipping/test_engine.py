@@ -12,6 +12,7 @@ from doppler_hf.privacy import ClippedGradients
 from tests.support.models import BATCH, batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import NORM_RULES, assert_refused, assert_same_sums, book_keeping
+from tests.support.tiers import combined, further
 
 # Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -63,8 +64,9 @@ def of_model(model):
 # --- no trace on the model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "resnet"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), combined([name for name in NAMES if name != "resnet"], CHECKPOINTING, strength=1)
+)
 def test_the_model_is_left_as_it_was(name, checkpointing):
     model = build(name, checkpointing=checkpointing)
     losses = of_model(model)
@@ -133,7 +135,7 @@ WRONG = [raise_after_the_forward_pass, raise_in_the_forward_pass, raise_in_the_b
 
 
 @pytest.mark.parametrize(
-    ("name", "go_wrong", "checkpointing"), pairwise(["roberta", "gpt2-lm", "vit-lora"], WRONG, CHECKPOINTING)
+    ("name", "go_wrong", "checkpointing"), further(pairwise(["roberta", "gpt2-lm", "vit-lora"], WRONG, CHECKPOINTING))
 )
 def test_an_error_leaves_the_model_as_it_was(name, go_wrong, checkpointing):
     model = build(name, checkpointing=checkpointing)
@@ -172,9 +174,9 @@ def test_a_refused_model_is_left_as_it_was():
 # --- the same forward pass -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "non-reentrant"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "checkpointing"), combined(NAMES, [torch.float64, torch.float32], ["off", "non-reentrant"])
+)
 def test_losses_are_those_without_the_engine(name, dtype, checkpointing):
     model = build(name, dtype, checkpointing="off" if name == "resnet" else checkpointing)
     inputs, labels = batch_for(model, dtype)
@@ -245,7 +247,8 @@ def test_another_call_before_the_forward_pass_leaves_no_trace(name, call, norm_r
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing", "call"), pairwise(["roberta", "gpt2-lm", "t5-lm", "vit"], CHECKPOINTING, [evaluate, infer])
+    ("name", "checkpointing", "call"),
+    further(pairwise(["roberta", "gpt2-lm", "t5-lm", "vit"], CHECKPOINTING, [evaluate, infer])),
 )
 def test_an_evaluation_before_the_backward_pass_leaves_no_trace(name, checkpointing, call):
     model = build(name, checkpointing=checkpointing)

@@ -33,7 +33,7 @@ from tests.support.per_example import (
     median_norm,
     trainable,
 )
-from tests.support.tiers import further
+from tests.support.tiers import combined, further
 
 # Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -123,7 +123,7 @@ def test_cutting_a_batch_changes_nothing(name, parts, checkpointing):
         assert_same_sums(clipped.sums, clip_and_sum(reference(name), max_grad_norm=max_grad_norm))
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("norm_rule", further(NORM_RULES, quick=["auto"]))
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
@@ -254,11 +254,9 @@ def embeddings_of(model, inputs):
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
-    [("resnet", "off")]
-    + [
-        (name, checkpointing)
-        for name in ("roberta", "gpt2-lm", "llama-lm", "roberta-lora", "llama-dora", "vit")
-        for checkpointing in ("off", "non-reentrant", "reentrant")
+    [
+        ("resnet", "off"),
+        *combined(["roberta", "gpt2-lm", "llama-lm", "roberta-lora", "llama-dora", "vit"], CHECKPOINTING, strength=1),
     ],
 )
 def test_the_gradient_of_the_inputs_passes_through(name, checkpointing):

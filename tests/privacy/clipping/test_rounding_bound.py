@@ -4,7 +4,6 @@ The contribution is measured in float64 on the float32 numbers that the sum is m
 gradient, so that the clipping is what bounds it.
 """
 
-import itertools
 import math
 
 import pytest
@@ -25,7 +24,7 @@ from tests.support.per_example import (
     book_keeping,
     norm_of,
 )
-from tests.support.tiers import further
+from tests.support.tiers import combined
 
 # The arrays are those of the other tests of the same functions, which check them; here that would be a third of the time.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -183,10 +182,10 @@ def exact_gradients(model, inputs, weights):
     return gradients
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize(("clipping", "granularity"), EVERY_CLIPPING)
-@pytest.mark.parametrize("kappa", CANCELLATION)
-@pytest.mark.parametrize("name", CANCELLING)
+@pytest.mark.parametrize(
+    ("name", "kappa", "clipping", "granularity", "norm_rule"),
+    combined(CANCELLING, CANCELLATION, CLIPPINGS, GRANULARITIES, NORM_RULES),
+)
 def test_cancellation_inside_an_example_does_not_break_the_bound(name, kappa, clipping, granularity, norm_rule):
     torch.manual_seed(0)
     model, inputs, weights = CANCELLING[name](kappa)
@@ -222,14 +221,17 @@ def with_noise(time, outputs, features, kappa):
     return normal(2, time // 2, features, seed=1).repeat(1, 2, 1), in_pairs(weights, kappa)
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("kappa", [1.0, 1e3, 1e5])
-@pytest.mark.parametrize("numbers", [with_noise, with_equal_numbers])
 @pytest.mark.parametrize(
-    ("time", "outputs", "features"),
-    [(64, 64, 64), (512, 128, 96), (32, 768, 768), (4, 4096, 1024)],  # the last two as in BERT and Llama
+    ("sizes", "numbers", "kappa", "norm_rule"),
+    combined(
+        [(64, 64, 64), (512, 128, 96), (32, 768, 768), (4, 4096, 1024)],  # the last two as in BERT and Llama
+        [with_noise, with_equal_numbers],
+        [1.0, 1e3, 1e5],
+        NORM_RULES,
+    ),
 )
-def test_rounding_in_a_large_layer_does_not_break_the_bound(time, outputs, features, numbers, kappa, norm_rule):
+def test_rounding_in_a_large_layer_does_not_break_the_bound(sizes, numbers, kappa, norm_rule):
+    time, outputs, features = sizes
     """The norm of millions of numbers, and Gram matrices of long vectors, are sums in which rounding adds up."""
     inputs, weights = numbers(time, outputs, features, kappa)
     norm = (weights[0].double().T @ inputs[0].double()).norm().item()
@@ -284,9 +286,9 @@ def test_examples_without_a_finite_gradient_contribute_nothing(name, clipping, g
         assert clipped.num_non_finite == 0
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["vit", "resnet", "vit-dora"])
+@pytest.mark.parametrize(
+    ("name", "bad", "norm_rule"), combined(["vit", "resnet", "vit-dora"], [math.nan, math.inf], NORM_RULES)
+)
 def test_an_input_that_is_not_a_number_contributes_nothing(name, bad, norm_rule):
     model = build(name)
     inputs, labels = batch_for(model)
@@ -305,9 +307,9 @@ def test_an_input_that_is_not_a_number_contributes_nothing(name, bad, norm_rule)
         assert all(not total.any() for total in clipped.sums.values())
 
 
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("scale", [1e-30, 1e15, 1e25, 1e36])
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit-lora"])
+@pytest.mark.parametrize(
+    ("name", "scale", "norm_rule"), combined(["roberta", "gpt2-lm", "vit-lora"], [1e-30, 1e15, 1e25, 1e36], NORM_RULES)
+)
 def test_norms_whose_square_leaves_the_range_of_float32(name, scale, norm_rule):
     """Such an example is clipped or dropped; neither it nor its neighbours may exceed C or turn into NaN."""
     model = build(name, torch.float32)
@@ -572,19 +574,24 @@ LARGE = [(50_257, 512, 768), (151_936, 256, 768), (256_000, 512, 64), (256_000, 
 QUICK = [(*sizes, place % 2 == 1) for place, sizes in enumerate(SMALL)]
 
 
+def mark_of(words, *others):
+    if (words, *others) not in QUICK:
+        return pytest.mark.slow
+    return pytest.mark.thorough if words > 150_000 else ()
+
+
 @pytest.mark.parametrize(
     ("words", "length", "hidden", "tied"),
-    [
-        pytest.param(*sizes, tied, marks=() if (*sizes, tied) in QUICK else pytest.mark.slow)
-        for sizes in [*SMALL, *LARGE]
-        for tied in (False, True)
-    ],
+    [pytest.param(*sizes, tied, marks=mark_of(*sizes, tied)) for sizes in [*SMALL, *LARGE] for tied in (False, True)],
 )
 def test_a_clipped_text_contributes_the_clip_norm_whatever_the_vocabulary(words, length, hidden, tied):
     assert 1 - 1e-3 <= contribution_of_a_text(words, length, hidden, tied=tied) <= 1 + SLACK
 
 
-@pytest.mark.parametrize(("precision", "tied"), further([*itertools.product(["bf16", "autocast"], [False, True])]))
+@pytest.mark.parametrize(
+    ("precision", "tied"),
+    combined(["bf16", "autocast"], [False, True], strength=1),
+)
 def test_so_does_one_whose_factors_are_of_half_precision(precision, tied):
     """The sum is in float32, of the very factors of which the norm is taken."""
     assert 1 - 1e-3 <= contribution_of_a_text(50_257, 128, 256, tied=tied, precision=precision) <= 1 + SLACK

@@ -12,6 +12,7 @@ from doppler_hf.privacy.clipping import book
 from doppler_hf.privacy.clipping.factored import OuterProducts
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Norms
 from tests.support.models import MODELS, batch_for, build, losses_of
+from tests.support.tiers import further
 
 
 def check(model, *, losses=None, engine="book_keeping", **options):
@@ -36,7 +37,7 @@ def state_of(model):
     return weights, [module.training for module in model.modules()], [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", further([*MODELS], quick=[*MODELS][::3]))
 def test_what_is_right_passes_and_is_left_as_it_was(name):
     model = build(name, torch.float32)
     weights, training, gradients = state_of(model)

@@ -272,6 +272,7 @@ def test_batch_norm_is_refused_even_frozen():
         assert_refused(net, on(net.double(), draw(BATCH, 4, 4, 4)), BATCH, message=r"'1' \(BatchNorm2d\)")
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_is_refused():
     compiled = torch.compile(nn.Linear(3, 1))  # nothing is compiled before its first call
     with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(compiled):

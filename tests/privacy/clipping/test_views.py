@@ -19,7 +19,7 @@ from tests.support.per_example import (
     norm_of,
     norms_of,
 )
-from tests.support.tiers import further
+from tests.support.tiers import further, thorough
 from tests.support.tiny import pad
 
 MODELS = ["roberta", "bert-choice", "gpt2-lm", "llama-lm", "t5-lm", "vit", "resnet", "roberta-lora", "llama-dora"]
@@ -92,7 +92,7 @@ def test_an_example_of_several_views_contributes_at_most_the_clip_norm(
         assert 0.0 < norm_of(clipped.sums.values()) <= C * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("copies", [2, 5])
+@pytest.mark.parametrize("copies", [*thorough(2), 5])
 def test_equal_views_change_nothing(copies):
     model = build("roberta")
     inputs, labels = batch_for(model)
@@ -105,7 +105,7 @@ def test_equal_views_change_nothing(copies):
     assert_same_sums(found[1], found[0])
 
 
-@pytest.mark.parametrize("norm_rule", ["ghost", "direct"])
+@pytest.mark.parametrize("norm_rule", ["ghost", *thorough("direct")])
 def test_what_an_example_contributes_does_not_follow_its_padding(norm_rule):
     """Of views that cancel, so that the bound on the rounding of their norm counts: it must reach over their own tokens."""
     model, contributions = build("roberta", torch.float32), []

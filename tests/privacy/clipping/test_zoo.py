@@ -213,7 +213,7 @@ def test_an_architecture_is_right_or_refused(name, batch):
     assert_right_or_refused_by_name(of(*RIGHT_OR_REFUSED[name]), batch)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", further(BATCHES, quick=[LENGTH]))
 @pytest.mark.parametrize("name", NO_BARE_PARAMETERS)
 def test_what_is_left_of_a_refused_one_is_right_or_refused(name, batch):
     model = of(*RIGHT_OR_REFUSED[name])
@@ -243,7 +243,7 @@ def test_an_adapter_is_right(name, batch):
     assert_equals_loop(model, on_batch(model, batch), batch)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", further(BATCHES, quick=[LENGTH]))
 @pytest.mark.parametrize("name", ADAPTERS_RIGHT_OR_REFUSED)
 def test_an_adapter_is_right_or_refused(name, batch):
     assert_right_or_refused_by_name(adapted(*ADAPTERS_RIGHT_OR_REFUSED[name]), batch)
