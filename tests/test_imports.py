@@ -79,6 +79,7 @@ for libraries, codes in {codes!r}.items():
     return dict(zip(itertools.chain(*codes.values()), modules, strict=True))
 
 
+@pytest.mark.thorough
 def test_an_import_or_a_command_brings_what_it_needs():
     # The later libraries contain the earlier ones, so that one interpreter does for all.
     found = modules_after({libraries: list(codes) for libraries, codes in IMPORTS.items()})

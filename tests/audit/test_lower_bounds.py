@@ -81,7 +81,7 @@ def most_probable(canaries, guesses, right, epsilon, delta):
     return -solved.fun
 
 
-@pytest.mark.parametrize(("canaries", "guesses"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("canaries", "guesses"), [(1, 1), (2, 1), (2, 2), *thorough((3, 1), (3, 2), (3, 3)), (4, 2)])
 @pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 0.0), (0.0, 0.01), (1.0, 0.02), (0.5, 0.1), (2.0, 0.05)])
 def test_p_value_is_the_largest_of_any_private_mechanism(canaries, guesses, epsilon, delta):
     for right in range(1, guesses + 1):
@@ -141,7 +141,7 @@ def overshoots(bound, mechanism, *, canaries, delta, truth):
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("canaries", [40, 500])
+@pytest.mark.parametrize("canaries", [40, *thorough(500)])
 def test_randomized_response_is_not_overestimated(bound, canaries):
     # All cuts of these scores are as good as each other, so that choosing one after the fact would show.
     # False alarm 1e-6: more than the allowed share of overshoots if each audit had one with probability 0.05.

@@ -142,6 +142,7 @@ def test_usage(words, capsys):
     assert "usage: doppler-hf filter" in captured.out + captured.err
 
 
+@pytest.mark.thorough
 def test_figures_and_picture_are_of_the_noise_that_is_given(tmp_path, capsys):
     path = tmp_path / "noise.png"
     assert main(["filter", "show", "none", "momentum", "--noise", "banded:bands=4", "--plot", str(path)]) == 0

@@ -67,6 +67,7 @@ def test_json_holds_every_number(capsys):
     np.testing.assert_allclose(plan["delay_share_of_steps"], 5.0 / 30, rtol=1e-9)
 
 
+@pytest.mark.thorough
 def test_json_holds_the_alternatives(capsys):
     plan = json.loads(printed([*WORDS, "--json"], capsys))
     cells = plan["alternatives"]

@@ -83,6 +83,7 @@ def test_epsilon_grows_to_what_the_ledger_says_over_all_runs(folder):
     assert epsilons[-1] == ledger.epsilon()
 
 
+@pytest.mark.thorough
 def test_steps_of_all_runs_count(tmp_path):
     """Also where the second run has another σ."""
     options = dict(max_steps=4, save_strategy="steps", save_steps=2)
@@ -105,6 +106,7 @@ def test_a_run_that_was_not_private_says_so(tmp_path):
     assert "Not differentially private" in (tmp_path / "out" / REPORT_NAME).read_text("utf-8")
 
 
+@pytest.mark.thorough
 def test_a_run_without_checkpoints_has_its_ledger(tmp_path, capsys):
     trainer_of(tmp_path, save_strategy="no").train()
     page = tmp_path / "page.html"

@@ -196,6 +196,7 @@ def test_training_raises_the_margin(tmp_path, name):
         assert trainer.evaluate(FORMATS[name][0]().select(range(5, 9)))["eval_rewards/margins"] > 0.5
 
 
+@pytest.mark.thorough
 def test_adapters_of_ones_own_are_their_own_reference(tmp_path):
     model = get_peft_model(tiny_llama(), LORA)
     with torch.no_grad():
@@ -211,6 +212,7 @@ def test_adapters_of_ones_own_are_their_own_reference(tmp_path):
     assert not any(".ref." in name for name in trained)
 
 
+@pytest.mark.thorough
 def test_pairs_are_cut_and_left_out_one_by_one(tmp_path):
     data = chat.preferences()
     for options in (dict(max_length=20), dict(max_length=20, truncation_mode="keep_end"), dict(max_length=None)):

@@ -160,6 +160,7 @@ def test_without_privacy_it_is_trls(tmp_path):
 # PEFT looks for the base model's own vocabulary where this one, made on the spot, lies nowhere.
 @pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
 @pytest.mark.parametrize("name", [*thorough("prompt"), "conversational prompt"])
+@pytest.mark.thorough
 def test_saved_resumed_and_generating(tmp_path, name):
     whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
     assert torch.equal(weights(resumed), weights(whole))

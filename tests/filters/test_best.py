@@ -18,7 +18,7 @@ from doppler_hf.filters import (
     signal_to_noise_ratio,
     step_response,
 )
-from tests.support.tiers import thorough
+from tests.support.tiers import combined, thorough
 
 LAGS = np.arange(60)
 LARGEST_POLE = 0.01 ** (1 / 60)
@@ -65,8 +65,7 @@ def responses_of_first_order():
     return kappa, np.sum(kappa**2, axis=1)
 
 
-@pytest.mark.parametrize("objective", ["snr", "bound"])
-@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize(("name", "objective"), combined(SIGNALS, ["snr", "bound"], strength=1))
 def test_the_search_loses_to_no_grid_of_first_order_filters(name, objective):
     c = SIGNALS[name]
     value = signal_to_noise_ratio if objective == "snr" else bound

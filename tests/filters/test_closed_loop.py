@@ -128,7 +128,8 @@ def test_shaping_gains_behind_a_filter_and_not_without():
 
 
 @pytest.mark.parametrize(
-    ("low_pass_filter", "bands", "steps"), further(pairwise(["none", "momentum"], [2, 3, 6], [60, 2000]))
+    ("low_pass_filter", "bands", "steps"),
+    further(pairwise(["none", "momentum"], [2, 3, 6], [60, 2000]), quick=[("none", 2, 60), ("momentum", 6, 2000)]),
 )
 def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_ROOT", 0.999)

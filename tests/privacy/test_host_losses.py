@@ -352,7 +352,7 @@ def test_models_of_choices_are_known_by_their_class():
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "token_classification"])
+@pytest.mark.parametrize("task", ["causal_lm", *thorough("masked_lm", "token_classification")])
 def test_two_private_steps(tmp_path, task):
     model = MODELS[task][0]()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

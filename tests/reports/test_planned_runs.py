@@ -219,6 +219,7 @@ def test_targets_out_of_reach_are_refused_with_the_mend(change, message):
         PlanRequest(**RUN | change, accountant="rdp").solve()
 
 
+@pytest.mark.thorough
 def test_alternatives_cost_the_same():
     request = PlanRequest(num_examples=1000, batch_size=100, epochs=1.5, epsilon=3, accountant="rdp", max_grad_norm=0.3)
     run = request.solve()

@@ -97,6 +97,7 @@ def test_learning_rates_are_those_that_training_has(tmp_path):
     assert [0.01 * rate for rate in learning_rates_of(trainer.args, steps=6)] == pytest.approx(rates.gradients)
 
 
+@pytest.mark.thorough
 def test_auto_stands_in_the_summary_and_the_ledger_and_a_resumed_run_keeps_it(tmp_path, capsys):
     options = SHAPED | dict(max_steps=12, save_strategy="steps", save_steps=6, low_pass_filter="momentum")
     data = text_data(400)

@@ -262,6 +262,7 @@ def test_a_model_for_release_only_has_no_raw_weights(tmp_path):
     assert list((tmp_path / "out").rglob("model.safetensors"))
 
 
+@pytest.mark.thorough
 def test_adapters_are_filtered_and_the_rest_is_not_kept(tmp_path):
     def lora():
         torch.manual_seed(0)

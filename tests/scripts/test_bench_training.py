@@ -39,6 +39,7 @@ MORE = ["--lora_r=2", "--train_sampling_strategy=group_by_length", "--max_tokens
     ("more", "fresh"),
     [([], False), *(pytest.param(more, True, marks=pytest.mark.slow) for more in ([], ["--engine=opacus"], MORE))],
 )
+@pytest.mark.thorough
 def test_both_trainers_are_timed_in_turn(flags, tmp_path, capsys, monkeypatch, more, fresh):
     """Memory is measured in processes of their own; that takes its time, so that it is seldom done here."""
     if not fresh:

@@ -94,6 +94,7 @@ def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
         assert BertForSequenceClassification.from_pretrained(out).num_labels == GLUE_TASKS[task_name].num_labels
 
 
+@pytest.mark.thorough
 def test_glue_with_the_mean_head(tmp_path, bert_dir, data_dir):
     flags = (*PRIVATE, "--pooling=mean", "--lora_r=2", "--lora_target_modules=query,value")
     results = run_glue("stsb", data_dir("stsb"), bert_dir, tmp_path / "out", *flags)
@@ -105,6 +106,7 @@ def test_glue_without_privacy(tmp_path, bert_dir, data_dir):
     assert {"eval_accuracy", "eval_f1", "train_loss"} <= set(results)
 
 
+@pytest.mark.thorough
 def test_glue_evaluates_both_validation_splits_of_mnli(tmp_path, bert_dir, data_dir, monkeypatch):
     seen = []
 

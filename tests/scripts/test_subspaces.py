@@ -20,6 +20,7 @@ def flags(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.thorough
 def test_shares_are_of_the_energy_of_the_gradient(flags, tmp_path, capsys):
     measure_subspaces.main(flags)
     results = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]

@@ -226,7 +226,7 @@ OF_EACH_ROW = {
     "seldom": seldom,
     "no tensors": lambda rows: {"text": ["a"] * rows},
 }
-OF_SEVERAL_KINDS = {"whole words, by the host", "moved", "shortened, left"}
+OF_SEVERAL_KINDS = {"masked, by the host", "whole words, by the host", "moved", "shortened, left"}
 
 
 @pytest.mark.usefixtures("unchecked_arrays")

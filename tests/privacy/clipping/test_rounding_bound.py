@@ -24,7 +24,7 @@ from tests.support.per_example import (
     book_keeping,
     norm_of,
 )
-from tests.support.tiers import combined
+from tests.support.tiers import combined, thorough
 
 # The arrays are those of the other tests of the same functions, which check them; here that would be a third of the time.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -483,7 +483,7 @@ def test_a_basis_is_above_the_factor_that_it_stands_for_and_close_to_it(rows):
     assert (basis.norms >= factor.norm(dim=2)).all()
 
 
-@pytest.mark.parametrize("rows", ["normal", "copies", "nearly equal"])
+@pytest.mark.parametrize("rows", ["normal", *thorough("copies"), "nearly equal"])
 @pytest.mark.parametrize(
     ("time", "words"), [(16, 256_000), (64, 50_257), (128, 3_000), (128, 20_000), (256, 3_000), (512, 3_000), (700, 3_000)]
 )
