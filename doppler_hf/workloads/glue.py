@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
+from transformers import AutoConfig, AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -28,7 +28,27 @@ class GlueArguments:
         "vectors, which suits sentence encoders.",
         metadata={"choices": ["model", "mean"]},
     )
+    dropout: float | None = HfArg(
+        default=None, help="Probability of every dropout of the model's config; by default what the config says."
+    )
     max_seq_length: int = HfArg(default=256, help="Longer examples are cut to this many tokens.")
+
+
+def dropouts(args: GlueArguments) -> dict[str, float]:
+    """Return the entries of the model's config that the argument changes.
+
+    Raises:
+        ValueError: If it is no probability, or the config has no dropout.
+    """
+    if args.dropout is None:
+        return {}
+    if not 0.0 <= args.dropout < 1.0:
+        raise ValueError(f"--dropout must lie in [0, 1), got {args.dropout}. Leave it out for what the config says.")
+    entries = AutoConfig.from_pretrained(args.model_name_or_path).to_dict().items()
+    found = {name: args.dropout for name, value in entries if "dropout" in name and isinstance(value, float)}
+    if not found:
+        raise ValueError(f"--dropout must be left out for {args.model_name_or_path}, whose config names none.")
+    return found
 
 
 def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
@@ -66,6 +86,7 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
             problem_type="regression" if task.is_regression else "single_label_classification",
             # A checkpoint of another task has another head, which is replaced by a new one.
             ignore_mismatched_sizes=True,
+            **dropouts(args),
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     label = splits["train"].features["label"]

@@ -10,6 +10,7 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetDict
 from peft import PeftModel
 from sklearn.datasets import load_digits
+from torch import nn
 from transformers import AutoTokenizer, EvalPrediction, GPT2TokenizerFast
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -209,6 +210,18 @@ def test_glue_pads_on_the_right_whatever_the_tokenizer_was_saved_with(common, tm
     batch = workload.data_collator([workload.train_dataset[row] for row in range(8)])
     assert not batch["attention_mask"].all()  # some are padded
     assert batch["attention_mask"][:, 0].all()
+
+
+@pytest.mark.parametrize("pooling", ["model", "mean"])
+def test_dropout_is_that_of_every_layer(common, tmp_path, pooling):
+    bert = write_bert(tmp_path / "bert")
+    flags = ["--task_name=rte", f"--dataset_dir={write_glue(tmp_path / 'rte', 'rte')}", f"--model_name_or_path={bert}"]
+    for given, expected in ((["--dropout=0"], 0.0), (["--dropout=0.3"], 0.3), ([], 0.1)):
+        workload, _ = parse_recipe([*flags, f"--pooling={pooling}", *given, *common])
+        assert {module.p for module in workload.model.modules() if isinstance(module, nn.Dropout)} == {expected}
+        assert workload.model.config.attention_probs_dropout_prob == expected
+    with pytest.raises(ValueError, match=r"--dropout must lie in \[0, 1\), got 1\.0\."):
+        parse_recipe([*flags, "--dropout=1", *common])
 
 
 def test_glue_regression_with_the_mean_head_on_adapters(common, tmp_path):
