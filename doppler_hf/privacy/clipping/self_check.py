@@ -112,6 +112,9 @@ class Comparison:
         self._clipped, self._model, self._losses_of = clipped, model, losses_of
         self._alone, self._together, self._rows = alone, together, rows
         self._trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # Gradients that pass frozen layers in float16 would leave its range.
+        is_narrow = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+        self._amplified = 1.0 if is_narrow else AMPLIFIED
 
     def expected(self) -> Expected:
         """Return the ordinary gradients of the examples."""
@@ -120,7 +123,7 @@ class Comparison:
             with self._clipped.unwatched():
                 losses = self._losses_of(dict(inputs))
                 refuse_number_of_losses(losses, 1)
-                factor = self._amplified(index)
+                factor = self._factor(index)
                 gradients = gradients_of(losses * factor, self._trainable)
             found.norms.append(norm_of(gradients.values()) / factor)
             found.losses.append(losses.detach())
@@ -135,9 +138,8 @@ class Comparison:
     def _weights(self) -> list[float]:
         return [0.5**row for row in range(len(self._rows))]
 
-    @staticmethod
-    def _amplified(index: int) -> float:
-        return AMPLIFIED if index == 0 else 1.0
+    def _factor(self, index: int) -> float:
+        return self._amplified if index == 0 else 1.0
 
     def refuse_difference(self, expected: Expected, *, tolerance: float) -> None:
         """Compare the engine's gradients of the batch with the ordinary ones.
@@ -154,7 +156,7 @@ class Comparison:
         with self._clipped.unclipped():
             losses = self._losses_of(dict(self._together))
             refuse_number_of_losses(losses, len(self._rows))
-            factors = torch.tensor([self._amplified(index) for index in self._rows], device=losses.device)
+            factors = torch.tensor([self._factor(index) for index in self._rows], device=losses.device)
             weighted = torch.tensor(weights, device=losses.device) / factors
             norms = (self._clipped.backward(losses * factors, weights=weighted) / factors).tolist()
             difference = self._clipped.sums
