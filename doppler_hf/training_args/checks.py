@@ -20,7 +20,8 @@ from transformers.training_args import OptimizerNames
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, has_repeats
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
+from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
 from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 

@@ -41,8 +41,9 @@ def recipe(tmp_path, monkeypatch):
     rows = {
         "image": list(generator.integers(0, 255, size=(40, 8, 8), dtype=np.uint8)), "label": [0, 1] * 20
     }  # fmt: skip
-    split = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=["even", "odd"])}))
-    monkeypatch.setattr(images, "load_images", lambda name, folder: DatasetDict(train=split, test=split))
+    features = Features({"image": Image(), "label": ClassLabel(names=["even", "odd"])})
+    splits = {name: Dataset.from_dict(rows, features=features) for name in ("train", "test")}
+    monkeypatch.setattr(images, "load_images", lambda name, folder: DatasetDict(splits))
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE + f"output_dir: {tmp_path / 'out'}\n")
     return path

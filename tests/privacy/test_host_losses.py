@@ -132,9 +132,9 @@ def trainer_of(tmp_path, model, *, rows=None, **overrides):
         output_dir=str(tmp_path / "out"), noise_multiplier=1.0, per_device_train_batch_size=4, max_steps=2,
         learning_rate=1e-2, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    data = None if rows is None else Dataset.from_list(rows)
+    data, others = (None if rows is None else Dataset.from_list(rows) for _ in range(2))
     args = DopplerTrainingArguments(**(defaults | overrides))
-    return DopplerTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, data_collator=pad_tokens)
+    return DopplerTrainer(model=model, args=args, train_dataset=data, eval_dataset=others, data_collator=pad_tokens)
 
 
 # --- which task -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 - sampling: the draw, and its rate
 - gaps: heads among very many coins
 - columns: lengths, units of privacy and labels of all examples
+- repeats: whether a row stands in the data more than once
 - random_data: what is random in data set and collator, and whether it couples examples
 - same_data: whether all processes have the same examples in the same order
 - same_distribution: whether rows of random data are as likely whatever other examples are beside them

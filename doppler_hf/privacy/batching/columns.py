@@ -4,13 +4,11 @@ They are read from the table of a `datasets.Dataset`, many rows at once, without
 is the difference between seconds and half an hour.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Int
-from torch.utils.data import ConcatDataset, Subset
 
 LENGTH_COLUMN: Final = "input_ids"
 LABELS: Final = ("labels", "label", "label_ids")  # as the host's collators know them
@@ -90,47 +88,6 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
         return equal.dictionary_encode().combine_chunks().indices.to_numpy()
     except pyarrow.ArrowNotImplementedError as error:
         raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}).") from error
-
-
-def has_repeats(dataset: Any) -> bool:
-    """Return whether a row stands in a data set more than once, as by `select`, `repeat`, `Subset` or `ConcatDataset`.
-
-    By its place in the table or data set below, not by its content: equal rows may be of two people.
-
-    Args:
-        dataset: A `datasets.Dataset`, or one of torch's. Of others the answer is no.
-    """
-    if isinstance(dataset, Subset):
-        return _are_repeated(np.asarray(dataset.indices)) or has_repeats(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return len({id(part) for part in dataset.datasets}) < len(dataset.datasets) or any(
-            map(has_repeats, dataset.datasets)
-        )
-    if (table := getattr(dataset, "_data", None)) is None or not _names(dataset):
-        return False
-    chosen = getattr(dataset, "_indices", None)
-    if chosen is not None and _are_repeated(chosen.column(0).to_numpy()):
-        return True
-    return any(_overlap(column.chunks) for column in table.itercolumns())
-
-
-def _overlap(chunks: Sequence[Any]) -> bool:
-    """Return whether two arrays are, in part, the same numbers in memory."""
-    places = []
-    for chunk in chunks:
-        # Of lists and structs those of their parts are among them; the last ones are the values.
-        addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size > 0]
-        places += [(addresses[-1], chunk.offset, chunk.offset + len(chunk))] if addresses and len(chunk) else []
-    pairs = itertools.pairwise(sorted(places))
-    return any(first[0] == second[0] and second[1] < first[2] for first, second in pairs)
-
-
-def _are_repeated(places: np.ndarray) -> bool:
-    if not len(places):
-        return False
-    found = np.zeros(int(places.max()) + 1, dtype=bool)
-    found[places] = True
-    return bool(np.count_nonzero(found) < len(places))
 
 
 def labels_of(dataset: Any) -> np.ndarray | None:

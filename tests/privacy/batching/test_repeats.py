@@ -1,0 +1,43 @@
+"""Rows that a data set has more than once are found by their places, and equal rows of others are not."""
+
+import pytest
+from datasets import Dataset, concatenate_datasets, interleave_datasets
+from torch.utils.data import ConcatDataset, Subset
+
+from doppler_hf.privacy.batching.repeats import has_repeats
+
+ONCE = {
+    "as they stand": lambda data: data,
+    "some": lambda data: data.select(range(2, 6)),
+    "in another order": lambda data: data.shuffle(seed=0),
+    "two parts": lambda data: concatenate_datasets([data.select(range(3)), data.select(range(3, 8))]).shuffle(seed=0),
+    "with a column": lambda data: data.add_column("more", [None] * len(data)),
+    "equal rows": lambda data: data.map(lambda row: {name: row[name] * 0 for name in row}),
+    "a subset": lambda data: Subset(data, [1, 2]),
+    "two sets": lambda data: ConcatDataset([data.select(range(3)), data.select(range(3, 8))]),
+    "a list": lambda data: [*data],
+    "none": lambda data: data.select([]),
+}
+MORE = {
+    "repeat": lambda data: data.repeat(2),
+    "repeat, shuffled": lambda data: data.repeat(2).shuffle(seed=0),
+    "repeat, with a column": lambda data: data.repeat(2).add_column("more", [*range(2 * len(data))]),
+    "select": lambda data: data.select([1, 2, 1]),
+    "interleave": lambda data: interleave_datasets([data, data.select([0])], stopping_strategy="all_exhausted"),
+    "two parts": lambda data: concatenate_datasets([data, data.select(range(3))]),
+    "a subset": lambda data: Subset(data, [1, 2, 1]),
+    "a subset of a subset": lambda data: Subset(Subset(data, [1, 2, 1]), [0, 1]),
+    "two sets": lambda data: ConcatDataset([data, data]),
+}
+
+
+@pytest.mark.parametrize("column", ["tokens", "number", "word", "flag", "record"])
+@pytest.mark.parametrize(("makes", "is_repeated"), [(ONCE, False), (MORE, True)], ids=["once", "more"])
+def test_rows_that_stand_in_a_data_set_more_than_once_are_found(column, makes, is_repeated):
+    values = {"tokens": [[n] * (n % 3) for n in range(8)], "number": [*range(8)], "word": [str(n) for n in range(8)]}
+    values |= {"flag": [n % 2 > 0 for n in range(8)], "record": [{"a": n, "b": None} for n in range(8)]}
+    data = Dataset.from_dict({column: values[column]})
+    of_records = ("equal rows",) if column == "record" else ()
+    assert {name: has_repeats(make(data)) for name, make in makes.items() if name not in of_records} == {
+        name: is_repeated for name in makes if name not in of_records
+    }
