@@ -8,9 +8,10 @@ same σ, so that noise takes each weight on a random walk, in the whole run by
 with η the first rate, u the least denominator in units of the noise of a step, and S that of Σ_t r_t·noise_t, with the
 schedule r; of white noise it is √(Σ_t r_t²). Of the rates that were tuned, the best was always the smallest of three: with
 about the same walk √d·δ of all d weights together; with about the same step for a gradient as large as white noise,
-η/(u·s), or in a short run the same path, that times Σ_t r_t; and with LoRA the one at which the walks of both factors
-together add to the layer's weights as much as these are. The constants are below. What the rule loses against a
-tuned rate is in recipes/results/learning-rate.md.
+η/(u·s), or in a short run the same path, that times Σ_t r_t; and with LoRA on two matrices the one at which the walks of both
+factors together add to a layer's weights as much as these are. What L layers add is independent, so that it grows with √L,
+and as the product of two walks it is held where it was by shortening both to (2/L)^¼. The constants are below. What the
+rule loses against a tuned rate is in recipes/results/learning-rate.md.
 """
 
 import math
@@ -32,6 +33,8 @@ LONGEST_WALK: Final = 70.0
 LARGEST_STEP: Final = 0.022
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
+# With so many adapters the bound on their walks was found.
+FEW_ADAPTERS: Final = 2
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
@@ -50,7 +53,9 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
         rates = [1.0] * steps
     size = shape.std(steps)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    walk = min([LONGEST_WALK / math.sqrt(num_trained), *walks_of_adapters(model)])
+    of_adapters = list(walks_of_adapters(model))
+    share = (FEW_ADAPTERS / max(FEW_ADAPTERS, len(of_adapters))) ** 0.25
+    walk = min([LONGEST_WALK / math.sqrt(num_trained), *(share * walk for walk in of_adapters)])
     least = 1.0
     if args.base_optimizer == "adam_bc":
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
