@@ -8,6 +8,7 @@
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
 - linalg: what both wings must agree on about matrices
+- shards: a tensor in shards on several processes, and the whole
 - disk: one clear error where it is full
 - filters: coefficients and responses; NumPy and SciPy only
 - workloads: from a recipe to model and data

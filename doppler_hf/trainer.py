@@ -26,7 +26,7 @@ from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.in_step import one_line_if_a_process_ends
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
-from doppler_hf.run.optimizer import optimizer_of
+from doppler_hf.run.optimizer import optimizer_of, refuse_other_parameters
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
@@ -154,6 +154,7 @@ class DopplerTrainer(AroundSteps):
                 loader=dataloader,
                 rows_per_loss=self.rows_per_loss,
                 in_step=self._sharding.in_step,
+                sharded_sums=self._sharding.sharded_sums,
             )
         return values
 
@@ -265,6 +266,7 @@ class DopplerTrainer(AroundSteps):
         # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
         own = getattr(self.optimizer, "optimizer", self.optimizer)
         checks.refuse_another_optimizer(own)
+        refuse_other_parameters(own, self.model if model is None else model)
         own.noise_std = run.settled_noise_std
         rate = own.param_groups[0].get("initial_lr", own.param_groups[0]["lr"])
         chosen = {"low_pass_filter": str(own.low_pass_filter), "learning_rate": rate}

@@ -41,6 +41,7 @@ from doppler_hf.privacy.generators import fill_generators
 from doppler_hf.privacy.noise import Mechanism
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.shards import Place
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -216,10 +217,18 @@ class Witness:
         self.moved: list[tuple[float, float]] = []
 
     def privatize(
-        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, subspaces: Mapping[str, Float[Tensor, "..."]] = {}
+        self,
+        sums: Mapping[str, Float[Tensor, "..."]],
+        *,
+        step: int,
+        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
+        places: Mapping[str, Place] = {},
     ) -> dict[str, Float[Tensor, "..."]]:
         """Keep the sums over all processes, and return zeros."""
         kept = {name: total.detach().clone() for name, total in sums.items()}
+        for name, (begin, numel) in places.items():  # what is of this process alone, among zeros
+            kept[name] = kept[name].new_zeros(numel)
+            kept[name][begin : begin + sums[name].numel()] = sums[name].flatten()
         if dist.is_initialized():
             for total in kept.values():
                 dist.all_reduce(total)

@@ -170,7 +170,8 @@ class LowPassOptimizer(Optimizer):
         params = list(self._params())
         self.filter_state = {}
         for number, state in saved["state"].items():
-            self.filter_state[params[number]] = loaded(state, like=self._new_state(params[number]))
+            parameter = params[number]
+            self.filter_state[parameter] = loaded(state, parameter=parameter, like=self._new_state(parameter))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -52,6 +52,7 @@ from doppler_hf.optim.state import (
     refuse_other_group,
     refuse_other_state,
 )
+from doppler_hf.shards import part_here
 
 # The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
 # is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
@@ -251,7 +252,13 @@ class DopplerOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
-        stepped = [(p, dense(p.grad), group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # Of a parameter in shards the rows that are here: each coordinate is updated by itself.
+        stepped = [
+            (p, part_here(dense(p.grad)), group)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         # Adam's max(√v̂, ε) is √max(v̂ - 0, ε²).
         noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
         batches: dict[StepConstants, list[ParameterTensors]] = {}  # most parameters share the constants of a step
@@ -266,7 +273,7 @@ class DopplerOptimizer(Optimizer):
                 lifted.append((p, tensors.weight, state["basis"], group["scale"], decay))
                 decay = 1.0
             else:
-                tensors = ParameterTensors(p.detach(), grad, state["filter_states"], v, state.get("products"))
+                tensors = ParameterTensors(part_here(p).detach(), grad, state["filter_states"], v, state.get("products"))
             state["step"] += 1
             c = self._filter.begin(state, group, noise_std=self.noise_std)  # c_t
             k, n = 1.0, 0.0  # k_t and n_t
@@ -364,7 +371,7 @@ class DopplerOptimizer(Optimizer):
         params = ((p, group) for group in self.param_groups for p in group["params"])
         for saved_id, (p, group) in zip(saved_ids, params, strict=True):
             if saved_id in saved_states:
-                self.state[p] = loaded(saved_states[saved_id], like=self._new_state(p, group))
+                self.state[p] = loaded(saved_states[saved_id], parameter=p, like=self._new_state(p, group))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickling and copying take along; torch's own would leave the attributes out."""
@@ -389,7 +396,7 @@ class DopplerOptimizer(Optimizer):
         # the other's.
         state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base)}
         dtype = self.state_dtype or full_dtype(p)
-        zeros = zeros_in_full = functools.partial(torch.zeros_like, p, dtype=dtype)
+        zeros = zeros_in_full = functools.partial(torch.zeros_like, part_here(p).detach(), dtype=dtype)
         if is_projected(p, group):
             rank = group["rank"]
             shape = (rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank)

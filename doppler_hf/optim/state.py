@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.optim.galore import PROJECTOR_SOURCES, ProjectorSource
+from doppler_hf.shards import rows_here
 
 Base = Literal["sgd", "adam", "adam_bc"]
 BASES: Final[tuple[Base, ...]] = get_args(Base)
@@ -31,18 +32,21 @@ def full_dtype(p: Tensor) -> torch.dtype:
     return torch.float32 if p.itemsize < 4 else p.dtype
 
 
-def loaded(saved: dict[str, Any], *, like: dict[str, Any]) -> dict[str, Any]:
+def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a parameter's state in a checkpoint.
 
     Args:
-        saved: Numbers, tensors, and lists of them, by name.
+        saved: Numbers, tensors, and lists of them, by name; of a parameter in shards whole, or the rows that are here.
+        parameter: The parameter.
         like: A new state of the parameter, whose names, devices and dtypes the copy has.
     """
 
     def copied(value: Any, new: Any) -> Any:
         if isinstance(new, list):
             return [copied(item, new_item) for item, new_item in zip(value, new, strict=True)]
-        return value.to(new, copy=True) if isinstance(new, Tensor) else value
+        if not isinstance(new, Tensor):
+            return value
+        return (rows_here(value, like=parameter) if value.shape != new.shape else value).to(new, copy=True)
 
     return {name: copied(saved[name], new) for name, new in like.items()}
 

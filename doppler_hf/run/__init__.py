@@ -6,7 +6,7 @@
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
 - estimate: time and memory of a step, before there is one
-- sharding: frozen weights in shards on several processes
+- sharding: weights in shards on several processes
 - in_step: as many passes on each of these
 - replicas: the same weights on every process
 - halving: micro-batches that do not fit into memory

@@ -16,7 +16,7 @@ from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.own_loss import mean_and_outputs
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.saving import saved_whole
-from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state
+from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state, with_whole_states
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -37,6 +37,7 @@ class AroundSteps(Trainer, ABC):
     """The host, whose steps are made by `DopplerTrainer`, the only class of this one. It also sets the attributes."""
 
     args: DopplerTrainingArguments
+    optimizer: Any
     _run: PrivateRun | None
     _sharding: Sharding
     _ledger_keeper: PrivacyCallback
@@ -105,6 +106,12 @@ class AroundSteps(Trainer, ABC):
         # The host's only method around all that it writes of a checkpoint: optimizer, schedule and state have no public one.
         with space_for("a checkpoint", folder=Path(self.args.output_dir)):
             super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # Checkpoints are those of a plain run, and resume on any number of processes.
+        is_cut = self._sharding.sharded_sums is not None
+        with with_whole_states(self.optimizer.optimizer) if is_cut else contextlib.nullcontext():
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.

@@ -33,6 +33,7 @@ from doppler_hf.privacy.clipping.model_coins import is_random, refuse_neighbours
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.self_check import Comparison, Expected
+from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
 from doppler_hf.privacy.clipping.writes import nothing_written, of_other_content
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.shared_coins import ROWS, DrawnInForward, drawn_in_forward, refuse_shared_in_forward
@@ -59,6 +60,7 @@ def attached_engine(
     probes: Probes,
     rows_per_loss: int,
     in_step: InStep | None = None,
+    sharded_sums: ShardedSums | None = None,
 ) -> Iterator[tuple[ClippedGradients, Rows | None]]:
     """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
 
@@ -84,12 +86,15 @@ def attached_engine(
         granularity=statement.clipping_granularity,
         engine=args.grad_sample_engine,
         rows_per_loss=rows_per_loss,
+        sharded_sums=sharded_sums,
     ) as clipped:
 
         def check() -> tuple[Rows | None, bool]:
             return checked(clipped, model, args, losses_of, check_loss, probes, in_step), clipped.is_checked
 
-        rows, clipped.is_checked = check() if in_step is None else in_step.on_process_0(check)
+        # Of trained weights in shards each process moves the rows that it has.
+        with moved(model) if sharded_sums is not None and args.grad_sample_self_check else contextlib.nullcontext():
+            rows, clipped.is_checked = check() if in_step is None else in_step.on_process_0(check)
         if in_step is not None and not clipped.is_checked:
             # One with a finite loss alone would make more passes later on than those of the others.
             raise ValueError(

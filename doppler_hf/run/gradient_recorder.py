@@ -15,6 +15,7 @@ import numpy as np
 import scipy.signal
 from jaxtyping import Float, Float64
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.filters import LowPassFilter, NoiseShape, corrected_output, estimate_power, step_response
@@ -137,6 +138,11 @@ class GradientRecorder(TrainerCallback):
                 "filter."
             )
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
+        if any(isinstance(p, DTensor) for p in self._parameters.values()):
+            raise ValueError(
+                "GradientRecorder must have whole gradients, got trained weights in shards (FSDP). Record a run with "
+                "recipes/accelerate/ddp.yaml, with which each process has all weights."
+            )
         number = sum(p.numel() for p in self._parameters.values())
         if self.dimensions > number:
             raise ValueError(f"dimensions must be at most the {number} trained parameters, got {self.dimensions}.")

@@ -5,6 +5,7 @@ micro-batches, or whose memory does not suffice, would leave the others waiting.
 the processes therefore meet: each says in one word what it is about to do.
 
 - All gather the same weights: they go on.
+- All add up the clipped sums of the same layer, of weights that are trained in shards: they go on.
 - One has failed for want of memory: all leave the pass, and begin another, in which that one takes half of its examples.
 - One has no micro-batch left: it takes part with an example of which nothing is kept, until none has any left.
 - One has ended with an error: all end, and say which one it was.
@@ -59,6 +60,7 @@ class Word(enum.IntEnum):
     DONE = 4  # nothing more as process 0
     FAILED = 5  # nothing more in this pass, whose memory does not suffice
     ERROR = 6  # nothing more at all
+    REDUCE = 7  # the clipped sums of a layer, by its number, or keep them
 
 
 class Said(NamedTuple):
@@ -150,13 +152,31 @@ class InStep:
         """
         if self._role == "server":  # which has met already
             return
-        found = self._meet(Word.GATHER, number)
         if self._role == "leader":
-            return
+            self._meet(Word.GATHER, number)
+        else:
+            self._agree(Said(Word.GATHER, number))
+
+    def before_reducing(self, number: int) -> None:
+        """Meet before the clipped sums of a layer are added up over the processes, or all of a pass are kept.
+
+        Raises:
+            PassLeft: If the memory of another process does not suffice for this pass.
+            RuntimeError: If another process does something else, or has ended.
+        """
+        self._agree(Said(Word.REDUCE, number))
+
+    def _agree(self, mine: Said) -> None:
+        found = self._meet(*mine)
         if any(said.word is Word.FAILED for said in found):
             raise PassLeft
-        if any(said != Said(Word.GATHER, number) for said in found):
+        if any(said != mine for said in found):
             raise out_of_step()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether process 0 computes for all, and this is it."""
+        return self._role == "leader"
 
     # --- the passes of a draw -----------------------------------------------------------------------------------------
 

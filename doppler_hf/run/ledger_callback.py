@@ -24,7 +24,7 @@ from doppler_hf.privacy.ledger.lock import WriterLock
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, learning_rate_in_words, optimizer_in_words
-from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
+from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, parameters_digest, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, refuse_different_replicas
 from doppler_hf.run.summary import epsilons_in_words, print_summary
@@ -221,6 +221,7 @@ class PrivacyCallback(TrainerCallback):
         speaks = self.speaks_for(model)
         yield
         if speaks:
+            look_again_at_what_is_trained(model)
             self._leave(model)
 
     def _rounded_epsilon(self, *, is_last: bool) -> float:
@@ -272,6 +273,7 @@ class PrivacyCallback(TrainerCallback):
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""
+        look_again_at_what_is_trained(kwargs["model"])
         if self.speaks_for(kwargs["model"]):
             self._leave(kwargs["model"])
         if self.ledger is not None and state.is_world_process_zero:

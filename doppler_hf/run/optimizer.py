@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters import LowPassFilter, noise_gain
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
@@ -42,6 +43,13 @@ def optimizer_of(
     targets = args.optim_target_modules
     projected = {} if targets is None else target_parameters(model, targets)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.checkpoint)
+    if isinstance(low_pass_filter, OptimalFIR) and any(isinstance(p, DTensor) for _, p in named):
+        raise ValueError(
+            f"low_pass_filter={args.low_pass_filter!r} cannot be used with trained weights in shards (FSDP): its taps "
+            "follow products of whole gradients, of which each process has a part. Take a fixed filter, or "
+            "recipes/accelerate/ddp.yaml, with which each process has all weights."
+        )
     groups = (
         {
             "params": [p for name, p in named if (name in decayed, name in projected) == (decays, is_projected)],
@@ -54,7 +62,7 @@ def optimizer_of(
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
         lr=chosen_learning_rate(args, run.statement, model=model),
-        low_pass_filter=chosen_filter(args, run.statement, checkpoint=run.checkpoint),
+        low_pass_filter=low_pass_filter,
         base=args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,
@@ -62,6 +70,20 @@ def optimizer_of(
         noise_std=run.settled_noise_std,
         **{name: value for name, value in vars(galore).items() if name != "rank"},  # which some groups have
     )
+
+
+def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that was made of other parameters, as before FSDP has cut them: it would train nothing.
+
+    Raises:
+        ValueError: If a parameter of it is none of the model's.
+    """
+    known = {*model.parameters()}
+    if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "The optimizer must be of the model's parameters, got one that was made of others, perhaps before FSDP cut "
+            "them. Leave create_optimizer() to train(), or make a new trainer."
+        )
 
 
 def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter | OptimalFIR) -> str:

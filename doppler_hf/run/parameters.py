@@ -50,11 +50,23 @@ def _digest(named: Iterable[tuple[str, Any]]) -> str:
 
 
 def remember_whole(shard: DTensor, whole: tuple[Any, ...]) -> None:
-    """Let a part of a frozen weight be described as the whole was before it was cut, as long as it does not change.
+    """Let a part of a weight be described as the whole was when all looked at it, as long as it does not change.
 
     Gathering it would take all processes, which one that asks alone would wait for.
     """
     _WHOLE[shard] = whole, _sum_of_bytes(shard.to_local())
+
+
+def look_again(parameters: Iterable[Tensor]) -> None:
+    """Describe parts of weights as the whole is now, whatever has changed it; called by every process."""
+    for value in parameters:
+        if isinstance(value, DTensor):
+            remember_whole(value, described(value.full_tensor()))
+
+
+def look_again_at_what_is_trained(model: nn.Module) -> None:
+    """Describe parts of trained weights as the whole is now, as each step changes it; called by every process."""
+    look_again(value for value in model.parameters() if value.requires_grad)
 
 
 def described(value: Any) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from doppler_hf.privacy.batching.probe import Probes
 from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.clipping.plain_autograd import Losses
+from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
 from doppler_hf.privacy.generators import Refill, filled_generators
 from doppler_hf.privacy.noise import AdaptiveClip, Mechanism, PrivateLoss, noise_source
 from doppler_hf.privacy.noise.adaptive_clip import COUNT_SENSITIVITY
@@ -34,6 +35,7 @@ from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
 from doppler_hf.run.replicas import give_all_the_weights_of_process_0
+from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -191,6 +193,7 @@ class PrivateRun:
         loader: Any,
         rows_per_loss: int = 1,
         in_step: InStep | None = None,
+        sharded_sums: ShardedSums | None = None,
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
 
@@ -200,7 +203,8 @@ class PrivateRun:
             check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
             loader: The private loader, of whose examples some are used for the check.
             rows_per_loss: As in `ClippedGradients`.
-            in_step: The meetings of processes that share the model's frozen weights; None if each has all of them.
+            in_step: The meetings of processes that share the model's weights; None if each has all of them.
+            sharded_sums: As in `ClippedGradients`.
 
         Raises:
             ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault.
@@ -225,6 +229,7 @@ class PrivateRun:
             probes=probes,
             rows_per_loss=rows_per_loss,
             in_step=in_step,
+            sharded_sums=sharded_sums,
         )
         self._clipped, rows = self._resources.enter_context(engine)
         self._clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
@@ -395,8 +400,9 @@ class PrivateRun:
         # subspaces are computed from the gradients of earlier steps, which are private.
         parameters, subspaces = dict(model.named_parameters()), optimizer.subspaces()
         bases = {name: subspaces[parameter] for name, parameter in parameters.items() if parameter in subspaces}
-        for name, gradient in self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases).items():
-            parameters[name].grad = gradient.to(parameters[name].dtype)
+        private = self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases, places=self._clipped.places)
+        for name, gradient in private.items():
+            parameters[name].grad = in_shards(gradient.to(parameters[name].dtype), like=parameters[name])
         optimizer.noise_std = self.mechanism.noise_std(step)
         if self.adaptive_clip is not None:
             self.mechanism.rescale(self.adaptive_clip.release(self._clipped.num_within.to(self._args.device), step=step))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from doppler_hf.run.parameters import parameters_digest
+from doppler_hf.run.parameters import look_again_at_what_is_trained, parameters_digest
 
 # The digest takes a thousandth of a step or less, and waits for all.
 COMPARED_EVERY: Final = 100
@@ -31,6 +31,7 @@ def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
     Raises:
         RuntimeError: If there are others than on process 0, on every process.
     """
+    look_again_at_what_is_trained(model)
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, parameters_digest(model))
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]

@@ -9,6 +9,7 @@ from torch import nn
 from doppler_hf.disk import space_for
 from doppler_hf.run.checkpoints import begin_checkpoint
 from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.parameters import look_again_at_what_is_trained
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -38,6 +39,7 @@ def saved_whole(
     beside = keeper.beside_model(folder, args, model=model, speaks=speaks, checkpoint_step=checkpoint_step)
     space = space_for("the model", folder=folder)
     with weight_filter.applied(), space, beside if is_first else contextlib.nullcontext():
+        look_again_at_what_is_trained(model)  # which no process could do alone
         if checkpoint_step is not None and is_first:
             begin_checkpoint(folder)
         yield

@@ -1,14 +1,17 @@
-"""Frozen weights in shards on all processes: FSDP2 of torch (`fully_shard`), as accelerate applies it.
+"""Weights in shards on all processes: FSDP2 of torch (`fully_shard`), as accelerate applies it.
 
-What is trained stays whole on every process: per-sample norms are of whole gradients, and clipped sums, noise, optimizer and
-checkpoints are those of processes that each have all weights. Only where the frozen weights lie is another matter. So the
-host's trainer is not told of it: to the host, FSDP means that gradients and optimizer are in shards too.
+Frozen weights are cut in any case. What is trained stays whole on every process where it is little, as adapters and heads
+are: clipped sums, noise, optimizer and checkpoints are then those of processes that each have all weights. Where it is much,
+it is cut too, and with it clipped sums, noise and optimizer: see `ShardedSums`. Per-sample norms are of whole gradients in
+both cases. FSDP reduces no gradient itself, and the host's trainer is not told of it: to the host, FSDP means that gradients
+are reduced in the backward pass, and averaged.
 
 Sensitivity: a gathered weight has the bits that it had before it was cut, and nothing of an example is in it.
 """
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Final, final
@@ -20,16 +23,21 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from doppler_hf.privacy.clipping.sharded_sums import ShardedSums, remember_keeper
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.in_step import InStep
-from doppler_hf.run.parameters import described, remember_whole
+from doppler_hf.run.parameters import described, look_again, remember_whole
 from doppler_hf.run.replicas import give_all_the_weights_of_process_0
+from doppler_hf.shards import in_shards, rows_here, whole_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _BY_LAUNCHER: Final = "ACCELERATE_USE_FSDP"
+# The share of the weights above which what is trained is cut too. Weights, sums, noise and the states of an optimizer take
+# four to five times the memory of frozen weights; to add up many small sums takes time.
+LARGEST_WHOLE: Final = 0.1
 _DDP: Final = "take recipes/accelerate/ddp.yaml, with which each process has all weights"
 # Setting of FSDP → the only value that a private run can have, why, and the mend.
 _SETTINGS: Final[dict[str, tuple[Any, str, str]]] = {
@@ -110,7 +118,7 @@ def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingA
 
 @final
 class Sharding:
-    """The frozen weights of a model, cut at the first use and gathered for each pass.
+    """The weights of a model, cut at the first use and gathered for each pass.
 
     Args:
         plugin: What was asked for; None for nothing, with which each process has all weights.
@@ -119,23 +127,26 @@ class Sharding:
     Attributes:
         is_asked_for: Whether there is a plugin.
         in_step: The meetings of the processes; None if each has all weights, or before they are cut.
+        sharded_sums: How the sums of what is trained are added up; None if what is trained is whole.
     """
 
     def __init__(self, plugin: FullyShardedDataParallelPlugin | None, *, device: torch.device) -> None:
         self._plugin, self._device, self.is_asked_for = plugin, device, plugin is not None
         self.in_step: InStep | None = None
+        self.sharded_sums: ShardedSums | None = None
 
     def cut(self, model: nn.Module) -> None:
-        """Give each process its part of the frozen weights of process 0, and all that is trained (in place).
+        """Give each process its part of the weights of process 0, and all of what is trained if that is little (in place).
 
         Raises:
-            ValueError: If nothing is frozen, or what was frozen when the weights were cut is trained now.
+            ValueError: If what was frozen when the weights were cut is trained now, or trained weights that are to be cut
+                are of several types.
         """
         if self._plugin is None:
             return
-        frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
         cut = {name: value for name, value in model.named_parameters() if isinstance(value, DTensor)}
-        thawed = [name for name, value in cut.items() if value.requires_grad]
+        trained = () if self.sharded_sums is None else self.sharded_sums.places
+        thawed = [name for name, value in cut.items() if value.requires_grad and name not in trained]
         if thawed:
             raise ValueError(
                 f"What is trained under FSDP must be so before the first training or evaluation, got {thawed[0]!r} that was "
@@ -143,22 +154,24 @@ class Sharding:
             )
         if isinstance(model, FSDPModule):
             return
-        if not frozen:
-            raise ValueError(
-                "A model must have frozen weights for FSDP in a private run, got none: an example's gradient is clipped by "
-                "its norm over all that is trained, which stays whole on every process, and only what is frozen is cut. "
-                f"Train adapters (lora_r) or a head on a frozen base, or {_DDP}."
-            )
         # The model is on the processor still, where it fits as a whole, and words are numbers of it: to read one must not
         # wait for a device.
         group = dist.new_group(backend="gloo")
         give_all_the_weights_of_process_0(model, group=group)
-        uncut = [*(value for value in model.parameters() if value.requires_grad), *shared_by_layers(model)]
+        uncut = {*shared_by_layers(model), *(value for value in model.parameters() if value.ndim == 0)}
+        if not is_much_trained(model):
+            uncut |= {value for value in model.parameters() if value.requires_grad}
+        types = {str(value.dtype) for value in model.parameters() if value.requires_grad and value not in uncut}
+        if len(types) > 1:
+            raise ValueError(
+                f"Trained weights must be of one type under FSDP, which gathers several of them together, got "
+                f"{' and '.join(sorted(types))}. Load the model in one dtype, or {_DDP}."
+            )
         for parameter in uncut:
             parameter.data = parameter.data.to(self._device)
-        whole = {name: described(value) for name, value in frozen.items()}
+        whole = {name: described(value) for name, value in model.named_parameters()}
         # Only parameters count of a module to be ignored, so that one made for them will do.
-        self._plugin.ignored_modules = [nn.ParameterList(uncut)]
+        self._plugin.ignored_modules = [nn.ParameterList([*uncut])]
         # Casts are autocast's, as with one process.
         self._plugin.mixed_precision_policy = MixedPrecisionPolicy()
         if self._plugin.transformer_cls_names_to_wrap is None:
@@ -171,8 +184,15 @@ class Sharding:
         # So that between two passes all weights are in pieces, and none is taken for a whole one.
         model.set_reshard_after_forward(True)
         groups = groups_of(model)
-        assert not any(value.sharded_param.requires_grad for group in groups for value in group.fsdp_params)
         self.in_step = InStep(model, [*groups.values()], group=group, set_float32=gathered_in_float32(list(groups)))
+        # Sensitivity: ordinary gradients are neither clipped nor noised. They stay on their process, where they are dropped.
+        model.set_requires_gradient_sync(False)
+        if layers := trained_layers(model, list(groups)):
+            self.sharded_sums = ShardedSums(
+                layers,
+                meet=self.in_step.before_reducing,
+                is_alone=lambda: self.in_step is not None and self.in_step.is_alone,
+            )
         model.register_load_state_dict_pre_hook(cut_what_is_loaded)
         if hasattr(model, "generate"):  # of adapters, whose own `generate` calls the model inside of them
             register_fsdp_forward_method(model, "generate")
@@ -183,9 +203,7 @@ class Sharding:
 
     def look_again(self, model: nn.Module) -> None:
         """Know the model by the weights that it has now: others may have been loaded since they were cut."""
-        for value in model.parameters():
-            if isinstance(value, DTensor):
-                remember_whole(value, described(value.full_tensor()))
+        look_again(model.parameters())
 
     def _as_accelerator(self) -> Any:
         """Return what `fsdp2_prepare_model` reads of an accelerator, which has no FSDP on a CPU."""
@@ -199,8 +217,14 @@ class Sharding:
         )
 
 
+def is_much_trained(model: nn.Module) -> bool:
+    """Return whether what is trained is cut too."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, is_trained in sizes if is_trained) > LARGEST_WHOLE * sum(size for size, _ in sizes)
+
+
 def shared_by_layers(model: nn.Module) -> list[nn.Parameter]:
-    """Return frozen weights that several layers share, which FSDP cannot cut, but for embeddings that are the head's too.
+    """Return weights that several layers share, which FSDP cannot cut, but for embeddings that are the head's too.
 
     Of encoder-decoders these are the embeddings, which both parts and the head have.
     """
@@ -209,11 +233,7 @@ def shared_by_layers(model: nn.Module) -> list[nn.Parameter]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
     embeddings = {*embeddings_of(without_adapters(model))}
-    return [
-        parameter
-        for parameter, layers in owners.items()
-        if len(layers) > 1 and not layers <= embeddings and not parameter.requires_grad
-    ]
+    return [parameter for parameter, layers in owners.items() if len(layers) > 1 and not layers <= embeddings]
 
 
 def kinds_of_layers(model: nn.Module) -> list[str]:
@@ -238,7 +258,7 @@ def embeddings_of(base: nn.Module) -> list[nn.Module]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what is to be saved of a model whose frozen weights are cut, on process 0; called by every process.
+    """Return what is to be saved of a model whose weights are cut, on process 0; called by every process.
 
     Of a base under adapters these are its embeddings alone, which PEFT may save: the rest is where it was loaded from.
     """
@@ -246,14 +266,54 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     embeddings: set[str] = set()
     if base is not model:
         embeddings = {name for name, module in model.named_modules() if module in embeddings_of(base)}
-    state = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state: dict[str, Tensor] = {}
+    gathered: dict[Tensor, Tensor] = {}  # a weight that has two names is one in what is saved, too
     for name, value in model.state_dict().items():
         if isinstance(value, DTensor):
-            if base is not model and name.rpartition(".")[0] not in embeddings:
+            parameter = parameters[name]
+            if base is not model and not parameter.requires_grad and name.rpartition(".")[0] not in embeddings:
                 continue
-            value = value.full_tensor()
-        state[name] = value.cpu() if dist.get_rank() == 0 else value.new_empty(0)
+            if parameter not in gathered:
+                gathered[parameter] = of_process_0(value.full_tensor())
+            state[name] = gathered[parameter]
+        else:
+            state[name] = of_process_0(value)
     return state
+
+
+def of_process_0(value: Tensor) -> Tensor:
+    """Return a tensor in the memory of the processor, on process 0; one without numbers on the others."""
+    return value.cpu() if dist.get_rank() == 0 else value.new_empty(0)
+
+
+@contextlib.contextmanager
+def with_whole_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let the states of an optimizer be whole, for the block in which process 0 saves them; called by every process."""
+    own = optimizer.state
+    optimizer.state = defaultdict(dict)
+    for parameter, state in own.items():
+        optimizer.state[parameter] = {name: whole_state_of(value, parameter) for name, value in state.items()}
+    try:
+        yield
+    finally:
+        optimizer.state = own
+
+
+def whole_state_of(value: Any, parameter: Tensor) -> Any:
+    """Return what is kept for a parameter with its tensors whole, on process 0; called by every process."""
+    if isinstance(value, list):
+        return [whole_state_of(each, parameter) for each in value]
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    return of_process_0(whole_of(value, like=parameter))
+
+
+def rows_of_state(value: Any, parameter: Tensor) -> Any:
+    """Return what is kept for a parameter with the rows of its tensors that are here."""
+    return (
+        [rows_of_state(each, parameter) for each in value] if isinstance(value, list) else rows_here(value, like=parameter)
+    )
 
 
 def cut_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -261,8 +321,7 @@ def cut_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: st
     for name, own in module.state_dict().items():
         value = state_dict.get(prefix + name)
         if isinstance(own, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            there = value.to(own.device)
-            state_dict[prefix + name] = distribute_tensor(there, own.device_mesh, own.placements, src_data_rank=None)
+            state_dict[prefix + name] = in_shards(rows_here(value.to(own.device), like=own), like=own)
 
 
 # --- torch's own parts, for which it has no public names; tests pin them --------------------------------------------------
@@ -274,6 +333,20 @@ def groups_of(model: Any) -> dict[Any, Any]:
     root._lazy_init()  # so that all can be brought back to a beginning, before a pass as behind one
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return {group: unit for unit in reversed(units) for group in unit._get_fsdp_state()._fsdp_param_groups}
+
+
+def trained_layers(model: nn.Module, groups: list[Any]) -> list[dict[str, DTensor]]:
+    """Return by name the trained weights in shards of each group that has some, and let `gathered` find them."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    layers = []
+    for group in groups:
+        keepers = [keeper for keeper in group.fsdp_params if keeper.sharded_param.requires_grad]
+        for keeper in keepers:
+            remember_keeper(keeper.sharded_param, keeper)
+        layer = {names[keeper.sharded_param]: keeper.sharded_param for keeper in keepers}
+        if layer:
+            layers.append(layer)
+    return layers
 
 
 def gathered_in_float32(groups: list[Any]) -> Callable[[bool], None]:

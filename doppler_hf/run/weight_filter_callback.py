@@ -8,14 +8,18 @@ wraps `evaluation_loop` in `applied`, and `save_model` in `saving.saved_whole`.
 """
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import WeightFilter
+from doppler_hf.run.sharding import rows_of_state, whole_state_of
+from doppler_hf.shards import part_here
 from doppler_hf.training_args import DopplerTrainingArguments
 
 WEIGHT_FILTER_NAME: Final = "weight_filter.pt"
@@ -34,6 +38,7 @@ class WeightFilterCallback(TrainerCallback):
     def __init__(self, name: str | None) -> None:
         self._filter = None if name is None else LowPassFilter.parse(name)
         self._weights: WeightFilter | None = None
+        self._trained: list[Tensor] = []
         self.checkpoint: str | None = None
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
@@ -48,7 +53,9 @@ class WeightFilterCallback(TrainerCallback):
         """
         if self._filter is None:
             return
-        weights = WeightFilter((p for p in kwargs["model"].parameters() if p.requires_grad), self._filter)
+        self._trained = [p for p in kwargs["model"].parameters() if p.requires_grad]
+        # Of weights in shards the rows that are here: the filter is of each coordinate by itself.
+        weights = WeightFilter((part_here(p) for p in self._trained), self._filter)
         if self.checkpoint is not None:
             path = Path(self.checkpoint) / WEIGHT_FILTER_NAME
             if not path.exists():
@@ -56,7 +63,8 @@ class WeightFilterCallback(TrainerCallback):
                     f"There is no {WEIGHT_FILTER_NAME} in {self.checkpoint}, so the raw weights are unknown. Resume without "
                     "a weight filter if that run had none, or from another checkpoint."
                 )
-            weights.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            whole = torch.load(path, map_location="cpu", weights_only=True)
+            weights.load_state_dict(self._each(whole, rows_of_state))
         self._weights = weights
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -66,8 +74,20 @@ class WeightFilterCallback(TrainerCallback):
 
     def add_to_checkpoint(self, folder: str, args: DopplerTrainingArguments) -> None:
         """Put the raw weights and the filter's states into a checkpoint from which a run may be resumed."""
-        if self._weights is not None and args.should_save and not args.save_only_model:
-            torch.save(self._weights.state_dict(), Path(folder) / WEIGHT_FILTER_NAME)
+        if self._weights is not None and not args.save_only_model:
+            whole = self._each(self._weights.state_dict(), whole_state_of)
+            if args.should_save:
+                torch.save(whole, Path(folder) / WEIGHT_FILTER_NAME)
+
+    def _each(self, state: dict[str, Any], change: Callable[[Any, Tensor], Any]) -> dict[str, Any]:
+        """Return a state of the filter with what is of each parameter changed; of other parameters as it is."""
+        if len(state["raw"]) != len(self._trained):
+            return state
+        changed = {
+            name: [change(value, p) for value, p in zip(state[name], self._trained, strict=True)]
+            for name in ("filter_states", "filtered", "raw")
+        }
+        return state | changed
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Leave the filtered weights in the model: the last ones, or the best checkpoint's, loaded by the host."""

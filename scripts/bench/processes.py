@@ -1,11 +1,11 @@
-"""Memory and time of a process that has all frozen weights, and of one that has a share of them.
+"""Memory and time of a process that has all weights, and of one that has a share of them.
 
-    torchrun --nproc_per_node 2 -m scripts.bench.processes [--shards] [--results out/processes.jsonl]
+    torchrun --nproc_per_node 2 -m scripts.bench.processes [--shards] [--full] [--results out/processes.jsonl]
 
-A RoBERTa of random weights with LoRA is trained on random tokens; without a launcher in one process. What is measured is of
-the process with the most: the bytes of frozen weights that it keeps, its memory between two steps and at most in a step (on
-a CPU all that is resident, libraries included), and the median seconds of a step. The first step is not counted. The check
-before it, which costs the same each time, is left out.
+A RoBERTa of random weights is trained on random tokens, with LoRA or all of it; without a launcher in one process. What is
+measured is of the process with the most: the bytes of frozen and of trained weights that it keeps, and of the optimizer's
+states, its memory between two steps and at most in a step (on a CPU all that is resident, libraries included), and the
+median seconds of a step. The first step is not counted. The check before it, which costs the same each time, is left out.
 """
 
 import tempfile
@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from transformers import RobertaConfig, RobertaForSequenceClassification, TrainerCallback, default_data_collator, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.shards import part_here
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from scripts.bench.measure import MIB, append_json_line, memory_now, memory_peak
@@ -33,7 +34,8 @@ from scripts.bench.measure import MIB, append_json_line, memory_now, memory_peak
 class BenchArguments:
     """The settings of the training."""
 
-    shards: bool = field(default=False, metadata={"help": "Share the frozen weights (FSDP2)."})
+    shards: bool = field(default=False, metadata={"help": "Share the weights (FSDP2)."})
+    full: bool = field(default=False, metadata={"help": "Train all weights, without adapters."})
     batch_size: int = field(default=8, metadata={"help": "Expected examples of a process and step."})
     length: int = field(default=64, metadata={"help": "Tokens of an example."})
     steps: int = field(default=6, metadata={"help": "Steps that count."})
@@ -53,14 +55,20 @@ class Meter(TrainerCallback):
         self._begin = 0.0
         self.seconds: list[float] = []
         self.between: list[int] = []
-        self.frozen = 0
+        self.frozen = self.trained = self.states = 0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Begin to count anew behind the first step."""
         assert model is not None
         if state.global_step == 1:
             self.seconds.clear()
-            self.frozen = sum(bytes_here(value) for value in model.parameters() if not value.requires_grad)
+            self.frozen = sum(part_here(value).nbytes for value in model.parameters() if not value.requires_grad)
+            self.trained = sum(part_here(value).nbytes for value in model.parameters() if value.requires_grad)
+            self.states = sum(
+                value.nbytes for value in pytree.tree_leaves([*optimizer.state.values()]) if isinstance(value, torch.Tensor)
+            )
             forget_peak(self._device)
         self.between.append(memory_now(self._device))
         self._begin = time.perf_counter()
@@ -75,15 +83,12 @@ class Meter(TrainerCallback):
         """Return what this process has measured."""
         return {
             "frozen_mib": self.frozen / MIB,
+            "trained_mib": self.trained / MIB,
+            "states_mib": self.states / MIB,
             "between_mib": float(np.median(self.between[1:])) / MIB,
             "peak_mib": memory_peak(self._device) / MIB,
             "seconds": float(np.median(self.seconds)),
         }
-
-
-def bytes_here(parameter: torch.Tensor) -> int:
-    """Return how many bytes of a weight this process keeps."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
 
 
 def forget_peak(device: str) -> None:
@@ -104,6 +109,8 @@ def build(args: BenchArguments) -> Any:
         num_attention_heads=max(1, args.hidden // 64),
         intermediate_size=4 * args.hidden,
     )
+    if args.full:
+        return RobertaForSequenceClassification(config)
     lora = LoraArguments(lora_r=args.lora_r, lora_target_modules="query,value")
     return add_lora(RobertaForSequenceClassification(config), lora, task_type="SEQ_CLS")
 
@@ -145,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = {name: max(each[name] for each in found) for name in mine}
     way = "shares" if args.shards else "all weights"
     print(
-        f"{len(found)} processes, {way:11} frozen {result['frozen_mib']:7.1f} MiB, memory {result['between_mib']:7.1f} MiB, "
+        f"{len(found)} processes, {way:11} frozen {result['frozen_mib']:.1f} MiB, trained {result['trained_mib']:.1f} MiB, "
+        f"states {result['states_mib']:7.1f} MiB, memory {result['between_mib']:7.1f} MiB, "
         f"at most {result['peak_mib']:7.1f} MiB, {result['seconds']:.2f} s a step"
     )
     append_json_line({"processes": len(found), **result, "settings": asdict(args)}, args.results)

@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.as_in_training import in_full_precision
 from doppler_hf.privacy.clipping.memory import Memory
 from doppler_hf.privacy.reachable import is_opaque
 from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
-from doppler_hf.run.sharding import Sharding, kept_from_host, kinds_of_layers, shared_by_layers, whole_state
+from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, kinds_of_layers, shared_by_layers, whole_state
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
@@ -118,7 +119,7 @@ def group():
 
 
 def lora(model, **options):
-    return get_peft_model(model, LoraConfig(r=2, **(dict(target_modules=["query", "value"], task_type="SEQ_CLS") | options)))
+    return get_peft_model(model, LoraConfig(**(dict(r=2, target_modules=["query", "value"], task_type="SEQ_CLS") | options)))
 
 
 def cut(model):
@@ -142,9 +143,74 @@ def test_what_is_trained_stays_whole_and_all_else_is_cut():
 
 
 @pytest.mark.usefixtures("group")
-def test_a_model_of_which_all_is_trained_is_refused():
-    with pytest.raises(ValueError, match=r"must have frozen weights for FSDP in a private run, got none: .* Train adapters"):
-        cut(tiny_bert())
+@pytest.mark.parametrize("rank", [2, 8])
+def test_much_that_is_trained_is_cut_too(rank):
+    """Adapters of a tenth of all weights and more, or all of a model."""
+    model = lora(tiny_bert(), r=rank)
+    sharding = cut(model)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    is_cut = {isinstance(value, DTensor) for value in trained.values()}
+    assert is_cut == {rank == 8}
+    assert sharding.sharded_sums is None if rank == 2 else sharding.sharded_sums.places.keys() == trained.keys()
+    assert not any(group.reduce_grads for group in groups_of(model))  # no gradient leaves its process unclipped
+
+
+@pytest.mark.usefixtures("group")
+def test_what_fsdp_cannot_cut_stays_whole_where_all_is_trained():
+    sizes = dict(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    sharding = cut(model)
+    whole = {name for name, value in model.named_parameters() if not isinstance(value, DTensor)}
+    assert whole == {"shared.weight", "scale"}
+    assert sharding.sharded_sums.places.keys() == dict(model.named_parameters()).keys() - whole
+
+
+def tokens():
+    return {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "attention_mask": torch.ones(2, 3)}
+
+
+@pytest.mark.usefixtures("group")
+def test_clipped_sums_of_gathered_weights_are_those_of_whole_ones():
+    def found(model, **options):
+        with ClippedGradients(model, max_grad_norm=0.1, **options) as clipped:
+            clipped.is_checked = True
+            for rows in (slice(None), slice(1), slice(1, None)):  # added to what is there
+                inputs = {name: value[rows] for name, value in tokens().items()}
+                norms = clipped.backward(model(**inputs).logits.square().sum(dim=1))
+            clipped.drop(model(**tokens()).logits.sum(dim=1))
+            return norms, clipped.sums
+
+    model = tiny_bert().double()
+    expected = found(model)
+    torch.testing.assert_close(found(model, sharded_sums=cut(model).sharded_sums), expected, rtol=1e-12, atol=1e-15)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("group")
+def test_an_ordinary_gradient_of_a_gathered_weight_is_found():
+    model = tiny_bert()
+    with ClippedGradients(model, sharded_sums=cut(model).sharded_sums) as clipped:
+        clipped.is_checked = True
+        model.dropout.register_forward_hook(lambda module, inputs, output: output * model.classifier.bias.sum())
+        with pytest.raises(ValueError, match=r"No per-sample gradient for .* 'classifier\.bias', used outside"):
+            clipped.backward(model(**tokens()).logits.sum(dim=1))
+
+
+@pytest.mark.usefixtures("group")
+def test_trained_shards_without_sharded_sums_are_refused():
+    model = tiny_bert()
+    cut(model)
+    with pytest.raises(ValueError, match=r"Trained parameters in shards must have sums in shards, got 'bert\.embeddings"):
+        ClippedGradients(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_trained_weights_of_several_types_are_refused():
+    model = tiny_bert()
+    model.bert.encoder.layer[0].output.dense.bfloat16()
+    with pytest.raises(ValueError, match=r"must be of one type under FSDP, .* got torch\.bfloat16 and torch\.float32"):
+        cut(model)
 
 
 @pytest.mark.usefixtures("group")

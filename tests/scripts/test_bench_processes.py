@@ -30,7 +30,7 @@ def test_one_process(tmp_path, capsys):
 def test_two_processes_that_share(tmp_path):
     path = tmp_path / "processes.jsonl"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for flags in ([], ["--shards"]):
+    for flags in ([], ["--shards"], ["--full"], ["--full", "--shards"]):
         done = subprocess.run(
             [*launcher, "-m", "scripts.bench.processes", *SIZES, f"--results={path}", *flags],
             cwd=Path(__file__).parents[2],
@@ -40,6 +40,11 @@ def test_two_processes_that_share(tmp_path):
             timeout=300,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-    whole, shares = map(json.loads, path.read_text().splitlines())
-    assert whole["processes"] == shares["processes"] == 2
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [result["processes"] for result in results] == [2] * 4
+    whole, shares, all_trained, shares_of_it = results
     assert shares["frozen_mib"] == pytest.approx(whole["frozen_mib"] / 2, rel=0.05)
+    assert shares["trained_mib"] == whole["trained_mib"]
+    assert all_trained["frozen_mib"] == shares_of_it["frozen_mib"] == 0
+    for name in ("trained_mib", "states_mib"):
+        assert shares_of_it[name] == pytest.approx(all_trained[name] / 2, rel=0.05)

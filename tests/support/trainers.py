@@ -6,6 +6,7 @@ trainings as a user starts them; scripts, recipes, workloads, processes and the 
 """
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -44,7 +45,9 @@ class Recorder(TrainerCallback):
         self.gradients = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double())
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+        self.gradients.append(torch.cat([each.flatten() for each in whole]).double())
 
 
 class StopAt(TrainerCallback):

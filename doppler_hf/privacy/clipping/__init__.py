@@ -1,6 +1,7 @@
 """Per-sample gradients, clipped and summed.
 
 - clipped_gradients: `ClippedGradients`: norms, factors, sums
+- sharded_sums: sums of which each process keeps its own rows
 - engine: stand-ins for the layers' forward passes, and one backward pass
 - book: the notes of the layers for it
 - per_sample_gradient: what a per-sample gradient is, and the one in full

@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from doppler_hf.privacy.clipping.held_coins import HeldCoins
+from doppler_hf.shards import part_here
 
 # dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.
 _PROBABILITY = re.compile(r"drop|jitter|mask_\w*prob")
@@ -197,7 +198,8 @@ def moved(model: nn.Module) -> Iterator[None]:
     Private training moves all of them, by its noise. An embedding's row of the padding is zero at the start, so that a model
     may read it without a mask; behind the first step an example would change with its padding.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+    trained = [part_here(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in trained if parameter.numel()]
     is_small = [is_nearly_zero(parameter.detach()) for parameter in trained]
     small = list(itertools.compress(trained, is_small))
     before = [parameter.detach().clone() for parameter in small]

@@ -8,17 +8,20 @@ the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum i
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from doppler_hf.linalg import highest_matmul_precision
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.factored import NormRule
 from doppler_hf.privacy.clipping.per_sample_gradient import Norms, PerSampleGradient
+from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
+from doppler_hf.shards import Place, part_here
 
 Clipping = Literal["automatic", "vanilla"]
 Granularity = Literal["flat", "per_layer"]
@@ -62,6 +65,7 @@ class ClippedGradients:
             the matrix itself, "auto" the cheaper way for each layer and sequence length; see `factored.is_formed`.
         rows_per_loss: With how many rows, one after another, the model is called for each loss, such as the two answers of
             a pair.
+        sharded_sums: How the sums of trained weights in shards are added up over the processes; None if none are.
 
     Attributes:
         engine_name: `engine`.
@@ -73,8 +77,8 @@ class ClippedGradients:
         is_half_added: Whether a `backward` has failed while it added, so that its examples are in a part of `sums` only.
 
     Raises:
-        ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, or a layer has no
-            per-sample gradient, by name.
+        ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, a layer has no
+            per-sample gradient, or a parameter is in shards and its sum is not, by name.
 
     Example:
         >>> with ClippedGradients(model, max_grad_norm=1.0, clipping="vanilla") as clipped:
@@ -92,6 +96,7 @@ class ClippedGradients:
         engine: Engine = "book_keeping",
         norm_rule: NormRule = "auto",
         rows_per_loss: int = 1,
+        sharded_sums: ShardedSums | None = None,
     ) -> None:
         # Numbers far smaller than float32's smallest normal one would be rounded by as much as they are.
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
@@ -113,7 +118,14 @@ class ClippedGradients:
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
-        self._trainable = trainable
+        self._trainable, self._sharded_sums = trainable, sharded_sums
+        # Sensitivity: of rows that are taken for a whole the norm would be too small, and the noise elsewhere.
+        cut = [name for name, parameter in trainable.items() if isinstance(parameter, DTensor) and name not in self.places]
+        if cut:
+            raise ValueError(
+                f"Trained parameters in shards must have sums in shards, got {cut[0]!r} of which nothing says how they are "
+                "added up. Let DopplerTrainer cut the model (fsdp=True)."
+            )
         # The coarsest in which something is summed.
         self._dtype = max((self._sum_dtype(name) for name in trainable), key=lambda dtype: torch.finfo(dtype).eps)
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
@@ -127,6 +139,8 @@ class ClippedGradients:
     def sums(self) -> dict[str, Float[Tensor, "..."]]:
         """Parameter name → Σ clip(gᵢ) since the last `reset`, in float32 or better. Not private: it has no noise yet.
 
+        Of this process's examples; of parameters in `places` the rows that are here, of those of all processes.
+
         Raises:
             RuntimeError: If examples are in a part of the sums only.
         """
@@ -139,6 +153,11 @@ class ClippedGradients:
         for name in self._trainable.keys() - self._sums.keys():
             self._sums[name] = self._empty_sum(name).zero_()
         return {name: self._sums[name] for name in self._trainable}
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Parameter name → where in it the rows are that `sums` has; of parameters in shards alone."""
+        return {} if self._sharded_sums is None else self._sharded_sums.places
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -215,6 +234,8 @@ class ClippedGradients:
         assert self._engine is not None
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             self._engine.per_sample_gradients(losses)
+        if self._is_reduced:
+            self._add_with_others((), lambda total, name, beta: None)
 
     @property
     def is_checked(self) -> bool:
@@ -271,8 +292,9 @@ class ClippedGradients:
 
     def _empty_sum(self, name: str) -> Tensor:
         # Allocated when first written, like the gradients of ordinary training, so that it takes no memory in the forward.
-        parameter, dtype = self._trainable[name], self._sum_dtype(name)
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+        parameter = self._trainable[name]
+        shape = part_here(parameter).shape if self._is_reduced else parameter.shape
+        return torch.empty(shape, dtype=self._sum_dtype(name), device=parameter.device)
 
     @torch.no_grad()
     def _add_clipped(
@@ -301,8 +323,7 @@ class ClippedGradients:
         finite = whole.is_finite() & (fade > 0)
         num_non_finite = batch_size - int(finite.sum())
         if num_non_finite == batch_size:
-            self._count(whole.values, weights, num_non_finite)
-            return whole.values
+            gradients.clear()
 
         layers = len(set(self._group_of.values()))
         bound = self.max_grad_norm / layers**0.5
@@ -315,33 +336,69 @@ class ClippedGradients:
         # In float32 smaller ones are rounded by more than the norms are raised by. Such an example contributes nothing.
         factors = {group: factor.where(beyond | (factor >= SMALLEST_FACTOR), 0.0) for group, factor in factors.items()}
         ordinary, beyond = finite & ~beyond, finite & beyond
-        self.is_half_added = True
-        for name in tuple(gradients):
+
+        def add_to(total: Tensor, name: str, beta: int) -> None:
             gradient, factor = gradients.pop(name), factors[self._group_of[name]]  # so that its memory is freed
-            if name not in self._sums:
-                self._sums[name], beta = self._empty_sum(name), 0
-            else:
-                beta = 1
             if not any_beyond:
-                gradient.add_weighted(self._sums[name], factor, beta=beta)
-                continue
-            gradient.of_examples(ordinary).add_weighted(self._sums[name], factor[ordinary], beta=beta)
-            in_float64 = torch.zeros_like(self._sums[name], dtype=torch.float64)
+                gradient.add_weighted(total, factor, beta=beta)
+                return
+            gradient.of_examples(ordinary).add_weighted(total, factor[ordinary], beta=beta)
+            in_float64 = torch.zeros_like(total, dtype=torch.float64)
             gradient.of_examples(beyond).in_float64().add_weighted(in_float64, factor[beyond])
-            self._sums[name] += in_float64
+            total += in_float64
+
+        num_within = self.num_within.to(whole.values.device) + self._within(whole.values, weights)
+        if self._is_reduced:
+            self._add_with_others(gradients.keys(), add_to)
+        else:
+            self.is_half_added = True
+            for name in tuple(gradients):
+                is_first = name not in self._sums
+                if is_first:
+                    self._sums[name] = self._empty_sum(name)
+                add_to(self._sums[name], name, 0 if is_first else 1)
         # Sensitivity: who runs out of memory before all is counted adds nothing twice.
-        self._count(whole.values, weights, num_non_finite)
+        self.num_within = num_within
+        self.num_non_finite += num_non_finite
         self.is_half_added = False
         return whole.values
 
-    def _count(self, norms: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None, num_non_finite: int) -> None:
-        """Count examples that were added: how many are not clipped, and how many contribute nothing."""
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether sums are added up over the processes as they are formed."""
+        return self._sharded_sums is not None and not self._sharded_sums.is_alone()
+
+    def _add_with_others(self, names: Collection[str], add_to: Callable[[Tensor, str, int], None]) -> None:
+        """Add what this pass has found on all processes; all of it, or where it does not suffice somewhere nothing.
+
+        Args:
+            names: Of what this process has a sum.
+            add_to: Writes one, which it may do once: takes its tensor, its name and 0.
+        """
+        assert self._sharded_sums is not None
+
+        def own(name: str) -> Tensor | None:
+            if name not in names:
+                return None
+            total = torch.empty(
+                self._trainable[name].shape, dtype=self._sum_dtype(name), device=self._trainable[name].device
+            )
+            add_to(total, name, 0)
+            return total
+
+        added = self._sharded_sums.add_up(own)
+        added |= {name: total for name in self._trainable if name not in added and (total := own(name)) is not None}
+        self._sharded_sums.complete()
+        # Sensitivity: behind the last meeting of the pass nothing can fail, so that no process keeps of it what others drop.
+        for name, total in added.items():
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+
+    def _within(self, norms: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None) -> Float[Tensor, ""]:
+        """Return how many of these examples are not clipped, less half of them; see `num_within`."""
         # Sensitivity: a number within ±½ of each example, whatever its norm, and of one that is not finite −½; times its
         # weight. Not a step at C: what rounding follows from the others would move an example across it.
         within = (0.5 + (1 - norms.double() / self.max_grad_norm) / WITHIN).nan_to_num(nan=0.0).clamp(0, 1) - 0.5
-        total = within.sum() if weights is None else within @ weights.double()
-        self.num_within = self.num_within.to(total.device) + total
-        self.num_non_finite += num_non_finite
+        return within.sum() if weights is None else within @ weights.double()
 
     def _norms(self, gradients: Iterable[tuple[str, PerSampleGradient]]) -> dict[str, Norms]:
         """Return the norms by group."""

@@ -37,6 +37,7 @@ from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_f
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
+from doppler_hf.privacy.clipping.sharded_sums import gathered
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_choices, without_adapters
 
@@ -131,7 +132,8 @@ class BookKeepingEngine:
                 + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
                 + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
             )
-        trainable = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        named = self._model.named_parameters()
+        trainable = {name: gathered(parameter) for name, parameter in named if parameter.requires_grad}
         try:
             if not self.is_checked and len(losses) > 1:
                 self._check_that_examples_are_apart(losses, trainable)
@@ -154,7 +156,7 @@ class BookKeepingEngine:
             self._not_batched.clear()
 
     def _back_propagate(
-        self, loss: Float[Tensor, ""], trainable: Mapping[str, nn.Parameter], *, retain_graph: bool = False
+        self, loss: Float[Tensor, ""], trainable: Mapping[str, Tensor], *, retain_graph: bool = False
     ) -> None:
         """Fill the book, and leave no ordinary gradients."""
         book = self._book
@@ -174,7 +176,7 @@ class BookKeepingEngine:
         if unexplained:
             raise ValueError(self._unexplained(unexplained))
 
-    def _check_that_examples_are_apart(self, losses: Float[Tensor, " batch"], trainable: Mapping[str, nn.Parameter]) -> None:
+    def _check_that_examples_are_apart(self, losses: Float[Tensor, " batch"], trainable: Mapping[str, Tensor]) -> None:
         """Check that the losses of the first and the last example have no gradient in other examples' rows of any layer.
 
         A first dimension that equals the batch size need not be the batch, and a loss may depend on the whole batch. Both

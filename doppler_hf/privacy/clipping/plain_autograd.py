@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from doppler_hf.privacy.clipping.sharded_sums import gathered
+
 # A function that calls the model with inputs and returns one loss per example.
 Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 
@@ -34,11 +36,12 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
 
 def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the ordinary gradients by name, from `.grad`: re-entrant checkpointing leaves them nowhere else."""
-    for parameter in parameters.values():
+    used = {name: gathered(parameter) for name, parameter in parameters.items()}
+    for parameter in used.values():
         parameter.grad = None
     losses.sum().backward()
-    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    for parameter in parameters.values():
+    gradients = {name: parameter.grad for name, parameter in used.items() if parameter.grad is not None}
+    for parameter in used.values():
         parameter.grad = None
     return gradients
 

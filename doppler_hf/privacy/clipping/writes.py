@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from doppler_hf.linalg import same
+from doppler_hf.shards import part_here
 
 
 @contextlib.contextmanager
@@ -54,11 +54,6 @@ def frozen_sums(model: nn.Module) -> dict[str, float]:
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     # Of a weight in shards that of its part here: what is written into a gathered one is gone when that is freed.
     return {name: float(torch.sum(part_here(value), dtype=torch.float64)) for name, value in frozen.items()}
-
-
-def part_here(parameter: Tensor) -> Tensor:
-    """Return a tensor, or its part on this process."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def of_other_content(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from doppler_hf.privacy.noise.ahead import NoiseAhead
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
 from doppler_hf.privacy.noise.shaped import ShapedNoise
 from doppler_hf.privacy.noise.subspace_noise import bases_of, coordinates_of, lift_into, projected, stretches_of
+from doppler_hf.shards import Place
 
 
 class Mechanism(Protocol):
@@ -42,7 +43,12 @@ class Mechanism(Protocol):
         """Return the standard deviation of the noise per coordinate of the mean gradient of step `step`, taken alone."""
 
     def privatize(
-        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, subspaces: Mapping[str, Float[Tensor, "..."]] = {}
+        self,
+        sums: Mapping[str, Float[Tensor, "..."]],
+        *,
+        step: int,
+        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
+        places: Mapping[str, Place] = {},
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
 
@@ -216,7 +222,12 @@ class GaussianMechanism:
 
     @torch.no_grad()
     def privatize(
-        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, subspaces: Mapping[str, Float[Tensor, "..."]] = {}
+        self,
+        sums: Mapping[str, Float[Tensor, "..."]],
+        *,
+        step: int,
+        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
+        places: Mapping[str, Place] = {},
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`.
 
@@ -227,9 +238,12 @@ class GaussianMechanism:
             subspaces: By name, P of each matrix whose gradient is needed in a subspace only, shape (min(m, n), rank) for a
                 sum of shape (m, n), with orthonormal columns; any device and floating dtype. It must be the same on every
                 process, and depend on earlier releases (or public data) only.
+            places: By name, where in a parameter in shards the rows of this process are: its sum is of these rows alone, and
+                over all processes already. Each coordinate must be on one process, and none of them has a subspace.
 
         Returns:
-            The private mean gradient by parameter name, the same on every process, in the tensors that were passed. In a
+            The private mean gradient by parameter name, the same on every process, in the tensors that were passed, but for
+            parameters in shards, of which it is that of the rows here. In a
             subspace it is P·(PᵀS + noise)/B for m ≤ n and (S·P + noise)·Pᵀ/B for m > n, so that PᵀG (or G·P) is the noisy
             projected mean. Shaped noise fills the whole gradient in any case: what it remembers of earlier steps was in
             other subspaces.
@@ -252,22 +266,28 @@ class GaussianMechanism:
         # compose adaptively, which is what the accountant bounds; lifting from the subspace is post-processing.
         #
         # Process 0 adds the noise before the sums are reduced, so that no unnoised total exists anywhere, the noise is
-        # added exactly once whatever the number of processes, and every replica receives the same bits.
+        # added exactly once whatever the number of processes, and every replica receives the same bits. Of a parameter in
+        # shards each coordinate is on one process alone, which adds the noise, from a stream under a key of its own: σC for
+        # each coordinate, however many processes there are, and independent between them.
         distributed = dist.is_available() and dist.is_initialized()
-        is_noisy = self.noise_multiplier > 0.0 and (not distributed or dist.get_rank() == 0)
+        is_first = not distributed or dist.get_rank() == 0
+        noisy = {name for name in sums if self.noise_multiplier > 0.0 and (is_first or name in places)}
         bases = bases_of(subspaces, sums)
+        assert not bases.keys() & places.keys(), "the rows of a shard have no subspace of the whole"
         if self._shaped is not None:
             bases = {}
         stretches = stretches_of(bases, distributed=distributed)
-        if is_noisy and self._ahead is not None:
-            coordinates = sum(coordinates_of(total, bases.get(name)) for name, total in sums.items())
+        if noisy and self._ahead is not None:
+            coordinates = sum(coordinates_of(sums[name], bases.get(name)) for name in noisy)
             self._ahead.expect(coordinates, pinned=any(total.is_cuda for total in sums.values()))
         for name, total in sums.items():
             basis = bases.get(name)
             released = total if basis is None else projected(total, basis)
-            if is_noisy:
-                self._add_noise(released, name=name, stretch=stretches.get(name, 1.0), step=step)
-            if distributed:
+            if name in noisy:
+                self._add_noise(released, name=name, stretch=stretches.get(name, 1.0), step=step, place=places.get(name))
+            elif places and self._seed is not None:  # so that what is drawn next is the same on every process
+                self._add_white_noise(torch.zeros_like(released), stretch=1.0, step=step)
+            if distributed and name not in places:
                 dist.all_reduce(released)
             released.div_(self.expected_batch_size)
             if basis is not None:
@@ -275,16 +295,24 @@ class GaussianMechanism:
         self._next_step = step + 1
         return dict(sums)
 
-    def _add_noise(self, values: Float[Tensor, "..."], *, name: str, stretch: float, step: int) -> None:
-        """Add the noise of the step to a parameter's sum (modified in place)."""
-        add_white = functools.partial(self._add_white_noise, stretch=stretch, step=step)
+    def _add_noise(self, values: Float[Tensor, "..."], *, name: str, stretch: float, step: int, place: Place | None) -> None:
+        """Add the noise of the step to a parameter's sum, or to the rows of it that are here (modified in place)."""
+        add_white = functools.partial(self._add_white_noise, stretch=stretch, step=step, place=place)
         if self._shaped is None:
             add_white(values)
         else:
             values.add_(self._shaped.next(name, like=values, add_white=add_white))
 
-    def _add_white_noise(self, values: Float[Tensor, "..."], *, stretch: float, step: int) -> None:
+    def _add_white_noise(
+        self, values: Float[Tensor, "..."], *, stretch: float, step: int, place: Place | None = None
+    ) -> None:
         """Add 𝒩(0, (stretch·σC‖c‖)²) to every coordinate (modified in place)."""
+        if place is not None and self._seed is not None:
+            # For tests: the noise that one process would add, of which each takes what is of its coordinates.
+            whole = values.new_zeros(place.numel)
+            self._add_white_noise(whole, stretch=stretch, step=step)
+            values.view(-1).add_(whole[place.begin : place.begin + values.numel()])
+            return
         # Sensitivity: C is that of this step, whatever it was when the noise was prepared.
         stretch *= self.max_grad_norm / self._first_max_grad_norm
         # Noise that is not prepared is drawn here, from another stream than the thread's: every coordinate gets its own.

@@ -11,10 +11,12 @@ import pytest
 import scipy.stats
 import torch
 
+from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism, bits
 from doppler_hf.privacy.bits import RekeyedBits, SecretBits
 from doppler_hf.privacy.noise import mechanism as mechanism_module
 from doppler_hf.privacy.noise import subspace_noise
+from doppler_hf.shards import Place
 
 SIGMA, C, B, D = 1.3, 0.7, 50, 100_000
 
@@ -396,6 +398,66 @@ def test_processes_send_projected_sums_and_only_the_first_adds_noise(monkeypatch
     noise = (sent[0] - basis.T @ totals[0]).double().numpy() / (SIGMA * C)
     low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], noise.size)  # two-sided at 1e-6
     assert low < np.sum(noise**2) < high
+
+
+# Of seven rows of three two processes have four and three, and five processes two each, one, and none.
+SHARDED = {2: [(0, 12), (12, 9)], 5: [(0, 6), (6, 6), (12, 6), (18, 3), (21, 0)]}
+
+
+def of_shards(parts, monkeypatch, *, steps=1, **options):
+    """Return what each process releases of a parameter in shards, between two whole ones, and what it sends."""
+    found = []
+    for rank, (begin, numel) in enumerate(parts):
+        put_between(processes := TwoProcesses(rank), monkeypatch)
+        mechanism = gaussian(**options)
+        for step in range(steps):
+            sums = {"a": torch.ones(5).double(), "w": torch.full((numel,), 2.0).double(), "b": torch.ones(4).double()}
+            private = mechanism.privatize(sums, step=step, places={"w": Place(begin, 21)})
+        found.append((private, processes.sent))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"floating_point_safe": True}, {"shape": NoiseShape.parse("banded:bands=3")}], ids=str
+)
+@pytest.mark.parametrize("parts", SHARDED.values(), ids=SHARDED)
+def test_reproducible_noise_is_the_same_in_shards(parts, options, monkeypatch):
+    steps = 1 if "shape" not in options else 4
+    one = gaussian(seed=0, **options)
+    for step in range(steps):
+        sums = {"a": torch.ones(5).double(), "w": torch.full((7, 3), 2.0).double(), "b": torch.ones(4).double()}
+        expected = one.privatize(sums, step=step)
+    found = of_shards(parts, monkeypatch, steps=steps, seed=0, **options)
+    in_full = torch.cat([private["w"] for private, _ in found])
+    torch.testing.assert_close(in_full, expected["w"].flatten(), rtol=0, atol=1e-15)
+    for name in ("a", "b"):  # of the first process, as ever
+        torch.testing.assert_close(found[0][0][name], expected[name], rtol=0, atol=1e-15)
+        assert all(torch.equal(private[name], torch.full_like(private[name], 1 / B)) for private, _ in found[1:])
+
+
+@pytest.mark.parametrize("draw_ahead", [False, True])
+def test_whoever_has_a_shard_adds_its_noise_and_sends_none_of_it(draw_ahead, monkeypatch):
+    parts = [(0, 4000), (4000, 4000), (8000, 999)]
+    found = []
+    for rank, (begin, numel) in enumerate(parts):
+        put_between(processes := TwoProcesses(rank), monkeypatch)
+        with gaussian(draw_ahead=draw_ahead) as mechanism:
+            sums = {"w": torch.zeros(numel), "b": torch.zeros(50)}
+            private = mechanism.privatize(sums, step=0, places={"w": Place(begin, 8999)})
+        assert [len(each) for each in processes.sent] == [50]
+        assert bool(processes.sent[0].any()) == (rank == 0)
+        noise = private["w"].double().numpy() / mechanism.noise_std(0)
+        assert np.count_nonzero(noise) == numel
+        low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], numel)
+        assert low < np.sum(noise**2) < high
+        found.append(noise)
+    assert abs(np.corrcoef(found[0], found[1])[0, 1]) < 5.5 / np.sqrt(4000)
+    assert len(np.unique(np.concatenate(found))) > 8990  # no process has drawn what another one has
+
+
+def test_a_shard_has_no_subspace():
+    with pytest.raises(AssertionError, match="no subspace"):
+        gaussian().privatize({"w": torch.zeros(WIDE)}, step=0, subspaces={"w": orthonormal()}, places={"w": Place(0, 9)})
 
 
 def test_noise_of_the_first_process_is_enough_for_the_worst_subspace_of_any(monkeypatch):

@@ -1,0 +1,55 @@
+"""A tensor in shards on several processes, each of which has some of its rows: those rows, and the whole.
+
+FSDP2 cuts a weight into as many runs of rows as there are processes; the last ones may be shorter, or empty. What is made of
+one coordinate at a time, such as noise and an optimizer's step, is made of the rows here alone.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class Place(NamedTuple):
+    """Where in a whole tensor the rows of this process are, in one dimension.
+
+    Attributes:
+        begin: The first of their coordinates.
+        numel: How many the whole has.
+    """
+
+    begin: int
+    numel: int
+
+
+def place_of(tensor: DTensor) -> Place:
+    """Return where in it the rows of this process are."""
+    rows = -(-len(tensor) // tensor.device_mesh.size())
+    begin = min(rows * tensor.device_mesh.get_local_rank(), len(tensor))
+    return Place(begin * (tensor.numel() // len(tensor)), tensor.numel())
+
+
+def part_here(tensor: Tensor) -> Tensor:
+    """Return a tensor, or its rows on this process, detached."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def in_shards(part: Tensor, *, like: Tensor) -> Tensor:
+    """Return rows of this process as a tensor in shards as another one is, which if it is whole they are themselves."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def whole_of(part: Tensor, *, like: Tensor) -> Tensor:
+    """Return the whole of what is in shards as another tensor is, from the rows on every process; called by all of them."""
+    found = in_shards(part, like=like)
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def rows_here(whole: Tensor, *, like: Tensor) -> Tensor:
+    """Return the rows that this process has of a whole tensor, if it is cut as another one is."""
+    if not isinstance(like, DTensor):
+        return whole
+    # Cut by each process for itself, since all have the whole.
+    return part_here(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
