@@ -8,9 +8,9 @@ same σ, so that noise takes each weight on a random walk, in the whole run by
 with η the first rate, u the least denominator in units of the noise of a step, and S that of Σ_t r_t·noise_t, with the
 schedule r; of white noise it is √(Σ_t r_t²). Of the rates that were tuned, the best was always the smallest of three: with
 about the same walk √d·δ of all d weights together; with about the same step for a gradient as large as white noise,
-η/(u·s), or in a short run the same path, that times Σ_t r_t; and with LoRA on two matrices the one at which the walks of both
-factors together add to a layer's weights as much as these are. What L layers add is independent, so that it grows with √L,
-and as the product of two walks it is held where it was by shortening both to (2/L)^¼. The constants are below. What the
+η/(u·s), or in a short run the same path, that times Σ_t r_t; and with LoRA on two matrices the one at which the walks of
+both factors together add to a layer's weights as much as these are. What L layers add is independent, so that it grows with
+√L, and as the product of two walks it is held where it was by shortening both to (2/L)^¼. The constants are below. What the
 rule loses against a tuned rate is in recipes/results/learning-rate.md.
 """
 
