@@ -48,8 +48,8 @@ def dropouts(args: GlueArguments) -> dict[str, float]:
     found = {name: args.dropout for name, value in entries if "dropout" in name and isinstance(value, float)}
     if not found:
         raise ValueError(
-            f"--dropout must be for a model that has some, got {args.dropout} for {args.model_name_or_path}, whose config names "
-            "none. Leave it out."
+            f"--dropout must be for a model that has some, got {args.dropout} for {args.model_name_or_path}, whose config "
+            "names none. Leave it out."
         )
     return found
 
