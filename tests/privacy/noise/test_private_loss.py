@@ -8,7 +8,8 @@ import scipy.stats
 import torch
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_epsilon, get_noise_multiplier
+from doppler_hf.privacy import GaussianMechanism, PoissonSampler, PrivacyLedger, get_epsilon, get_noise_multiplier
+from doppler_hf.privacy.noise import PrivateLoss
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
@@ -44,6 +45,13 @@ def numbered(num_examples=24):
     return text_data(num_examples).map(
         lambda row, index: {"input_ids": [5 + index, *row["input_ids"][1:]]}, with_indices=True
     )
+
+
+def test_a_release_leaves_nothing_for_the_next_one():
+    mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2, seed=0)
+    private = PrivateLoss(mechanism, device=torch.device("cpu"))
+    private.add(torch.tensor([0.5, 1.5]))
+    assert [float(private.release(step=step)) for step in range(2)] == [0.75, 0.0]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
