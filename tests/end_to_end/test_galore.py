@@ -67,9 +67,9 @@ def test_without_noise_the_subspace_takes_nothing_away(tmp_path, monkeypatch):
 def test_the_step_that_finds_a_basis_has_full_noise_and_the_others_that_of_the_subspace(tmp_path, monkeypatch):
     asked, privatize = [], GaussianMechanism.privatize
 
-    def recorded(self, sums, *, step, subspaces):
+    def recorded(self, sums, *, step, subspaces, places):
         asked.append((len(subspaces), {name: basis.clone() for name, basis in subspaces.items()}))
-        return privatize(self, sums, step=step, subspaces=subspaces)
+        return privatize(self, sums, step=step, subspaces=subspaces, places=places)
 
     monkeypatch.setattr(GaussianMechanism, "privatize", recorded)
     recorder = Recorder()
