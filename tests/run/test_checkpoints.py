@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Trainer, TrainerState
 
 from doppler_hf.privacy import PrivacyLedger
@@ -111,12 +112,22 @@ def test_where_there_is_no_checkpoint_the_host_says_so(tmp_path):
 
 
 SCRIPT = """
-import sys
+import os, sys
 from pathlib import Path
+from transformers import TrainerCallback
 from tests.support.trainers import trainer_of
 
-folder = Path(sys.argv[1])
-trainer = trainer_of(folder, max_steps=40, save_strategy="steps", save_steps=1, save_total_limit=3)
+folder, steps, save_steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+class Seen(TrainerCallback):
+    # What has noise and is about to move the weights, seen from outside of the ledger.
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        os.write(1, f"step {state.global_step + 1}\\n".encode())
+
+trainer = trainer_of(
+    folder, max_steps=steps, save_strategy="steps", save_steps=save_steps, save_total_limit=3, callbacks=[Seen()],
+    noise_shape="banded:bands=2", weight_filter="momentum:beta=0.9",
+)
 print("begin", flush=True)
 trainer.train(resume_from_checkpoint=any((folder / "out").glob("checkpoint-*/trainer_state.json")))
 print("end", trainer.state.global_step, flush=True)
@@ -124,26 +135,45 @@ print("end", trainer.state.global_step, flush=True)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_path):
+@pytest.mark.parametrize(("steps", "save_steps", "kills"), [(40, 1, 20), (2000, 20, 30)])
+def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_path, steps, save_steps, kills):
     generator = np.random.default_rng(0)
-    root, counted, ended, kills = Path(__file__).parents[2], 0, "", 0
+    root, out, counted, written, ended, seen = Path(__file__).parents[2], tmp_path / "out", 0, "", "", []
+    arguments = [sys.executable, "-c", SCRIPT, str(tmp_path), str(steps), str(save_steps)]
     while not ended:
-        run = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True)
-        assert run.stdout.readline().startswith("begin")
-        if kills < 20:
-            time.sleep(generator.uniform(0.2, 2.0))
+        is_resumed = any(out.glob("checkpoint-*/trainer_state.json"))
+        run = subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, text=True)
+        lines = [run.stdout.readline()]
+        assert lines[0].startswith("begin")
+        if kills > 0:
+            # Mostly between two steps, in one, or while a checkpoint or the ledger is written; now and then before all that.
+            if generator.random() < 0.8:
+                lines.append(run.stdout.readline())
+            time.sleep(generator.uniform(0.0, 2.0))
             run.send_signal(signal.SIGKILL)
-            kills += 1
-        rest = run.communicate()[0]
-        ended = next((line for line in rest.splitlines() if line.startswith("end")), "")
-        if (tmp_path / "out" / "privacy_ledger.json").exists():
-            ledger = PrivacyLedger.load(tmp_path / "out")
-            assert ledger.steps_run >= counted
-            counted = ledger.steps_run
-            steps = [int(path.parent.name.split("-")[1]) for path in (tmp_path / "out").glob("*/trainer_state.json")]
-            assert counted >= max(steps, default=0)
-    assert ended == "end 40"
-    assert counted >= 40
+            kills -= 1
+        lines += run.communicate()[0].splitlines()
+        assert run.returncode in (0, -signal.SIGKILL)
+        ended = next((line for line in lines if line.startswith("end")), "")
+        seen += [[int(line.split()[1]) for line in lines if line.startswith("step")]]
+        before, path = written, out / "privacy_ledger.json"
+        written = path.read_text() if path.exists() else ""
+        if written == before:
+            assert not seen[-1]
+            continue
+        # A run that begins anew, since no checkpoint was whole, has a ledger of its own.
+        counted_before, counted = counted if is_resumed else 0, PrivacyLedger.load(out).steps_run
+        # Steps are counted a hundredth of the run ahead, before they are computed.
+        assert 0 <= counted - counted_before - len(seen[-1]) <= max(1, steps // 100)
+        assert counted >= max((int(path.parent.name.split("-")[1]) for path in out.glob("*/trainer_state.json")), default=0)
+    # Every run goes on at the step after a checkpoint, and leaves out none.
+    assert all(of_run == [*range(of_run[0], of_run[0] + len(of_run))] for of_run in seen if of_run)
+    assert all((of_run[0] - 1) % save_steps == 0 for of_run in seen if of_run)
+    assert {step for of_run in seen for step in of_run} == {*range(1, steps + 1)}
+    assert ended == f"end {steps}"
+    assert all(tensor.isfinite().all() for tensor in load_file(out / f"checkpoint-{steps}" / "model.safetensors").values())
+    verified = [sys.executable, "-m", "doppler_hf", "verify", str(out)]
+    assert "verified" in subprocess.run(verified, cwd=root, capture_output=True, text=True, check=True).stdout.lower()
 
 
 @pytest.mark.thorough
