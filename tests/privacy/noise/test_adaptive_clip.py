@@ -13,6 +13,7 @@ from doppler_hf import DopplerTrainer, GradientRecorder
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PrivacyLedger, get_epsilon
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense
 from doppler_hf.privacy.noise import AdaptiveClip, adaptive_clip
 from tests.support.ledgers import statement
 from tests.support.tiny import text_data, tiny_bert
@@ -96,16 +97,28 @@ def test_in_bfloat16_it_is_refused(tmp_path):
         trainer_of(tmp_path, model=tiny_bert(), bf16=True, **ADAPTIVE).train()
 
 
-def test_who_runs_out_of_memory_before_all_is_counted_has_half_added(monkeypatch):
-    def fail(*_):
-        raise torch.OutOfMemoryError
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(ClippedGradients, "_count", fail)
+
+def test_who_runs_out_of_memory_between_two_sums_has_half_added_and_counted_nothing(monkeypatch):
     model = nn.Linear(1, 1)
     with ClippedGradients(model) as clipped:
+        monkeypatch.setattr(Dense, "add_weighted", out_of_memory)  # the bias's, behind the weight's
         with pytest.raises(torch.OutOfMemoryError):
             clipped.backward(model(torch.ones(2, 1)).squeeze(1))
         assert clipped.is_half_added
+        assert clipped.num_within == 0
+
+
+def test_who_runs_out_of_memory_while_counting_has_added_nothing(monkeypatch):
+    model = nn.Linear(1, 1)
+    with ClippedGradients(model) as clipped:
+        monkeypatch.setattr(ClippedGradients, "_within", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            clipped.backward(model(torch.ones(2, 1)).squeeze(1))
+        assert not clipped.is_half_added
+        assert not any(total.any() for total in clipped.sums.values())
 
 
 @pytest.mark.parametrize("draw_ahead", [False, True])
