@@ -2,10 +2,12 @@
 
     python -m scripts.bench.noise --results out/noise.jsonl
     python -m scripts.bench.noise --count 10000000 --threads 1 --ways "csprng,csprng ahead"
+    torchrun --nproc_per_node 2 -m scripts.bench.noise --count 36000000 --tensors 140 --threads 1 --ways csprng
 
 `torch.Tensor.normal_` and a `privatize` of ours make a pair; the result is the median of the pairs' ratios, with its
 quartiles. Ours also adds the noise to a sum and divides it by the batch size. For `ahead` `privatize` is timed after the
-background thread has prepared all that it can: the part for which a step waits.
+background thread has prepared all that it can: the part for which a step waits. Several processes also reduce the sums, and
+the seconds are those of the first.
 """
 
 import functools
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
@@ -58,6 +61,8 @@ def paired_seconds(way: dict[str, Any], args: BenchArguments) -> np.ndarray:
             while step and "draw_ahead" in way and mechanism.prepared < min(args.count, MAX_PREPARED):
                 time.sleep(0.001)
             ours = functools.partial(mechanism.privatize, sums, step=step)
+            if dist.is_initialized():
+                dist.barrier()
             seconds.append([seconds_of(draw, device=args.device) for draw in (normals.normal_, ours)])
     return np.array(seconds[WARM_UP:])
 
@@ -70,8 +75,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             if name not in WAYS:
                 raise ValueError(f"--ways must be of {', '.join(WAYS)}, got {name!r}.")
     torch.set_num_threads(args.threads)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     for name in args.ways.split(","):
         seconds = paired_seconds(WAYS[name], args)
+        if dist.is_initialized() and dist.get_rank() > 0:
+            continue
         q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
         torch_s, ours_s = np.median(seconds, axis=0).tolist()
         print(
@@ -82,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = {"work": name, "ratio": ratio, "ratio_quartiles": [q1, q3], "torch_s": torch_s, "ours_s": ours_s}
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
         append_json_line(result | {"device": device, "torch": torch.__version__, "settings": asdict(args)}, args.results)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import scipy.stats
 import torch
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -130,6 +131,13 @@ def assert_noise_is_added_once(runs):
     std = 2.0 * 0.5 / 8
     # Twice the noise, or half, would be off by √2; the standard error of the deviation is 1/√(2·coordinates).
     assert noise.std().item() == pytest.approx(std, rel=6 / (2 * noise.numel()) ** 0.5)
+    # Nor has one coordinate in ten thousand none, or that of two processes, or the numbers of another one.
+    noise = noise.double() / std
+    assert scipy.stats.kstest(noise.flatten(), "norm").pvalue > 1e-6
+    of_each = scipy.stats.chi2(len(noise)).cdf(noise.square().sum(dim=0))
+    assert scipy.stats.kstest(of_each, "uniform").pvalue > 1e-6
+    assert 1e-10 < of_each.min() < of_each.max() < 1 - 1e-10
+    assert len(noise.unique()) > 0.99 * noise.numel()
 
 
 def test_trap_14_noise_is_added_once_by_two_processes(two_processes):

@@ -22,7 +22,7 @@ from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.ahead import NoiseAhead
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
 from doppler_hf.privacy.noise.shaped import ShapedNoise
-from doppler_hf.privacy.noise.subspace_noise import bases_of, coordinates_of, lift_into, projected, stretches_of
+from doppler_hf.privacy.noise.subspace_noise import bases_of, lift_into, projected, stretches_of
 from doppler_hf.shards import Place
 
 
@@ -233,7 +233,8 @@ class GaussianMechanism:
 
         Args:
             sums: This process's clipped sums by parameter name, contiguous (modified in place, so that no second gradient
-                is held). With several processes each passes its own; they must agree in names, shapes and order.
+                is held). With several processes each passes its own, and all add some of the noise; they must agree in
+                names, shapes and order.
             step: Optimizer step, counted from 0.
             subspaces: By name, P of each matrix whose gradient is needed in a subspace only, shape (min(m, n), rank) for a
                 sum of shape (m, n), with orthonormal columns; any device and floating dtype. It must be the same on every
@@ -265,60 +266,65 @@ class GaussianMechanism:
         # change is at most C/(σC) whatever the subspaces. They depend on earlier releases alone, so that the steps
         # compose adaptively, which is what the accountant bounds; lifting from the subspace is post-processing.
         #
-        # Process 0 adds the noise before the sums are reduced, so that no unnoised total exists anywhere, the noise is
-        # added exactly once whatever the number of processes, and every replica receives the same bits. Of a parameter in
-        # shards each coordinate is on one process alone, which adds the noise, from a stream under a key of its own: σC for
-        # each coordinate, however many processes there are, and independent between them.
+        # Of a whole parameter each process adds the noise of its own run of coordinates to its own sum, before these are
+        # reduced; of one in shards, of the rows that it alone has. Each from a stream under a key of its own: σC for every
+        # coordinate, once, however many processes there are, and independent between them. So no total without noise of a
+        # whole parameter exists anywhere, and every replica receives the same bits.
         distributed = dist.is_available() and dist.is_initialized()
-        is_first = not distributed or dist.get_rank() == 0
-        noisy = {name for name in sums if self.noise_multiplier > 0.0 and (is_first or name in places)}
+        rank, processes = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         bases = bases_of(subspaces, sums)
         assert not bases.keys() & places.keys(), "the rows of a shard have no subspace of the whole"
         if self._shaped is not None:
             bases = {}
         stretches = stretches_of(bases, distributed=distributed)
-        if noisy and self._ahead is not None:
-            coordinates = sum(coordinates_of(sums[name], bases.get(name)) for name in noisy)
-            self._ahead.expect(coordinates, pinned=any(total.is_cuda for total in sums.values()))
-        for name, total in sums.items():
-            basis = bases.get(name)
-            released = total if basis is None else projected(total, basis)
-            if name in noisy:
-                self._add_noise(released, name=name, stretch=stretches.get(name, 1.0), step=step, place=places.get(name))
-            elif places and self._seed is not None:  # so that what is drawn next is the same on every process
-                self._add_white_noise(torch.zeros_like(released), stretch=1.0, step=step)
-            if distributed and name not in places:
-                dist.all_reduce(released)
-            released.div_(self.expected_batch_size)
-            if basis is not None:
-                lift_into(total, released, basis)
+        released = {name: projected(total, bases[name]) if name in bases else total for name, total in sums.items()}
+        own = {
+            name: values.view(-1) if name in places else values.view(-1).tensor_split(processes)[rank]
+            for name, values in released.items()
+        }
+        if self._ahead is not None:
+            coordinates = sum(part.numel() for part in own.values())
+            self._ahead.expect(coordinates, pinned=any(part.is_cuda for part in own.values()))
+        reductions = []
+        for name, values in released.items():
+            if self.noise_multiplier > 0.0:
+                part = own[name]
+                begin = int(part.storage_offset() - values.storage_offset())
+                place = places.get(name, Place(begin, values.numel()))
+                self._add_noise(part, name=name, stretch=stretches.get(name, 1.0), step=step, place=place)
+            if distributed and name not in places:  # while the noise of the next ones is made
+                reductions.append(dist.all_reduce(values, async_op=True))
+        for reduction in reductions:
+            reduction.wait()
+        for name, values in released.items():
+            values.div_(self.expected_batch_size)
+            if name in bases:
+                lift_into(sums[name], values, bases[name])
         self._next_step = step + 1
         return dict(sums)
 
-    def _add_noise(self, values: Float[Tensor, "..."], *, name: str, stretch: float, step: int, place: Place | None) -> None:
-        """Add the noise of the step to a parameter's sum, or to the rows of it that are here (modified in place)."""
+    def _add_noise(self, part: Float[Tensor, " n"], *, name: str, stretch: float, step: int, place: Place) -> None:
+        """Add the noise of the step to those coordinates of a parameter's sum that are at a place (modified in place)."""
         add_white = functools.partial(self._add_white_noise, stretch=stretch, step=step, place=place)
         if self._shaped is None:
-            add_white(values)
+            add_white(part)
         else:
-            values.add_(self._shaped.next(name, like=values, add_white=add_white))
+            part.add_(self._shaped.next(name, like=part, add_white=add_white))
 
-    def _add_white_noise(
-        self, values: Float[Tensor, "..."], *, stretch: float, step: int, place: Place | None = None
-    ) -> None:
+    def _add_white_noise(self, part: Float[Tensor, " n"], *, stretch: float, step: int, place: Place) -> None:
         """Add 𝒩(0, (stretch·σC‖c‖)²) to every coordinate (modified in place)."""
-        if place is not None and self._seed is not None:
+        if self._seed is not None and part.numel() < place.numel:
             # For tests: the noise that one process would add, of which each takes what is of its coordinates.
-            whole = values.new_zeros(place.numel)
-            self._add_white_noise(whole, stretch=stretch, step=step)
-            values.view(-1).add_(whole[place.begin : place.begin + values.numel()])
+            whole = part.new_zeros(place.numel)
+            self._add_white_noise(whole, stretch=stretch, step=step, place=Place(0, place.numel))
+            part.add_(whole[place.begin : place.begin + part.numel()])
             return
         # Sensitivity: C is that of this step, whatever it was when the noise was prepared.
         stretch *= self.max_grad_norm / self._first_max_grad_norm
         # Noise that is not prepared is drawn here, from another stream than the thread's: every coordinate gets its own.
-        prepared = 0 if self._ahead is None else self._ahead.add_to(values, scale=stretch)
+        prepared = 0 if self._ahead is None else self._ahead.add_to(part, scale=stretch)
         add_gaussian_noise(
-            values.view(-1)[prepared:],
+            part[prepared:],
             std=self._white_std * stretch,
             stream=self._stream,
             step=step,

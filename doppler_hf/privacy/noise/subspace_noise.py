@@ -24,11 +24,6 @@ from doppler_hf.linalg import highest_matmul_precision, lift, project
 MAX_ORTHONORMALITY_ERROR: Final = 1e-3
 
 
-def coordinates_of(total: Float[Tensor, "..."], basis: Float[Tensor, "short rank"] | None) -> int:
-    """Return the number of a sum's coordinates that get noise: all, or those in the subspace."""
-    return total.numel() if basis is None else basis.shape[1] * max(total.shape)
-
-
 def bases_of(
     subspaces: Mapping[str, Float[Tensor, "..."]], sums: Mapping[str, Float[Tensor, "..."]]
 ) -> dict[str, Float[Tensor, "..."]]:
@@ -63,7 +58,7 @@ def stretches_of(bases: Mapping[str, Float[Tensor, "..."]], *, distributed: bool
         return {}
     errors = torch.stack([orthonormality_error(basis) for basis in bases.values()])
     if distributed:
-        # Process 0's noise must suffice for every process, and no process may stop while the others wait for its sums.
+        # The noise of each process must suffice for all, and no process may stop while the others wait for its sums.
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     by_name = dict(zip(bases, errors.tolist(), strict=True))  # one synchronization with the device for all of them
     for name, error in by_name.items():

@@ -359,8 +359,8 @@ class TwoProcesses:
 
     ReduceOp = torch.distributed.ReduceOp
 
-    def __init__(self, rank, worst_error=0.0):
-        self.rank, self.worst_error, self.sent = rank, worst_error, []
+    def __init__(self, rank, worst_error=0.0, *, processes=2):
+        self.rank, self.worst_error, self.processes, self.sent = rank, worst_error, processes, []
 
     def is_available(self):
         return True
@@ -371,11 +371,18 @@ class TwoProcesses:
     def get_rank(self):
         return self.rank
 
-    def all_reduce(self, tensor, op=torch.distributed.ReduceOp.SUM):
+    def get_world_size(self):
+        return self.processes
+
+    def all_reduce(self, tensor, op=torch.distributed.ReduceOp.SUM, async_op=False):
         if op == torch.distributed.ReduceOp.MAX:
             tensor.clamp_(min=self.worst_error)
         else:
             self.sent.append(tensor.clone())
+        return self if async_op else None
+
+    def wait(self):
+        pass
 
 
 def put_between(processes, monkeypatch):
@@ -384,20 +391,21 @@ def put_between(processes, monkeypatch):
         monkeypatch.setattr(module, "dist", processes)
 
 
-def test_processes_send_projected_sums_and_only_the_first_adds_noise(monkeypatch):
-    basis, sent = orthonormal(), {}
-    totals = [torch.randn(WIDE, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    for rank, total in enumerate(totals):
-        processes = TwoProcesses(rank)
-        put_between(processes, monkeypatch)
+def test_processes_send_projected_sums_and_each_adds_the_noise_of_its_coordinates(monkeypatch):
+    basis, found = orthonormal(), []
+    for rank in range(2):
+        put_between(processes := TwoProcesses(rank), monkeypatch)
+        total = torch.randn(WIDE, generator=torch.Generator().manual_seed(rank))
         gaussian().privatize({"w": total.clone()}, step=0, subspaces={"w": basis})
-        (sent[rank],) = processes.sent
-        assert sent[rank].shape == (RANK, LONG)
-    rounding = SHORT * torch.finfo(torch.float32).eps * totals[1].norm(dim=0).max().item()  # of a product over that side
-    torch.testing.assert_close(sent[1], basis.T @ totals[1], atol=rounding, rtol=0)
-    noise = (sent[0] - basis.T @ totals[0]).double().numpy() / (SIGMA * C)
-    low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], noise.size)  # two-sided at 1e-6
-    assert low < np.sum(noise**2) < high
+        (sent,) = processes.sent
+        assert sent.shape == (RANK, LONG)
+        own, others = (part.flatten() for part in (sent - basis.T @ total).chunk(2)[:: 1 - 2 * rank])
+        rounding = SHORT * torch.finfo(torch.float32).eps * total.norm(dim=0).max().item()  # of a product over that side
+        torch.testing.assert_close(others, torch.zeros_like(others), atol=rounding, rtol=0)
+        found.append(own.double().numpy() / (SIGMA * C))
+        low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], own.numel())  # two-sided at 1e-6
+        assert low < np.sum(found[-1] ** 2) < high
+    assert abs(np.corrcoef(found)[0, 1]) < 5 / np.sqrt(found[0].size)
 
 
 # Of seven rows of three two processes have four and three, and five processes two each, one, and none.
@@ -408,7 +416,7 @@ def of_shards(parts, monkeypatch, *, steps=1, **options):
     """Return what each process releases of a parameter in shards, between two whole ones, and what it sends."""
     found = []
     for rank, (begin, numel) in enumerate(parts):
-        put_between(processes := TwoProcesses(rank), monkeypatch)
+        put_between(processes := TwoProcesses(rank, processes=len(parts)), monkeypatch)
         mechanism = gaussian(**options)
         for step in range(steps):
             sums = {"a": torch.ones(5).double(), "w": torch.full((numel,), 2.0).double(), "b": torch.ones(4).double()}
@@ -430,9 +438,19 @@ def test_reproducible_noise_is_the_same_in_shards(parts, options, monkeypatch):
     found = of_shards(parts, monkeypatch, steps=steps, seed=0, **options)
     in_full = torch.cat([private["w"] for private, _ in found])
     torch.testing.assert_close(in_full, expected["w"].flatten(), rtol=0, atol=1e-15)
-    for name in ("a", "b"):  # of the first process, as ever
-        torch.testing.assert_close(found[0][0][name], expected[name], rtol=0, atol=1e-15)
-        assert all(torch.equal(private[name], torch.full_like(private[name], 1 / B)) for private, _ in found[1:])
+    for place, name in enumerate(("a", "b")):  # of which each has the noise of some coordinates, and sends all
+        sent = torch.stack([processes[len(processes) - 2 + place] for _, processes in found])
+        torch.testing.assert_close((sent - 1).sum(dim=0) / B, expected[name] - 1 / B, rtol=0, atol=1e-15)
+        assert ((sent != 1).sum(dim=0) == 1).all()
+
+
+def test_a_process_remembers_the_shaped_noise_of_its_coordinates_alone(monkeypatch):
+    for rank, numel in enumerate((3, 2)):
+        put_between(TwoProcesses(rank), monkeypatch)
+        mechanism = gaussian(shape=NoiseShape.parse("banded:bands=3"))
+        for step in range(3):
+            mechanism.privatize({"w": torch.zeros(5)}, step=step)
+        assert [past.shape for past in mechanism._shaped._past["w"]] == [(numel,)] * 2
 
 
 @pytest.mark.parametrize("draw_ahead", [False, True])
@@ -440,12 +458,12 @@ def test_whoever_has_a_shard_adds_its_noise_and_sends_none_of_it(draw_ahead, mon
     parts = [(0, 4000), (4000, 4000), (8000, 999)]
     found = []
     for rank, (begin, numel) in enumerate(parts):
-        put_between(processes := TwoProcesses(rank), monkeypatch)
+        put_between(processes := TwoProcesses(rank, processes=3), monkeypatch)
         with gaussian(draw_ahead=draw_ahead) as mechanism:
-            sums = {"w": torch.zeros(numel), "b": torch.zeros(50)}
+            sums = {"w": torch.zeros(numel), "b": torch.zeros(51)}
             private = mechanism.privatize(sums, step=0, places={"w": Place(begin, 8999)})
-        assert [len(each) for each in processes.sent] == [50]
-        assert bool(processes.sent[0].any()) == (rank == 0)
+        (whole,) = processes.sent
+        assert whole.nonzero().flatten().tolist() == [*range(17 * rank, 17 * rank + 17)]
         noise = private["w"].double().numpy() / mechanism.noise_std(0)
         assert np.count_nonzero(noise) == numel
         low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], numel)
@@ -460,7 +478,7 @@ def test_a_shard_has_no_subspace():
         gaussian().privatize({"w": torch.zeros(WIDE)}, step=0, subspaces={"w": orthonormal()}, places={"w": Place(0, 9)})
 
 
-def test_noise_of_the_first_process_is_enough_for_the_worst_subspace_of_any(monkeypatch):
+def test_noise_of_a_process_is_enough_for_the_worst_subspace_of_any(monkeypatch):
     def noise(worst_error):
         processes = TwoProcesses(0, worst_error)
         put_between(processes, monkeypatch)
