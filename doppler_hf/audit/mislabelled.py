@@ -25,7 +25,7 @@ from doppler_hf.audit.canaries import CANARY_COLUMN
 from doppler_hf.audit.result import CanaryKind, Method
 from doppler_hf.audit.trainer import AuditTrainer
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
+from doppler_hf.privacy.clipping.clip_factors import clip_factors
 from doppler_hf.privacy.losses import token_task, without_adapters
 
 # How far the weights are moved for a directional derivative, relative to their norm. It is far enough for float32, and

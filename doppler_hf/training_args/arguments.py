@@ -16,7 +16,8 @@ from doppler_hf.optim import OptimalFIR
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import Accountant
-from doppler_hf.privacy.clipping.clipped_gradients import Clipping, Engine, Granularity
+from doppler_hf.privacy.clipping.clip_factors import Clipping
+from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator
 from doppler_hf.training_args import checks
 

@@ -35,7 +35,7 @@ from doppler_hf.audit.result import lower_bounds
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
 from doppler_hf.privacy.accounting import Releases
-from doppler_hf.privacy.clipping import clipped_gradients as clipping
+from doppler_hf.privacy.clipping import clip_factors as clipping
 from doppler_hf.privacy.noise import mechanism as mechanism_module
 from doppler_hf.privacy.noise.gaussian import noise_stream
 from doppler_hf.run import private_run

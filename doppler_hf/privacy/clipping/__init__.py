@@ -1,6 +1,7 @@
 """Per-sample gradients, clipped and summed.
 
-- clipped_gradients: `ClippedGradients`: norms, factors, sums
+- clipped_gradients: `ClippedGradients`: sums of what norms and factors leave
+- clip_factors: norms, and by what gradients of such norms are multiplied
 - sharded_sums: sums of which each process keeps its own rows
 - engine: stand-ins for the layers' forward passes, and one backward pass
 - book: the notes of the layers for it
@@ -20,7 +21,8 @@
 - writes: what a forward pass writes into a model
 """
 
-from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Clipping, Engine, Granularity
+from doppler_hf.privacy.clipping.clip_factors import Clipping
+from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine, Granularity
 from doppler_hf.privacy.clipping.self_check import check_per_sample_gradients
 
 __all__ = ["ClippedGradients", "Clipping", "Engine", "Granularity", "check_per_sample_gradients"]

@@ -1,14 +1,12 @@
 """Per-sample clipping: a sum over examples, to which each contributes a vector of norm at most C.
 
-    vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
-    automatic   clip(g) = C/(‖g‖ + γ)·g,  γ = 0.01         (Bu et al. 2023, https://arxiv.org/abs/2206.07136)
-
 *flat* takes one norm over all trainable parameters. *per_layer* clips each of the L layers to C/√L on its own, so that
-the whole still has norm at most √(L·C²/L) = C. The sensitivity of the sum is C in all four cases.
+the whole still has norm at most √(L·C²/L) = C. With either clipping function of `clip_factors`, vanilla or automatic, the
+sensitivity of the sum is C.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
@@ -17,37 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.linalg import highest_matmul_precision
+from doppler_hf.privacy.clipping.clip_factors import Clipping, factors_of, faded, norms_of, num_within
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.factored import NormRule
-from doppler_hf.privacy.clipping.per_sample_gradient import Norms, PerSampleGradient
+from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient, joint
 from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
 from doppler_hf.shards import Place, part_here
 
-Clipping = Literal["automatic", "vanilla"]
 Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]
 
-AUTOMATIC_CLIPPING_GAMMA = 0.01
-SMALLEST_FACTOR = 2.0**-130
 SMALLEST_BOUND = 1e-30
-# Of a gradient with such a norm no product of its factors leaves the range of float32, unless its terms cancel to nothing.
-LARGEST_NORM = 2.0**64
-# Of C: from half of that below it to half above, an example counts less and less as one that is not clipped. The steeper,
-# the more the count follows the rounding of a norm, and that the others' padding.
-WITHIN = 1.0
-
-
-def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
-    """Return the factor that brings each norm to at most `max_grad_norm`.
-
-    Args:
-        norms: Per-sample gradient norms, shape (batch,), finite.
-        max_grad_norm: C.
-        clipping: The clipping function.
-    """
-    if clipping == "vanilla":
-        return (max_grad_norm / norms).clamp(max=1.0)
-    return max_grad_norm / (norms + AUTOMATIC_CLIPPING_GAMMA)
 
 
 class ClippedGradients:
@@ -234,8 +212,8 @@ class ClippedGradients:
         assert self._engine is not None
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             self._engine.per_sample_gradients(losses)
-        if self._is_reduced:
-            self._add_with_others((), lambda total, name, beta: None)
+        if (shared := self._shared) is not None:
+            shared.add_up(lambda name: None, names=(), sums=self._sums)
 
     @property
     def is_checked(self) -> bool:
@@ -290,10 +268,10 @@ class ClippedGradients:
     def _sum_dtype(self, name: str) -> torch.dtype:
         return torch.promote_types(self._trainable[name].dtype, torch.float32)
 
-    def _empty_sum(self, name: str) -> Tensor:
+    def _empty_sum(self, name: str, *, is_whole: bool = False) -> Tensor:
         # Allocated when first written, like the gradients of ordinary training, so that it takes no memory in the forward.
         parameter = self._trainable[name]
-        shape = part_here(parameter).shape if self._is_reduced else parameter.shape
+        shape = parameter.shape if is_whole or self._shared is None else part_here(parameter).shape
         return torch.empty(shape, dtype=self._sum_dtype(name), device=parameter.device)
 
     @torch.no_grad()
@@ -303,38 +281,25 @@ class ClippedGradients:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same
         # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
         # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        norms = self._norms(gradients.items())
-        # The norms and sums for which float32 does not suffice are computed in float64, for these examples alone: to the
-        # others it makes no difference that they are there.
-        beyond = ~torch.stack([norm.are_certain() for norm in norms.values()]).all(dim=0)
-        any_beyond = bool(beyond.any())
-        if any_beyond:
-            again = self._norms((name, gradient.of_examples(beyond).in_float64()) for name, gradient in gradients.items())
-            norms = {
-                group: Norms(*(mine.masked_scatter(beyond, other) for mine, other in zip(norm, again[group], strict=True)))
-                for group, norm in norms.items()
-            }
+        norms, beyond, any_beyond = norms_of(gradients, self._group_of)
         whole = joint(norms.values())
 
         # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Its rows are
-        # left out, since 0·NaN would still be NaN. Whether a product overflows depends on its form, and so on what others
-        # pad the example to: long before, the contribution fades away.
-        fade = (2 - 2 * whole.values / LARGEST_NORM).clamp(0.0, 1.0)
+        # left out, since 0·NaN would still be NaN.
+        fade = faded(whole.values)
         finite = whole.is_finite() & (fade > 0)
         num_non_finite = batch_size - int(finite.sum())
         if num_non_finite == batch_size:
             gradients.clear()
 
-        layers = len(set(self._group_of.values()))
-        bound = self.max_grad_norm / layers**0.5
-        factors = {
-            group: clip_factors(norm.raised(self._dtype), max_grad_norm=bound, clipping=self._clipping) * fade
-            for group, norm in norms.items()
-        }
-        if weights is not None:  # at most 1 each: factor·norm stays within the bound
-            factors = {group: factor * weights.to(factor) for group, factor in factors.items()}
-        # In float32 smaller ones are rounded by more than the norms are raised by. Such an example contributes nothing.
-        factors = {group: factor.where(beyond | (factor >= SMALLEST_FACTOR), 0.0) for group, factor in factors.items()}
+        factors = factors_of(
+            norms,
+            fade if weights is None else fade * weights.to(fade),  # at most 1 each
+            max_grad_norm=self.max_grad_norm / len(set(self._group_of.values())) ** 0.5,
+            clipping=self._clipping,
+            dtype=self._dtype,
+            in_float64=beyond,
+        )
         ordinary, beyond = finite & ~beyond, finite & beyond
 
         def add_to(total: Tensor, name: str, beta: int) -> None:
@@ -347,9 +312,16 @@ class ClippedGradients:
             gradient.of_examples(beyond).in_float64().add_weighted(in_float64, factor[beyond])
             total += in_float64
 
-        num_within = self.num_within.to(whole.values.device) + self._within(whole.values, weights)
-        if self._is_reduced:
-            self._add_with_others(gradients.keys(), add_to)
+        def own(name: str) -> Tensor | None:
+            if name not in gradients:
+                return None
+            add_to(total := self._empty_sum(name, is_whole=True), name, 0)
+            return total
+
+        within = num_within(whole.values, weights, max_grad_norm=self.max_grad_norm)
+        now_within = self.num_within.to(within.device) + within
+        if (shared := self._shared) is not None:
+            shared.add_up(own, names=self._trainable, sums=self._sums)
         else:
             self.is_half_added = True
             for name in tuple(gradients):
@@ -358,56 +330,12 @@ class ClippedGradients:
                     self._sums[name] = self._empty_sum(name)
                 add_to(self._sums[name], name, 0 if is_first else 1)
         # Sensitivity: who runs out of memory before all is counted adds nothing twice.
-        self.num_within = num_within
+        self.num_within = now_within
         self.num_non_finite += num_non_finite
         self.is_half_added = False
         return whole.values
 
     @property
-    def _is_reduced(self) -> bool:
-        """Whether sums are added up over the processes as they are formed."""
-        return self._sharded_sums is not None and not self._sharded_sums.is_alone()
-
-    def _add_with_others(self, names: Collection[str], add_to: Callable[[Tensor, str, int], None]) -> None:
-        """Add what this pass has found on all processes; all of it, or where it does not suffice somewhere nothing.
-
-        Args:
-            names: Of what this process has a sum.
-            add_to: Writes one, which it may do once: takes its tensor, its name and 0.
-        """
-        assert self._sharded_sums is not None
-
-        def own(name: str) -> Tensor | None:
-            if name not in names:
-                return None
-            total = torch.empty(
-                self._trainable[name].shape, dtype=self._sum_dtype(name), device=self._trainable[name].device
-            )
-            add_to(total, name, 0)
-            return total
-
-        added = self._sharded_sums.add_up(own)
-        added |= {name: total for name in self._trainable if name not in added and (total := own(name)) is not None}
-        self._sharded_sums.complete()
-        # Sensitivity: behind the last meeting of the pass nothing can fail, so that no process keeps of it what others drop.
-        for name, total in added.items():
-            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
-
-    def _within(self, norms: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None) -> Float[Tensor, ""]:
-        """Return how many of these examples are not clipped, less half of them; see `num_within`."""
-        # Sensitivity: a number within ±½ of each example, whatever its norm, and of one that is not finite −½; times its
-        # weight. Not a step at C: what rounding follows from the others would move an example across it.
-        within = (0.5 + (1 - norms.double() / self.max_grad_norm) / WITHIN).nan_to_num(nan=0.0).clamp(0, 1) - 0.5
-        return within.sum() if weights is None else within @ weights.double()
-
-    def _norms(self, gradients: Iterable[tuple[str, PerSampleGradient]]) -> dict[str, Norms]:
-        """Return the norms by group."""
-        parts: dict[str, list[Norms]] = {}
-        for name, gradient in gradients:
-            parts.setdefault(self._group_of[name], []).append(gradient.norms())
-        return {group: joint(norms) for group, norms in parts.items()}
-
-
-def joint(parts: Iterable[Norms]) -> Norms:
-    """Return the norms of vectors whose parts have these; the norm of a sum is at most the sum of the norms."""
-    return Norms(*(torch.stack(numbers).square().sum(dim=0).sqrt() for numbers in zip(*parts, strict=True)))
+    def _shared(self) -> ShardedSums | None:
+        """How sums are added up over the processes as they are formed; None if they are not."""
+        return None if self._sharded_sums is None or self._sharded_sums.is_alone() else self._sharded_sums

@@ -14,7 +14,7 @@ example.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,11 @@ class Norms(NamedTuple):
     def raised(self, dtype: torch.dtype) -> Float[Tensor, " batch"]:
         """Return norms that rounding in this dtype leaves above those of what is added."""
         return self.values + torch.maximum(RAISED_BY * torch.finfo(dtype).eps * self.values, self.errors)
+
+
+def joint(parts: Iterable[Norms]) -> Norms:
+    """Return the norms of vectors whose parts have these; the norm of a sum is at most the sum of the norms."""
+    return Norms(*(torch.stack(numbers).square().sum(dim=0).sqrt() for numbers in zip(*parts, strict=True)))
 
 
 class PerSampleGradient(ABC):

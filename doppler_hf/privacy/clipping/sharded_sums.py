@@ -11,7 +11,7 @@ nothing to add with zeros. What a pass adds is kept only when it is complete on 
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -63,20 +63,23 @@ class ShardedSums:
         """By name, where in a parameter the rows of this process are."""
         return {name: place_of(parameter) for name, parameter in self._parameters.items()}
 
-    def add_up(self, own: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-        """Return by name the rows of this process in the sums over all processes; called by all of them.
+    def add_up(self, own: Callable[[str], Tensor | None], *, names: Iterable[str], sums: dict[str, Tensor]) -> None:
+        """Add what a pass has found on all processes; all of it, or where it does not suffice somewhere nothing.
 
         Args:
-            own: Returns the whole sum of a parameter over the examples of this process; None for zeros.
+            own: Returns the whole sum of a parameter over the examples of this process, for which it is asked once; None
+                for zeros.
+            names: Of all that is trained. What is whole gets the sum of this process alone.
+            sums: By name, those of the passes before (modified in place).
         """
         found: dict[str, Tensor] = {}
         for number, layer in enumerate(self._layers):
             found |= self._rows_of_layer(number, layer, own)
-        return found
-
-    def complete(self) -> None:
-        """Wait for all processes before what a pass has added is kept."""
+        found |= {name: total for name in names if name not in found and (total := own(name)) is not None}
         self._meet(len(self._layers))
+        # Sensitivity: behind the last meeting of the pass nothing can fail, so that no process keeps of it what others drop.
+        for name, total in found.items():
+            sums[name] = sums[name].add_(total) if name in sums else total
 
     def _rows_of_layer(
         self, number: int, layer: Mapping[str, DTensor], own: Callable[[str], Tensor | None]

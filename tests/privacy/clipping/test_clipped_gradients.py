@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.clipped_gradients import AUTOMATIC_CLIPPING_GAMMA, clip_factors
+from doppler_hf.privacy.clipping import clipped_gradients
+from doppler_hf.privacy.clipping.clip_factors import AUTOMATIC_CLIPPING_GAMMA, clip_factors
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense
 from tests.support.models import batch_for, build, losses_of, rows, vit
 from tests.support.per_example import clip_and_sum, gradients_of_each, median_norm, norms_of
@@ -342,7 +343,7 @@ def test_what_fails_before_it_is_added_leaves_the_sum_as_it_was(monkeypatch):
     with ClippedGradients(model) as clipped:
         clipped.backward(model(x)[:, 0])
         expected = {name: total.clone() for name, total in clipped.sums.items()}
-        monkeypatch.setattr(clipped, "_norms", lambda gradients: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        monkeypatch.setattr(clipped_gradients, "norms_of", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
         with pytest.raises(torch.OutOfMemoryError):
             clipped.backward(model(x)[:, 0])
         torch.testing.assert_close(clipped.sums, expected, rtol=0.0, atol=0.0)

@@ -13,6 +13,7 @@ from doppler_hf import DopplerTrainer, GradientRecorder
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PrivacyLedger, get_epsilon
+from doppler_hf.privacy.clipping import clipped_gradients
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense
 from doppler_hf.privacy.noise import AdaptiveClip, adaptive_clip
 from tests.support.ledgers import statement
@@ -114,7 +115,7 @@ def test_who_runs_out_of_memory_between_two_sums_has_half_added_and_counted_noth
 def test_who_runs_out_of_memory_while_counting_has_added_nothing(monkeypatch):
     model = nn.Linear(1, 1)
     with ClippedGradients(model) as clipped:
-        monkeypatch.setattr(ClippedGradients, "_within", out_of_memory)
+        monkeypatch.setattr(clipped_gradients, "num_within", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             clipped.backward(model(torch.ones(2, 1)).squeeze(1))
         assert not clipped.is_half_added
