@@ -1,7 +1,7 @@
 """Time and memory of a private step, before anything is trained: a linear model, whose constants are measured on the spot.
 
-    time   = passes·t₀ + examples·t₁ + trained weights·(noise + optimizer) + 4·trained·2(P − 1)/P / bandwidth
-    memory = weights + states of the optimizer + noise of earlier steps + clipped sums + max(m₀ + examples·m₁, a gradient)
+    time   = passes·t₀ + examples·t₁ + trained weights·(noise/P + optimizer) + 4·trained·2(P − 1)/P / bandwidth
+    memory = weights + states of the optimizer + noise of earlier steps/P + clipped sums + max(m₀ + examples·m₁, a gradient)
 
 for each of P processes, where t and m, of a forward and backward pass, come from two sizes of micro-batch with the model
 itself, and the seconds of noise and optimizer from some millions of weights. What is counted is in bytes. Not in it are data
@@ -169,13 +169,13 @@ def estimate(
         seconds={
             "passes": passes * low[1] + examples * per_example[1],
             "between processes": between,
-            "noise": noise * number,
+            "noise": noise * number / setting.processes,  # each makes that of its share
             "optimizer": step * number,
         },
         bytes={
             "weights": float(sum(parameter.nbytes for parameter in model.parameters())),
             "optimizer": kept * number,
-            "earlier noise": float(_FLOAT * number * (setting.noise_shape.bands - 1)),
+            "earlier noise": _FLOAT * number * (setting.noise_shape.bands - 1) / setting.processes,
             "clipped sums": float(_FLOAT * number),
             "a pass, or the gradient": max(activations, float(_FLOAT * number)),
         },

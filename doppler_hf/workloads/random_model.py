@@ -55,18 +55,22 @@ class RandomModel:
         except OSError as error:
             raise ValueError(f"--model must be a hub name or a folder with a config.json, got {name!r}: {error}") from error
         self._config, self._length, self._device = config, length, device
+        self._generator = torch.Generator().manual_seed(0)
         self.base: PreTrainedModel = TASKS[task].head.from_config(config)
         self.model: nn.Module = add_lora(self.base, lora, task_type=TASKS[task].of_adapters).to(device).train()
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Return a random batch of that many examples, all of the same length."""
+        # Not the same word everywhere: gradients would cancel, for which float32 does not suffice, and take twice as long.
+        labels = torch.randint(self._config.num_labels, (size,), generator=self._generator)
         if self._is_image:
-            side = self._config.image_size
-            pixels = torch.randn(size, getattr(self._config, "num_channels", 3), side, side, device=self._device)
-            return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.long, device=self._device)}
-        assert self._length is not None
-        vocabulary, ends = self._config.vocab_size, {self._config.pad_token_id, self._config.eos_token_id}
-        word = next(number for number in range(vocabulary) if number not in ends)
-        tokens = torch.full((size, self._length), word, device=self._device)
-        labels = tokens if self._is_lm else torch.zeros(size, dtype=torch.long, device=self._device)
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+            side, channels = self._config.image_size, getattr(self._config, "num_channels", 3)
+            inputs = {"pixel_values": torch.randn(size, channels, side, side, generator=self._generator), "labels": labels}
+        else:
+            assert self._length is not None
+            ends = {self._config.pad_token_id, self._config.eos_token_id}
+            words = torch.tensor([number for number in range(self._config.vocab_size) if number not in ends])
+            tokens = words[torch.randint(len(words), (size, self._length), generator=self._generator)]
+            of_task = tokens if self._is_lm else labels
+            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": of_task}
+        return {name: values.to(self._device) for name, values in inputs.items()}

@@ -7,6 +7,7 @@ with its quartiles.
 import ctypes
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 
 MIB = 2**20
@@ -83,6 +85,22 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a child of this process, which has imported what it needs; not for CUDA once it is in use."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(function, arguments)
+
+
+def in_children(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
+    """Call a function in several children at once, with the environment that torchrun gives; return what each returns."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
+    calls = [(rank, processes, store.port, function, arguments) for rank in range(processes)]
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        return pool.starmap(_as_rank, calls, chunksize=1)
+
+
+def _as_rank(rank: int, processes: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": str(rank),
+        "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+    }  # fmt: skip
+    return function(*arguments)
 
 
 def append_json_line(result: dict[str, Any], path: str | None) -> None:
