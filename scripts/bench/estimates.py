@@ -66,7 +66,12 @@ POINTS = {
     "bert-two": Point("bert", TEXT, BERT | {"hidden_size": 384, "num_attention_heads": 6}, 64, 64, 8, processes=2),
 }
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-TINY = Point("bert", TEXT, SMALL | {"vocab_size": 50}, 8, batch_size=4, micro_batch=2)
+# With the libraries of each.
+TINY = {
+    "bert": Point("bert", TEXT, SMALL | {"vocab_size": 50}, 8, batch_size=4, micro_batch=2),
+    "gpt2": Point("gpt2", LM, GPT2 | {"vocab_size": 50, "n_embd": 16, "n_layer": 1}, 8, batch_size=4, micro_batch=2),
+    "vit": Point("vit", IMAGE, SMALL | {"image_size": 32}, None, batch_size=4, micro_batch=2),
+}
 
 
 @dataclass
@@ -137,7 +142,7 @@ def estimated(point: Point, args: BenchArguments, between: float | None) -> tupl
 def trained(point: Point, args: BenchArguments) -> tuple[float, float]:
     """Return the seconds and bytes of steps of the trainer."""
     torch.set_num_threads(args.threads)
-    train(replace(TINY, processes=point.processes), args)
+    train(replace(TINY[point.model_type], processes=point.processes), args)
     before = memory_now(args.device)
     clock = train(point, args)
     return float(np.median(np.diff(clock.marks[1:]))), memory_peak(args.device) - before

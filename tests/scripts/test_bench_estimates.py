@@ -12,7 +12,7 @@ from scripts.bench import estimates
 def test_estimate_and_training_are_of_the_same_setting(processes, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(estimates, "in_child", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(estimates, "memory_now", lambda device: 0)  # the tests before this one have left memory to take
-    monkeypatch.setitem(estimates.POINTS, "tiny", dataclasses.replace(estimates.TINY, processes=processes))
+    monkeypatch.setitem(estimates.POINTS, "tiny", dataclasses.replace(estimates.TINY["bert"], processes=processes))
     path = tmp_path / "estimates.jsonl"
     estimates.main(["--points=tiny", "--steps=1", f"--results={path}"])
     found = json.loads(path.read_text())

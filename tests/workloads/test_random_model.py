@@ -26,7 +26,7 @@ def random(request, tmp_path):
 
 
 def test_float32_suffices_for_their_gradients(random, monkeypatch):
-    """Of texts of one word it does not: all was computed twice, and a step was estimated a fifth too short."""
+    """Of texts of one word it does not: more and more was computed twice, and a step was estimated a fifth too short."""
     inputs, found, own = random.batch(8), [], clip_factors.norms_of
     monkeypatch.setattr(
         "doppler_hf.privacy.clipping.clipped_gradients.norms_of", lambda *args: found.append(own(*args)) or found[-1]
