@@ -361,6 +361,7 @@ class TwoProcesses:
 
     def __init__(self, rank, worst_error=0.0, *, processes=2):
         self.rank, self.worst_error, self.processes, self.sent = rank, worst_error, processes, []
+        self.under_way = []
 
     def is_available(self):
         return True
@@ -377,12 +378,16 @@ class TwoProcesses:
     def all_reduce(self, tensor, op=torch.distributed.ReduceOp.SUM, async_op=False):
         if op == torch.distributed.ReduceOp.MAX:
             tensor.clamp_(min=self.worst_error)
-        else:
-            self.sent.append(tensor.clone())
-        return self if async_op else None
+            return None
+        self.sent.append(tensor.clone())
+        assert async_op
+        self.under_way.append(tensor)
+        return self
 
     def wait(self):
-        pass
+        """End the reduction that began first, of a sum that nobody has touched meanwhile."""
+        tensor = self.under_way.pop(0)
+        assert torch.equal(tensor, self.sent[-1 - len(self.under_way)])
 
 
 def put_between(processes, monkeypatch):
@@ -399,6 +404,7 @@ def test_processes_send_projected_sums_and_each_adds_the_noise_of_its_coordinate
         gaussian().privatize({"w": total.clone()}, step=0, subspaces={"w": basis})
         (sent,) = processes.sent
         assert sent.shape == (RANK, LONG)
+        assert not processes.under_way
         own, others = (part.flatten() for part in (sent - basis.T @ total).chunk(2)[:: 1 - 2 * rank])
         rounding = SHORT * torch.finfo(torch.float32).eps * total.norm(dim=0).max().item()  # of a product over that side
         torch.testing.assert_close(others, torch.zeros_like(others), atol=rounding, rtol=0)
@@ -421,6 +427,7 @@ def of_shards(parts, monkeypatch, *, steps=1, **options):
         for step in range(steps):
             sums = {"a": torch.ones(5).double(), "w": torch.full((numel,), 2.0).double(), "b": torch.ones(4).double()}
             private = mechanism.privatize(sums, step=step, places={"w": Place(begin, 21)})
+        assert not processes.under_way
         found.append((private, processes.sent))
     return found
 
