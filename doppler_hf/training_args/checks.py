@@ -4,6 +4,7 @@ Each message has the value, the reason and the mend. `args` is the host's class 
 be circular.
 """
 
+import inspect
 import math
 import os
 import warnings
@@ -182,6 +183,11 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         "per_sample_max_loss": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
         "train_loss_budget": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
         "adam_bc_floor": (args.base_optimizer == "adam_bc", optimizer, "Set base_optimizer='adam_bc'"),
+        "full_determinism": (
+            args.noise_seed is not None,
+            "on what differs between two runs: draws, noise and dropout come from the operating system's entropy",
+            "Set noise_seed for a test, which is not private then",
+        ),
         "adam_beta1": (False, "because the filter computes the first moment", f"Set low_pass_filter='{momentum}'"),
         "adam_beta2": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
         "adam_epsilon": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
@@ -320,6 +326,18 @@ def refuse_of_trainer(trainer: Any) -> None:
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."
         )
+    if own.training_step is not own.private_training_step and not names(own.training_step, "training_step"):
+        raise ValueError(
+            f"{own.__name__}.training_step must call super().training_step, got one that does not: a private step is handed "
+            "lists of micro-batches, whose gradients are clipped example by example. Override compute_per_sample_loss "
+            "instead."
+        )
+
+
+def names(function: Any, name: str) -> bool:
+    """Return whether the code of a function names an attribute, such as a method that it calls of `super()`."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is None or name in code.co_names
 
 
 def warn_of_training_data_in_evaluation(trainer: Any) -> None:

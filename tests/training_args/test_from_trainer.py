@@ -47,6 +47,13 @@ class OwnSampler(DopplerTrainer):
         return None
 
 
+class OwnStep(DopplerTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
 class OwnOptimizer(DopplerTrainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
@@ -68,6 +75,7 @@ OF_TRAINER = {
     ),
     "an override of `compute_loss` alone": dict(cls=OwnLoss),
     "an override of `_get_train_sampler`": dict(cls=OwnSampler),
+    "an override of `training_step` that does not call `super().training_step`": dict(cls=OwnStep),
     "an override of `get_optimizer_cls_and_kwargs`": dict(cls=OwnOptimizer),
     "`hyperparameter_search`": dict(then=lambda trainer: trainer.hyperparameter_search()),
     "a collator with a `seed`": dict(data_collator=Seeded(), then=lambda trainer: trainer.train()),
@@ -88,11 +96,13 @@ def test_every_argument_that_the_page_refuses_is_refused_for_its_reason(tmp_path
     with pytest.raises(ValueError, match=re.escape(reason)) as refused:
         arguments(tmp_path, **{name: ast.literal_eval(value)})
     # What is one of several settings is named by itself.
-    assert re.match(rf"{name}|split_batches=", str(refused.value))
+    assert re.match(rf"{name}|(split_batches|use_seedable_sampler)=", str(refused.value))
 
 
 def test_the_page_has_every_argument_that_is_refused():
     named = {name for name, _, _ in ARGUMENTS}
+    within = {key for name, value, _ in ARGUMENTS if name == "accelerator_config" for key in ast.literal_eval(value)}
+    assert set(checks._WITHOUT_EFFECT) <= named | within
     assert set(checks._BREAKS_PRIVACY) - named == IN_PROSE
     for name in IN_PROSE:
         assert f"`{name}` ({checks._BREAKS_PRIVACY[name]})" in PAGE
