@@ -11,7 +11,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 # They have no forward: what they hold is their owner's, as of most of PEFT's adapters.
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
-_REPLACE = "`model = opacus.validators.ModuleValidator.fix(model)` does, with new weights where a layer has another form"
+_REPLACE = (
+    "`model = opacus.validators.ModuleValidator.fix(model)` does, with new weights where a layer has another form; in a "
+    "model that it cannot copy set each with model.set_submodule"
+)
 
 
 def listed(names: Iterable[str]) -> str:
