@@ -26,7 +26,7 @@ from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.in_step import one_line_if_a_process_ends
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
-from doppler_hf.run.optimizer import optimizer_of, refuse_other_parameters
+from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, refuse_other_parameters
 from doppler_hf.run.own_loss import refuse_another_loss, told_of_removed_columns
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
@@ -270,7 +270,8 @@ class DopplerTrainer(AroundSteps):
         checks.refuse_another_optimizer(own)
         refuse_other_parameters(own, self.model if model is None else model)
         own.noise_std = run.settled_noise_std
-        rate = own.param_groups[0].get("initial_lr", own.param_groups[0]["lr"])
+        rate = first_learning_rate(own)
+        self.args.note_learning_rate(rate)
         chosen = {"low_pass_filter": str(own.low_pass_filter), "learning_rate": rate}
         self.args.note_run(run.statement, noise_std=own.noise_std, **chosen)
         return self.optimizer

@@ -45,8 +45,8 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
         statement: The run's statement.
         model: The model before training.
     """
-    if args.learning_rate is not None:
-        return args.learning_rate
+    if args.given_learning_rate is not None:
+        return args.given_learning_rate
     steps, shape = statement.steps_planned, NoiseShape.parse(statement.noise_shape)
     rates = learning_rates_of(args, steps=steps) or [1.0] * steps
     if not any(rates):  # a warmup that is as long as the run: at no rate does anything move

@@ -23,11 +23,16 @@ def optimizer_in_words(args: DopplerTrainingArguments) -> str:
     return f"{args.base_optimizer}, GaLore of rank {GaloreArguments.parse(args.optim_args).rank} on {named}"
 
 
+def first_learning_rate(optimizer: DopplerOptimizer) -> float:
+    """Return the learning rate with which the schedule begins."""
+    group = optimizer.param_groups[0]
+    return float(group.get("initial_lr", group["lr"]))
+
+
 def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOptimizer) -> str:
     """Return the first learning rate, and whether it was chosen, or comes from a checkpoint, which keeps its own."""
-    group = optimizer.param_groups[0]
-    rate = group.get("initial_lr", group["lr"])
-    chosen = " (auto)" if args.learning_rate is None else ""
+    rate = first_learning_rate(optimizer)
+    chosen = " (auto)" if args.given_learning_rate is None else ""
     return f"{rate:.3g}" + (chosen if rate == optimizer.defaults["lr"] else " (the checkpoint's)")
 
 

@@ -177,6 +177,16 @@ class DopplerTrainingArguments(TrainingArguments):
         terms = dataclasses.asdict(statement) | chosen
         self.__dict__["_run"] = {f"privacy/{name}": value for name, value in terms.items()}
 
+    @property
+    def given_learning_rate(self) -> float | None:
+        """The learning rate that was set; None if the rule is to choose it, also where it has before."""
+        return None if self.learning_rate == self.__dict__.get("_chosen_rate") else self.learning_rate
+
+    def note_learning_rate(self, rate: float) -> None:
+        """Show the rate that the rule has chosen where callbacks and trackers look for it, and let it choose again."""
+        if self.given_learning_rate is None:
+            self.__dict__["_chosen_rate"] = self.learning_rate = rate
+
     def forget_run(self) -> None:
         """Leave the terms of a run that has ended out again."""
         self.__dict__.pop("_run", None)

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import get_scheduler
+from transformers import TrainerCallback, get_scheduler
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.filters import LowPassFilter, NoiseShape
@@ -149,6 +149,34 @@ def test_it_is_shown_and_used_and_stands_on_the_model_card(tmp_path, capsys):
     assert f"│ learning rate │ {words} │" in " ".join(capsys.readouterr().out.split())
     trainer.create_model_card()
     assert f"- learning_rate: {words}\n" in (tmp_path / "out" / "README.md").read_text("utf-8")
+
+
+class Noting(TrainerCallback):
+    """What a tracker of the user's finds when the training begins."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.found = args.learning_rate, args.to_dict()["learning_rate"]
+
+
+def test_it_stands_in_the_arguments_from_then_on_and_is_chosen_anew_for_another_plan(tmp_path):
+    def train(args, **options):
+        trainer = trainer_of(tmp_path, callbacks=[noting := Noting()], learning_rate=None, max_steps=2)
+        trainer.args = trainer.args if args is None else args
+        for name, value in options.items():
+            setattr(trainer.args, name, value)
+        trainer.train()
+        rate = trainer.optimizer.optimizer.defaults["lr"]
+        assert noting.found == (rate, rate)
+        assert trainer.args.learning_rate == rate
+        return trainer.args, rate
+
+    args, rate = train(None)
+    torch.save(args, tmp_path / "training_args.bin")
+    kept = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    _, of_longer_run = train(kept, max_steps=200)
+    assert of_longer_run < rate
+    assert train(kept, max_steps=2)[1] == rate
+    assert train(kept, learning_rate=0.125)[1] == 0.125
 
 
 @pytest.mark.parametrize("rate", ["1e-3", "auto"])
