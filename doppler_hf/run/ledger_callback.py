@@ -8,6 +8,7 @@ at a time writes that of a folder.
 
 import contextlib
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,7 +80,8 @@ class PrivacyCallback(TrainerCallback):
             # A second run of the same trainer continues the ledger of the first one, whether resumed or not.
             earlier = [self.ledger.as_written()] if self.ledger is not None else []
             if checkpoint is not None:
-                earlier += ledgers_of(Path(checkpoint))
+                earlier += (of_checkpoint := ledgers_of(Path(checkpoint)))
+                warn_of_another_base(model, of_checkpoint[0], checkpoint=checkpoint)
             if not earlier:
                 earlier = ledgers_of_model(Path(folder), model)
             return latest(earlier) if earlier else None
@@ -332,6 +334,25 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
     return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
+
+
+def warn_of_another_base(model: nn.Module, ledger: PrivacyLedger, *, checkpoint: str) -> None:
+    """Warn where a checkpoint's adapter is resumed on another base, which its files do not hold.
+
+    Args:
+        model: The model, with the checkpoint's weights.
+        ledger: The checkpoint's own, whose files are what was saved.
+        checkpoint: Its folder.
+    """
+    if not ledger.models or all(parameter.requires_grad for parameter in model.parameters()):
+        return
+    digest = parameters_digest(model)
+    if all(digest != known.parameters for known in ledger.models):
+        warnings.warn(
+            f"The weights of the model must be those that {checkpoint} was saved with, got others that are frozen, and are "
+            "not among its files: another base, or the same in another dtype. Load the base with which the run began.",
+            stacklevel=2,
+        )
 
 
 def ledgers_of_model(folder: Path, model: nn.Module) -> list[PrivacyLedger]:

@@ -9,6 +9,7 @@ changes it. It does not withstand a forger, whom a ledger would not withstand ei
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -24,8 +25,19 @@ _WHOLE: Final = WeakIdKeyDictionary()
 
 
 def parameters_digest(model: nn.Module) -> str:
-    """Return the digest of all parameters, 64 hexadecimal digits."""
-    return _digest(model.named_parameters())
+    """Return the digest of all parameters that a model computes with, 64 hexadecimal digits.
+
+    Where PEFT trains a copy of a layer, such as a new head, the layer itself is neither used nor saved, and its weights are
+    random ones that differ each time that the base is loaded.
+    """
+    peft = sys.modules.get("peft.utils.other")
+    copied = () if peft is None else peft.ModulesToSaveWrapper
+    unused = tuple(f"{name}.original_module." for name, module in model.named_modules() if isinstance(module, copied))
+    used: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(unused):
+            used.setdefault(parameter, name)
+    return _digest((name, parameter) for parameter, name in used.items())
 
 
 def untrained_digest(model: nn.Module) -> str:

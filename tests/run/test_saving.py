@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
@@ -369,6 +369,34 @@ def test_a_checkpoint_with_other_weights_is_not_resumed(tmp_path):
     with pytest.raises(ValueError, match=r"must be those of its ledger, got others in model\.safetensors"):
         trainer_of(tmp_path, **CHECKPOINTS).train(resume_from_checkpoint=str(checkpoint))
     assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("options", [{}, dict(weight_filter="momentum:beta=0.5")], ids=["raw", "filtered"])
+def test_an_adapter_that_is_resumed_on_another_base_is_warned_of(tmp_path, options):
+    def trainer(*, head, pooler=1.0):
+        model = adapted()
+        with torch.no_grad():  # the host makes a head anew each time
+            model.base_model.model.classifier.original_module.weight.fill_(head)
+            model.base_model.model.bert.pooler.dense.weight.mul_(pooler)
+        return trainer_of(tmp_path, model=model, **CHECKPOINTS, **options)
+
+    trainer(head=1.0).train()
+    folder = str(tmp_path / "out" / "checkpoint-2")
+    trainer(head=2.0).train(resume_from_checkpoint=folder)
+    with pytest.warns(UserWarning, match=r"must be those that .*checkpoint-2 was saved with, got others .* Load the base"):
+        trainer(head=1.0, pooler=2.0).train(resume_from_checkpoint=folder)
+
+
+def test_a_saved_adapter_on_its_base_with_a_head_made_anew_goes_on_with_its_ledger(tmp_path):
+    trainer = trainer_of(tmp_path, model=adapted(), max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    base = tiny_bert()
+    torch.nn.init.normal_(base.classifier.weight)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "out", is_trainable=True)
+    trainer = trainer_of(tmp_path, model=loaded, max_steps=2)
+    trainer.train()
+    assert trainer.privacy.ledger.steps_run == 4
 
 
 def test_only_process_0_writes_ledgers(tmp_path, monkeypatch):
