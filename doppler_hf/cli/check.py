@@ -20,7 +20,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 from rich.console import Console
@@ -102,7 +102,7 @@ def refuse_published(option: str, path: Path | None, *, output_dir: str) -> None
 
 
 def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], NeighbourResult]) -> NeighbourResult:
-    """Run a script, check the first trainer that would train in place of training it, and return the outcome.
+    """Run a script, check the first trainer that would train privately in place of training it, and return the outcome.
 
     Args:
         words: The script's path and its own words.
@@ -118,7 +118,11 @@ def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], Neigh
             print(f"{word} goes to {words[0]}. If it is meant for the check, put it before --script.", file=sys.stderr)
     argv, path = sys.argv, list(sys.path)
 
-    def check_instead(trainer: DopplerTrainer, *args: object, **options: object) -> None:
+    train = DopplerTrainer.train
+
+    def check_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
+        if trainer.args.disable_dp:  # a baseline, of which there is nothing to check
+            return train(trainer, *args, **options)
         replaced.stop()
         raise _Checked(check(trainer))
 

@@ -25,6 +25,8 @@ class Mine(DopplerTrainer):
 
 if __name__ == "__main__":
     try:
+        baseline = trainer_of(Path(sys.argv[1]) / "baseline", disable_dp=True, noise_multiplier=None, max_steps=1)
+        assert baseline.train().global_step == 1
         trainer_of(Path(sys.argv[1]), cls=Mine).train()
     except Exception:
         print("handled")

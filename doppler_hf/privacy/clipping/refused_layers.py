@@ -114,7 +114,9 @@ def refuse_layers(model: nn.Module) -> None:
         # Opacus's recurrent layers name their weights twice, which transformers does not save.
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in without.values())
         them = "it" if len(without) == 1 else "them"
+        is_prompt = any(name.endswith("lstm_head") for name in without)  # PEFT's PromptEncoder
+        of_prompt = ", or set encoder_reparameterization_type='MLP' for p-tuning" if is_prompt else ""
         raise ValueError(
             f"The {named(without, 'has', 'have')} no per-sample gradients. Freeze {them} with "
-            f"requires_grad_(False){'' if is_recurrent else f', or replace {them}: {_REPLACE}'}."
+            f"requires_grad_(False){of_prompt if is_recurrent else f', or replace {them}: {_REPLACE}'}."
         )

@@ -261,6 +261,10 @@ def test_all_layers_that_are_to_be_frozen_are_named_at_once():
     model["layers"].requires_grad_(False)
     with pytest.raises(ValueError, match=r"The layer 'last' \(GRU\) has no per-sample"):
         ClippedGradients(model).__enter__()
+    with pytest.raises(
+        ValueError, match=r"'lstm_head' \(LSTM\) .* or set encoder_reparameterization_type='MLP' for p-tuning"
+    ):
+        ClippedGradients(nn.ModuleDict({"lstm_head": nn.LSTM(3, 3)})).__enter__()
 
 
 def test_an_embedding_that_renormalizes_is_refused():
