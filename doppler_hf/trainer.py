@@ -27,7 +27,8 @@ from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.in_step import one_line_if_a_process_ends
 from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, refuse_other_parameters
-from doppler_hf.run.own_loss import refuse_another_loss, told_of_removed_columns
+from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
+from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments, checks
@@ -138,6 +139,8 @@ class DopplerTrainer(AroundSteps):
             running.enter_context(self._run)
             running.callback(self.args.forget_run)
             running.enter_context(one_line_if_a_process_ends())
+            running.enter_context(told_of_removed_columns(self.args, self.train_dataset))
+            running.enter_context(told_of_own_step(type(self).training_step, DopplerTrainer.training_step))
             running.callback(lambda: self.privacy.end_run(self.args, self.state, model=self.model))
             return super()._inner_training_loop(batch_size, **kwargs)
 
@@ -224,7 +227,7 @@ class DopplerTrainer(AroundSteps):
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         # Sensitivity: what a user's `_prepare_inputs` makes of a batch is looked at by the checks, too.
         inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager(), told_of_removed_columns(self.args, self.train_dataset):
+        with self.compute_loss_context_manager():
             return self.compute_per_sample_loss(self.model, inputs)
 
     def _check_loss(self, inputs: Any, tolerance: float) -> None:
@@ -251,8 +254,6 @@ class DopplerTrainer(AroundSteps):
         if piece and run.statement.train_loss == "raw":
             return torch.cat(piece).float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
-
-    private_training_step = training_step
 
     # --- right of the privacy boundary --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@
 - replicas: the same weights on every process
 - halving: micro-batches that do not fit into memory
 - engine: the self-check, the engine of per-sample gradients, and its first pass
+- own_code: errors of the user's own code, told with their reason
 - own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments
 - checkpoints: which are whole, and what a run reads of one

@@ -5,15 +5,14 @@ weights, a penalty, labels that are not shifted) would fall away without a sign.
 examples: in the mean of a single one class weights cancel out.
 """
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from doppler_hf.privacy.dense_losses import ignored_pixel
 from doppler_hf.privacy.generators import filled_generators
@@ -76,32 +75,6 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
             f"The loss in the forward of {name} must be the mean over examples of that which a private run trains, got "
             "another one, which would not be trained. Override compute_per_sample_loss to return it for each example."
         )
-
-
-@contextlib.contextmanager
-def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
-    """Say what to set where a loss of the user's asks for a column that the host has removed, as it does with labels.
-
-    Args:
-        args: The arguments.
-        dataset: The examples, as they were given.
-
-    Raises:
-        ValueError: If the block raises a KeyError about a column of the data set.
-    """
-    try:
-        yield
-    except KeyError as error:
-        name = error.args[0] if error.args else None
-        first = {} if hasattr(dataset, "column_names") else dataset[0]
-        columns = getattr(dataset, "column_names", None) or (first if isinstance(first, Mapping) else ())
-        if not args.remove_unused_columns or name not in columns:
-            raise
-        raise ValueError(
-            f"label_names must have {name!r}, which compute_per_sample_loss asks for, got {args.label_names}: the host "
-            "removes the columns that neither the model's forward nor label_names name. Set "
-            f"label_names=[{name!r}], or remove_unused_columns=False."
-        ) from error
 
 
 def mean_and_outputs(

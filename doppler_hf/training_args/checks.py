@@ -4,7 +4,6 @@ Each message has the value, the reason and the mend. `args` is the host's class 
 be circular.
 """
 
-import inspect
 import math
 import os
 import warnings
@@ -326,18 +325,6 @@ def refuse_of_trainer(trainer: Any) -> None:
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."
         )
-    if own.training_step is not own.private_training_step and not names(own.training_step, "training_step"):
-        raise ValueError(
-            f"{own.__name__}.training_step must call super().training_step, got one that does not: a private step is handed "
-            "lists of micro-batches, whose gradients are clipped example by example. Override compute_per_sample_loss "
-            "instead."
-        )
-
-
-def names(function: Any, name: str) -> bool:
-    """Return whether the code of a function names an attribute, such as a method that it calls of `super()`."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is None or name in code.co_names
 
 
 def warn_of_training_data_in_evaluation(trainer: Any) -> None:

@@ -2,15 +2,9 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    BertForMaskedLM,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    default_data_collator,
-)
+from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
@@ -156,31 +150,3 @@ class PlainModule(nn.Module):
 def test_the_loss_of_a_plain_module_is_asked_for(tmp_path):
     with pytest.raises(ValueError, match=r"of transformers .*, got PlainModule.*compute_per_sample_loss"):
         trainer_of(tmp_path, model=PlainModule(), max_steps=1).train()
-
-
-class OfTopics(DopplerTrainer):
-    """Trains labels of another name, and asks for what is nowhere if told so."""
-
-    asks_for = "topic"
-
-    def compute_per_sample_loss(self, model, inputs):
-        labels = inputs.pop(self.asks_for)
-        return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
-
-
-@pytest.mark.parametrize("rows", [list, Dataset.from_list])
-def test_labels_that_the_host_removes_are_named(tmp_path, rows):
-    data = rows([{"input_ids": [index + 1] * 4, "topic": index % 2} for index in range(12)])
-
-    def trainer(**options):
-        made = trainer_of(tmp_path, cls=OfTopics, data=data, max_steps=1, **options)
-        made.data_collator = default_data_collator
-        return made
-
-    with pytest.raises(ValueError, match=r"label_names must have 'topic', .* Set label_names=\['topic'\], or remove_unused"):
-        trainer().train()
-    trainer(label_names=["topic"]).train()
-    wrong = trainer(label_names=["topic"])
-    wrong.asks_for = "nowhere"
-    with pytest.raises(KeyError, match="nowhere"):
-        wrong.train()

@@ -268,11 +268,7 @@ def test_the_engine_clips_and_the_loss_is_reported_as_stated(tmp_path):
 
 def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path):
     class Raw(DopplerTrainer):
-        is_raw = True
-
         def training_step(self, model, inputs, num_items_in_batch=None):
-            if not self.is_raw:
-                return super().training_step(model, inputs, num_items_in_batch)
             (micro_batch,) = inputs
             loss = self.compute_per_sample_loss(model, micro_batch.inputs).mean()
             loss.backward()

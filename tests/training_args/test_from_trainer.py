@@ -54,6 +54,17 @@ class OwnStep(DopplerTrainer):
         return loss.detach()
 
 
+class OwnSteps(DopplerTrainer):
+    def training_step(self, *args):
+        return super().training_step(*args)
+
+
+class OwnWeights(DopplerTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        inputs.pop("weights", None)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
 class OwnOptimizer(DopplerTrainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
@@ -75,7 +86,9 @@ OF_TRAINER = {
     ),
     "an override of `compute_loss` alone": dict(cls=OwnLoss),
     "an override of `_get_train_sampler`": dict(cls=OwnSampler),
-    "an override of `training_step` that does not call `super().training_step`": dict(cls=OwnStep),
+    "an override of `training_step` that takes its inputs for a batch": dict(
+        cls=OwnStep, then=lambda trainer: trainer.train()
+    ),
     "an override of `get_optimizer_cls_and_kwargs`": dict(cls=OwnOptimizer),
     "`hyperparameter_search`": dict(then=lambda trainer: trainer.hyperparameter_search()),
     "a collator with a `seed`": dict(data_collator=Seeded(), then=lambda trainer: trainer.train()),
@@ -126,6 +139,21 @@ def test_everything_that_the_page_refuses_of_a_trainer_is_refused_for_its_reason
     options = dict(train_dataset=text_data(), data_collator=pad) | options
     with pytest.raises(ValueError, match=re.escape(reason)):
         then(cls(model=tiny_bert(), args=arguments(tmp_path, max_steps=1), **options))
+
+
+def test_a_step_that_hands_on_a_batch_is_refused_and_an_error_of_ones_own_loss_is_not_taken_for_it(tmp_path):
+    options = dict(train_dataset=text_data(), data_collator=pad)
+    with pytest.raises(
+        ValueError, match=r"OwnWeights\.training_step must take a list .* got a TypeError from it\. Override"
+    ):
+        OwnWeights(model=tiny_bert(), args=arguments(tmp_path, max_steps=1), **options).train()
+
+    class OwnError(OwnSteps):
+        def compute_per_sample_loss(self, model, inputs):
+            return inputs["nowhere"]
+
+    with pytest.raises(KeyError, match="nowhere"):
+        OwnError(model=tiny_bert(), args=arguments(tmp_path, max_steps=1), **options).train()
 
 
 def test_the_page_has_all_of_them():

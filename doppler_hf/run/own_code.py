@@ -1,0 +1,59 @@
+"""Errors of the user's own code that follow from what a private run hands to it, with the reason and the mend."""
+
+import contextlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from transformers import TrainingArguments
+
+
+@contextlib.contextmanager
+def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
+    """Say what to set where a loss, a transform or a collator asks for a column that the host has removed.
+
+    Args:
+        args: The arguments.
+        dataset: The examples, as they were given.
+
+    Raises:
+        ValueError: If the block raises a KeyError about a column of the data set.
+    """
+    try:
+        yield
+    except KeyError as error:
+        name = error.args[0] if error.args else None
+        columns = getattr(dataset, "column_names", None)
+        if columns is None:
+            columns = dataset[0] if isinstance(dataset[0], Mapping) else ()
+        if not args.remove_unused_columns or name not in columns:
+            raise
+        raise ValueError(
+            f"label_names must have {name!r} if it is a label, got {args.label_names}: the host removes the columns that "
+            f"neither the model's forward nor label_names name. Set label_names=[{name!r}], or for the input of a transform "
+            "or collator remove_unused_columns=False."
+        ) from error
+
+
+@contextlib.contextmanager
+def told_of_own_step(own: Callable[..., Any], ours: Callable[..., Any]) -> Iterator[None]:
+    """Say what a `training_step` of the user's is handed, where it fails.
+
+    Args:
+        own: That of the trainer's class.
+        ours: That of `DopplerTrainer`.
+
+    Raises:
+        ValueError: If the block raises an error from `own`, outside of `ours`.
+    """
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if getattr(inspect.unwrap(own), "__code__", None) not in codes or ours.__code__ in codes:
+            raise
+        raise ValueError(
+            f"{own.__qualname__} must take a list of micro-batches and hand it to super().training_step, which clips them "
+            f"example by example, got a {type(error).__name__} from it. Override compute_per_sample_loss instead."
+        ) from error

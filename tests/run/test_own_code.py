@@ -1,0 +1,46 @@
+"""Errors of the user's own code, told with their reason; those of a `training_step` are in test_from_trainer."""
+
+import pytest
+from datasets import Dataset
+from torch.nn import functional as F
+from transformers import default_data_collator
+
+from doppler_hf import DopplerTrainer
+from tests.support.trainers import trainer_of
+
+
+class OfTopics(DopplerTrainer):
+    """Trains labels of another name, and asks for what is nowhere if told so."""
+
+    asks_for = "topic"
+
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop(self.asks_for)
+        return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+
+
+@pytest.mark.parametrize("rows", [list, Dataset.from_list])
+def test_labels_that_the_host_removes_are_named(tmp_path, rows):
+    data = rows([{"input_ids": [index + 1] * 4, "topic": index % 2} for index in range(12)])
+
+    def trainer(**options):
+        made = trainer_of(tmp_path, cls=OfTopics, data=data, max_steps=1, **options)
+        made.data_collator = default_data_collator
+        return made
+
+    with pytest.raises(ValueError, match=r"label_names must have 'topic' .* Set label_names=\['topic'\], or for"):
+        trainer().train()
+    trainer(label_names=["topic"]).train()
+    wrong = trainer(label_names=["topic"])
+    wrong.asks_for = "nowhere"
+    with pytest.raises(KeyError, match="nowhere"):
+        wrong.train()
+
+
+def test_what_a_transform_asks_for_is_named(tmp_path):
+    rows = Dataset.from_list([{"text": [index + 1] * 4, "labels": index % 2} for index in range(12)])
+    rows = rows.with_transform(lambda batch: {"input_ids": batch["text"], "labels": batch["labels"]})
+    with pytest.raises(
+        ValueError, match=r"label_names must have 'text' .* transform or collator remove_unused_columns=False"
+    ):
+        trainer_of(tmp_path, data=rows, max_steps=1).train()
