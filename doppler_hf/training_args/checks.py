@@ -320,6 +320,11 @@ def refuse_of_trainer(trainer: Any) -> None:
             f"{own.__name__}.get_optimizer_cls_and_kwargs has no effect on a private training, whose optimizer is a "
             "DopplerOptimizer. Leave it out, and set base_optimizer."
         )
+    if own.create_optimizer_and_scheduler is not Trainer.create_optimizer_and_scheduler:
+        raise ValueError(
+            f"{own.__name__}.create_optimizer_and_scheduler has no effect: the host calls create_optimizer and "
+            "create_scheduler. Leave it out, set base_optimizer, and override create_scheduler."
+        )
     if own.compute_loss is not own.host_compute_loss and own.compute_per_sample_loss is own.host_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "

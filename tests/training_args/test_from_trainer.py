@@ -54,6 +54,11 @@ class OwnStep(DopplerTrainer):
         return loss.detach()
 
 
+class OwnBoth(DopplerTrainer):
+    def create_optimizer_and_scheduler(self, num_training_steps):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+
 class OwnSteps(DopplerTrainer):
     def training_step(self, *args):
         return super().training_step(*args)
@@ -86,6 +91,7 @@ OF_TRAINER = {
     ),
     "an override of `compute_loss` alone": dict(cls=OwnLoss),
     "an override of `_get_train_sampler`": dict(cls=OwnSampler),
+    "an override of `create_optimizer_and_scheduler`": dict(cls=OwnBoth),
     "an override of `training_step` that takes its inputs for a batch": dict(
         cls=OwnStep, then=lambda trainer: trainer.train()
     ),
