@@ -1,8 +1,10 @@
-"""Classification of labelled images: a pretrained model, or a small Vision Transformer from scratch."""
+"""Classification of labelled images: a pretrained model, or from scratch a small Vision Transformer, or scattering."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTForImageClassification, set_seed
 from transformers.hf_argparser import HfArg
 from transformers.models.vit import ViTImageProcessorPil
@@ -12,7 +14,11 @@ from doppler_hf.workloads.arguments import refuse_without_effect
 from doppler_hf.workloads.data_sources import load_images
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora
+from doppler_hf.workloads.scattering import PATHS, STRIDE, Scattering, ScatteringConfig, ScatteringForImageClassification
 from doppler_hf.workloads.workload import Workload, name_classes
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 
 @dataclass
@@ -26,6 +32,12 @@ class ImageArguments:
     model_name_or_path: str | None = HfArg(
         default=None, help="Hub name or local folder of a pretrained model; by default a small ViT from scratch."
     )
+    scattering: bool = HfArg(
+        default=False,
+        help="Train a small network on wavelet scattering coefficients, which are computed once, in the place of a ViT from "
+        "scratch.",
+    )
+    num_filters: int = HfArg(default=48, help="Filters of each convolution on scattering coefficients; 0 for none.")
     image_size: int = HfArg(default=32, help="Side of the images in pixels, from scratch only.")
     patch_size: int = HfArg(default=4, help="Side of a patch in pixels, from scratch only.")
     hidden_size: int = HfArg(default=192, help="Width of the model, from scratch only.")
@@ -36,9 +48,13 @@ class ImageArguments:
         """Refuse what a local folder or a pretrained model overrules."""
         if self.dataset_dir is not None:
             refuse_without_effect(self, "dataset_name", beside="dataset_dir")
+        of_vit = ("patch_size", "hidden_size", "num_layers", "num_heads")
         if self.model_name_or_path is not None:
-            sizes = ("image_size", "patch_size", "hidden_size", "num_layers", "num_heads")
-            refuse_without_effect(self, *sizes, beside="model_name_or_path")
+            refuse_without_effect(self, "scattering", "image_size", *of_vit, beside="model_name_or_path")
+        if self.scattering:
+            refuse_without_effect(self, *of_vit, beside="scattering")
+        else:
+            refuse_without_effect(self, "num_filters", beside="scattering")
 
 
 def build(args: ImageArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
@@ -54,7 +70,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     label_names = splits["train"].features["label"].names
     if args.model_name_or_path is None:
         num_channels = len(splits["test"][0]["image"].getbands())
-        model, processor = vit_from_scratch(args, num_channels=num_channels, num_labels=len(label_names))
+        model, processor = from_scratch(args, num_channels=num_channels, num_labels=len(label_names))
     else:
         with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
             processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
@@ -72,7 +88,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
 
     # The trainer must not drop the column that they come from.
     training_args.remove_unused_columns = False
-    splits = splits.with_transform(to_pixel_values)
+    splits = scattered(splits, to_pixel_values, model.config) if args.scattering else splits.with_transform(to_pixel_values)
     return Workload(
         model=model,
         train_dataset=splits["train"],
@@ -82,19 +98,47 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     )
 
 
-def vit_from_scratch(args: ImageArguments, *, num_channels: int, num_labels: int) -> tuple[Any, Any]:
-    """Build an untrained ViT and the processor of its images."""
-    config = ViTConfig(
-        image_size=args.image_size,
-        patch_size=args.patch_size,
-        num_channels=num_channels,
-        hidden_size=args.hidden_size,
-        intermediate_size=4 * args.hidden_size,
-        num_hidden_layers=args.num_layers,
-        num_attention_heads=args.num_heads,
-        num_labels=num_labels,
-    )
+def from_scratch(args: ImageArguments, *, num_channels: int, num_labels: int) -> tuple[Any, Any]:
+    """Build an untrained network and the processor of its images."""
+    sizes = {"image_size": args.image_size, "num_channels": num_channels, "num_labels": num_labels}
+    if args.scattering:
+        model: Any = ScatteringForImageClassification(ScatteringConfig(num_filters=args.num_filters, **sizes))
+    else:
+        config = ViTConfig(
+            patch_size=args.patch_size,
+            hidden_size=args.hidden_size,
+            intermediate_size=4 * args.hidden_size,
+            num_hidden_layers=args.num_layers,
+            num_attention_heads=args.num_heads,
+            **sizes,
+        )
+        model = ViTForImageClassification(config)
     # Constants, not the training set's own mean and deviation: those would be released without noise.
     half = [0.5] * num_channels
-    size = {"height": args.image_size, "width": args.image_size}
-    return ViTForImageClassification(config), ViTImageProcessorPil(size=size, image_mean=half, image_std=half)
+    side = {"height": args.image_size, "width": args.image_size}
+    return model, ViTImageProcessorPil(size=side, image_mean=half, image_std=half)
+
+
+def scattered(
+    splits: "DatasetDict", to_pixel_values: Callable[..., dict[str, Any]], config: ScatteringConfig
+) -> "DatasetDict":
+    """Return the splits as scattering coefficients in half precision, computed once and cached as `datasets` does."""
+    from datasets import Array3D, Features, Value
+
+    # Not the model's, by whose weights the cache would take each seed for another computation.
+    scattering = Scattering(config.image_size)
+    side = config.image_size // STRIDE
+    features = Features(
+        {"coefficients": Array3D((PATHS * config.num_channels, side, side), "float16"), "labels": Value("int64")}
+    )
+
+    def to_coefficients(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        inputs = to_pixel_values(rows)
+        with torch.no_grad():
+            return {"coefficients": scattering(inputs["pixel_values"]).half().numpy(), "labels": inputs["labels"]}
+
+    columns = splits["train"].column_names
+    coefficients = splits.map(
+        to_coefficients, batched=True, batch_size=64, remove_columns=columns, features=features, desc="Scattering images"
+    )
+    return coefficients.with_format("torch")

@@ -331,12 +331,40 @@ def test_only_after_data_and_model_does_the_first_process_tokenize_for_the_other
 
 def test_grey_images_become_what_a_model_of_colours_reads(training_args, tmp_path):
     args = images.ImageArguments("digits", image_size=8, hidden_size=16, num_layers=1, num_heads=2)
-    for part in images.vit_from_scratch(args, num_channels=3, num_labels=10):
+    for part in images.from_scratch(args, num_channels=3, num_labels=10):
         part.save_pretrained(tmp_path)
     args = images.ImageArguments("digits", model_name_or_path=str(tmp_path))
     pixels = images.build(args, LoraArguments(), training_args).train_dataset[0]["pixel_values"]
     assert pixels.shape == (3, 8, 8)
     assert torch.equal(pixels[0], pixels[2])
+
+
+def test_images_are_scattered_once_whatever_the_seed(common):
+    flags = ["--dataset_name=digits", "--image_size=8", "--scattering=true", "--num_filters=8", *common]
+    first, training_args = parse_recipe([*flags, "--seed=1"])
+    rows = first.train_dataset[:4]
+    pixels = torch.tensor(np.rint(load_digits().images[:4, None] * 255 / 16), dtype=torch.float32) / 127.5 - 1
+    torch.testing.assert_close(rows["coefficients"], first.model.scattering(pixels), rtol=1e-3, atol=1e-3)  # half precision
+    assert rows["labels"].tolist() == load_digits().target[:4].tolist()
+    second, _ = parse_recipe([*flags, "--seed=2"])
+    # What `datasets` names the cache by. Data of scikit-learn's are in memory, and have none.
+    assert second.train_dataset._fingerprint == first.train_dataset._fingerprint
+    assert not second.model.classifier[-1].weight.equal(first.model.classifier[-1].weight)
+    training_args.max_steps = 1
+    DopplerTrainer(args=training_args, **first.for_trainer()).train()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--scattering=true", "--patch_size=2"], r"patch_size=2 has no effect with scattering=True"),
+        (["--num_filters=8"], r"num_filters=8 has no effect with scattering=False"),
+        (["--scattering=true", "--model_name_or_path=x"], r"scattering=True has no effect with model_name_or_path='x'"),
+    ],
+)
+def test_sizes_of_another_network_are_refused(common, flags, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        parse_recipe(["--workload=images", "--dataset_name=digits", *flags, *common])
 
 
 def test_the_column_of_units_reaches_the_trainer(common, tmp_path):

@@ -1,0 +1,188 @@
+"""Wavelet scattering of images: features that nobody trained, and that small networks classify well under noise.
+
+    S x = (x * φ,  |x * ψ_jθ| * φ,  ||x * ψ_0θ| * ψ_1θ'| * φ)    sampled at every fourth pixel
+
+with Morlet wavelets ψ of two scales j and eight directions θ, and a Gaussian φ (Bruna & Mallat, *Invariant Scattering
+Convolution Networks*, 2013). What need not be learnt needs no noisy weights: with privacy, small networks on these
+coefficients are ahead of others from scratch (Tramèr & Boneh, *Differentially Private Learning Needs Better Features (or
+Much More Data)*, 2021).
+
+Sensitivity: the coefficients of an image are a fixed function of it alone, without statistics of the data, and so they are
+features of the example as its pixels are.
+"""
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from doppler_hf.privacy.losses import classification_losses
+
+DIRECTIONS: Final = 8
+STRIDE: Final = 4
+NORM_GROUPS: Final = 8
+PATHS: Final = 1 + 2 * DIRECTIONS + DIRECTIONS**2
+"""Coefficients of a channel at a place."""
+# Widths of the Gaussian envelopes and frequencies of the finer wavelet, in pixels; the coarser has twice and half of them.
+_WIDTH: Final = 0.8
+_FREQUENCY: Final = 3 * math.pi / 4
+_PERIODS: Final = range(-2, 3)
+
+
+class Scattering(nn.Module):
+    """The scattering transform of square images, without parameters.
+
+    Args:
+        side: Of the images in pixels, a multiple of four.
+
+    Raises:
+        ValueError: If `side` is not a multiple of four, or below eight.
+    """
+
+    fine: Tensor
+    coarse: Tensor
+    low: Tensor
+    low_of_half: Tensor
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        if side % STRIDE or side < 2 * STRIDE:
+            raise ValueError(
+                f"Images to scatter must have a side that is a multiple of {STRIDE} and at least {2 * STRIDE}, got {side}. "
+                "Resize them."
+            )
+        padded = side + 2 * STRIDE
+        angles = [(DIRECTIONS // 2 - 1 - index) * math.pi / DIRECTIONS for index in range(DIRECTIONS)]
+        for name, scale in (("fine", 1), ("coarse", 2)):
+            wavelets = [_morlet(padded, _WIDTH * scale, _FREQUENCY / scale, angle) for angle in angles]
+            self.register_buffer(name, torch.stack([_spectrum(wavelet) for wavelet in wavelets]))
+        # A Gaussian is a product of one in each direction: a matrix on either side averages and samples at once.
+        self.register_buffer("low", _averages(padded, 2 * _WIDTH, STRIDE))
+        self.register_buffer("low_of_half", _averages(padded // 2, _WIDTH, STRIDE // 2))
+
+    def forward(self, images: Float[Tensor, "batch channels side side"]) -> Float[Tensor, "batch coefficients small small"]:
+        """Return the coefficients of each image, `PATHS` of a channel, with a quarter of the side."""
+        images = F.pad(images, [STRIDE] * 4, mode="reflect")
+        spectrum = torch.fft.fft2(images)[:, :, None]
+        finer = torch.fft.ifft2(spectrum * self.fine).abs()
+        coarser = _filtered_at_half(spectrum, self.coarse)
+        paths = [_averaged(images[:, :, None], self.low), _averaged(finer, self.low), _averaged(coarser, self.low_of_half)]
+        for each in torch.fft.fft2(finer).split(1, dim=2):
+            paths.append(_averaged(_filtered_at_half(each, self.coarse), self.low_of_half))
+        return torch.cat(paths, dim=2).flatten(1, 2)
+
+
+def _filtered_at_half(spectrum: Tensor, wavelets: Tensor) -> Tensor:
+    """Return moduli at every second pixel, which keeps a wavelet whose band is narrower than half of all frequencies."""
+    product = spectrum * wavelets
+    half = product.shape[-1] // 2
+    # Sampling in space is folding in frequency.
+    folded = product.unflatten(-1, (2, half)).unflatten(-3, (2, half)).mean(dim=(-4, -2))
+    return torch.fft.ifft2(folded).abs()
+
+
+def _averaged(values: Tensor, low: Tensor) -> Tensor:
+    return low @ values @ low.T
+
+
+def _averages(side: int, width: float, stride: int) -> Tensor:
+    """Return a circular Gaussian average at every `stride`-th of `side` places, but for the first and last: the padding."""
+    places = np.arange(side)
+    gaussian = sum(np.exp(-(((places + period * side) / width) ** 2) / 2) for period in _PERIODS)
+    rows = [np.roll(gaussian / np.sum(gaussian), place) for place in range(0, side, stride)]
+    return torch.tensor(np.stack(rows[1:-1]), dtype=torch.float32)
+
+
+def _morlet(side: int, width: float, frequency: float, angle: float) -> np.ndarray:
+    """Return a wave under an elongated Gaussian, of mean zero, on a torus."""
+    envelope, wave = np.zeros((side, side)), np.zeros((side, side), dtype=complex)
+    for down in _PERIODS:
+        for across in _PERIODS:
+            rows, columns = np.mgrid[down * side : (down + 1) * side, across * side : (across + 1) * side]
+            along = rows * math.cos(angle) + columns * math.sin(angle)
+            beside = columns * math.cos(angle) - rows * math.sin(angle)
+            # Directions are told apart by an envelope that is longer along the wave's crests than across them.
+            bell = np.exp(-(along**2 + (4 / DIRECTIONS * beside) ** 2) / (2 * width**2))
+            envelope += bell
+            wave += bell * np.exp(1j * frequency * along)
+    area = 2 * math.pi * width**2 * DIRECTIONS / 4
+    return (wave - wave.sum() / envelope.sum() * envelope) / area
+
+
+def _spectrum(wavelet: np.ndarray) -> Tensor:
+    # That of a Morlet wavelet is real: its real part is even and its imaginary part odd.
+    return torch.tensor(np.fft.fft2(wavelet).real, dtype=torch.float32)
+
+
+class ScatteringConfig(PreTrainedConfig):
+    """The sizes of a `ScatteringForImageClassification`.
+
+    Args:
+        image_size: Side of the images in pixels, as `Scattering` has it.
+        num_channels: Of the images.
+        num_filters: Of each of two convolutions, a multiple of eight; 0 for a linear classifier.
+        **kwargs: As in `PreTrainedConfig`, such as `num_labels`.
+
+    Raises:
+        ValueError: If `num_filters` is not a multiple of eight.
+    """
+
+    model_type = "scattering"
+
+    def __init__(self, image_size: int = 32, num_channels: int = 3, num_filters: int = 48, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if num_filters < 0 or num_filters % NORM_GROUPS:
+            raise ValueError(
+                f"num_filters must be a multiple of {NORM_GROUPS}, got {num_filters}. Set 0 for a linear classifier."
+            )
+        self.image_size, self.num_channels, self.num_filters = image_size, num_channels, num_filters
+
+
+class ScatteringForImageClassification(PreTrainedModel):
+    """A classifier of images by their scattering coefficients: linear, or with two convolutions ahead.
+
+    It takes images, or coefficients that `scattering` has computed before: once for a whole training.
+
+    Args:
+        config: The sizes.
+    """
+
+    config_class = ScatteringConfig
+    main_input_name = "pixel_values"
+    accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
+
+    def __init__(self, config: ScatteringConfig) -> None:
+        super().__init__(config)
+        self.scattering = Scattering(config.image_size)
+        channels, side = PATHS * config.num_channels, config.image_size // STRIDE
+        # Paths differ in size a hundredfold: every three of a channel are brought to one, by each example alone.
+        layers: list[nn.Module] = [nn.GroupNorm(channels // 3, channels, affine=False)]
+        if config.num_filters:
+            for size, before in ((1, channels), (3, config.num_filters)):
+                convolution = nn.Conv2d(before, config.num_filters, size, padding=size // 2)
+                layers += [convolution, nn.GroupNorm(NORM_GROUPS, config.num_filters, affine=False), nn.ReLU()]
+            layers.append(nn.AvgPool2d(2))
+            channels, side = config.num_filters, side // 2
+        self.classifier = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, config.num_labels))
+        self.post_init()
+
+    def forward(
+        self,
+        pixel_values: Float[Tensor, "batch channels side side"] | None = None,
+        coefficients: Float[Tensor, "batch coefficients small small"] | None = None,
+        labels: Tensor | None = None,
+    ) -> ImageClassifierOutput:
+        """Return logits of shape (batch, num_labels), and the mean loss if there are labels."""
+        if (pixel_values is None) == (coefficients is None):
+            raise ValueError("Exactly one of pixel_values and coefficients must be given. Leave the other out.")
+        logits = self.classifier(self.scattering(pixel_values) if coefficients is None else coefficients)
+        loss = None
+        if labels is not None:
+            loss = classification_losses(logits, labels, problem_type=self.config.problem_type).mean()
+        return ImageClassifierOutput(loss=loss, logits=logits)
