@@ -76,8 +76,6 @@ def test_classifier_takes_images_or_their_coefficients_and_saves_itself(tmp_path
     again = loaded(coefficients=model.scattering(pixels), labels=labels)
     torch.testing.assert_close(again.logits, logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(again.loss, F.cross_entropy(logits, labels), rtol=0, atol=1e-5)
-    # Brighter or paler as a whole is the same image to it, as far as 1e-5 in the normalization goes.
-    assert logits.argmax(-1).equal(model(pixel_values=4 * pixels).logits.argmax(-1))
     with pytest.raises(ValueError, match=r"^Exactly one of pixel_values and coefficients must be given\. Leave"):
         model(labels=labels)
 
