@@ -25,19 +25,27 @@ _WHOLE: Final = WeakIdKeyDictionary()
 
 
 def parameters_digest(model: nn.Module) -> str:
-    """Return the digest of all parameters that a model computes with, 64 hexadecimal digits.
+    """Return the digest of all parameters that a model computes with or is saved with, 64 hexadecimal digits.
 
-    Where PEFT trains a copy of a layer, such as a new head, the layer itself is neither used nor saved, and its weights are
-    random ones that differ each time that the base is loaded.
+    Where PEFT trains a copy of a layer, such as a new head, the layer itself is not used, and its weights are random ones
+    that differ each time that the base is loaded. They are left out if the adapter is saved alone.
     """
-    peft = sys.modules.get("peft.utils.other")
-    copied = () if peft is None else peft.ModulesToSaveWrapper
-    unused = tuple(f"{name}.original_module." for name, module in model.named_modules() if isinstance(module, copied))
+    unused = _layers_in_no_file(model)
     used: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not name.startswith(unused):
             used.setdefault(parameter, name)
     return _digest((name, parameter) for parameter, name in used.items())
+
+
+def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
+    """Return what the names of weights begin with of whose layers PEFT trains and saves copies."""
+    peft = sys.modules.get("peft")
+    # Privacy: a model with injected adapters, or inside another module, is saved whole, with whatever has become of these.
+    if peft is None or not (isinstance(model, peft.PeftModel) or getattr(model, "_hf_peft_config_loaded", False)):
+        return ()
+    copied = peft.utils.other.ModulesToSaveWrapper
+    return tuple(f"{name}.original_module." for name, module in model.named_modules() if isinstance(module, copied))
 
 
 def untrained_digest(model: nn.Module) -> str:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from doppler_hf.run.parameters import parameters_digest
@@ -31,6 +32,28 @@ def test_a_copy_has_the_same_and_every_change_another():
         parameter.requires_grad_(False)
     assert parameters_digest(model) == before
     assert parameters_digest(model.half()) != before
+
+
+@pytest.mark.parametrize(
+    ("adapted", "is_saved"),
+    [
+        (get_peft_model, False),
+        (lambda model, config: model.add_adapter(config) or model, False),
+        (lambda model, config: inject_adapter_in_model(config, model), True),
+        (lambda model, config: nn.Sequential(get_peft_model(model, config)), True),
+    ],
+    ids=["peft", "transformers", "injected", "wrapped"],
+)
+def test_a_layer_of_which_peft_trains_a_copy_is_left_out_only_where_its_weights_are_not_saved(adapted, is_saved):
+    config = LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    model = adapted(tiny_bert(), config)
+    before = parameters_digest(model)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if name.endswith("classifier.original_module.weight")).add_(1.0)
+    assert (parameters_digest(model) != before) is is_saved
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "modules_to_save" in name).add_(1.0)
+    assert parameters_digest(model) != before
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
