@@ -34,7 +34,7 @@ from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_nois
 from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
-from doppler_hf.run.replicas import give_all_the_weights_of_process_0
+from doppler_hf.run.replicas import give_all_the_weights_of_process_0, refuse_processes_that_draw_alone
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -207,13 +207,15 @@ class PrivateRun:
             sharded_sums: As in `ClippedGradients`.
 
         Raises:
-            ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault.
+            ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault, or processes
+                would not draw each from its share.
         """
         if loader.batch_sampler is not self.sampler:
             raise ValueError(
                 "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
                 "Return super().get_train_dataloader(), made anew for each training."
             )
+        refuse_processes_that_draw_alone(self._args.world_size)
         if self._args.world_size > 1:
             digests: list[Any] = [None] * self._args.world_size
             torch.distributed.all_gather_object(digests, digest_of(loader.examples, self.sampler))
@@ -330,10 +332,12 @@ class PrivateRun:
             step: Optimizer step, counted from 0.
 
         Raises:
-            ValueError: If they are not as many as those into which the sampler cuts a draw.
+            ValueError: If they are not as many as those into which the sampler cuts a draw, or processes have come that the
+                sampler does not know.
             RuntimeError: If they were drawn for another step.
         """
         assert self._draw is not None
+        refuse_processes_that_draw_alone(self._args.world_size)
         # Sensitivity: a release is about one draw, whole and alone. Part of another would let an example count twice, and a
         # piece for a draw would let an example move the others between pieces.
         if len(pieces) not in (0, self.sampler.micro_batches):

@@ -13,6 +13,25 @@ from doppler_hf.run.parameters import look_again_at_what_is_trained, parameters_
 COMPARED_EVERY: Final = 100
 
 
+def refuse_processes_that_draw_alone(world_size: int) -> None:
+    """Refuse to add up the sums of processes that the host takes for one each.
+
+    Args:
+        world_size: The number of processes, as the arguments have it.
+
+    Raises:
+        ValueError: If torch has another number, by which sums are reduced.
+    """
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if processes != world_size:
+        # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
+        raise ValueError(
+            f"The processes of torch's process group must be those of the training, got {processes} of which the arguments "
+            f"know {world_size}, so that each would draw from other examples than its share. Start with `accelerate launch` "
+            "or `torchrun`, or end the group with torch.distributed.destroy_process_group() before train()."
+        )
+
+
 def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
     """Give every process the weights and buffers of process 0, as DDP would, but for what is in shards (in place).
 

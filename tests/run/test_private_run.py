@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback
 from doppler_hf import DopplerTrainer
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
+from doppler_hf.run import replicas
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -280,3 +281,27 @@ def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path)
     with pytest.raises(RuntimeError, match=r"must come from DopplerTrainer\.training_step"):
         trainer.train()
     assert all(map(torch.equal, trainer.model.parameters(), before))
+
+
+class _TwoProcesses:
+    """What torch says of a process group of two."""
+
+    is_available = is_initialized = staticmethod(lambda: True)
+    get_world_size = staticmethod(lambda: 2)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "during"])
+def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, monkeypatch, early):
+    """Their sums are added up under the noise of one: who was drawn by both counts twice."""
+
+    class BeginsGroup(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            monkeypatch.setattr(replicas, "dist", _TwoProcesses)
+
+    recorder = Recorder()
+    trainer = trainer_of(tmp_path, callbacks=[recorder, BeginsGroup()])
+    if early:
+        monkeypatch.setattr(replicas, "dist", _TwoProcesses)
+    with pytest.raises(ValueError, match=r"got 2 of which the arguments know 1, .* Start with `accelerate launch`"):
+        trainer.train()
+    assert len(recorder.gradients) == (0 if early else 1)
