@@ -7,6 +7,7 @@ device, and as fast as the memory is read: 125 million parameters take a tenth o
 changes it. It does not withstand a forger, whom a ledger would not withstand either, nor values that only changed places.
 """
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -44,8 +45,15 @@ def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
     # Privacy: a model with injected adapters, or inside another module, is saved whole, with whatever has become of these.
     if peft is None or not (isinstance(model, peft.PeftModel) or getattr(model, "_hf_peft_config_loaded", False)):
         return ()
-    copied = peft.utils.other.ModulesToSaveWrapper
-    return tuple(f"{name}.original_module." for name, module in model.named_modules() if isinstance(module, copied))
+    copied, embeddings = peft.utils.other.ModulesToSaveWrapper, []
+    for of_model in ("get_input_embeddings", "get_output_embeddings"):  # which PEFT saves as they were too, if resized
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            embeddings.append(getattr(model, of_model)())
+    return tuple(
+        f"{name}.original_module."
+        for name, module in model.named_modules()
+        if isinstance(module, copied) and not any(module is embedding for embedding in embeddings)
+    )
 
 
 def untrained_digest(model: nn.Module) -> str:

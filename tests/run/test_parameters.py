@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from torch import nn
 
 from doppler_hf.run.parameters import parameters_digest
@@ -53,6 +53,17 @@ def test_a_layer_of_which_peft_trains_a_copy_is_left_out_only_where_its_weights_
     assert (parameters_digest(model) != before) is is_saved
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "modules_to_save" in name).add_(1.0)
+    assert parameters_digest(model) != before
+
+
+def test_embeddings_are_read_though_peft_trains_a_copy_since_it_saves_both_where_they_were_resized():
+    config = LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier", "word_embeddings"])
+    model = get_peft_model(tiny_bert(), config)
+    saved = get_peft_model_state_dict(model, save_embedding_layers=True)
+    assert any("original_module" in name for name in saved)
+    before = parameters_digest(model)
+    with torch.no_grad():
+        model.get_input_embeddings().original_module.weight.add_(1.0)
     assert parameters_digest(model) != before
 
 
