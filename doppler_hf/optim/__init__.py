@@ -1,6 +1,7 @@
 """Right of the privacy boundary: optimizers on gradients that are private already. Nothing here may import the left.
 
-- optimizer: Algorithm 3: `update` for one tensor, and `step` for all
+- optimizer: Algorithm 3: `step` for all parameters
+- update: and for one of them
 - checks: what it refuses
 - low_pass, adaptive_fir: its filter: a fixed one, and one that follows the gradients
 - galore: its subspaces

@@ -12,7 +12,8 @@ import torch._inductor.exc
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer, one_pass
 from doppler_hf.optim.one_pass import OnePass, ParameterTensors, StepConstants
-from doppler_hf.optim.optimizer import COMPILES_RIGHT, update
+from doppler_hf.optim.optimizer import COMPILES_RIGHT
+from doppler_hf.optim.update import update
 from tests.support.pairwise import pairwise
 from tests.support.tolerances import of_optimizer_steps
 

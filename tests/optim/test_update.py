@@ -6,7 +6,7 @@ import torch
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim.low_pass import FixedFilter, low_pass, padded_coefficients
 from doppler_hf.optim.one_pass import ParameterTensors, StepConstants
-from doppler_hf.optim.optimizer import update
+from doppler_hf.optim.update import update
 
 B, A = padded_coefficients(PAPER_FILTERS["second-order"])
 NUMBERS = {"beta2": 0.9, "step_size": 0.1, "decay": 0.97, "noise_var": 0.05, "floor": 0.01}

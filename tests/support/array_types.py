@@ -50,6 +50,7 @@ TOO_BUSY = (
     "doppler_hf.optim.one_pass",
     "doppler_hf.optim.optimizer",
     "doppler_hf.optim.state",
+    "doppler_hf.optim.update",
     "doppler_hf.privacy.clipping.book",
     "doppler_hf.privacy.clipping.engine",
     "doppler_hf.privacy.clipping.ghost_norm",
