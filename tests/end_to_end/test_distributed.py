@@ -1,8 +1,7 @@
 """Two processes train what one would: disjoint shards, one reduction, noise once, replicas identical."""
 
+import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.filters import NoiseShape
 from tests.audit.neighbour_cases import USUAL, trainer_for
+from tests.support import processes
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -20,13 +20,8 @@ from tests.support.trainers import checked_trainer_of as trainer_of
 SHAPE = "banded:bands=2"
 
 
-def train(folder, case):
+def train(folder, world, case):
     """What every process does; the environment tells it which one it is."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if case in OTHERS:
-        found = OTHERS[case](folder, world)
-        torch.save(found, f"{folder}/{case}-{world}-{os.environ.get('RANK', 0)}.pt")
-        return
     if case == "equal":  # every example in every draw, so that one process and two draw the same
         cls, own = DopplerTrainer, dict(
             noise_multiplier=0.5, noise_seed=3, per_device_train_batch_size=24 // world, base_optimizer="sgd",
@@ -51,8 +46,12 @@ def train(folder, case):
     )  # fmt: skip
     trainer.train()
     ledger = trainer.privacy.ledger
-    found = {"weights": weights(trainer), "gradients": torch.stack(recorder.gradients), "steps": ledger.steps_run}
-    torch.save(found | {"batch": ledger.statement.expected_batch_size}, f"{folder}/{case}-{world}-{args.process_index}.pt")
+    return {
+        "weights": weights(trainer),
+        "gradients": torch.stack(recorder.gradients),
+        "steps": ledger.steps_run,
+        "batch": ledger.statement.expected_batch_size,
+    }
 
 
 def shuffled(folder, world):
@@ -73,48 +72,20 @@ def neighbours(folder, world):
     return result.distances, result.couplings, trainer.private_run.sampler.expected_batch_size
 
 
-OTHERS = {"shuffled": shuffled, "neighbours": neighbours}
-
-
-def launch(folder, processes, *cases):
-    done = subprocess.run(
-        [sys.executable, __file__, str(processes), str(folder), *cases],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {
-        case: [torch.load(folder / f"{case}-{processes}-{rank}.pt", weights_only=False) for rank in range(processes)]
-        for case in cases
-    }
-
-
-def fork(processes, folder, cases):
-    """Do what torchrun does, in forks of a process that has imported everything already."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
-    os.environ |= {
-        "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
-    }  # fmt: skip
-    torch.multiprocessing.start_processes(train_cases, args=(folder, cases), nprocs=processes, start_method="fork")
-
-
-def train_cases(rank, folder, cases):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    for case in cases:
-        train(folder, case)
+CASES = {
+    **{case: functools.partial(train, case=case) for case in ("equal", "noise", "shaped")},
+    "shuffled": shuffled,
+    "neighbours": neighbours,
+}
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), 2, "equal", "noise", "shaped", "shuffled", "neighbours")
+    return processes.launch(__file__, tmp_path_factory.mktemp("two"), 2, *CASES)
 
 
 def test_two_processes_equal_one(two_processes, tmp_path):
-    train(tmp_path, "equal")
-    one, two = torch.load(tmp_path / "equal-1-0.pt"), two_processes["equal"]
+    one, two = train(tmp_path, 1, "equal"), two_processes["equal"]
     assert torch.equal(two[0]["weights"], two[1]["weights"])
     assert one["batch"] == two[0]["batch"] == 24
     # A sum of 24 gradients of norm 1, each after some 50 operations in a row, by parts; and five steps of 0.1 from there.
@@ -174,13 +145,13 @@ def test_one_user_moves_the_sum_of_two_processes_by_at_most_c(two_processes):
 
 @pytest.mark.slow
 def test_one_user_moves_the_sum_of_four_processes_by_at_most_c(tmp_path):
-    assert_one_user_moves_the_sum_by_at_most_c(launch(tmp_path, 4, "neighbours")["neighbours"])
+    assert_one_user_moves_the_sum_by_at_most_c(processes.launch(__file__, tmp_path, 4, "neighbours")["neighbours"])
 
 
 @pytest.mark.slow
 def test_trap_14_noise_is_added_once_by_four_processes(tmp_path):
-    assert_noise_is_added_once(launch(tmp_path, 4, "noise")["noise"])
+    assert_noise_is_added_once(processes.launch(__file__, tmp_path, 4, "noise")["noise"])
 
 
 if __name__ == "__main__":
-    fork(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    processes.main(CASES)
