@@ -20,7 +20,7 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.ledger import file
 from tests.support.ledgers import statement
 from tests.support.tiers import thorough
-from tests.support.trainers import trainer_of
+from tests.support.trainers import trained, trainer_of
 
 resource = pytest.importorskip("resource", reason="only POSIX limits the sizes of files")
 OPTIONS = dict(max_steps=4, save_strategy="steps", save_steps=2, noise_seed=1)
@@ -152,8 +152,7 @@ def test_a_run_whose_files_are_limited_goes_on_when_they_are_not(tmp_path, place
 
 
 def test_a_model_that_does_not_fit_is_said_so(tmp_path):
-    trainer = trainer_of(tmp_path, max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, max_steps=1))
     with pytest.raises(NoSpaceError, match="must have space for the model"), files_of_at_most(5000):
         trainer.save_model()
     trainer.save_model()

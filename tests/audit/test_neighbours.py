@@ -24,7 +24,7 @@ from tests.audit.neighbour_cases import (
 )
 from tests.support.tiers import further, thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import trainer_of, weights
+from tests.support.trainers import trained, trainer_of, weights
 
 
 def name_of(case):
@@ -200,8 +200,7 @@ def test_rows_in_another_order_give_no_unit_the_share_of_another(tmp_path):
 
 
 def test_the_trainer_is_left_as_it_was(tmp_path):
-    trainer = trainer_of(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, max_steps=2, save_strategy="steps", save_steps=2))
     before, head, files = weights(trainer), trainer.privacy.ledger.head, sorted(tmp_path.rglob("*"))
     attributes = {name: id(value) for name, value in vars(trainer).items()}
     neighbour_distances(trainer, pairs=2)

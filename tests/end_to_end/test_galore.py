@@ -12,14 +12,13 @@ from doppler_hf.optim.galore import find_basis, is_wide
 from doppler_hf.privacy import GaussianMechanism
 from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
-from tests.support.trainers import NoSignal, Recorder, trainer_of, weights
+from tests.support.trainers import NoSignal, Recorder, trained, trainer_of, weights
 
 GALORE = {"optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=3,scale=0.5"}
 
 
 def test_the_matrices_of_linear_layers_are_updated_at_rank_four(tmp_path):
-    trainer = trainer_of(tmp_path, low_pass_filter="second-order", weight_decay=0.1, **GALORE)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, low_pass_filter="second-order", weight_decay=0.1, **GALORE))
     optimizer = trainer.optimizer.optimizer
     assert {(group["rank"], group["weight_decay"]) for group in optimizer.param_groups} == {
         (4, 0.1), (None, 0.1), (None, 0.0),
@@ -54,8 +53,7 @@ def test_without_noise_the_subspace_takes_nothing_away(tmp_path, monkeypatch):
     for in_subspace in (True, False):
         if not in_subspace:
             monkeypatch.setattr(DopplerOptimizer, "subspaces", lambda self: {})
-        trainer = trainer_of(tmp_path, model=tiny_bert().double(), **options, **GALORE)
-        trainer.train()
+        trainer = trained(trainer_of(tmp_path, model=tiny_bert().double(), **options, **GALORE))
         ends.append(weights(trainer))
     rounding = 3 * 16 * torch.finfo(torch.float64).eps / 2 * 3
     tolerance = 7 * 0.005 * 100 * max(conditions) * rounding
@@ -103,8 +101,7 @@ def test_the_step_that_finds_a_basis_has_full_noise_and_the_others_that_of_the_s
 def test_resumed_equals_uninterrupted(tmp_path, more, saved_at):
     options = dict(noise_seed=1, max_steps=7, low_pass_filter="second-order", save_strategy="steps", save_steps=saved_at)
     options |= GALORE | {"optim_args": GALORE["optim_args"] + more}
-    whole = trainer_of(tmp_path, **options)
-    whole.train()
+    whole = trained(trainer_of(tmp_path, **options))
     resumed = trainer_of(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{saved_at}"))
     assert torch.equal(weights(resumed), weights(whole))

@@ -10,7 +10,7 @@ from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting import Releases
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data
-from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of
+from tests.support.trainers import NoSignal, Recorder, arguments, trained, trainer_of
 
 SHAPE = "banded:bands=3"
 
@@ -143,8 +143,7 @@ def test_the_budget_guard_counts_turns(tmp_path):
 def test_one_band_trains_as_white_to_the_bit(tmp_path):
     weights = []
     for shape in ("white", "banded:bands=1"):
-        trainer = trainer_of(tmp_path / shape.split(":")[0], noise_shape=shape, noise_seed=1, seed=0)
-        trainer.train()
+        trainer = trained(trainer_of(tmp_path / shape.split(":")[0], noise_shape=shape, noise_seed=1, seed=0))
         weights.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
     assert all((left == right).all() for left, right in zip(*weights, strict=True))
 

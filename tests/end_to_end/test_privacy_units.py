@@ -17,7 +17,7 @@ from doppler_hf.privacy.batching.sampling import OfStep
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.tolerances import RAISED
-from tests.support.trainers import Recorder, arguments, trainer_of
+from tests.support.trainers import Recorder, arguments, trained, trainer_of
 
 UNITS = [0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6, 7]  # eight units of one to four examples
 SIZES = np.bincount(UNITS)
@@ -308,8 +308,7 @@ def test_the_accountant_the_ledger_and_the_summary_count_users(tmp_path, capsys)
 
 
 def test_steps_per_epoch_follow_the_users(tmp_path):
-    trainer = trainer_of(tmp_path, data=users(), privacy_unit_column="user_id", max_steps=-1, num_train_epochs=3)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, data=users(), privacy_unit_column="user_id", max_steps=-1, num_train_epochs=3))
     assert trainer.state.global_step == 3 * math.ceil(14 / 8) == trainer.privacy.ledger.steps_run
 
 

@@ -16,7 +16,7 @@ from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
 from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
 from tests.support.tiers import further, thorough
-from tests.support.trainers import weights
+from tests.support.trainers import trained, weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
@@ -127,8 +127,7 @@ def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
 
 def test_units_are_those_of_a_column(tmp_path):
     data = chat.prompts().add_column("user", [row % 5 for row in range(24)])
-    trainer = trainer_of(tmp_path, data=data, privacy_unit_column="user", per_device_train_batch_size=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, data=data, privacy_unit_column="user", per_device_train_batch_size=1))
     assert trainer.privacy.ledger.statement.num_units == 5
 
 

@@ -34,7 +34,7 @@ from tests.support.pairwise import pairwise
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.tolerances import RAISED
-from tests.support.trainers import NoSignal, Recorder, StopAt, arguments, checked_trainer_of, trainer_of, weights
+from tests.support.trainers import NoSignal, Recorder, StopAt, arguments, checked_trainer_of, trained, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
 
@@ -72,8 +72,7 @@ def test_the_same_seed_gives_other_noise_and_other_batches(tmp_path):
     runs, drawn = [], []
     for run in range(2):
         recorder = Recorder()
-        trainer = trainer_of(tmp_path / str(run), cls=NoSignal, callbacks=[recorder], seed=42, max_steps=2)
-        trainer.train()
+        trainer = trained(trainer_of(tmp_path / str(run), cls=NoSignal, callbacks=[recorder], seed=42, max_steps=2))
         runs.append(torch.stack(recorder.gradients))
         drawn.append([tuple(batch) for batch in trainer.get_train_dataloader().batch_sampler])
     assert not torch.any(runs[0] == runs[1])
@@ -200,8 +199,7 @@ def test_the_order_inside_a_draw_does_not_matter(tmp_path, monkeypatch):
     for run in range(2):
         if run:
             monkeypatch.setattr("doppler_hf.run.private_run.lengths_of", lambda dataset: None)
-        trainer = trainer_of(tmp_path / str(run), noise_seed=1, base_optimizer="sgd")
-        trainer.train()
+        trainer = trained(trainer_of(tmp_path / str(run), noise_seed=1, base_optimizer="sgd"))
         ends.append(weights(trainer))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-6, rtol=1e-5)
 
@@ -218,16 +216,14 @@ def test_the_order_inside_a_draw_does_not_matter(tmp_path, monkeypatch):
     ],
 )
 def test_steps_planned_run_and_accounted_are_one_number(tmp_path, overrides, steps):
-    trainer = trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0, **overrides)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0, **overrides))
     ledger = trainer.privacy.ledger
     assert trainer.state.global_step == ledger.steps_run == ledger.statement.steps_planned == steps
     assert 3.0 * 0.999 <= ledger.epsilon() <= 3.0
 
 
 def test_ledger_lies_beside_the_model_and_in_every_checkpoint(tmp_path):
-    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=2)
-    trainer.train()
+    trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
     for step in (2, 4):
         assert PrivacyLedger.load(tmp_path / "out" / f"checkpoint-{step}").steps_run == step
     written = json.loads((tmp_path / "out" / LEDGER_NAME).read_text())["entries"]
@@ -244,8 +240,7 @@ def test_ledger_lies_beside_the_model_and_in_every_checkpoint(tmp_path):
 
 
 def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_path):
-    trainer = trainer_of(tmp_path, weight_filter="momentum:beta=0.9", low_pass_filter="first-order-v1")
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, weight_filter="momentum:beta=0.9", low_pass_filter="first-order-v1"))
     for _ in range(2):
         trainer.create_model_card(model_name="a model")
         card = (tmp_path / "out" / "README.md").read_text()
@@ -257,8 +252,7 @@ def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_pat
 
 
 def test_every_column_of_the_model_card_has_a_heading(tmp_path):
-    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, eval_strategy="steps", eval_steps=2))
     for _ in range(2):
         trainer.create_model_card()
         (header,) = [line for line in (tmp_path / "out" / "README.md").read_text().splitlines() if "| Step |" in line]
@@ -268,8 +262,7 @@ def test_every_column_of_the_model_card_has_a_heading(tmp_path):
 
 def test_summary_and_model_card_name_galore(tmp_path, capsys):
     galore = dict(optim_target_modules=["query", "key"], optim_args="rank=2")
-    trainer = trainer_of(tmp_path, base_optimizer="adam", **galore)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, base_optimizer="adam", **galore))
     trainer.create_model_card(model_name="a model")
     words = "adam, GaLore of rank 2 on query, key"
     assert re.search(rf"│ optimizer +│ {words} +│", capsys.readouterr().out)
@@ -282,8 +275,7 @@ def test_the_ledger_goes_wherever_the_model_is_saved(tmp_path):
     assert not (folder / LEDGER_NAME).exists()  # nothing was trained
     other.train()
     other.save_model(str(folder))
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     for _ in range(2):
         trainer.save_model(str(folder))
     assert PrivacyLedger.load(folder).head == trainer.privacy.ledger.head
@@ -373,8 +365,7 @@ def test_a_run_that_a_callback_stops_has_one_epsilon(tmp_path):
 
 
 def test_every_evaluation_logs_epsilon_so_far(tmp_path):
-    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, eval_strategy="steps", eval_steps=2))
     logged = [entry["epsilon"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(logged) == 2
     assert 0.0 < logged[0] < logged[1] == trainer.privacy.ledger.epsilon()
@@ -400,8 +391,7 @@ def test_resumed_equals_uninterrupted(tmp_path, filter_name, saved_at):
         noise_seed=1, max_steps=7, low_pass_filter=filter_name, save_strategy="steps", save_steps=saved_at,
         lr_scheduler_type="cosine",
     )  # fmt: skip
-    whole = trainer_of(tmp_path, **options)
-    whole.train()
+    whole = trained(trainer_of(tmp_path, **options))
     resumed = trainer_of(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{saved_at}"))
     assert torch.equal(weights(resumed), weights(whole))
@@ -433,8 +423,7 @@ def test_steps_undone_by_a_crash_count_and_the_run_stops_within_its_budget(tmp_p
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, max_steps, steps_again):
     """As by a job that is started again: at the end of an epoch, of three steps, inside one, and with fewer steps."""
     options = dict(save_strategy="steps", save_steps=1, logging_strategy="epoch", noise_multiplier=None, target_epsilon=3.0)
-    finished = trainer_of(tmp_path, max_steps=max_steps, **options)
-    finished.train()
+    finished = trained(trainer_of(tmp_path, max_steps=max_steps, **options))
     again = trainer_of(tmp_path, max_steps=steps_again, **options)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == max_steps
@@ -450,21 +439,18 @@ def test_a_spent_budget_refuses_to_go_on(tmp_path):
 
 
 def test_training_again_goes_on_spending(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     once = trainer.privacy.epsilon()
     trainer.train()  # on the same data, from the weights of the first run
     assert trainer.privacy.ledger.steps_run == 8
     assert trainer.privacy.epsilon() > once
-    within_target = trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0)
-    within_target.train()
+    within_target = trained(trainer_of(tmp_path, noise_multiplier=None, target_epsilon=3.0))
     with pytest.raises(ValueError, match="budget is spent"):
         within_target.train()
 
 
 def test_a_refused_second_run_does_not_forget_the_first(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     trainer.args.target_delta = 1e-3  # another δ than the first run's: the two cannot be added up
     with pytest.raises(ValueError, match="target_delta"):
         trainer.train()
@@ -528,15 +514,13 @@ class FitsTwo(BertForSequenceClassification):
 
 def test_without_privacy_the_host_finds_a_batch_size(tmp_path):
     without_privacy = dict(disable_dp=True, noise_multiplier=None, auto_find_batch_size=True, remove_unused_columns=False)
-    trainer = trainer_of(tmp_path, model=FitsTwo(tiny_bert().config), **without_privacy)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=FitsTwo(tiny_bert().config), **without_privacy))
     assert trainer._train_batch_size == 2
     assert trainer.state.global_step == 4
 
 
 def test_learning_rate_schedule_and_weight_decay_reach_the_optimizer(tmp_path):
-    trainer = trainer_of(tmp_path, weight_decay=0.1, lr_scheduler_type="linear", max_steps=4)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, weight_decay=0.1, lr_scheduler_type="linear", max_steps=4))
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
     assert isinstance(trainer.optimizer.optimizer, DopplerOptimizer)
@@ -549,8 +533,7 @@ def test_a_scheduler_of_the_users_own_reaches_the_optimizer(tmp_path):
             self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
             return self.lr_scheduler
 
-    trainer = trainer_of(tmp_path, cls=Stairs, max_steps=4)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=Stairs, max_steps=4))
     assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([2.5e-3, 2.5e-3])
 
 
@@ -567,8 +550,7 @@ def test_it_learns_when_there_is_little_noise(tmp_path):
 
 
 def test_saved_model_loads_into_the_plain_class(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     trainer.save_model()
     loaded = type(trainer.model).from_pretrained(trainer.args.output_dir)
     assert loaded.state_dict().keys() == tiny_bert().state_dict().keys()
@@ -576,14 +558,12 @@ def test_saved_model_loads_into_the_plain_class(tmp_path):
 
 
 def test_nothing_stays_on_the_model_after_training(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in trainer.model.modules())
 
 
 def test_bf16_autocast_and_gradient_checkpointing_train(tmp_path):
-    trainer = checked_trainer_of(tmp_path, bf16=True, gradient_checkpointing=True, max_steps=2)
-    trainer.train()
+    trainer = trained(checked_trainer_of(tmp_path, bf16=True, gradient_checkpointing=True, max_steps=2))
     assert weights(trainer).isfinite().all()
     assert weights(trainer).dtype == torch.float32
 
@@ -591,8 +571,7 @@ def test_bf16_autocast_and_gradient_checkpointing_train(tmp_path):
 def test_lora_trains_its_adapters_and_saves_them(tmp_path):
     adapted = get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
     before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
-    trainer = checked_trainer_of(tmp_path, model=adapted, save_strategy="steps", save_steps=4)
-    trainer.train()
+    checked_trainer_of(tmp_path, model=adapted, save_strategy="steps", save_steps=4).train()
     for name, parameter in adapted.named_parameters():
         assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
     assert (tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors").exists()
@@ -615,8 +594,7 @@ def test_worker_processes_are_started_as_asked_for(tmp_path):
 
 
 def test_no_state_of_the_secret_streams_is_saved(tmp_path):
-    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
-    trainer.train()
+    trainer_of(tmp_path, save_strategy="steps", save_steps=4).train()
     names = {path.name for path in (tmp_path / "out" / "checkpoint-4").iterdir()}
     assert names == {
         "config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin",
@@ -662,8 +640,7 @@ def test_the_relative_bias_of_t5_trains(tmp_path):
                       decoder_start_token_id=0, dropout_rate=0.1)  # fmt: skip
     rows = [{"input_ids": [9] * length + [1], "attention_mask": [1] * (length + 1), "labels": 0} for length in range(1, 25)]
     options = dict(model=T5ForSequenceClassification(config), data=Dataset.from_list(rows), max_steps=3)
-    trainer = checked_trainer_of(tmp_path, **options)
-    trainer.train()
+    trainer = trained(checked_trainer_of(tmp_path, **options))
     assert trainer.state.global_step == 3
 
 
@@ -708,8 +685,7 @@ def test_a_buffer_that_remembers_the_data_is_refused(tmp_path):
 
 
 def test_the_size_of_the_draws_is_not_saved(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     assert trainer.state.total_flos == 0
 
 
@@ -753,8 +729,7 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path):
 @pytest.mark.gpu
 def test_one_gpu_trains_in_bf16_with_the_promised_noise(tmp_path):
     recorder = Recorder()
-    trainer = trainer_of(tmp_path, cls=NoSignal, callbacks=[recorder], use_cpu=False, bf16=True, max_steps=3)
-    trainer.train()
+    trainer_of(tmp_path, cls=NoSignal, callbacks=[recorder], use_cpu=False, bf16=True, max_steps=3).train()
     noise = torch.stack(recorder.gradients)
     assert noise.is_cuda
     assert noise.std().item() == pytest.approx(1.0 / 8, rel=6 / (2 * noise.numel()) ** 0.5)

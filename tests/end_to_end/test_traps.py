@@ -20,7 +20,7 @@ from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.run.model_card import privacy_section
 from tests.support.models import gpt2_lm
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, arguments
+from tests.support.trainers import NoSignal, Recorder, arguments, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 
@@ -43,8 +43,7 @@ def count(tmp_path, **overrides):
     """Train without noise or effective clipping; return the trainer and the number of examples of each step."""
     counts = Counts()
     options = dict(cls=Counting, noise_multiplier=0.0, noise_seed=7, clipping="vanilla", per_sample_max_grad_norm=1e6)
-    trainer = trainer_of(tmp_path, callbacks=[counts], **(options | overrides))
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, callbacks=[counts], **(options | overrides)))
     return trainer, counts.gradients
 
 
@@ -187,8 +186,7 @@ def test_trap_07_training_stops_before_the_budget_is_overrun(tmp_path):
 @pytest.mark.parametrize("overrides", [dict(num_train_epochs=1.4, max_steps=-1), dict(num_train_epochs=2, max_steps=-1)])
 def test_trap_08_steps_planned_and_run_and_accounted_are_one_number(tmp_path, overrides):
     recorder = Recorder()
-    trainer = trainer_of(tmp_path, callbacks=[recorder], **overrides)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, callbacks=[recorder], **overrides))
     planned = trainer.private_run.statement.steps_planned
     assert planned == len(recorder.gradients) == trainer.state.global_step == trainer.privacy.ledger.steps_run
     assert PrivacyLedger.load(tmp_path / "out").steps_run == planned
@@ -213,8 +211,7 @@ def test_trap_10_nothing_scales_the_loss_so_the_clip_norm_keeps_its_meaning(tmp_
 
 def test_trap_11_the_logged_norm_is_that_of_the_private_gradient(tmp_path):
     recorder = Recorder()
-    trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=3)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, callbacks=[recorder], max_steps=3))
     logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert logged == pytest.approx([gradient.norm().item() for gradient in recorder.gradients], rel=1e-4)
     with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 would rescale the private gradient"):
@@ -287,8 +284,7 @@ def test_trap_16_layers_that_couple_examples_are_refused_by_name(tmp_path):
 
 
 def test_trap_17_ledger_and_card_say_that_choices_on_evaluation_data_are_not_covered(tmp_path):
-    trainer = trainer_of(tmp_path, max_steps=2)
-    trainer.train()
+    trainer_of(tmp_path, max_steps=2).train()
     ledger = PrivacyLedger.load(tmp_path / "out")
     for text in ("\n".join(ledger.not_covered), privacy_section(ledger)):
         for choice in ("best checkpoint", "early stopping", "hyper-parameter search"):

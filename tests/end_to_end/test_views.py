@@ -14,7 +14,7 @@ from doppler_hf import DopplerTrainer
 from tests.support.models import CLASSES, build
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, arguments, checked_trainer_of, trainer_of, weights
+from tests.support.trainers import NoSignal, Recorder, arguments, checked_trainer_of, trained, trainer_of, weights
 
 VIEWS = 4
 
@@ -72,8 +72,7 @@ class Watched(DopplerTrainer):
 
 
 def test_each_example_comes_in_different_views_and_evaluations_do_not(tmp_path):
-    trainer = image_trainer(tmp_path, cls=Watched)
-    trainer.train()
+    trainer = trained(image_trainer(tmp_path, cls=Watched))
     assert trainer.batches
     differing = 0
     for batch in trainer.batches:
@@ -93,8 +92,7 @@ def test_each_example_comes_in_different_views_and_evaluations_do_not(tmp_path):
 def test_the_noise_is_that_of_one_view(tmp_path, views):
     recorder = Recorder()
     options = dict(noise_multiplier=1.7, per_sample_max_grad_norm=0.3, max_steps=4, augmentation_multiplicity=views)
-    trainer = image_trainer(tmp_path, cls=NoSignal, callbacks=[recorder], grad_sample_self_check=False, **options)
-    trainer.train()
+    trainer = trained(image_trainer(tmp_path, cls=NoSignal, callbacks=[recorder], grad_sample_self_check=False, **options))
     drawn = torch.cat(recorder.gradients)
     expected = 1.7 * 0.3 / 8
     assert trainer.private_run.mechanism.noise_std(0) == pytest.approx(expected)
@@ -157,8 +155,7 @@ def test_a_private_loss_is_of_the_mean_over_views(tmp_path):
             return values
 
     options = dict(report_train_loss="private", max_steps=1, learning_rate=0.0, noise_seed=1)
-    trainer = image_trainer(tmp_path, cls=Losses, **options)
-    trainer.train()
+    trainer = trained(image_trainer(tmp_path, cls=Losses, **options))
     expected = torch.tensor(step_by_hand(trainer)[1])
     torch.testing.assert_close(torch.cat(added), expected, atol=1e-5, rtol=1e-4)
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerState
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from tests.support.tiers import thorough
-from tests.support.trainers import StopAt, trainer_of, weights
+from tests.support.trainers import StopAt, trained, trainer_of, weights
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
 
@@ -53,8 +53,7 @@ def killed_run(tmp_path, monkeypatch, method="_save_optimizer_and_scheduler", *,
 
 @pytest.fixture(scope="module")
 def weights_of_a_whole_run(tmp_path_factory):
-    trainer = trainer_of(tmp_path_factory.mktemp("whole"), **OPTIONS)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path_factory.mktemp("whole"), **OPTIONS))
     return weights(trainer)
 
 
@@ -182,8 +181,7 @@ def test_auto_keeps_the_filter_of_a_checkpoint_whatever_it_would_choose(tmp_path
     options = dict(low_pass_filter="auto", noise_shape="banded:bands=2", save_strategy="steps", save_steps=4)
     for steps, chosen, others in ((400, "momentum", (404, 800, 5)), (4, "none", (400,))):
         folder = tmp_path / str(steps)
-        first = trainer_of(folder, **options, max_steps=steps, callbacks=[StopAt(4)])
-        first.train()
+        first = trained(trainer_of(folder, **options, max_steps=steps, callbacks=[StopAt(4)]))
         own = str(first.optimizer.optimizer.low_pass_filter)
         assert own.startswith(chosen)
         for max_steps in others:

@@ -11,7 +11,7 @@ from doppler_hf.privacy.accounting import Releases
 from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiers import thorough
-from tests.support.trainers import Recorder, StopAt, arguments, text_data, trainer_of
+from tests.support.trainers import Recorder, StopAt, arguments, text_data, trained, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
 # A run in which shaping pays, and of whose target `noise_multiplier` is not asked.
@@ -92,8 +92,7 @@ def test_learning_rates_are_those_that_training_has(tmp_path):
             self.gradients.append(optimizer.param_groups[0]["lr"])
 
     rates = Rates()
-    trainer = trainer_of(tmp_path, callbacks=[rates], max_steps=6, lr_scheduler_type="cosine", warmup_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, callbacks=[rates], max_steps=6, lr_scheduler_type="cosine", warmup_steps=2))
     assert [0.01 * rate for rate in learning_rates_of(trainer.args, steps=6)] == pytest.approx(rates.gradients)
 
 
@@ -101,8 +100,7 @@ def test_learning_rates_are_those_that_training_has(tmp_path):
 def test_auto_stands_in_the_summary_and_the_ledger_and_a_resumed_run_keeps_it(tmp_path, capsys):
     options = SHAPED | dict(max_steps=12, save_strategy="steps", save_steps=6, low_pass_filter="momentum")
     data = text_data(400)
-    trainer = trainer_of(tmp_path, data=data, callbacks=[StopAt(6)], **options)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, data=data, callbacks=[StopAt(6)], **options))
     shape = trainer.private_run.statement.noise_shape
     assert NoiseShape.parse(shape).bands > 1
     assert trainer.private_run.sampler.groups == NoiseShape.parse(shape).bands

@@ -12,7 +12,7 @@ import torch
 from doppler_hf.filters import corrected_noise_gain, noise_gain
 from doppler_hf.run import gradient_recorder as recorder_module
 from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
-from tests.support.trainers import Recorder, trainer_of
+from tests.support.trainers import Recorder, trained, trainer_of
 
 pytestmark = pytest.mark.usefixtures("checked_arrays")
 
@@ -154,8 +154,7 @@ def test_the_raw_gradient_is_what_the_noise_is_added_to(tmp_path, monkeypatch):
 
 def test_estimates_are_those_of_the_steps_since_the_last_log(tmp_path):
     recorder = GradientRecorder(dimensions=32)
-    trainer = trainer_of(tmp_path, callbacks=[recorder], low_pass_filter="momentum", max_steps=1)
-    trainer.train()
+    trainer_of(tmp_path, callbacks=[recorder], low_pass_filter="momentum", max_steps=1).train()
     generator = np.random.default_rng(0)
     rows = generator.normal(size=(7, 32)) * recorder.noise_std
     recorder._private, recorder._steps_logged = [], 0
@@ -186,8 +185,7 @@ def test_estimates_are_those_of_the_steps_since_the_last_log(tmp_path):
 @pytest.mark.thorough
 def test_a_second_training_begins_a_new_recording(tmp_path):
     recorder = GradientRecorder(dimensions=32)
-    trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, callbacks=[recorder], max_steps=2))
     first = recorder.private
     trainer.train()
     assert len(recorder.private) == 2

@@ -25,7 +25,7 @@ from doppler_hf.run.learning_rate import (
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
-from tests.support.trainers import arguments, trainer_of
+from tests.support.trainers import arguments, trained, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
 MANY = 10**7  # weights, of which noise moves the whole far
@@ -141,8 +141,7 @@ def test_without_noise_or_privacy_it_is_the_hosts(tmp_path, options):
 
 
 def test_it_is_shown_and_used_and_stands_on_the_model_card(tmp_path, capsys):
-    trainer = trainer_of(tmp_path, learning_rate=None, max_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, learning_rate=None, max_steps=2))
     rate = chosen_learning_rate(trainer.args, trainer.private_run.statement, model=trainer.model)
     assert trainer.optimizer.optimizer.defaults["lr"] == rate
     words = f"{rate:.3g} (auto)"

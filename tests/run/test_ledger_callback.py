@@ -20,7 +20,7 @@ from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import after, statement
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import arguments, trainer_of
+from tests.support.trainers import arguments, trained, trainer_of
 
 
 class Stop(TrainerCallback):
@@ -73,8 +73,7 @@ class Watchful(DopplerTrainer):
 
 
 def test_steps_are_on_disk_before_they_are_computed(tmp_path):
-    trainer = trainer_of(tmp_path, cls=Watchful, max_steps=7, noise_multiplier=50.0)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=Watchful, max_steps=7, noise_multiplier=50.0))
     assert {step for step, _ in trainer.on_disk} == set(range(7))
     assert all(counted == step + 1 for step, counted in trainer.on_disk)
 
@@ -188,8 +187,7 @@ def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys,
         pass
     before = PrivacyLedger.load(tmp_path / "out")
     capsys.readouterr()
-    second = trainer_of(tmp_path, model=model(first))
-    second.train()
+    second = trained(trainer_of(tmp_path, model=model(first)))
     assert f"earlier training is continued: its {before.steps_run} steps count" in said(capsys)
     second.save_model()
     ledger = PrivacyLedger.load(tmp_path / "out")
@@ -200,8 +198,7 @@ def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys,
 
 
 def test_what_something_else_has_trained_between_two_trainings_gets_no_ledger(tmp_path, capsys):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     with torch.no_grad():
         trainer.model.classifier.weight.add_(1.0)
     trainer.train()
@@ -223,8 +220,7 @@ def test_a_model_that_is_made_anew_for_a_second_training_is_spoken_for(tmp_path)
 
 def test_a_notebook_cell_run_again_does_not_overrun_the_budget(tmp_path):
     options = dict(noise_multiplier=None, target_epsilon=3.0, accountant="rdp")
-    first = trainer_of(tmp_path, **options)
-    first.train()
+    first = trained(trainer_of(tmp_path, **options))
     before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
     with pytest.raises(ValueError, match=r"budget is spent.* or begin anew with an untrained model and a new trainer\."):
         trainer_of(tmp_path, model=first.model, **options).train()
@@ -234,11 +230,9 @@ def test_a_notebook_cell_run_again_does_not_overrun_the_budget(tmp_path):
 
 
 def test_a_ledger_that_was_set_aside_is_continued_with_its_model(tmp_path):
-    first = trainer_of(tmp_path)
-    first.train()
+    first = trained(trainer_of(tmp_path))
     trainer_of(tmp_path, max_steps=3).train()
-    again = trainer_of(tmp_path, model=first.model)
-    again.train()
+    again = trained(trainer_of(tmp_path, model=first.model))
     assert first.privacy.ledger.is_prefix_of(again.privacy.ledger)
     assert again.privacy.ledger.steps_run == 8
     # From the same weights once more: what has gone on from them counts too.
@@ -260,8 +254,7 @@ def test_a_model_whose_training_was_stopped_before_its_first_step_is_as_new(tmp_
 def test_the_ledger_of_a_finished_run_that_is_resumed_counts_no_step(tmp_path, max_steps):
     """As by a job that is started again: at the end of an epoch, of three steps, and inside one."""
     options = dict(max_steps=max_steps, save_strategy="steps", save_steps=1)
-    first = trainer_of(tmp_path, **options)
-    first.train()
+    first = trained(trainer_of(tmp_path, **options))
     first.save_model()
     resumed = trainer_of(tmp_path, **options)
     resumed.train(resume_from_checkpoint=True)
@@ -286,8 +279,7 @@ def test_a_finished_run_is_not_resumed_under_a_target_that_it_has_overrun(tmp_pa
 
 
 def test_who_saves_a_model_that_another_trainer_has_trained_is_told_that_it_gets_no_ledger(tmp_path, capsys):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     capsys.readouterr()
     trainer.save_model()
     assert "without a privacy ledger" not in said(capsys)
@@ -307,8 +299,7 @@ def test_a_damaged_ledger_does_not_stop_a_fresh_run(tmp_path):
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
     options = dict(save_strategy="steps", save_steps=1)
-    finished = trainer_of(tmp_path, max_steps=1, **options)
-    finished.train()
+    finished = trained(trainer_of(tmp_path, max_steps=1, **options))
     others = [
         trainer_of(tmp_path, max_steps=2).train,
         lambda: trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1")),
@@ -323,8 +314,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
                 other()
             assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
 
-    first = trainer_of(tmp_path, max_steps=5, callbacks=[Stop(2, refuse)], **options)
-    first.train()
+    first = trained(trainer_of(tmp_path, max_steps=5, callbacks=[Stop(2, refuse)], **options))
     assert PrivacyLedger.load(tmp_path / "out").head == first.privacy.ledger.head
     assert first.privacy.ledger.steps_run == 5
     first.save_model(str((tmp_path / "out").absolute()))
@@ -358,8 +348,7 @@ def test_a_damaged_ledger_is_not_resumed(tmp_path):
 
 def test_a_refusal_loses_nothing(tmp_path):
     options = dict(noise_multiplier=None, target_epsilon=3.0, accountant="rdp", save_strategy="steps", save_steps=4)
-    trainer = trainer_of(tmp_path, **options)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, **options))
     ledger, before = trainer.privacy.ledger, (tmp_path / "out" / LEDGER_NAME).read_bytes()
     with pytest.raises(ValueError, match="budget is spent"):
         trainer.train()
@@ -421,8 +410,7 @@ def test_a_finished_run_is_extended_under_a_larger_target(tmp_path):
 
 
 def test_summary_and_last_line_name_what_the_guarantee_rests_on(tmp_path, capsys):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     ledger, output = trainer.privacy.ledger, said(capsys)
     epsilons = ledger.epsilons()
     spent = f"ε = {epsilons['prv']:.4g} by prv, {epsilons['rdp']:.4g} by rdp, {epsilons['pld']:.4g} by pld"
@@ -436,8 +424,7 @@ def test_summary_and_last_line_name_what_the_guarantee_rests_on(tmp_path, capsys
 
 
 def test_the_summary_tells_the_gradients_noise_from_what_is_accounted(tmp_path, capsys):
-    trainer = trainer_of(tmp_path, max_steps=1, report_train_loss="private", noise_multiplier=1.0)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, max_steps=1, report_train_loss="private", noise_multiplier=1.0))
     words = trainer.privacy.ledger.statement.noise_multiplier_in_words
     assert words == "1 of the gradient; with the loss σ₀ = 0.995, which is accounted"
     assert f"noise multiplier σ {words}" in said(capsys)

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from doppler_hf.optim import OptimalFIR
-from tests.support.trainers import arguments, trainer_of
+from tests.support.trainers import arguments, trained, trainer_of
 
 
 def test_the_taps_of_an_optimal_fir_are_the_optimizers(tmp_path, capsys):
-    trainer = trainer_of(tmp_path, low_pass_filter="optimal-fir: update_gap=7, taps=4", max_steps=3)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, low_pass_filter="optimal-fir: update_gap=7, taps=4", max_steps=3))
     assert trainer.optimizer.optimizer.low_pass_filter == OptimalFIR(taps=4, update_gap=7)
     assert "optimal-fir:taps=4,update_gap=7" in capsys.readouterr().out
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

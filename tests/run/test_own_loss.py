@@ -10,6 +10,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from doppler_hf import DopplerTrainer
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
+from tests.support.trainers import trained
 
 WEIGHTS = [1.0, 10.0]
 
@@ -87,8 +88,7 @@ def test_a_loss_that_cannot_be_computed_is_refused_without_sizes(tmp_path):
 
 
 def test_a_loss_of_each_example_may_stand_for_it(tmp_path):
-    trainer = trainer_of(tmp_path, cls=Weighted, model=bert(ClassWeights), max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=Weighted, model=bert(ClassWeights), max_steps=1))
     assert trainer.state.global_step == 1
 
 

@@ -15,7 +15,7 @@ from doppler_hf.run import replicas
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import Recorder, arguments, trainer_of
+from tests.support.trainers import Recorder, arguments, trained, trainer_of
 
 pytestmark = pytest.mark.usefixtures("checked_arrays")
 
@@ -237,8 +237,7 @@ def test_the_loader_of_another_run_is_refused(tmp_path):
 
 
 def test_privacy_is_not_switched_off_in_the_life_of_a_trainer(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.args.disable_dp = True
     with pytest.raises(ValueError, match="disable_dp must stay False in the life of a trainer, got True"):

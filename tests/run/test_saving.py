@@ -14,7 +14,7 @@ from doppler_hf.privacy.ledger.weights import hashes
 from doppler_hf.training_args import DopplerTrainingArguments
 from tests.support.tiers import combined, thorough
 from tests.support.tiny import pad, tiny_bert
-from tests.support.trainers import trainer_of
+from tests.support.trainers import trained, trainer_of
 
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
 PUBLIC = dict(disable_dp=True, noise_multiplier=None)
@@ -63,8 +63,7 @@ def asides(folder):
 )
 def test_model_and_checkpoints_are_bound_to_their_ledgers(tmp_path, options, file):
     model = options.pop("model", tiny_bert)()
-    trainer = trainer_of(tmp_path, model=model, **CHECKPOINTS | options)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=model, **CHECKPOINTS | options))
     trainer.save_model()
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"):
         assert file in hashes(folder)
@@ -88,8 +87,7 @@ def test_shards_are_bound_with_their_index(tmp_path):
         def save_pretrained(self, *args, **options):
             super().save_pretrained(*args, max_shard_size="8KB", **options)
 
-    trainer = trainer_of(tmp_path, model=InShards(tiny_bert().config))
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=InShards(tiny_bert().config)))
     trainer.save_model()
     found = sorted(hashes(tmp_path / "out"))
     assert len(found) > 2
@@ -100,12 +98,10 @@ def test_shards_are_bound_with_their_index(tmp_path):
 
 
 def test_a_public_run_into_the_folder_sets_the_ledgers_aside(tmp_path, capsys):
-    private = trainer_of(tmp_path, **CHECKPOINTS)
-    private.train()
+    private = trained(trainer_of(tmp_path, **CHECKPOINTS))
     private.save_model()
     head = PrivacyLedger.load(tmp_path / "out").head
-    public = trainer_of(tmp_path, **PUBLIC, **CHECKPOINTS)
-    public.train()
+    public = trained(trainer_of(tmp_path, **PUBLIC, **CHECKPOINTS))
     public.save_model()
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"):
         assert not (folder / LEDGER_NAME).exists()
@@ -123,8 +119,7 @@ def test_a_public_run_into_the_folder_sets_the_ledgers_aside(tmp_path, capsys):
 
 @pytest.mark.parametrize("options", [{}, PUBLIC])
 def test_a_trainer_that_has_not_trained_keeps_a_ledger_that_is_true(tmp_path, options):
-    private = trainer_of(tmp_path)
-    private.train()
+    private = trained(trainer_of(tmp_path))
     private.save_model()
     model = BertForSequenceClassification.from_pretrained(tmp_path / "out")
     idle = trainer_of(tmp_path, model=model, **options)
@@ -138,8 +133,7 @@ def test_a_trainer_that_has_not_trained_keeps_a_ledger_that_is_true(tmp_path, op
 
 def test_weights_that_lay_there_before_are_not_vouched_for(tmp_path, capsys):
     trainer_of(tmp_path, **PUBLIC).save_model()
-    trainer = trainer_of(tmp_path, model=adapted())
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=adapted()))
     trainer.save_model()
     capsys.readouterr()
     assert not verified(tmp_path / "out")
@@ -149,11 +143,9 @@ def test_weights_that_lay_there_before_are_not_vouched_for(tmp_path, capsys):
 
 
 def test_a_run_into_the_folder_does_not_take_over_its_weights(tmp_path):
-    first = trainer_of(tmp_path)
-    first.train()
+    first = trained(trainer_of(tmp_path))
     first.save_model()
-    second = trainer_of(tmp_path)
-    second.train()
+    second = trained(trainer_of(tmp_path))
     assert not verified(tmp_path / "out")  # the weights there are still the first one's
     second.save_model()
     assert verified(tmp_path / "out")
@@ -184,8 +176,7 @@ def merged(trainer, folder):
     ],
 )
 def test_a_model_that_was_changed_after_its_training_is_not_vouched_for(tmp_path, capsys, model, change):
-    trainer = trainer_of(tmp_path, model=model(), **CHECKPOINTS)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=model(), **CHECKPOINTS))
     trainer.save_model()
     head = trainer.privacy.ledger.head
     kept = shutil.copytree(tmp_path / "out", tmp_path / "kept")
@@ -226,8 +217,7 @@ FILLED = {
 @pytest.mark.parametrize(("when", "what"), combined(["step_3", "end", "afterwards"], FILLED, strength=1))
 def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when):
     callbacks = [] if when == "afterwards" else [At(**{when: FILLED[what]})]
-    trainer = trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks))
     if when == "afterwards":
         FILLED[what](trainer.model)
     assert "epsilon" not in trainer.evaluate()
@@ -237,11 +227,9 @@ def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys
 
 
 def test_a_run_that_continues_does_not_vouch_for_buffers_filled_before_it(tmp_path):
-    trainer = trainer_of(tmp_path, model=with_prototypes())
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=with_prototypes()))
     FILLED["buffer"](trainer.model)
-    again = trainer_of(tmp_path, model=trainer.model)
-    again.train()
+    again = trained(trainer_of(tmp_path, model=trainer.model))
     assert again.privacy.ledger.steps_run == 4 + 4
     again.save_model()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
@@ -249,20 +237,17 @@ def test_a_run_that_continues_does_not_vouch_for_buffers_filled_before_it(tmp_pa
 
 def test_buffers_that_stay_or_are_not_saved_are_no_reason(tmp_path):
     fill = At(step_3=lambda model: model.unsaved.add_(1.0))
-    trainer = trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill])
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill]))
     trainer.save_model()
     assert verified(tmp_path / "out")
-    again = trainer_of(tmp_path, model=trainer.model)
-    again.train()
+    again = trained(trainer_of(tmp_path, model=trainer.model))
     again.save_model()
     assert again.privacy.ledger.steps_run == 4 + 4
     assert verified(tmp_path / "out")
 
 
 def test_files_that_were_saved_before_are_vouched_for_whatever_the_model_is_now(tmp_path):
-    trainer = trainer_of(tmp_path, model=adapted())
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=adapted()))
     trainer.save_model()
     trainer.model.merge_adapter()  # The adapter, which is all that is saved, stays what it is.
     trainer.save_model(str(tmp_path / "elsewhere"))
@@ -271,8 +256,7 @@ def test_files_that_were_saved_before_are_vouched_for_whatever_the_model_is_now(
 
 
 def test_nothing_is_claimed_for_a_model_that_was_trained_otherwise(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     card = tmp_path / "out" / "README.md"
     trainer.create_model_card()
     assert trainer.evaluate()["epsilon"] > 0.0
@@ -285,8 +269,7 @@ def test_nothing_is_claimed_for_a_model_that_was_trained_otherwise(tmp_path):
 
 
 def test_a_resumed_run_counts_what_a_ledger_set_aside_has_counted(tmp_path):
-    trainer = trainer_of(tmp_path, **CHECKPOINTS)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, **CHECKPOINTS))
     trained_otherwise(trainer, tmp_path / "public")
     trainer.save_model()
     resumed = trainer_of(tmp_path, **CHECKPOINTS)
@@ -338,8 +321,7 @@ def test_what_a_run_or_an_evaluation_does_to_the_model_is_vouched_for(tmp_path, 
 
 
 def test_a_model_saved_elsewhere_has_its_ledger(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     trainer.save_model(str(tmp_path / "elsewhere"))
     assert verified(tmp_path / "elsewhere")
     assert PrivacyLedger.load(tmp_path / "out").is_prefix_of(PrivacyLedger.load(tmp_path / "elsewhere"))
@@ -348,8 +330,7 @@ def test_a_model_saved_elsewhere_has_its_ledger(tmp_path):
 
 
 def test_the_head_is_printed_when_it_changes_and_stays_when_the_same_weights_are_saved_again(tmp_path, capsys):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     at_end = trainer.privacy.ledger.head
     capsys.readouterr()
     trainer.save_model()
@@ -388,20 +369,17 @@ def test_an_adapter_that_is_resumed_on_another_base_is_warned_of(tmp_path, optio
 
 
 def test_a_saved_adapter_on_its_base_with_a_head_made_anew_goes_on_with_its_ledger(tmp_path):
-    trainer = trainer_of(tmp_path, model=adapted(), max_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=adapted(), max_steps=2))
     trainer.save_model()
     base = tiny_bert()
     torch.nn.init.normal_(base.classifier.weight)
     loaded = PeftModel.from_pretrained(base, tmp_path / "out", is_trainable=True)
-    trainer = trainer_of(tmp_path, model=loaded, max_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=loaded, max_steps=2))
     assert trainer.privacy.ledger.steps_run == 4
 
 
 def test_only_process_0_writes_ledgers(tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     entries, before = len(trainer.privacy.ledger.entries), (tmp_path / "out" / LEDGER_NAME).read_bytes()
     monkeypatch.setattr(DopplerTrainingArguments, "process_index", 1)
     trainer.save_model()
@@ -427,8 +405,7 @@ def test_what_is_pushed_is_bound_and_the_card_has_its_head(tmp_path, monkeypatch
     hub = Hub(tmp_path / "hub")
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     monkeypatch.setattr("transformers.modelcard.is_offline_mode", lambda: True, raising=False)
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path))
     trainer.args.push_to_hub = True
     trainer.save_model()
     head = PrivacyLedger.load(hub.folder).head

@@ -58,6 +58,7 @@ from doppler_hf.run import engine
 from tests.support.tiers import combined, further, thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
+from tests.support.trainers import trained
 
 pytestmark = pytest.mark.usefixtures("usual_trials")
 
@@ -170,14 +171,12 @@ class WrittenOverByDoppler(OwnDoppler):
 
 @pytest.mark.parametrize("cls", [OwnDoppler, WrittenOverByDoppler])
 def test_a_doppler_optimizer_of_the_users_own_is_told_the_size_of_the_noise(tmp_path, cls):
-    trainer = trainer_of(tmp_path, cls=cls, max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=cls, max_steps=1))
     assert trainer.optimizer.optimizer.noise_std == trainer.private_run.mechanism.noise_std(0) > 0.0
 
 
 def test_groups_of_the_optimizer_may_be_changed(tmp_path):
-    trainer = trainer_of(tmp_path, cls=LowerHead, lr_scheduler_type="constant", max_steps=2)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=LowerHead, lr_scheduler_type="constant", max_steps=2))
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [1e-2, 1e-4]
 
 
@@ -619,8 +618,7 @@ def test_a_model_that_masks_as_if_padded_on_the_left_is_refused_and_not_the_engi
     [tiny_bert, *thorough(llama, lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}))],
 )
 def test_other_stock_models_train(tmp_path, model):
-    trainer = trainer_of(tmp_path, model=model(), max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=model(), max_steps=1))
     assert trainer.state.global_step == 1
 
 
@@ -862,8 +860,7 @@ def test_what_couples_examples_is_seen_whatever_it_is_called_and_beside_any_drop
 def test_dropout_with_a_number_trains(tmp_path):
     model = tiny_bert(hidden_dropout_prob=0.1)
     model.bert.embeddings.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.1, module.training))
-    trainer = trainer_of(tmp_path, model=model, max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, model=model, max_steps=1))
     assert trainer.state.global_step == 1
 
 
@@ -901,8 +898,7 @@ class Choosing(DopplerTrainer):
 
 @pytest.mark.thorough
 def test_a_choice_that_cannot_be_held_trains(tmp_path, all_trials):
-    trainer = trainer_of(tmp_path, cls=Choosing, model=tiny_bert(initializer_range=0.3), max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=Choosing, model=tiny_bert(initializer_range=0.3), max_steps=1))
     assert trainer.state.global_step == 1
 
 
@@ -986,8 +982,7 @@ def test_one_usable_length_is_enough_to_train(tmp_path):
             is_left_out = inputs["attention_mask"].sum(dim=1) == 8
             return super().compute_per_sample_loss(model, inputs) * torch.where(is_left_out, float("nan"), 1.0)
 
-    trainer = trainer_of(tmp_path, cls=Short, data=rows_of([8, 8, 5] * 8), max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=Short, data=rows_of([8, 8, 5] * 8), max_steps=1))
     assert trainer.state.global_step == 1
 
 
@@ -1302,8 +1297,7 @@ class PlainModule(nn.Module):
 
 
 def test_a_module_that_is_no_model_of_the_host_trains(tmp_path):
-    trainer = trainer_of(tmp_path, cls=Logits, model=PlainModule(), remove_unused_columns=False)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=Logits, model=PlainModule(), remove_unused_columns=False))
     trainer.save_model()
     assert trainer.state.global_step == 4
     assert main(["verify", str(tmp_path / "out")]) == 0
@@ -1420,8 +1414,7 @@ def test_a_slow_memory_is_refused_wherever_it_is_kept(tmp_path, monkeypatch, pla
 
 def test_what_is_noted_and_not_read_is_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(Slow, "place", "noted")
-    trainer = trainer_of(tmp_path, cls=Slow)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=Slow))
     assert trainer.state.global_step == 4
 
 

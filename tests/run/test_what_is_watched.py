@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.run import ledger_callback
-from tests.support.trainers import trainer_of
+from tests.support.trainers import trained, trainer_of
 
 
 class Tracker(TrainerCallback):
@@ -70,7 +70,6 @@ def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
 
 def test_without_privacy_trackers_are_given_what_the_host_gives(tmp_path):
     tracker = Tracker()
-    trainer = trainer_of(tmp_path, callbacks=[tracker], noise_multiplier=None, disable_dp=True, max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, callbacks=[tracker], noise_multiplier=None, disable_dp=True, max_steps=1))
     assert tracker.config == trainer.args.to_dict()
     assert not any("epsilon" in logs for logs in tracker.logs)

@@ -38,6 +38,12 @@ def checked_trainer_of(tmp_path, **options):
     return trainer_of(tmp_path, **{"grad_sample_self_check": True} | options)
 
 
+def trained(trainer):
+    """Train, and return the trainer."""
+    trainer.train()
+    return trainer
+
+
 class Recorder(TrainerCallback):
     """Keeps every private gradient, flattened, as the optimizer sees it."""
 

@@ -18,7 +18,7 @@ from doppler_hf.privacy.clipping.per_sample_gradient import Dense
 from doppler_hf.privacy.noise import AdaptiveClip, adaptive_clip
 from tests.support.ledgers import statement
 from tests.support.tiny import text_data, tiny_bert
-from tests.support.trainers import arguments, trainer_of
+from tests.support.trainers import arguments, trained, trainer_of
 
 # Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -244,8 +244,7 @@ def test_parts_of_a_count_add_up(processes):
 
 def test_a_resumed_run_goes_on_with_the_clip_norm_of_its_checkpoint(tmp_path):
     options = dict(noise_seed=1, max_steps=4, save_strategy="steps", save_steps=2, grad_sample_self_check=False, **ADAPTIVE)
-    whole = trainer_of(tmp_path, **options)
-    whole.train()
+    whole = trained(trainer_of(tmp_path, **options))
     resumed = trainer_of(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     logs = [[each["clip_norm"] for each in trainer.state.log_history if "clip_norm" in each] for trainer in (whole, resumed)]

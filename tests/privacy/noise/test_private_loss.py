@@ -11,7 +11,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, PrivacyLedger, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.noise import PrivateLoss
 from tests.support.tiny import text_data, tiny_bert
-from tests.support.trainers import arguments, trainer_of
+from tests.support.trainers import arguments, trained, trainer_of
 
 # Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -35,8 +35,7 @@ def losses_of(trainer):
 
 def train(tmp_path, *, losses=None, cls=Fixed, **overrides):
     Fixed.losses = losses or {}
-    trainer = trainer_of(tmp_path, cls=cls, **(PRIVATE | overrides))
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=cls, **(PRIVATE | overrides)))
     return trainer
 
 
@@ -174,8 +173,7 @@ def test_the_model_and_data_are_as_before(tmp_path):
     # The loss is a by-product: what is trained does not depend on whether it is reported.
     models = []
     for report in ("private", "none"):
-        trainer = trainer_of(tmp_path / report, noise_seed=1, noise_multiplier=0.0, report_train_loss=report)
-        trainer.train()
+        trainer = trained(trainer_of(tmp_path / report, noise_seed=1, noise_multiplier=0.0, report_train_loss=report))
         models.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
     assert torch.equal(*models)
     assert not torch.equal(models[0], torch.cat([p.detach().flatten() for p in tiny_bert().parameters()]))
