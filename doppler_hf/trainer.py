@@ -21,6 +21,7 @@ from transformers import DefaultDataCollator, TrainerCallback, default_data_coll
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.micro_batches import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
+from doppler_hf.run import refusals
 from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
@@ -31,7 +32,7 @@ from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
-from doppler_hf.training_args import DopplerTrainingArguments, checks
+from doppler_hf.training_args import DopplerTrainingArguments
 
 
 class DopplerTrainer(AroundSteps):
@@ -93,8 +94,8 @@ class DopplerTrainer(AroundSteps):
         if args.weight_filter is not None:
             self.add_callback(self._weight_filter)
         if not args.disable_dp:
-            checks.refuse_of_trainer(self)
-            checks.warn_of_training_data_in_evaluation(self)
+            refusals.refuse_of_trainer(self)
+            refusals.warn_of_training_data_in_evaluation(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
@@ -105,7 +106,7 @@ class DopplerTrainer(AroundSteps):
         return self._run
 
     def _new_run(self, *, checkpoint: str | None = None, earlier: PrivacyLedger | None = None) -> PrivateRun:
-        checks.refuse_a_run_without_data(self.args, self.train_dataset)
+        refusals.refuse_a_run_without_data(self.args, self.train_dataset)
         return PrivateRun(
             self.args,
             self.train_dataset,
@@ -126,7 +127,7 @@ class DopplerTrainer(AroundSteps):
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
         # The host's only method around the loop in which the model is final: `train` may still build it, or load into it.
         self._weight_filter.checkpoint = checkpoint = kwargs.get("resume_from_checkpoint")
-        checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
+        refusals.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._prepare_model()
@@ -167,7 +168,7 @@ class DopplerTrainer(AroundSteps):
         """Return a loader of Poisson draws: `gradient_accumulation_steps` items a draw, each a list of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
-        checks.refuse_seeded_collator(self.data_collator)
+        refusals.refuse_seeded_collator(self.data_collator)
         dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
@@ -268,7 +269,7 @@ class DopplerTrainer(AroundSteps):
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
         own = getattr(self.optimizer, "optimizer", self.optimizer)
-        checks.refuse_another_optimizer(own)
+        refusals.refuse_another_optimizer(own)
         refuse_other_parameters(own, self.model if model is None else model)
         own.noise_std = run.settled_noise_std
         rate = first_learning_rate(own)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer
 
 from doppler_hf.disk import space_for
+from doppler_hf.run import refusals
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.own_loss import mean_and_outputs
@@ -18,7 +19,7 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.saving import saved_whole
 from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state, with_whole_states
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
-from doppler_hf.training_args import DopplerTrainingArguments, checks
+from doppler_hf.training_args import DopplerTrainingArguments
 
 
 def with_privacy_section(of_host: Callable[..., None]) -> Callable[..., None]:
@@ -124,7 +125,7 @@ class AroundSteps(Trainer, ABC):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as the host does, without privacy only."""
-        checks.refuse_search(self.args)
+        refusals.refuse_search(self.args)
         return super().hyperparameter_search(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -23,13 +23,14 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import latest, ledgers_in, set_aside
 from doppler_hf.privacy.ledger.lock import WriterLock
 from doppler_hf.privacy.ledger.weights import hashes, stamps
+from doppler_hf.run import refusals
 from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words, optimizer_in_words
 from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, parameters_digest, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, refuse_different_replicas
 from doppler_hf.run.summary import epsilons_in_words, print_summary
-from doppler_hf.training_args import DopplerTrainingArguments, checks
+from doppler_hf.training_args import DopplerTrainingArguments
 
 LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
 _Outcome = TypeVar("_Outcome")
@@ -94,7 +95,7 @@ class PrivacyCallback(TrainerCallback):
         ledger = run.begin(step=step)
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        checks.refuse_another_optimizer(optimizer)
+        refusals.refuse_another_optimizer(optimizer)
         self.filter_words = filter_in_words(args, optimizer.low_pass_filter)
         self._rate_words = learning_rate_in_words(args, optimizer)
         args.note_learning_rate(first_learning_rate(optimizer))  # a checkpoint's is its own

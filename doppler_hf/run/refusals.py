@@ -1,0 +1,152 @@
+"""What a private run refuses beside its arguments: of the trainer, its data and collator, and of a checkpoint.
+
+Each message has the value, the reason and the mend.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy.batching.repeats import has_repeats
+from doppler_hf.training_args import DopplerTrainingArguments
+
+# A method of the host → when an override of it has no effect, and the mend.
+_NOT_CALLED: Final = {
+    "_get_train_sampler": (" on a private training, whose ε is that of Poisson draws", "Leave it out"),
+    "get_optimizer_cls_and_kwargs": (
+        " on a private training, whose optimizer is a DopplerOptimizer", "Leave it out, and set base_optimizer",
+    ),
+    "create_optimizer_and_scheduler": (
+        ": the host calls create_optimizer and create_scheduler",
+        "Leave it out, set base_optimizer, and override create_scheduler",
+    ),
+}  # fmt: skip
+_PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
+
+
+def refuse_of_trainer(trainer: Any) -> None:
+    """Refuse those of the trainer's own arguments and methods that would void the guarantee, or have no effect."""
+    if trainer.compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
+            "compute_per_sample_loss instead, which returns one loss per example."
+        )
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        raise ValueError(
+            "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
+            "base_optimizer."
+        )
+    if trainer.lr_scheduler is not None:
+        raise ValueError(
+            f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning "
+            "rate of the optimizer that it was made for, and DopplerTrainer makes another. Override create_scheduler."
+        )
+    if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
+        raise ValueError(
+            f"{type(trainer.train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "
+            "streaming."
+        )
+    own = type(trainer)
+    for name, (reason, mend) in _NOT_CALLED.items():
+        if getattr(own, name) is not getattr(Trainer, name):
+            raise ValueError(f"{own.__name__}.{name} has no effect{reason}. {mend}.")
+    if own.compute_loss is not own.host_compute_loss and own.compute_per_sample_loss is own.host_per_sample_loss:
+        raise ValueError(
+            f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
+            "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."
+        )
+
+
+def warn_of_training_data_in_evaluation(trainer: Any) -> None:
+    """Warn where the training set is evaluated: what is reported of it is not private, as is what is chosen by it."""
+    given = trainer.eval_dataset
+    sets = given.values() if isinstance(given, Mapping) and not hasattr(given, "column_names") else [given]
+    if trainer.train_dataset is not None and any(each is trainer.train_dataset for each in sets):
+        warnings.warn(
+            "eval_dataset is train_dataset: what an evaluation reports of it, and a checkpoint that is chosen by that, are "
+            "NOT PRIVATE, and no ε covers them. Hold some examples out for it.",
+            stacklevel=3,
+        )
+
+
+def refuse_another_optimizer(optimizer: Any) -> None:
+    """Refuse what a `create_optimizer` of the user's own has made instead of the optimizer of the arguments."""
+    if not isinstance(optimizer, DopplerOptimizer):
+        raise ValueError(
+            f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}, which would "
+            "bypass low_pass_filter and base_optimizer. Let it return super().create_optimizer()."
+        )
+
+
+def refuse_seeded_collator(collator: Any) -> None:
+    """Refuse a collator with a seed of its own, such as that of masked language modeling."""
+    if getattr(collator, "seed", None) is not None:
+        raise ValueError(
+            f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: what it draws would "
+            "follow a public seed in the order of the draw, so that one example more changes the others. Leave it out."
+        )
+
+
+def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any) -> None:
+    """Refuse a private run of which nothing can be said: without privacy, or without a training set."""
+    if args.disable_dp:
+        raise ValueError("disable_dp must be False for a private run, got True. Set target_epsilon instead.")
+    if train_dataset is None:
+        raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
+    if isinstance(train_dataset, Mapping) and 0 not in train_dataset:
+        # Not its keys, which may name people: messages end in logs.
+        raise ValueError(
+            f"train_dataset must be one data set, got a {type(train_dataset).__name__}, whose keys are not 0, 1, 2, …. Pass "
+            "one of its values, such as train_dataset['train']."
+        )
+    if len(train_dataset) == 0:
+        raise ValueError("train_dataset must have examples, got none. Look at what has filtered them out.")
+    # Sensitivity: which texts share a row depends on all of them, so that one text more changes many rows.
+    if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
+        raise ValueError(
+            f"train_dataset must have one text in each row, got a column {_PACKED!r}, as of rows that TRL has packed: ε is "
+            "for a row, and one text more moves others to other rows. Do without packing, or pack each person's texts by "
+            "themselves and set privacy_unit_column."
+        )
+    # Sensitivity: a record that stands in k rows contributes k times C.
+    if args.privacy_unit_column is None and has_repeats(train_dataset):
+        raise ValueError(
+            "train_dataset must have each row once, got one with rows that are repeated, as by select, repeat, Subset or "
+            "interleave_datasets: ε is for a row, and a record of several rows has several. Leave out the repeats, or name "
+            "what they share with privacy_unit_column."
+        )
+
+
+def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool, checkpoint: str | None) -> None:
+    """Refuse to train with privacy where the trainer or the checkpoint was made without, or the other way round."""
+    if args.disable_dp != was_disabled:
+        raise ValueError(
+            f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Its ledger would speak "
+            "for other weights. Make a new DopplerTrainer."
+        )
+    if checkpoint is not None and args.disable_dp == (Path(checkpoint) / LEDGER_NAME).exists():
+        if args.disable_dp:
+            raise ValueError(
+                f"disable_dp must be False to resume from {checkpoint}, which holds a privacy ledger, got True. Leave it "
+                "out, or load the weights with from_pretrained to train them on without privacy."
+            )
+        raise ValueError(
+            f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy, or has lost it, so that it is "
+            "unknown what was spent. Train from the start, put the ledger back, or set disable_dp=True."
+        )
+
+
+def refuse_search(args: DopplerTrainingArguments) -> None:
+    """Refuse a search of hyper-parameters with privacy."""
+    if not args.disable_dp:
+        raise ValueError(
+            "hyperparameter_search trains on the same data again and again: every trial would cost its own ε, and the "
+            "choice among them is not accounted for. Search with disable_dp=True on public data, or start one run for "
+            "each setting and add their ε up."
+        )
