@@ -24,7 +24,7 @@ from tests.audit.neighbour_cases import (
 )
 from tests.support.tiers import further, thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import trained, trainer_of, weights
+from tests.support.trainers import TokenMean, trained, trainer_of, weights
 
 
 def name_of(case):
@@ -139,12 +139,6 @@ def test_random_augmentation_is_held_for_the_others(tmp_path, data):
 
 
 # --- defects are seen -----------------------------------------------------------------------------------------------------
-
-
-class TokenMean(DopplerTrainer):
-    def compute_per_sample_loss(self, model, inputs):
-        tokens = inputs["attention_mask"].sum(dim=1)
-        return super().compute_per_sample_loss(model, inputs) * tokens / tokens.sum()
 
 
 class BatchNormed(DopplerTrainer):

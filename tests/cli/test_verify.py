@@ -15,7 +15,7 @@ from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.privacy.ledger.test_ledger import objects, rehashed
-from tests.support.ledgers import MODEL, after, all_events, document_in, statement, write
+from tests.support.ledgers import MODEL, after, all_events, document_in, said, statement, write
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,6 @@ def check(folder, *options):
     parser = argparse.ArgumentParser()
     verify.add_arguments(parser)
     return verify.run(parser.parse_args([str(folder), *options]))
-
-
-def said(capsys):
-    return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 # --- what holds -----------------------------------------------------------------------------------------------------------

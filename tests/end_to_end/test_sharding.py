@@ -33,7 +33,7 @@ from tests.end_to_end.test_generation import GeneratingArguments, GeneratingTrai
 from tests.support import processes
 from tests.support.folders import write_bert, write_glue
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import Recorder
+from tests.support.trainers import NoSignal, Recorder
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused"),
@@ -335,10 +335,6 @@ def neighbours(folder, world, *, model=lora_model):
 
 def law(folder, world):
     """Return the secret noise of this process's rows, step by step, in units of what it must be, and how many they are."""
-
-    class NoSignal(DopplerTrainer):
-        def compute_per_sample_loss(self, model, inputs):
-            return 1e-12 * super().compute_per_sample_loss(model, inputs)
 
     class Rows(TrainerCallback):
         noise = []

@@ -19,7 +19,7 @@ from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, 
 from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.run.model_card import privacy_section
 from tests.support.models import gpt2_lm
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import numbered, pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, arguments, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
@@ -51,13 +51,6 @@ def sizes(steps, **overrides):
     """What the sampler draws under the same test seed, without the trainer."""
     sampler = PoissonSampler(**(dict(num_examples=24, expected_batch_size=8, seed=7) | overrides))
     return [len(sampler.draw(step)) for step in range(steps)]
-
-
-def distinct(num_examples=24):
-    """Examples that can be told apart by their first token."""
-    return text_data(num_examples).map(
-        lambda row, index: {"input_ids": [5 + index, *row["input_ids"][1:]]}, with_indices=True
-    )
 
 
 def test_trap_01_the_loader_never_passes_through_prepare_and_ranks_share_the_data_out(tmp_path, monkeypatch):
@@ -96,7 +89,7 @@ def test_trap_02_what_the_accountant_is_told_is_read_off_the_sampler_and_the_sam
 
 def test_trap_03_an_example_contributes_at_most_once_a_step_however_a_step_is_cut(tmp_path):
     trainer = trainer_of(
-        tmp_path, cls=Counting, data=distinct(), max_steps=30, per_device_train_batch_size=3, gradient_accumulation_steps=4,
+        tmp_path, cls=Counting, data=numbered(), max_steps=30, per_device_train_batch_size=3, gradient_accumulation_steps=4,
         grad_sample_self_check=False,
     )  # fmt: skip
     steps, boundaries = [], []

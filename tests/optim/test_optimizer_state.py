@@ -1,7 +1,6 @@
 """The optimizer's state: saved, loaded, copied, added to in between, and of parameters of every form."""
 
 import copy
-import io
 import itertools
 import pickle
 
@@ -11,6 +10,7 @@ import torch
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTOR_SOURCES, PROJECTORS
+from tests.support.optimizers import saved_and_loaded
 from tests.support.pairwise import pairwise
 from tests.support.tolerances import of_optimizer_steps
 
@@ -51,13 +51,6 @@ def run(optimizer, params, steps):
         for index, p in enumerate(params):
             p.grad = normal(*p.shape, seed=1000 + 100 * t + index).to(p.dtype)
         optimizer.step()
-
-
-def saved_and_loaded(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def flat(state):

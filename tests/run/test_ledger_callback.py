@@ -17,7 +17,7 @@ from doppler_hf.privacy.ledger import ledger as ledger_module
 from doppler_hf.run import ledger_callback as callbacks_module
 from doppler_hf.run.ledger_callback import PrivacyCallback, ledgers_of
 from doppler_hf.run.private_run import PrivateRun
-from tests.support.ledgers import after, statement
+from tests.support.ledgers import after, said, statement
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of
@@ -36,10 +36,6 @@ class Stop(TrainerCallback):
 
 def interrupt():
     raise KeyboardInterrupt
-
-
-def said(capsys):
-    return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def events(folder):

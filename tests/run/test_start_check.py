@@ -57,8 +57,8 @@ from doppler_hf.privacy.batching import probe, random_data, same_distribution
 from doppler_hf.run import engine
 from tests.support.tiers import combined, further, thorough
 from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
-from tests.support.trainers import trained
 
 pytestmark = pytest.mark.usefixtures("usual_trials")
 
@@ -80,6 +80,15 @@ def refused(tmp_path, match, *, collator=None, **options):
     assert not (tmp_path / "out" / "privacy_ledger.json").exists()
 
 
+def trains(tmp_path, *, collator=pad, **options):
+    """Train a step without a refusal, and return the trainer."""
+    trainer = trainer_of(tmp_path, **{"max_steps": 1} | options)
+    trainer.data_collator = collator
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+    return trainer
+
+
 # --- the model and its optimizer ------------------------------------------------------------------------------------------
 
 
@@ -99,7 +108,7 @@ def test_a_frozen_part_may_be_in_float16(tmp_path):
     model = tiny_bert()
     model.bert.requires_grad_(False).embeddings.word_embeddings.half()
     model.bert.embeddings.word_embeddings.register_forward_hook(lambda _, inputs, output: output.float())
-    trainer_of(tmp_path, model=model, max_steps=1).train()
+    trains(tmp_path, model=model)
 
 
 class NotingPrecision(DopplerTrainer):
@@ -294,10 +303,7 @@ def test_rows_that_are_mixed_now_and_then_are_refused(tmp_path, all_trials, coll
 
 @pytest.mark.thorough
 def test_a_random_collator_that_mixes_nothing_trains(tmp_path, all_trials):
-    trainer = trainer_of(tmp_path, max_steps=1)
-    trainer.data_collator = masked
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(tmp_path, collator=masked)
 
 
 @pytest.fixture
@@ -417,28 +423,14 @@ def padded_on_either_side(examples):
 
 @pytest.mark.thorough
 def test_random_rows_of_which_each_has_numbers_of_its_own_train(tmp_path, all_batches):
-    trainer = trainer_of(tmp_path, max_steps=1)
-    trainer.data_collator = padded_on_either_side
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(tmp_path, collator=padded_on_either_side)
 
 
 def test_left_padding_trains_where_positions_are_relative(tmp_path):
-    trainer = trainer_of(tmp_path, model=llama(), max_steps=1)
-    trainer.data_collator = padded_on_the_left
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(tmp_path, model=llama(), collator=padded_on_the_left)
 
 
 # --- the loss -------------------------------------------------------------------------------------------------------------
-
-
-class TokenMean(DopplerTrainer):
-    """Each loss is weighted by its share of the batch's tokens, without a gradient into other rows."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        tokens = inputs["attention_mask"].sum(dim=1)
-        return super().compute_per_sample_loss(model, inputs) * tokens / tokens.sum()
 
 
 class BatchMean(DopplerTrainer):
@@ -489,10 +481,7 @@ def test_random_rows_may_be_padded_on_the_left(tmp_path):
         places = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
         return batch | {"input_ids": batch["input_ids"].masked_fill(is_hidden, 4), "position_ids": places}
 
-    trainer = trainer_of(tmp_path, model=llama(), max_steps=1)
-    trainer.data_collator = hidden
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(tmp_path, model=llama(), collator=hidden)
 
 
 def phi3():
@@ -549,12 +538,12 @@ def test_one_long_text_is_found_or_asked_for_where_lengths_are_unknown(tmp_path,
 def test_unknown_lengths_train_where_all_are_padded_to_one(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "_SECONDS_OF_SIZES", 0.0)
     model = llama(max_position_embeddings=8, rope_parameters=DYNAMIC)
-    trainer_of(tmp_path, model=model, data=OnTheFly(300, padded_to=32), max_steps=1).train()
+    trains(tmp_path, model=model, data=OnTheFly(300, padded_to=32))
 
 
 def test_unknown_lengths_train_where_positions_do_not_depend_on_them(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "_SECONDS_OF_SIZES", 0.0)
-    trainer_of(tmp_path, model=llama(), data=OnTheFly(300), max_steps=1).train()
+    trains(tmp_path, model=llama(), data=OnTheFly(300))
 
 
 SPEECH = dict(
@@ -618,8 +607,7 @@ def test_a_model_that_masks_as_if_padded_on_the_left_is_refused_and_not_the_engi
     [tiny_bert, *thorough(llama, lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}))],
 )
 def test_other_stock_models_train(tmp_path, model):
-    trainer = trained(trainer_of(tmp_path, model=model(), max_steps=1))
-    assert trainer.state.global_step == 1
+    trains(tmp_path, model=model())
 
 
 @pytest.mark.parametrize("name", ["fnet", "llama, dynamic"])
@@ -634,10 +622,7 @@ def test_the_mend_that_is_named_mends(tmp_path, name):
         for row in text_data()
     ]
     options = dict(model=NEIGHBOURLY[name](), data=Dataset.from_list(rows), max_steps=1, remove_unused_columns=False)
-    trainer = trainer_of(tmp_path, **options)
-    trainer.data_collator = without_mask if name == "fnet" else pad
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(tmp_path, **options, collator=without_mask if name == "fnet" else pad)
 
 
 def of_tokens(examples):
@@ -652,10 +637,7 @@ def test_a_multimodal_model_trains_without_a_cache_of_what_its_layers_saw(tmp_pa
     vision = sizes | dict(model_type="clip_vision_model", image_size=8, patch_size=4, projection_dim=16)
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=49, vision_feature_layer=-1)
     assert config.text_config.use_cache
-    trainer = trainer_of(tmp_path, model=LlavaForConditionalGeneration(config), max_steps=1)
-    trainer.data_collator = of_tokens
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trainer = trains(tmp_path, model=LlavaForConditionalGeneration(config), collator=of_tokens)
     assert not trainer.model.config.text_config.use_cache
 
 
@@ -860,8 +842,7 @@ def test_what_couples_examples_is_seen_whatever_it_is_called_and_beside_any_drop
 def test_dropout_with_a_number_trains(tmp_path):
     model = tiny_bert(hidden_dropout_prob=0.1)
     model.bert.embeddings.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.1, module.training))
-    trainer = trained(trainer_of(tmp_path, model=model, max_steps=1))
-    assert trainer.state.global_step == 1
+    trains(tmp_path, model=model)
 
 
 class SeldomMixedUp(DopplerTrainer):
@@ -898,8 +879,7 @@ class Choosing(DopplerTrainer):
 
 @pytest.mark.thorough
 def test_a_choice_that_cannot_be_held_trains(tmp_path, all_trials):
-    trainer = trained(trainer_of(tmp_path, cls=Choosing, model=tiny_bert(initializer_range=0.3), max_steps=1))
-    assert trainer.state.global_step == 1
+    trains(tmp_path, cls=Choosing, model=tiny_bert(initializer_range=0.3))
 
 
 def test_a_choice_that_cannot_be_held_is_refused_if_rows_are_mixed(tmp_path, monkeypatch):
@@ -982,8 +962,7 @@ def test_one_usable_length_is_enough_to_train(tmp_path):
             is_left_out = inputs["attention_mask"].sum(dim=1) == 8
             return super().compute_per_sample_loss(model, inputs) * torch.where(is_left_out, float("nan"), 1.0)
 
-    trainer = trained(trainer_of(tmp_path, cls=Short, data=rows_of([8, 8, 5] * 8), max_steps=1))
-    assert trainer.state.global_step == 1
+    trains(tmp_path, cls=Short, data=rows_of([8, 8, 5] * 8))
 
 
 def test_examples_none_of_which_has_a_gradient_are_refused(tmp_path):
@@ -1113,10 +1092,8 @@ def test_a_random_collator_that_counts_over_the_batch_is_refused(tmp_path, share
 
 @pytest.mark.thorough
 def test_a_random_collator_that_weighs_each_example_trains(tmp_path):
-    trainer = trainer_of(tmp_path, cls=Weighted, remove_unused_columns=False, max_steps=1)
-    trainer.data_collator = lambda examples: weighted(examples, share=lambda batch: 2.0)
-    trainer.train()
-    assert trainer.state.global_step == 1
+    collator = functools.partial(weighted, share=lambda batch: 2.0)
+    trains(tmp_path, cls=Weighted, remove_unused_columns=False, collator=collator)
 
 
 class Balanced(DopplerTrainer):
@@ -1217,7 +1194,7 @@ def test_a_cast_in_the_model_hides_no_forgotten_mask(tmp_path):
     model, data = CastByHand(tiny_bert().config).bfloat16(), rows_of([8] * 40 + [12] * 4)
     options = dict(cls=Logits, model=model, data=data, remove_unused_columns=False)
     refused(tmp_path, "changes with the examples beside it", collator=without_mask, **options)
-    trainer_of(tmp_path, max_steps=1, **options).train()
+    trains(tmp_path, **options)
 
 
 def test_a_layer_that_needs_bfloat16_is_refused_by_name(tmp_path):
@@ -1234,7 +1211,7 @@ def test_a_check_in_float32_that_does_not_fit_is_left_out_and_said_so(tmp_path, 
         raise error
 
     monkeypatch.setattr(engine, "in_full_precision", too_large)
-    trainer_of(tmp_path, model=tiny_bert().bfloat16(), max_steps=1).train()
+    trains(tmp_path, model=tiny_bert().bfloat16())
     assert "The check in float32 does not fit into memory" in capsys.readouterr().out
 
 
@@ -1254,12 +1231,12 @@ def test_a_model_that_replaces_its_layers_for_good_is_refused_and_left_as_it_was
     whole, data = {"gradient_accumulation_steps": 1}, rows_of([8] * 20 + [30] * 20)
     refused(tmp_path, r"replaces 'bert\.encoder\S+' for all later batches", model=model, data=data, **whole)
     assert dict(model.named_modules()) == layers
-    trainer_of(tmp_path, model=model, data=rows_of([32] * 20), max_steps=1, **whole).train()
+    trains(tmp_path, model=model, data=rows_of([32] * 20), **whole)
 
 
 def test_the_hooks_of_the_host_which_it_installs_at_the_first_forward_pass_are_installed_once(tmp_path):
     model = tiny_bert(output_hidden_states=True)
-    trainer_of(tmp_path, model=model, max_steps=1).train()
+    trains(tmp_path, model=model)
     # Of the embeddings and of the one layer. Installed twice, they would record each twice.
     assert len(model(torch.ones(1, 3, dtype=torch.long)).hidden_states) == 2
 
@@ -1368,7 +1345,7 @@ def test_a_gradient_that_is_clipped_row_by_row_trains(tmp_path):
             output.register_hook(lambda gradient: gradient * (0.01 / gradient.norm(dim=1, keepdim=True)).clamp(max=1.0))
 
     model.bert.pooler.register_forward_hook(after)
-    trainer_of(tmp_path, model=model, max_steps=1).train()
+    trains(tmp_path, model=model)
 
 
 class Slow(DopplerTrainer):
@@ -1454,10 +1431,7 @@ def test_a_layer_that_is_left_out_of_a_micro_batch_is_refused_where_a_draw_has_s
 def test_a_layer_that_is_left_out_trains_in_a_single_micro_batch_and_one_that_never_is_in_several(tmp_path, options):
     probabilities = {name: value for name, value in options.items() if "layerdrop" in name}
     cut = {name: value for name, value in options.items() if name not in probabilities}
-    trainer = trainer_of(tmp_path, model=translator(**probabilities), max_steps=1, **cut)
-    trainer.data_collator = of_tokens
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(tmp_path, model=translator(**probabilities), **cut, collator=of_tokens)
 
 
 def masked_alike(examples):
@@ -1469,10 +1443,7 @@ def masked_alike(examples):
 
 def test_a_share_of_masks_for_a_batch_is_refused_where_a_draw_has_several_and_trains_in_one(tmp_path):
     refused(tmp_path, r"data_collator must draw its random numbers for each example", collator=masked_alike)
-    trainer = trainer_of(tmp_path, max_steps=1, gradient_accumulation_steps=1)
-    trainer.data_collator = masked_alike
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(tmp_path, gradient_accumulation_steps=1, collator=masked_alike)
 
 
 # --- what a refusal says --------------------------------------------------------------------------------------------------

@@ -42,10 +42,7 @@ SIZES = ["--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1
 PRIVATE = ["--noise_multiplier=1.0", "--per_sample_max_grad_norm=1.0", "--low_pass_filter=first-order-v1"]
 
 
-@pytest.fixture(autouse=True)
-def _caches(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_caches")
 
 
 @pytest.fixture

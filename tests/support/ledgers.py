@@ -48,3 +48,8 @@ def write(folder, entries):
 
 def document_in(folder):
     return json.loads((folder / LEDGER_NAME).read_text("utf-8"))
+
+
+def said(capsys):
+    """What was printed, without the lines of tables."""
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())

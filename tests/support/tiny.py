@@ -55,3 +55,10 @@ def pad(examples):
         for name in ("input_ids", "attention_mask")
     }
     return batch | {"labels": torch.tensor([example["labels"] for example in examples])}
+
+
+def numbered(num_examples=24):
+    """Examples that can be told apart by their first token."""
+    return text_data(num_examples).map(
+        lambda row, index: {"input_ids": [5 + index, *row["input_ids"][1:]]}, with_indices=True
+    )

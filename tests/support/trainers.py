@@ -73,5 +73,13 @@ class NoSignal(DopplerTrainer):
         return 1e-12 * super().compute_per_sample_loss(model, inputs)
 
 
+class TokenMean(DopplerTrainer):
+    """Each loss is weighted by its share of the batch's tokens, without a gradient into other rows."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        tokens = inputs["attention_mask"].sum(dim=1)
+        return super().compute_per_sample_loss(model, inputs) * tokens / tokens.sum()
+
+
 def weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])

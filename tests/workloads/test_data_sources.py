@@ -9,10 +9,7 @@ from PIL import Image as PILImage
 
 from doppler_hf.workloads.data_sources import GLUE_TASKS, load_glue, load_images, load_texts
 
-
-@pytest.fixture(autouse=True)
-def _datasets_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_caches")
 
 
 def write_glue(folder, split, task, rows=4, **columns):

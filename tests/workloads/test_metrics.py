@@ -13,9 +13,7 @@ REFERENCES = [1, 1, 1, 1, 1, 0, 0, 0]
 PREDICTIONS = [1, 1, 1, 0, 0, 1, 0, 0]
 
 
-@pytest.fixture(autouse=True)
-def _evaluate_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path)
+pytestmark = pytest.mark.usefixtures("own_caches")
 
 
 @pytest.mark.parametrize("task", ["sst2", "mnli", "qnli", "rte", "wnli"])

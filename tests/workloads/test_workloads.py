@@ -28,10 +28,7 @@ RECIPES = [path for path in sorted(ROOT.glob("recipes/*/*.yaml")) if path.parent
 DIGITS = ["--dataset_name=digits", "--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]
 
 
-@pytest.fixture(autouse=True)
-def _caches(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_caches")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from doppler_hf.privacy.clipping.per_sample_gradient import Dense
 from doppler_hf.privacy.noise import AdaptiveClip, adaptive_clip
 from tests.support.ledgers import statement
 from tests.support.tiny import text_data, tiny_bert
-from tests.support.trainers import arguments, trained, trainer_of
+from tests.support.trainers import NoSignal, arguments, trained, trainer_of
 
 # Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -149,20 +149,13 @@ def test_shaped_noise_keeps_its_clip_norm():
             GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4).rescale(wrong)
 
 
-class NoiseOnly(DopplerTrainer):
-    """Every gradient is far below any clip norm, so that the count is that of the draw."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        return 1e-12 * super().compute_per_sample_loss(model, inputs)
-
-
 def test_its_count_has_the_promised_noise(tmp_path, monkeypatch):
     for name, value in (("FARTHEST", 1e30), ("SMALLEST_CLIP_NORM", 0.0)):
         monkeypatch.setattr(adaptive_clip, name, value)  # where C stops, the noise does not show
     model = tiny_bert()
     model.bert.requires_grad_(False)  # for the time of so many steps
     trainer = trainer_of(
-        tmp_path, cls=NoiseOnly, model=model, data=text_data(8), per_device_train_batch_size=8, max_steps=100,
+        tmp_path, cls=NoSignal, model=model, data=text_data(8), per_device_train_batch_size=8, max_steps=100,
         gradient_accumulation_steps=1, noise_multiplier=3.0, accountant="pld", **ADAPTIVE,
     )  # fmt: skip
     trainer.train()

@@ -10,7 +10,7 @@ import torch
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, PrivacyLedger, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.noise import PrivateLoss
-from tests.support.tiny import text_data, tiny_bert
+from tests.support.tiny import numbered, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of
 
 # Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
@@ -37,13 +37,6 @@ def train(tmp_path, *, losses=None, cls=Fixed, **overrides):
     Fixed.losses = losses or {}
     trainer = trained(trainer_of(tmp_path, cls=cls, **(PRIVATE | overrides)))
     return trainer
-
-
-def numbered(num_examples=24):
-    """Examples that can be told apart by their first token."""
-    return text_data(num_examples).map(
-        lambda row, index: {"input_ids": [5 + index, *row["input_ids"][1:]]}, with_indices=True
-    )
 
 
 def test_a_release_leaves_nothing_for_the_next_one():
