@@ -17,7 +17,7 @@ allocator, jemalloc and tcmalloc do; `--heap return` is glibc's default. Memory 
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,14 @@ from doppler_hf.workloads.lora import LoraArguments, add_lora
 from scripts.bench.measure import (
     MIB,
     append_json_line,
+    chosen,
     in_fresh_process,
     keep_freed_memory,
     memory_now,
     memory_peak,
     quartiles,
     seconds_of,
+    settings,
 )
 
 
@@ -223,9 +225,7 @@ def measure(name: str, work: Work, engine: str, args: BenchArguments, *, plain_m
         "private_s": private_s,
         "plain_mib": plain_mib,
         "private_mib": in_fresh_process(peak_memory, work, engine, args),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "settings": asdict(args),
+        **settings(args),
     }
 
 
@@ -233,13 +233,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure every engine on every work, and print one line for each."""
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
-        for name in args.works.split(","):
-            if name not in ALL_WORKS:
-                raise ValueError(f"--works must be of {', '.join(ALL_WORKS)}, got {name!r}.")
+        works = chosen("--works", args.works, ALL_WORKS)
     torch.set_num_threads(args.threads)
     if args.device == "cpu" and args.heap == "keep":
         keep_freed_memory()
-    for name in args.works.split(","):
+    for name in works:
         work = ALL_WORKS[name] if args.scale == "full" else replace(ALL_WORKS[name], **TINY)
         plain_mib = in_fresh_process(peak_memory, work, "plain", args)
         for engine in args.engines.split(","):

@@ -30,7 +30,7 @@ from doppler_hf.run.estimate import Setting, estimate
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.random_model import RandomModel
-from scripts.bench.measure import MIB, append_json_line, in_child, in_children, memory_now, memory_peak
+from scripts.bench.measure import MIB, append_json_line, chosen, in_child, in_children, memory_now, memory_peak
 from scripts.bench.processes import forget_peak
 
 
@@ -178,10 +178,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print one line for each setting."""
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
-        for name in args.points.split(","):
-            if name not in POINTS:
-                raise ValueError(f"--points must be of {', '.join(POINTS)}, got {name!r}.")
-    for name in args.points.split(","):
+        points = chosen("--points", args.points, POINTS)
+    for name in points:
         point, between = POINTS[name], None
         if point.processes == 1:
             real = [in_child(trained, point, args)]

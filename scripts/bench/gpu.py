@@ -36,7 +36,7 @@ from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench import engine, gpu_page, noise, optimizer
-from scripts.bench.measure import append_json_line, in_fresh_process, quartiles, seconds_of
+from scripts.bench.measure import append_json_line, chosen, in_fresh_process, quartiles, seconds_of
 from scripts.bench.synchronizations import synchronizations
 
 ROOT = Path(__file__).parents[2]
@@ -262,13 +262,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is missing, and write the page after each row."""
     with one_line_errors():
         (args,) = parse_args(GpuArguments, argv=argv)
-        for option, names, known in (("works", args.works, WORKS), ("models", args.models, engine.ALL_WORKS)):
-            for name in names.split(","):
-                if name not in known:
-                    raise ValueError(f"--{option} must be of {', '.join(known)}, got {name!r}.")
+        works = chosen("--works", args.works, WORKS)
+        chosen("--models", args.models, engine.ALL_WORKS)
         refuse_no_device(args)
     here = environment(args)
-    all_of_them, works = measurements(args), args.works.split(",")
+    all_of_them = measurements(args)
     rows: dict[str, Row | None] = dict.fromkeys(all_of_them) | rows_so_far(args.results, here)
     wanted = {name: measure for name, measure in all_of_them.items() if name.partition("/")[0] in works}
     for name, measure in wanted.items():

@@ -30,7 +30,7 @@ from doppler_hf.privacy import PoissonSampler
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.same_data import digest_of
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from scripts.bench.measure import MIB, append_json_line, in_child, resident_bytes
+from scripts.bench.measure import MIB, append_json_line, chosen, in_child, resident_bytes
 
 ROWS_A_USER = 10
 PART = 1_000_000
@@ -214,10 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print one line for each number of rows and each piece of work."""
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
-        works = args.works.split(",") if args.works else [*WORKS]
-        for work in works:
-            if work not in WORKS:
-                raise ValueError(f"--works must be of {', '.join(WORKS)}, got {work!r}.")
+        works = chosen("--works", args.works, WORKS) if args.works else [*WORKS]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for rows in map(int, args.rows.split(",")):
             path = Path(folder) / f"{rows}.arrow"

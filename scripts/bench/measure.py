@@ -9,8 +9,9 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,20 @@ def _as_rank(rank: int, processes: int, port: int, function: Callable[..., Any],
         "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
     }  # fmt: skip
     return function(*arguments)
+
+
+def chosen(flag: str, names: str, known: Collection[str]) -> list[str]:
+    """Return the names in a flag's value, separated by commas, and refuse one that is not known."""
+    for name in names.split(","):
+        if name not in known:
+            raise ValueError(f"{flag} must be of {', '.join(known)}, got {name!r}.")
+    return names.split(",")
+
+
+def settings(args: Any) -> dict[str, Any]:
+    """Return what a measurement was made with: the device, torch's version, and a benchmark's arguments."""
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    return {"device": device, "torch": torch.__version__, "settings": asdict(args)}
 
 
 def append_json_line(result: dict[str, Any], path: str | None) -> None:

@@ -13,7 +13,7 @@ the seconds are those of the first.
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.noise.ahead import MAX_PREPARED
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from scripts.bench.measure import append_json_line, quartiles, seconds_of
+from scripts.bench.measure import append_json_line, chosen, quartiles, seconds_of, settings
 
 # Name → arguments of GaussianMechanism.
 WAYS: dict[str, dict[str, Any]] = {
@@ -71,13 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print one line for each way."""
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
-        for name in args.ways.split(","):
-            if name not in WAYS:
-                raise ValueError(f"--ways must be of {', '.join(WAYS)}, got {name!r}.")
+        ways = chosen("--ways", args.ways, WAYS)
     torch.set_num_threads(args.threads)
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
-    for name in args.ways.split(","):
+    for name in ways:
         seconds = paired_seconds(WAYS[name], args)
         if dist.is_initialized() and dist.get_rank() > 0:
             continue
@@ -89,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             flush=True,
         )
         result = {"work": name, "ratio": ratio, "ratio_quartiles": [q1, q3], "torch_s": torch_s, "ours_s": ours_s}
-        device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-        append_json_line(result | {"device": device, "torch": torch.__version__, "settings": asdict(args)}, args.results)
+        append_json_line(result | settings(args), args.results)
     if dist.is_initialized():
         dist.destroy_process_group()
 

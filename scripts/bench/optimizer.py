@@ -15,7 +15,7 @@ signal is a tenth of its noise.
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,17 @@ from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR, WeightFilter
 from doppler_hf.optim.galore import PROJECTORS, find_basis
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from scripts.bench.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles, seconds_of
+from scripts.bench.measure import (
+    MIB,
+    append_json_line,
+    chosen,
+    in_fresh_process,
+    memory_now,
+    memory_peak,
+    quartiles,
+    seconds_of,
+    settings,
+)
 
 SECOND = {"low_pass_filter": PAPER_FILTERS["second-order"], "base": "adam_bc", "noise_std": 1e-4}
 FIRST = SECOND | {"low_pass_filter": PAPER_FILTERS["first-order-v1"]}
@@ -155,21 +165,13 @@ def measure_projectors(args: BenchArguments) -> None:
             append_json_line(result | {"captured": captured, "seconds": milliseconds / 1000} | settings(args), args.output)
 
 
-def settings(args: BenchArguments) -> dict[str, Any]:
-    """Return the settings of a measurement."""
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    return {"device": device, "torch": torch.__version__, "settings": asdict(args)}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print one line for each kind."""
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
-        for work in args.works.split(","):
-            if work not in [*WORKS, "projectors"]:
-                raise ValueError(f"--works must be of {', '.join(WORKS)}, projectors, got {work!r}.")
+        works = chosen("--works", args.works, [*WORKS, "projectors"])
     torch.set_num_threads(args.threads)
-    kinds = {name: kind for work in args.works.split(",") for name, kind in WORKS.get(work, {}).items()}
+    kinds = {name: kind for work in works for name, kind in WORKS.get(work, {}).items()}
     adamw_mib = in_fresh_process(peak_memory, None, args) if kinds else 0.0
     for name, kind in kinds.items():
         seconds = kind_seconds(kind, args)
@@ -183,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         result = {"work": name, "ratio": ratio, "ratio_quartiles": [q1, q3], "adamw_s": adamw_s, "ours_s": ours_s}
         append_json_line(result | {"adamw_mib": adamw_mib, "ours_mib": ours_mib} | settings(args), args.output)
-    if "projectors" in args.works.split(","):
+    if "projectors" in works:
         measure_projectors(args)
 
 

@@ -17,7 +17,7 @@ import io
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -42,7 +42,16 @@ from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.data_sources import load_glue
 from doppler_hf.workloads.lora import LoraArguments, add_lora
-from scripts.bench.measure import MIB, append_json_line, in_fresh_process, memory_now, memory_peak, quartiles, seconds_of
+from scripts.bench.measure import (
+    MIB,
+    append_json_line,
+    in_fresh_process,
+    memory_now,
+    memory_peak,
+    quartiles,
+    seconds_of,
+    settings,
+)
 
 
 @dataclass
@@ -221,9 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "private_tokens": private_tokens,
         "plain_mib": plain_mib,
         "private_mib": private_mib,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "settings": asdict(args),
+        **settings(args),
     }
     append_json_line(result, args.output)
 

@@ -129,7 +129,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
                 for name, held in vars(module).items()
                 if isinstance(held, dict) and (name == "_modules" or "_hooks" in name)
             ],
-            [(name, tensor, copy_of(tensor)) for name, tensor in module._buffers.items()],
+            [(name, tensor, None if tensor is None else tensor.clone()) for name, tensor in module._buffers.items()],
         )
         for module in model.modules()
     ]
@@ -147,11 +147,6 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
                     module._buffers[name] = tensor
                     if tensor is not None and value is not None:
                         tensor.copy_(value)
-
-
-def copy_of(tensor: Tensor | None) -> Tensor | None:
-    """Return a copy, of None None."""
-    return None if tensor is None else tensor.clone()
 
 
 @contextlib.contextmanager
