@@ -71,11 +71,10 @@ def test_the_step_that_finds_a_basis_has_full_noise_and_the_others_that_of_the_s
 
     monkeypatch.setattr(GaussianMechanism, "privatize", recorded)
     recorder = Recorder()
-    trainer = trainer_of(
+    trainer = trained(trainer_of(
         tmp_path, cls=NoSignal, callbacks=[recorder], max_steps=9, noise_multiplier=1.7, per_sample_max_grad_norm=0.3,
         model=tiny_bert(hidden_size=64, intermediate_size=64), **GALORE,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     assert [number > 0 for number, _ in asked] == [False, True, True] * 3
     std = 1.7 * 0.3 / 8  # σC/B
     names = [(name, p.shape, p.numel()) for name, p in trainer.model.named_parameters()]

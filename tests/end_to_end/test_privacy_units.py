@@ -244,12 +244,11 @@ def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(tmp_path, mo
     gradients = []
     for run, data in enumerate((users(), users().filter(lambda row: row["user_id"] != "user 4"))):
         recorder = Recorder()
-        trainer = trainer_of(
+        trainer = trained(trainer_of(
             tmp_path / str(run), data=data, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", max_steps=1,
             per_sample_max_grad_norm=1e-3, privacy_unit_column="user_id", max_examples_per_unit=limit, noise_seed=0,
             max_tokens_per_micro_batch=max_tokens,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         assert trainer.private_run.statement.num_units == 14 - run
         gradients.append(8 * recorder.gradients[0])
     change = torch.linalg.vector_norm(gradients[0] - gradients[1])

@@ -118,12 +118,11 @@ def test_an_empty_draw_is_a_noisy_step_that_never_reaches_the_model(tmp_path, mo
 def test_cutting_into_micro_batches_changes_nothing(tmp_path, granularity):
     ends = []
     for per_device, accumulation in ((12, 1), (4, 3), (1, 12)):
-        trainer = trainer_of(
+        trainer = trained(trainer_of(
             tmp_path / str(per_device), per_device_train_batch_size=per_device, noise_seed=1,
             gradient_accumulation_steps=accumulation, clipping_granularity=granularity, base_optimizer="sgd",
             low_pass_filter="first-order-v1", max_steps=2,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         ends.append(weights(trainer))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(ends[2], ends[0], atol=1e-6, rtol=1e-5)
@@ -148,12 +147,11 @@ def test_cutting_by_tokens_changes_nothing_but_the_micro_batches(tmp_path):
     runs, checks = [], []
     for number, (accumulation, budget) in enumerate([(1, None), (1, 8), (1, 20), (2, 8), (2, 33), (4, 10), (4, 1000)]):
         recorder = Recorder()
-        trainer = trainer_of(
+        trainer = trained(trainer_of(
             tmp_path / str(number), model=tiny_bert().double(), cls=MicroBatches, callbacks=[recorder], noise_seed=1,
             noise_multiplier=0.0, per_device_train_batch_size=12 // accumulation, max_tokens_per_micro_batch=budget,
             gradient_accumulation_steps=accumulation, low_pass_filter="first-order-v1", max_steps=2,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         # A layer is refused or not whatever the budget. Draws that are cut are first looked at for numbers that rows share.
         checks.append(trainer.checked[1 if number == 0 else 2 :])
         assert all(rows * length <= (budget or math.inf) for rows, length in trainer.shapes)
@@ -778,11 +776,10 @@ def test_examples_whose_loss_is_no_number_contribute_nothing_and_show_nowhere(tm
     assert sum(len(ids) == 3 for ids in data["input_ids"]) > 24 * 0.1  # the small one of the checks before the first step
     for factor in (1.0, math.inf):
         Unfit.factor, recorder = factor, Recorder()
-        trainer = trainer_of(
+        trainer = trained(trainer_of(
             tmp_path / str(factor), cls=Unfit, data=data, noise_seed=0, report_train_loss=report, bf16=bf16,
             clipping_granularity=granularity, callbacks=[recorder],
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         # ε is infinite under a seed.
         logs = [(name, value) for logs in trainer.state.log_history for name, value in logs.items() if name != "epsilon"]
         assert np.isfinite([value for _, value in logs if isinstance(value, float)]).all()

@@ -130,12 +130,11 @@ def step_by_hand(trainer):
 )
 def test_a_step_is_that_of_mean_gradients_clipped_once(tmp_path, accumulation, engine):
     recorder = Recorder()
-    trainer = image_trainer(
+    trainer = trained(image_trainer(
         tmp_path, cls=Watched, model=build("vit"), callbacks=[recorder], clipping="vanilla", noise_seed=1,
         per_sample_max_grad_norm=2.0, noise_multiplier=0.0, learning_rate=0.0, max_steps=1, grad_sample_engine=engine,
         gradient_accumulation_steps=accumulation, per_device_train_batch_size=8 // accumulation,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     expected, losses = step_by_hand(trainer)
     torch.testing.assert_close(recorder.gradients[0], expected, atol=1e-9, rtol=1e-7)
     if accumulation == 1:  # else a mean of means, as the host's

@@ -255,11 +255,10 @@ def test_the_engine_clips_and_the_loss_is_reported_as_stated(tmp_path):
     def report(args, state, control):
         args.report_train_loss = "raw"
 
-    trainer = trainer_of(
+    trainer = trained(trainer_of(
         tmp_path, cls=Changing, callbacks=[Callback(on_train_begin=report), recorder := Recorder()],
         report_train_loss="none", noise_multiplier=0.0, per_device_train_batch_size=12, max_steps=1, learning_rate=0.0,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     # 24 examples, each at most C = 1, over an expected batch of 24.
     assert recorder.gradients[0].norm() <= 1.0 + 1e-6
     assert trainer.privacy.ledger.statement.per_sample_max_grad_norm == 1.0

@@ -154,11 +154,10 @@ def test_its_count_has_the_promised_noise(tmp_path, monkeypatch):
         monkeypatch.setattr(adaptive_clip, name, value)  # where C stops, the noise does not show
     model = tiny_bert()
     model.bert.requires_grad_(False)  # for the time of so many steps
-    trainer = trainer_of(
+    trainer = trained(trainer_of(
         tmp_path, cls=NoSignal, model=model, data=text_data(8), per_device_train_batch_size=8, max_steps=100,
         gradient_accumulation_steps=1, noise_multiplier=3.0, accountant="pld", **ADAPTIVE,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     run = trainer.private_run
     norms = np.array([1.0] + [logs["clip_norm"] for logs in trainer.state.log_history if "clip_norm" in logs])
     # All eight are drawn at every step, and none is clipped: b̃ = 1 + noise.
