@@ -3,9 +3,10 @@
     accelerate launch scripts/image_classification.py recipes/image/digits-eps8.yaml [--any_field value]
 
 With `--model_name_or_path` a pretrained model is fine-tuned; without it a small ViT of the given sizes is trained from
-scratch. The data comes from the hub (`cifar10`, `mnist`), from scikit-learn (`digits`), or from a folder of parquet files
-with `--dataset_dir`. Every field of `ImageArguments`, `LoraArguments` and `DopplerTrainingArguments` may stand in the
-recipe or follow it as a flag; the flag wins.
+scratch, or with `--scattering` a small network on wavelet scattering coefficients. The data comes from the hub (`cifar10`,
+`mnist`), from scikit-learn (`digits`), or from a folder of parquet files with `--dataset_dir`. Every field of
+`ImageArguments`, `LoraArguments` and `DopplerTrainingArguments` may stand in the recipe or follow it as a flag; the flag
+wins.
 """
 
 from collections.abc import Sequence

@@ -114,7 +114,9 @@ class ClosedLoop:
             L, where white noise without a filter has ½ in flat directions. It scales with σ².
         """
         passed = self._passed(low_pass_filter)
-        return math.inf if passed is None else shape.norm**2 * float(np.sum(passed / self._power(shape.c)))
+        if passed is None:
+            return math.inf
+        return shape.norm**2 * float(np.sum(passed / np.abs(self._response(np.array(shape.c))) ** 2))
 
     def best_shape(self, bands: int, low_pass_filter: LowPassFilter) -> NoiseShape:
         """Return the strategy of so many bands with the least loss, its coefficients to four decimals.
@@ -162,9 +164,6 @@ class ClosedLoop:
 
     def _response(self, coefficients: NDArray[np.float64]) -> Complex128[np.ndarray, " frequencies"]:
         return np.asarray(np.polyval(coefficients[::-1], np.exp(-1j * self._omega)))
-
-    def _power(self, coefficients: Sequence[float]) -> Float64[np.ndarray, " frequencies"]:
-        return np.asarray(np.abs(self._response(np.array(coefficients))) ** 2)
 
 
 def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float64[np.ndarray, " steps"]:

@@ -30,7 +30,7 @@ class ImageArguments:
         default=None, help="Local folder with train.parquet and test.parquet; by default the hub."
     )
     model_name_or_path: str | None = HfArg(
-        default=None, help="Hub name or local folder of a pretrained model; by default a small ViT from scratch."
+        default=None, help="Hub name or local folder of a pretrained model; by default a small network from scratch."
     )
     scattering: bool = HfArg(
         default=False,

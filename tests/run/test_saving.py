@@ -20,6 +20,12 @@ CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
 PUBLIC = dict(disable_dp=True, noise_multiplier=None)
 
 
+def saved(trainer):
+    """Train, save the model, and return the trainer."""
+    trained(trainer).save_model()
+    return trainer
+
+
 def adapted(name="default"):
     return get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]), adapter_name=name)
 
@@ -28,8 +34,8 @@ def test_an_adapter_that_is_called_when_it_is_saved_is_saved_during_training(tmp
     """PEFT reads a prefix by a call of its layer."""
     model = get_peft_model(tiny_bert(), PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
     trainer_of(tmp_path, model=model, **CHECKPOINTS).train()
-    saved = load_file(tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors")
-    assert "prompt_embeddings" in saved
+    weights = load_file(tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors")
+    assert "prompt_embeddings" in weights
     assert verified(tmp_path / "out" / "checkpoint-4")
 
 
@@ -63,8 +69,7 @@ def asides(folder):
 )
 def test_model_and_checkpoints_are_bound_to_their_ledgers(tmp_path, options, file):
     model = options.pop("model", tiny_bert)()
-    trainer = trained(trainer_of(tmp_path, model=model, **CHECKPOINTS | options))
-    trainer.save_model()
+    saved(trainer_of(tmp_path, model=model, **CHECKPOINTS | options))
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"):
         assert file in hashes(folder)
         assert verified(folder)
@@ -87,8 +92,7 @@ def test_shards_are_bound_with_their_index(tmp_path):
         def save_pretrained(self, *args, **options):
             super().save_pretrained(*args, max_shard_size="8KB", **options)
 
-    trainer = trained(trainer_of(tmp_path, model=InShards(tiny_bert().config)))
-    trainer.save_model()
+    saved(trainer_of(tmp_path, model=InShards(tiny_bert().config)))
     found = sorted(hashes(tmp_path / "out"))
     assert len(found) > 2
     assert "model.safetensors.index.json" in found
@@ -98,11 +102,9 @@ def test_shards_are_bound_with_their_index(tmp_path):
 
 
 def test_a_public_run_into_the_folder_sets_the_ledgers_aside(tmp_path, capsys):
-    private = trained(trainer_of(tmp_path, **CHECKPOINTS))
-    private.save_model()
+    saved(trainer_of(tmp_path, **CHECKPOINTS))
     head = PrivacyLedger.load(tmp_path / "out").head
-    public = trained(trainer_of(tmp_path, **PUBLIC, **CHECKPOINTS))
-    public.save_model()
+    saved(trainer_of(tmp_path, **PUBLIC, **CHECKPOINTS))
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"):
         assert not (folder / LEDGER_NAME).exists()
         assert len(asides(folder)) == 1
@@ -119,8 +121,7 @@ def test_a_public_run_into_the_folder_sets_the_ledgers_aside(tmp_path, capsys):
 
 @pytest.mark.parametrize("options", [{}, PUBLIC])
 def test_a_trainer_that_has_not_trained_keeps_a_ledger_that_is_true(tmp_path, options):
-    private = trained(trainer_of(tmp_path))
-    private.save_model()
+    saved(trainer_of(tmp_path))
     model = BertForSequenceClassification.from_pretrained(tmp_path / "out")
     idle = trainer_of(tmp_path, model=model, **options)
     idle.save_model()
@@ -133,8 +134,7 @@ def test_a_trainer_that_has_not_trained_keeps_a_ledger_that_is_true(tmp_path, op
 
 def test_weights_that_lay_there_before_are_not_vouched_for(tmp_path, capsys):
     trainer_of(tmp_path, **PUBLIC).save_model()
-    trainer = trained(trainer_of(tmp_path, model=adapted()))
-    trainer.save_model()
+    saved(trainer_of(tmp_path, model=adapted()))
     capsys.readouterr()
     assert not verified(tmp_path / "out")
     assert f"does not speak for model.safetensors in {tmp_path / 'out'}" in " ".join(capsys.readouterr().out.split())
@@ -143,8 +143,7 @@ def test_weights_that_lay_there_before_are_not_vouched_for(tmp_path, capsys):
 
 
 def test_a_run_into_the_folder_does_not_take_over_its_weights(tmp_path):
-    first = trained(trainer_of(tmp_path))
-    first.save_model()
+    saved(trainer_of(tmp_path))
     second = trained(trainer_of(tmp_path))
     assert not verified(tmp_path / "out")  # the weights there are still the first one's
     second.save_model()
@@ -176,8 +175,7 @@ def merged(trainer, folder):
     ],
 )
 def test_a_model_that_was_changed_after_its_training_is_not_vouched_for(tmp_path, capsys, model, change):
-    trainer = trained(trainer_of(tmp_path, model=model(), **CHECKPOINTS))
-    trainer.save_model()
+    trainer = saved(trainer_of(tmp_path, model=model(), **CHECKPOINTS))
     head = trainer.privacy.ledger.head
     kept = shutil.copytree(tmp_path / "out", tmp_path / "kept")
     capsys.readouterr()
@@ -237,18 +235,15 @@ def test_a_run_that_continues_does_not_vouch_for_buffers_filled_before_it(tmp_pa
 
 def test_buffers_that_stay_or_are_not_saved_are_no_reason(tmp_path):
     fill = At(step_3=lambda model: model.unsaved.add_(1.0))
-    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill]))
-    trainer.save_model()
+    trainer = saved(trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill]))
     assert verified(tmp_path / "out")
-    again = trained(trainer_of(tmp_path, model=trainer.model))
-    again.save_model()
+    again = saved(trainer_of(tmp_path, model=trainer.model))
     assert again.privacy.ledger.steps_run == 4 + 4
     assert verified(tmp_path / "out")
 
 
 def test_files_that_were_saved_before_are_vouched_for_whatever_the_model_is_now(tmp_path):
-    trainer = trained(trainer_of(tmp_path, model=adapted()))
-    trainer.save_model()
+    trainer = saved(trainer_of(tmp_path, model=adapted()))
     trainer.model.merge_adapter()  # The adapter, which is all that is saved, stays what it is.
     trainer.save_model(str(tmp_path / "elsewhere"))
     assert verified(tmp_path / "elsewhere")
@@ -369,8 +364,7 @@ def test_an_adapter_that_is_resumed_on_another_base_is_warned_of(tmp_path, optio
 
 
 def test_a_saved_adapter_on_its_base_with_a_head_made_anew_goes_on_with_its_ledger(tmp_path):
-    trainer = trained(trainer_of(tmp_path, model=adapted(), max_steps=2))
-    trainer.save_model()
+    trainer = saved(trainer_of(tmp_path, model=adapted(), max_steps=2))
     base = tiny_bert()
     torch.nn.init.normal_(base.classifier.weight)
     loaded = PeftModel.from_pretrained(base, tmp_path / "out", is_trainable=True)

@@ -6,18 +6,14 @@
 """
 
 from doppler_hf.privacy.accounting.accounting import (
-    Accountant,
     Releases,
     default_delta,
     get_epsilon,
-    get_epsilons,
     get_noise_multiplier,
-    get_steps,
     get_total_epsilon,
     joint_noise_multiplier,
 )
 
 __all__ = [
-    "Accountant", "Releases", "default_delta", "get_epsilon", "get_epsilons", "get_noise_multiplier", "get_steps",
-    "get_total_epsilon", "joint_noise_multiplier",
+    "Releases", "default_delta", "get_epsilon", "get_noise_multiplier", "get_total_epsilon", "joint_noise_multiplier",
 ]  # fmt: skip

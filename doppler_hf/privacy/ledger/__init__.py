@@ -10,7 +10,7 @@
 - lock: one writer at a time
 """
 
-from doppler_hf.privacy.ledger.ledger import LEDGER_NAME, PrivacyLedger, latest, set_aside
+from doppler_hf.privacy.ledger.ledger import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
 
-__all__ = ["LEDGER_NAME", "PrivacyLedger", "PrivacyStatement", "latest", "set_aside"]
+__all__ = ["LEDGER_NAME", "PrivacyLedger", "PrivacyStatement"]

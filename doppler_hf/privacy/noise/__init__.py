@@ -10,17 +10,8 @@
 """
 
 from doppler_hf.privacy.noise.adaptive_clip import AdaptiveClip
-from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
+from doppler_hf.privacy.noise.gaussian import noise_source
 from doppler_hf.privacy.noise.mechanism import GaussianMechanism, Mechanism
 from doppler_hf.privacy.noise.private_loss import PrivateLoss
 
-__all__ = [
-    "AdaptiveClip",
-    "GaussianMechanism",
-    "Mechanism",
-    "NoiseGenerator",
-    "PrivateLoss",
-    "add_gaussian_noise",
-    "noise_source",
-    "noise_stream",
-]
+__all__ = ["AdaptiveClip", "GaussianMechanism", "Mechanism", "PrivateLoss", "noise_source"]
