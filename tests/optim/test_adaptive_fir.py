@@ -1,6 +1,5 @@
 """The filter whose taps follow the gradients: against a plain NumPy loop, for a known autocorrelation, and resumed."""
 
-import io
 import itertools
 import math
 
@@ -20,6 +19,7 @@ from doppler_hf.filters import (
 from doppler_hf.optim import DopplerOptimizer, LowPassOptimizer, OptimalFIR
 from doppler_hf.optim.adaptive_fir import found_anew
 from doppler_hf.optim.one_pass import ParameterTensors
+from tests.support.optimizers import saved_and_loaded
 
 BASES = ["sgd", "adam", "adam_bc"]
 SHAPES = [(4, 5), (7,), (3, 6)]  # the last one is a group of its own
@@ -232,11 +232,8 @@ def test_resuming_is_uninterrupted_to_the_bit(dtype, state_dtype, done):
     whole = optimizer_of(params, state_dtype=state_dtype)
     run(whole, params, range(1, done + 1))
     resumed_params = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    file = io.BytesIO()
-    torch.save(whole.state_dict(), file)
-    file.seek(0)
     resumed = optimizer_of(resumed_params, state_dtype=state_dtype)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.load_state_dict(saved_and_loaded(whole.state_dict()))
     assert resumed.state[resumed_params[0]]["products"].dtype == torch.float64
     assert resumed.state[resumed_params[0]]["filter_states"][0].dtype == (
         state_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)

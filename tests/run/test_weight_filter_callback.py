@@ -1,7 +1,5 @@
 """Filtered weights against SciPy, the raw ones untouched, and a trainer that shows the one and goes on with the other."""
 
-import io
-
 import numpy as np
 import pytest
 import scipy.signal
@@ -13,8 +11,9 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, moving_average
 from doppler_hf.optim import WeightFilter
 from doppler_hf.run.weight_filter_callback import WEIGHT_FILTER_NAME
+from tests.support.optimizers import saved_and_loaded
 from tests.support.tiny import tiny_bert
-from tests.support.trainers import trainer_of, weights
+from tests.support.trainers import trained, trainer_of, weights
 
 FILTERS = ["momentum:beta=0.97", "butterworth:order=2,cutoff=0.1", "moving-average:taps=3", "none"]
 
@@ -128,13 +127,11 @@ def test_resuming_is_uninterrupted_to_the_bit(name, dtype):
     points = trajectory(dtype=dtype)
     whole, whole_params = followed(name, points)
     first, _ = followed(name, points[:5])
-    file = io.BytesIO()
     with first.applied():
-        torch.save(first.state_dict(), file)
-    file.seek(0)
+        saved = saved_and_loaded(first.state_dict())
     params = [torch.nn.Parameter(torch.zeros_like(point)) for point in points[0]]
     resumed = WeightFilter(params, LowPassFilter.parse(name))
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.load_state_dict(saved)
     assert_equal(params, points[4])
     follow(resumed, params, points[5:])
     assert_equal(applied_to(resumed, params), applied_to(whole, whole_params))
@@ -199,11 +196,9 @@ def saved_weights(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    stock = trainer_of(tmp_path_factory.mktemp("stock"), cls=Stock, **OPTIONS)
-    stock.train()
+    stock = trained(trainer_of(tmp_path_factory.mktemp("stock"), cls=Stock, **OPTIONS))
     folder = tmp_path_factory.mktemp("filtered")
-    filtered = trainer_of(folder, cls=Filtered, **OPTIONS)
-    filtered.train()
+    filtered = trained(trainer_of(folder, cls=Filtered, **OPTIONS))
     return stock, filtered, folder / "out"
 
 
@@ -243,8 +238,7 @@ def test_prediction_within_and_saving_after_training(runs, tmp_path):
 
 def test_the_best_model_is_a_filtered_one(tmp_path):
     options = OPTIONS | dict(load_best_model_at_end=True, metric_for_best_model="loss", save_steps=1)
-    trainer = trainer_of(tmp_path, cls=Filtered, **options | {"learning_rate": 1.0})
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, cls=Filtered, **options | {"learning_rate": 1.0}))
     best = trainer.state.best_global_step
     assert best < 6  # such steps make it worse, and the last model is another one
     assert torch.equal(weights(trainer), trainer.seen[best])
@@ -268,11 +262,9 @@ def test_adapters_are_filtered_and_the_rest_is_not_kept(tmp_path):
         torch.manual_seed(0)
         return get_peft_model(tiny_bert(), LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
 
-    whole = trainer_of(tmp_path, model=lora(), cls=Filtered, **OPTIONS)
-    whole.train()
+    whole = trained(trainer_of(tmp_path, model=lora(), cls=Filtered, **OPTIONS))
     state = torch.load(tmp_path / "out" / "checkpoint-2" / WEIGHT_FILTER_NAME, weights_only=True)
-    trained = [p for p in whole.model.parameters() if p.requires_grad]
-    assert [tensor.shape for tensor in state["raw"]] == [p.shape for p in trained]
+    assert [tensor.shape for tensor in state["raw"]] == [p.shape for p in whole.model.parameters() if p.requires_grad]
     resumed = trainer_of(tmp_path / "again", model=lora(), cls=Filtered, **OPTIONS)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     assert torch.equal(weights(resumed), weights(whole))
@@ -281,10 +273,8 @@ def test_adapters_are_filtered_and_the_rest_is_not_kept(tmp_path):
 def test_without_privacy_it_is_the_average_of_the_stock_trainer(tmp_path):
     options = OPTIONS | dict(disable_dp=True, noise_multiplier=None, noise_seed=None, low_pass_filter="auto")
     options["report_train_loss"] = "raw"
-    stock = trainer_of(tmp_path / "stock", cls=Stock, **options)
-    stock.train()
-    filtered = trainer_of(tmp_path, cls=Filtered, **options)
-    filtered.train()
+    stock = trained(trainer_of(tmp_path / "stock", cls=Stock, **options))
+    filtered = trained(trainer_of(tmp_path, cls=Filtered, **options))
     raw = torch.stack([stock.seen[step] for step in range(1, 7)]).double().numpy()
     expected = scipy.signal.lfilter([0.3], [1, -0.7], raw, axis=0)[-1] / (1 - 0.7**6)
     np.testing.assert_allclose(weights(filtered), expected, rtol=1e-5, atol=1e-6)
