@@ -23,7 +23,7 @@ from tests.audit.neighbour_cases import (
     trainer_for,
 )
 from tests.support.tiers import further, thorough
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained, trainer_of, weights
 
 
@@ -82,14 +82,8 @@ def test_in_low_precision_too(tmp_path, precision):
     assert result.couplings.max() < (1e-5 if precision == "float32" else 0.3)
 
 
-class Augmented(torch.utils.data.Dataset):
+class Augmented(Rows):
     """Tokens of an example are hidden at random, each time others."""
-
-    def __init__(self):
-        self.rows = text_data()
-
-    def __len__(self):
-        return len(self.rows)
 
     def __getitem__(self, index):
         return hide(self.rows[index])

@@ -10,15 +10,12 @@ from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.linalg import project
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTORS, add_lifted, find_basis, rotated
+from tests.support.optimizers import normal
 from tests.support.reference import doppler_trajectory
 
 BASES = ["sgd", "adam", "adam_bc"]
 SHAPES = [(5, 9), (9, 5), (6, 6)]
 SECOND_ORDER = PAPER_FILTERS["second-order"]
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def orthonormal(rows, columns, seed=0):

@@ -10,7 +10,7 @@ import torch
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTOR_SOURCES, PROJECTORS
-from tests.support.optimizers import saved_and_loaded
+from tests.support.optimizers import normal, saved_and_loaded
 from tests.support.pairwise import pairwise
 from tests.support.tolerances import of_optimizer_steps
 
@@ -26,10 +26,6 @@ CONSTANTS = [
     "low_pass_filter", "base", "beta2", "noise_std", "eps", "floor", "basis_change", "projector", "projector_source",
     "state_dtype", "compiled",
 ]  # fmt: skip
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def parameters(*shapes, dtype=torch.float64):

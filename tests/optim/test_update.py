@@ -7,13 +7,10 @@ from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim.low_pass import FixedFilter, low_pass, padded_coefficients
 from doppler_hf.optim.one_pass import ParameterTensors, StepConstants
 from doppler_hf.optim.update import update
+from tests.support.optimizers import normal
 
 B, A = padded_coefficients(PAPER_FILTERS["second-order"])
 NUMBERS = {"beta2": 0.9, "step_size": 0.1, "decay": 0.97, "noise_var": 0.05, "floor": 0.01}
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def unfiltered(grad, tensors, coefficients):

@@ -9,30 +9,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 from transformers import TrainerCallback, set_seed
 
 from doppler_hf import DopplerTrainer
 from tests.support.tiers import thorough
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 from tests.support.trainers import trained
 
 # Whole trainings, whose arrays others check.
 pytestmark = pytest.mark.usefixtures("usual_trials")
-
-
-class Rows(Dataset):
-    """Examples that come with one of the numbers that are drawn for them."""
-
-    def __init__(self):
-        self.rows = list(text_data())
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return dict(self.rows[index])
 
 
 class Seeding(Rows):

@@ -56,7 +56,7 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy.batching import probe, random_data, same_distribution
 from doppler_hf.run import engine
 from tests.support.tiers import combined, further, thorough
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
@@ -1108,19 +1108,6 @@ class Balanced(DopplerTrainer):
 def test_weights_that_balance_a_batch_are_refused(tmp_path):
     options = dict(model=tiny_bert(num_labels=4), data=rows_of([3, 4, 5, 6] * 10, labels=[0] * 39 + [3]))
     refused(tmp_path, "class weights that balance a batch", cls=Balanced, **options)
-
-
-class Rows(torch.utils.data.Dataset):
-    """A data set whose labels are in no column."""
-
-    def __init__(self, rows):
-        self.rows = list(rows)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 def test_weights_that_balance_a_batch_are_refused_where_labels_are_in_no_column(tmp_path):

@@ -6,6 +6,10 @@ import numpy as np
 import torch
 
 
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
 def gradients(steps: int = 40, size: int = 6, seed: int = 0) -> np.ndarray:
     """White noise on a slow drift, over several scales, so that neither the floor nor eps is idle nor alone."""
     rng = np.random.default_rng(seed)

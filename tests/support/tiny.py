@@ -62,3 +62,16 @@ def numbered(num_examples=24):
     return text_data(num_examples).map(
         lambda row, index: {"input_ids": [5 + index, *row["input_ids"][1:]]}, with_indices=True
     )
+
+
+class Rows(torch.utils.data.Dataset):
+    """A data set of torch's, which has no columns."""
+
+    def __init__(self, rows=None):
+        self.rows = list(text_data() if rows is None else rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return dict(self.rows[index])
