@@ -260,8 +260,7 @@ def test_every_column_of_the_model_card_has_a_heading(tmp_path):
 
 def test_summary_and_model_card_name_galore(tmp_path, capsys):
     galore = dict(optim_target_modules=["query", "key"], optim_args="rank=2")
-    trainer = trained(trainer_of(tmp_path, base_optimizer="adam", **galore))
-    trainer.create_model_card(model_name="a model")
+    trained(trainer_of(tmp_path, base_optimizer="adam", **galore)).create_model_card(model_name="a model")
     words = "adam, GaLore of rank 2 on query, key"
     assert re.search(rf"│ optimizer +│ {words} +│", capsys.readouterr().out)
     assert f"- optimizer: {words}, of doppler_hf; filter: auto: none" in (tmp_path / "out" / "README.md").read_text()
@@ -638,8 +637,7 @@ def test_the_relative_bias_of_t5_trains(tmp_path):
                       decoder_start_token_id=0, dropout_rate=0.1)  # fmt: skip
     rows = [{"input_ids": [9] * length + [1], "attention_mask": [1] * (length + 1), "labels": 0} for length in range(1, 25)]
     options = dict(model=T5ForSequenceClassification(config), data=Dataset.from_list(rows), max_steps=3)
-    trainer = trained(checked_trainer_of(tmp_path, **options))
-    assert trainer.state.global_step == 3
+    assert trained(checked_trainer_of(tmp_path, **options)).state.global_step == 3
 
 
 def test_the_summary_names_what_has_no_rule(tmp_path, capsys):
@@ -683,8 +681,7 @@ def test_a_buffer_that_remembers_the_data_is_refused(tmp_path):
 
 
 def test_the_size_of_the_draws_is_not_saved(tmp_path):
-    trainer = trained(trainer_of(tmp_path))
-    assert trainer.state.total_flos == 0
+    assert trained(trainer_of(tmp_path)).state.total_flos == 0
 
 
 def test_what_could_bypass_privacy_is_refused(tmp_path):

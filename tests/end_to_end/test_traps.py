@@ -43,8 +43,7 @@ def count(tmp_path, **overrides):
     """Train without noise or effective clipping; return the trainer and the number of examples of each step."""
     counts = Counts()
     options = dict(cls=Counting, noise_multiplier=0.0, noise_seed=7, clipping="vanilla", per_sample_max_grad_norm=1e6)
-    trainer = trained(trainer_of(tmp_path, callbacks=[counts], **(options | overrides)))
-    return trainer, counts.gradients
+    return trained(trainer_of(tmp_path, callbacks=[counts], **(options | overrides))), counts.gradients
 
 
 def sizes(steps, **overrides):

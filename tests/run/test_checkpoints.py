@@ -53,8 +53,7 @@ def killed_run(tmp_path, monkeypatch, method="_save_optimizer_and_scheduler", *,
 
 @pytest.fixture(scope="module")
 def weights_of_a_whole_run(tmp_path_factory):
-    trainer = trained(trainer_of(tmp_path_factory.mktemp("whole"), **OPTIONS))
-    return weights(trainer)
+    return weights(trained(trainer_of(tmp_path_factory.mktemp("whole"), **OPTIONS)))
 
 
 @pytest.mark.parametrize("method", [*thorough("_save"), "_save_optimizer_and_scheduler", *thorough("_save_scaler")])

@@ -88,8 +88,7 @@ def test_a_loss_that_cannot_be_computed_is_refused_without_sizes(tmp_path):
 
 
 def test_a_loss_of_each_example_may_stand_for_it(tmp_path):
-    trainer = trained(trainer_of(tmp_path, cls=Weighted, model=bert(ClassWeights), max_steps=1))
-    assert trainer.state.global_step == 1
+    assert trained(trainer_of(tmp_path, cls=Weighted, model=bert(ClassWeights), max_steps=1)).state.global_step == 1
 
 
 @pytest.mark.parametrize(

@@ -364,12 +364,11 @@ def test_an_adapter_that_is_resumed_on_another_base_is_warned_of(tmp_path, optio
 
 
 def test_a_saved_adapter_on_its_base_with_a_head_made_anew_goes_on_with_its_ledger(tmp_path):
-    trainer = saved(trainer_of(tmp_path, model=adapted(), max_steps=2))
+    saved(trainer_of(tmp_path, model=adapted(), max_steps=2))
     base = tiny_bert()
     torch.nn.init.normal_(base.classifier.weight)
     loaded = PeftModel.from_pretrained(base, tmp_path / "out", is_trainable=True)
-    trainer = trained(trainer_of(tmp_path, model=loaded, max_steps=2))
-    assert trainer.privacy.ledger.steps_run == 4
+    assert trained(trainer_of(tmp_path, model=loaded, max_steps=2)).privacy.ledger.steps_run == 4
 
 
 def test_only_process_0_writes_ledgers(tmp_path, monkeypatch):

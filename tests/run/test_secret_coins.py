@@ -198,8 +198,7 @@ def test_a_loss_with_a_seed_or_a_generator_of_its_own_is_refused(tmp_path, monke
 
 
 def test_dropout_that_is_a_number_in_the_code_trains(tmp_path, monkeypatch):
-    trainer = trained(masked_trainer(tmp_path, "global", monkeypatch))
-    assert trainer.state.global_step == 1
+    assert trained(masked_trainer(tmp_path, "global", monkeypatch)).state.global_step == 1
 
 
 def test_dropout_of_the_config_under_a_seed_is_refused_by_what_it_does(tmp_path):
@@ -211,8 +210,7 @@ def test_dropout_of_the_config_under_a_seed_is_refused_by_what_it_does(tmp_path)
     trainer = trainer_of(tmp_path, cls=Seeded, model=tiny_bert(hidden_dropout_prob=0.1))
     with pytest.raises(ValueError, match=r"Dropout must follow the secret global generators .* Seed nothing there\."):
         trainer.train()
-    without_dropout = trained(trainer_of(tmp_path, cls=Seeded, max_steps=1))
-    assert without_dropout.state.global_step == 1
+    assert trained(trainer_of(tmp_path, cls=Seeded, max_steps=1)).state.global_step == 1
 
 
 @pytest.mark.parametrize("what", ["train_dataset", "data_collator"])
@@ -282,8 +280,7 @@ def test_one_in_the_loss_that_rarely_acts_is_refused(tmp_path):
 
 @pytest.mark.parametrize("data", [Seeding, Kept])
 def test_a_data_set_that_seeds_or_keeps_what_it_drew_trains(tmp_path, data):
-    trainer = trained(trainer_of(tmp_path, data=data(), max_steps=1))
-    assert trainer.state.global_step == 1
+    assert trained(trainer_of(tmp_path, data=data(), max_steps=1)).state.global_step == 1
 
 
 class StochasticDepth(nn.Module):

@@ -1378,8 +1378,7 @@ def test_a_slow_memory_is_refused_wherever_it_is_kept(tmp_path, monkeypatch, pla
 
 def test_what_is_noted_and_not_read_is_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(Slow, "place", "noted")
-    trainer = trained(trainer_of(tmp_path, cls=Slow))
-    assert trainer.state.global_step == 4
+    assert trained(trainer_of(tmp_path, cls=Slow)).state.global_step == 4
 
 
 def test_memory_outside_of_buffers_is_refused(tmp_path):

@@ -35,8 +35,7 @@ def losses_of(trainer):
 
 def train(tmp_path, *, losses=None, cls=Fixed, **overrides):
     Fixed.losses = losses or {}
-    trainer = trained(trainer_of(tmp_path, cls=cls, **(PRIVATE | overrides)))
-    return trainer
+    return trained(trainer_of(tmp_path, cls=cls, **(PRIVATE | overrides)))
 
 
 def test_a_release_leaves_nothing_for_the_next_one():
