@@ -100,15 +100,18 @@ def room_of(path):
     return max((name for name in MAY_IMPORT if f"{module}/".startswith(f"{name}/")), key=len)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_a_module_imports_what_its_folder_may(path):
+def crossing(path):
+    """Return what a module imports and its folder may not."""
     room = room_of(path)
     ours, others = (names.split() for names in MAY_IMPORT[room])
     allowed = [f"doppler_hf.{name}" for name in (*ours, room.replace("/", "."))] + others
-    crossing = [
+    return [
         name for name in imported(path) if name.split(".")[0] not in sys.stdlib_module_names and not is_in(name, allowed)
     ]
-    assert not crossing, f"{path} may not import {', '.join(crossing)}"
+
+
+def test_a_module_imports_what_its_folder_may():
+    assert {path: names for path in MODULES if (names := crossing(path))} == {}
 
 
 FILES = {".".join(("doppler_hf", *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in MODULES}
@@ -133,12 +136,12 @@ def test_no_file_imports_itself_by_way_of_others():
 NEEDS = {"sft": {"trl"}, "dpo": {"trl"}}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_what_only_some_need_is_imported_where_it_is_used(path):
-    at_start = imported(path, for_types=False, in_functions=False)
-    assert not any(is_in(name, [f"doppler_hf.{other}" for other in NEEDS]) for name in at_start)
-    own = NEEDS.get(path.with_suffix("").as_posix(), set())
-    assert {name.split(".")[0] for name in at_start} & set(itertools.chain(*EXTRAS.values())) == own
+def test_what_only_some_need_is_imported_where_it_is_used():
+    for path in MODULES:
+        at_start = imported(path, for_types=False, in_functions=False)
+        assert not any(is_in(name, [f"doppler_hf.{other}" for other in NEEDS]) for name in at_start), path
+        own = NEEDS.get(path.with_suffix("").as_posix(), set())
+        assert {name.split(".")[0] for name in at_start} & set(itertools.chain(*EXTRAS.values())) == own, path
 
 
 def test_every_permission_is_used():
@@ -171,12 +174,12 @@ def test_arrays_of_other_types_than_annotated_are_seen(call):
         call()
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=str)
-def test_a_folder_says_what_is_in_it(folder):
-    documentation = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text()))
-    entries = re.findall(r"^- ((?:[a-z_]+, )*[a-z_]+): ", documentation, re.MULTILINE)
-    inside = {path.stem for path in (PACKAGE / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert {name for entry in entries for name in entry.split(", ")} == inside - {"__init__", "__main__"}
+def test_a_folder_says_what_is_in_it():
+    for folder in {(PACKAGE / path).parent for path in MODULES}:
+        documentation = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        entries = re.findall(r"^- ((?:[a-z_]+, )*[a-z_]+): ", documentation, re.MULTILINE)
+        inside = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        assert {name for entry in entries for name in entry.split(", ")} == inside - {"__init__", "__main__"}, folder
 
 
 def test_public_names():
@@ -224,16 +227,8 @@ def attributes_set_in(function):
     return {node.attr for node in stored if ast.unparse(node.value) == "self" and id(node) not in increased}
 
 
-CLASSES = [
-    pytest.param(node, id=f"{path}:{node.name}")
-    for path in MODULES
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
-    if isinstance(node, ast.ClassDef)
-]
-
-
-@pytest.mark.parametrize("node", CLASSES)
-def test_an_object_has_all_its_attributes_from_the_start(node):
+def attributes_set_later(node):
+    """Return the attributes that no object of a class has before some method of it is called."""
     methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
     at_start = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
     if "__init__" in methods:
@@ -241,5 +236,10 @@ def test_an_object_has_all_its_attributes_from_the_start(node):
         # A method that the constructor calls may set some of them.
         called = re.findall(r"self\.(\w+)\(", ast.unparse(methods["__init__"]))
         at_start |= set().union(*(attributes_set_in(methods[name]) for name in called if name in methods))
-    later = set().union(*map(attributes_set_in, methods.values())) - at_start
-    assert not later, f"{node.name} has no {', '.join(sorted(later))} before it is used"
+    return set().union(*map(attributes_set_in, methods.values())) - at_start
+
+
+def test_an_object_has_all_its_attributes_from_the_start():
+    nodes = {path: ast.walk(ast.parse((PACKAGE / path).read_text())) for path in MODULES}
+    classes = [(path, node) for path in MODULES for node in nodes[path] if isinstance(node, ast.ClassDef)]
+    assert {(path, node.name): later for path, node in classes if (later := attributes_set_later(node))} == {}

@@ -35,6 +35,7 @@ def test_one_model_trains_and_another_is_refused_truly(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.strip() == printed[printed.index("| |") :].strip()
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_too_long_costs_its_own_line_only(tmp_path):
     line = architectures.in_own_process("BertForSequenceClassification", timeout=0.01)
     assert line == {"model": "BertForSequenceClassification", "result": "failed", "reason": "no answer within 0.01 s"}

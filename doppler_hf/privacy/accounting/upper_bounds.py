@@ -99,13 +99,16 @@ def rdp_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     """Return Rényi differential privacy's bound on ε at `delta`."""
     epsilon, order = _epsilon_at_best_whole_order(mechanisms, delta=delta)
     if order <= 11.0:
-        # Fractional orders matter near small whole ones only, and take long: the series is slow for q near 1/2.
-        nearby = [order + tenth / 10 for tenth in range(-9, 10) if tenth]
-        rdp = [
-            sum(steps * _rdp_at_fractional_order(sigma, rate, other) for sigma, rate, steps in mechanisms)
-            for other in nearby
-        ]
-        epsilon = min(epsilon, _epsilon_at_best_order(np.array(rdp), nearby, delta=delta)[0])
+        # Fractional orders matter near small whole ones only, and take long: the series is slow for q near 1/2. So in
+        # tenths, to either side, as long as the bound falls.
+        for sign in (1, -1):
+            for tenth in range(1, 10):
+                other = order + sign * tenth / 10
+                rdp = sum(steps * _rdp_at_fractional_order(sigma, rate, other) for sigma, rate, steps in mechanisms)
+                found, _ = _epsilon_at_best_order(np.array([rdp]), [other], delta=delta)
+                if found >= epsilon:
+                    break
+                epsilon = found
     return epsilon
 
 
