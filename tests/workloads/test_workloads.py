@@ -336,6 +336,7 @@ def test_grey_images_become_what_a_model_of_colours_reads(training_args, tmp_pat
     assert torch.equal(pixels[0], pixels[2])
 
 
+@pytest.mark.thorough
 def test_images_are_scattered_once_whatever_the_seed(common):
     flags = ["--dataset_name=digits", "--image_size=8", "--scattering=true", "--num_filters=8", *common]
     first, training_args = parse_recipe([*flags, "--seed=1"])

@@ -577,7 +577,7 @@ QUICK = [(*sizes, place % 2 == 1) for place, sizes in enumerate(SMALL)]
 def mark_of(words, *others):
     if (words, *others) not in QUICK:
         return pytest.mark.slow
-    return pytest.mark.thorough if words > 150_000 else ()
+    return pytest.mark.thorough if words > 100_000 else ()
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_loss_that_is_no_number_counts_as_the_bound(tmp_path):
 
 
 def test_its_noise_has_the_promised_deviation(tmp_path):
-    steps, model = 150, tiny_bert()
+    steps, model = 80, tiny_bert()
     model.bert.requires_grad_(False)  # for the time of so many steps
     trainer = train(
         tmp_path, model=model, losses=dict.fromkeys(range(60), 0.0), noise_multiplier=2.0, per_sample_max_loss=50.0,
