@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Two processes of one thread each: torch's own threads would fight over the cores.
-PYTEST := $(BIN)/python -m pytest -n 2
+# Two processes of one thread each: torch's own threads would fight over the cores. Each keeps what its files share.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
