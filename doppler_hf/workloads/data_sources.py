@@ -95,28 +95,29 @@ def load_glue(task_name: str, dataset_dir: str | None = None) -> "DatasetDict":
     return splits.cast_column("label", Value("float32")) if task.is_regression else splits
 
 
-def load_images(dataset_name: str, dataset_dir: str | None = None) -> "DatasetDict":
+def load_images(dataset_name: str, dataset_dir: str | None = None, *, unit_column: str | None = None) -> "DatasetDict":
     """Load a data set of labelled images.
 
     Args:
         dataset_name: `cifar10` or `mnist` from the hub, or the built-in `digits`. Without effect if there is a folder.
         dataset_dir: A folder with `train.parquet` and `test.parquet`, or shards named as on the hub.
+        unit_column: The column of the training split whose equal values make one unit of privacy, or None.
 
     Returns:
-        `train` and `test` with the columns `image` (decoded to PIL images) and `label` (classes with names).
+        `train` and `test` with the columns `image` (decoded to PIL images), `label` (classes with names) and that of units.
 
     Raises:
         ValueError: If the data set, a file or a column is missing, or the hub cannot be reached.
     """
     if dataset_dir is None and dataset_name == "digits":
-        return _load_digits()
+        return _as_images(_load_digits(), unit_column)
     if dataset_dir is None and dataset_name not in IMAGE_HUB_NAMES:
         raise ValueError(
             f"dataset_name must be one of {', '.join(IMAGE_DATASETS)}, got {dataset_name!r}. For other images give a local "
             "folder with --dataset_dir."
         )
     hub_name = IMAGE_HUB_NAMES.get(dataset_name, dataset_name)
-    return _as_images(_load(hub_name, dataset_dir=dataset_dir, evaluation_splits=("test",)))
+    return _as_images(_load(hub_name, dataset_dir=dataset_dir, evaluation_splits=("test",)), unit_column)
 
 
 def load_rows(
@@ -170,12 +171,7 @@ def load_texts(
         ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
     """
     splits = load_rows(dataset_name, dataset_dir, dataset_config=dataset_config, validation_split=validation_split)
-    _require_columns(splits, (text_column,))
-    texts = splits.select_columns([text_column])
-    if unit_column is not None:
-        _require_columns({"train": splits["train"]}, (unit_column,))
-        texts["train"] = splits["train"].select_columns([text_column, unit_column])
-    return texts
+    return _selected(splits, (text_column,), unit_column)
 
 
 def _load(
@@ -219,7 +215,17 @@ def _require_columns(splits: Mapping[str, Any], columns: Sequence[str]) -> None:
                 )
 
 
-def _as_images(splits: "DatasetDict") -> "DatasetDict":
+def _selected(splits: "DatasetDict", columns: Sequence[str], unit_column: str | None) -> "DatasetDict":
+    """Return some columns of all splits, and of the training split that of units too."""
+    _require_columns(splits, columns)
+    selected = splits.select_columns([*columns])
+    if unit_column is not None and unit_column not in columns:
+        _require_columns({"train": splits["train"]}, (unit_column,))
+        selected["train"] = splits["train"].select_columns([*columns, unit_column])
+    return selected
+
+
+def _as_images(splits: "DatasetDict", unit_column: str | None) -> "DatasetDict":
     """Give the columns of every source one name and one type."""
     from datasets import ClassLabel, Image
 
@@ -232,7 +238,7 @@ def _as_images(splits: "DatasetDict") -> "DatasetDict":
             f"The column 'label' must have class names, got {splits['train'].features['label']}. Save the data after "
             "dataset.cast_column('label', datasets.ClassLabel(names=[...]))."
         )
-    return splits.select_columns(["image", "label"]).cast_column("image", Image())
+    return _selected(splits, ("image", "label"), unit_column).cast_column("image", Image())
 
 
 def _load_digits() -> "DatasetDict":

@@ -66,7 +66,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     from doppler_hf.workloads.metrics import accuracy_from_logits
 
     set_seed(training_args.seed)  # for new weights, such as a head's; noise and draws do not follow it
-    splits = load_images(args.dataset_name, args.dataset_dir)
+    splits = load_images(args.dataset_name, args.dataset_dir, unit_column=training_args.privacy_unit_column)
     label_names = splits["train"].features["label"].names
     if args.model_name_or_path is None:
         num_channels = len(splits["test"][0]["image"].getbands())
@@ -88,7 +88,11 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
 
     # The trainer must not drop the column that they come from.
     training_args.remove_unused_columns = False
-    splits = scattered(splits, to_pixel_values, model.config) if args.scattering else splits.with_transform(to_pixel_values)
+    if args.scattering:
+        with training_args.main_process_first(desc="scatter"):
+            splits = scattered(splits, to_pixel_values, model.config, kept=training_args.privacy_unit_column)
+    else:
+        splits = splits.with_transform(to_pixel_values)
     return Workload(
         model=model,
         train_dataset=splits["train"],
@@ -120,25 +124,33 @@ def from_scratch(args: ImageArguments, *, num_channels: int, num_labels: int) ->
 
 
 def scattered(
-    splits: "DatasetDict", to_pixel_values: Callable[..., dict[str, Any]], config: ScatteringConfig
+    splits: "DatasetDict", to_pixel_values: Callable[..., dict[str, Any]], config: ScatteringConfig, *, kept: str | None
 ) -> "DatasetDict":
-    """Return the splits as scattering coefficients in half precision, computed once and cached as `datasets` does."""
-    from datasets import Array3D, Features, Value
+    """Return the splits as scattering coefficients in half precision, computed once and cached as `datasets` does.
+
+    Of the columns the labels are kept, and `kept` where a split has it.
+    """
+    from datasets import Array3D, DatasetDict, Features, Value
 
     # Not the model's, by whose weights the cache would take each seed for another computation.
     scattering = Scattering(config.image_size)
     side = config.image_size // STRIDE
-    features = Features(
-        {"coefficients": Array3D((PATHS * config.num_channels, side, side), "float16"), "labels": Value("int64")}
-    )
+    features = {"coefficients": Array3D((PATHS * config.num_channels, side, side), "float16"), "labels": Value("int64")}
 
     def to_coefficients(rows: dict[str, list[Any]]) -> dict[str, Any]:
         inputs = to_pixel_values(rows)
         with torch.no_grad():
             return {"coefficients": scattering(inputs["pixel_values"]).half().numpy(), "labels": inputs["labels"]}
 
-    columns = splits["train"].column_names
-    coefficients = splits.map(
-        to_coefficients, batched=True, batch_size=64, remove_columns=columns, features=features, desc="Scattering images"
-    )
-    return coefficients.with_format("torch")
+    coefficients = {}
+    for name, split in splits.items():
+        others = {column: kind for column, kind in split.features.items() if column == kept}
+        coefficients[name] = split.map(
+            to_coefficients,
+            batched=True,
+            batch_size=64,
+            remove_columns=[column for column in split.column_names if column not in others],
+            features=Features({**features, **others}),
+            desc="Scattering images",
+        )
+    return DatasetDict(coefficients).with_format("torch")

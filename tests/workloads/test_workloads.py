@@ -19,7 +19,8 @@ from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
 from doppler_hf.workloads.recipe import parse_recipe
 from doppler_hf.workloads.workload import Workload
-from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
+from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_mnist, write_texts
+from tests.support.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 KIND_OF_FOLDER = {"glue": "glue", "causal_lm": "causal_lm", "image": "images"}
@@ -377,6 +378,20 @@ def test_the_column_of_units_reaches_the_trainer(common, tmp_path):
     assert set(workload.eval_dataset.column_names) == {"input_ids", "attention_mask", "labels"}
     with pytest.raises(ValueError, match="must have a column 'user'"):
         parse_recipe([*common, *flags, "--privacy_unit_column=user"])
+
+
+@pytest.mark.parametrize(
+    "flags", [DIGITS[2:], *thorough(["--scattering=true", "--num_filters=8"])], ids=["vit", "scattering"]
+)
+def test_the_column_of_units_of_images_reaches_the_trainer(common, tmp_path, flags):
+    folder = write_mnist(tmp_path / "images", train=12, test=4, writer=[*"aabbccddeeff"])
+    flags = [f"--dataset_dir={folder}", "--image_size=8", "--privacy_unit_column=writer", *flags, *common]
+    flags += ["--max_examples_per_unit=1", "--per_device_train_batch_size=3", "--max_steps=1"]
+    workload, training_args = parse_recipe(flags)
+    assert "writer" not in workload.eval_dataset.column_names
+    trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
+    trainer.train()
+    assert trainer.privacy.ledger.statement.num_units == 6
 
 
 def test_what_is_made_from_scratch_follows_the_seed(common):

@@ -17,7 +17,10 @@ def has_repeats(dataset: Any) -> bool:
         dataset: A `datasets.Dataset`, or one of torch's. Of others the answer is no.
     """
     if isinstance(dataset, Subset):
-        return _are_repeated(np.asarray(dataset.indices)) or has_repeats(dataset.dataset)
+        places = np.asarray(dataset.indices)
+        # Sensitivity: -1 is the last row, whatever it is called beside it.
+        from_start = np.where(places < 0, places + len(dataset.dataset), places)  # type: ignore[arg-type]
+        return _are_repeated(from_start) or has_repeats(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return len({id(part) for part in dataset.datasets}) < len(dataset.datasets) or any(
             map(has_repeats, dataset.datasets)

@@ -14,6 +14,7 @@ ONCE = {
     "with a column": lambda data: data.add_column("more", [None] * len(data)),
     "equal rows": lambda data: data.map(lambda row: {name: row[name] * 0 for name in row}),
     "a subset": lambda data: Subset(data, [1, 2]),
+    "a subset from the end": lambda data: Subset(data, [-1, -2, 1]),
     "two sets": lambda data: ConcatDataset([data.select(range(3)), data.select(range(3, 8))]),
     "a list": lambda data: [*data],
     "none": lambda data: data.select([]),
@@ -26,6 +27,7 @@ MORE = {
     "interleave": lambda data: interleave_datasets([data, data.select([0])], stopping_strategy="all_exhausted"),
     "two parts": lambda data: concatenate_datasets([data, data.select(range(3))]),
     "a subset": lambda data: Subset(data, [1, 2, 1]),
+    "a subset, counted from both ends": lambda data: Subset(data, [4, 4 - len(data)]),
     "a subset of a subset": lambda data: Subset(Subset(data, [1, 2, 1]), [0, 1]),
     "two sets": lambda data: ConcatDataset([data, data]),
 }
