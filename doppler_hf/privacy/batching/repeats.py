@@ -1,7 +1,10 @@
-"""Whether a row stands in a data set more than once, so that its record would contribute more than C."""
+"""Whether a row stands in a data set more than once, so that its record would contribute more than C.
 
-import itertools
-from collections.abc import Sequence
+By its place in the tables or data sets below, not by its content: equal rows may be of two people.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,42 +14,69 @@ from torch.utils.data import ConcatDataset, Subset
 def has_repeats(dataset: Any) -> bool:
     """Return whether a row stands in a data set more than once, as by `select`, `repeat`, `Subset` or `ConcatDataset`.
 
-    By its place in the table or data set below, not by its content: equal rows may be of two people.
-
     Args:
-        dataset: A `datasets.Dataset`, or one of torch's. Of others the answer is no.
+        dataset: A `datasets.Dataset`, or one of torch's. What other data sets are made of is not known.
     """
+    others: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+    columns: defaultdict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
+    for source, rows in _sources(dataset, np.arange(len(dataset))):
+        if (table := _table_of(source)) is None:
+            others[id(source)].append(rows)
+        else:
+            for name in table.column_names:
+                columns[name] += _in_memory(table.column(name), rows)
+    # Sensitivity: rows of two data sets that lie in the same numbers of one column are one record, whatever else they hold.
+    return any(map(_are_repeated, others.values())) or any(map(_overlap, columns.values()))
+
+
+def _sources(dataset: Any, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yield what rows of a data set are taken from, and which of its rows they are."""
     if isinstance(dataset, Subset):
-        places = np.asarray(dataset.indices)
-        # Sensitivity: -1 is the last row, whatever it is called beside it.
-        from_start = np.where(places < 0, places + len(dataset.dataset), places)  # type: ignore[arg-type]
-        return _are_repeated(from_start) or has_repeats(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return len({id(part) for part in dataset.datasets}) < len(dataset.datasets) or any(
-            map(has_repeats, dataset.datasets)
-        )
-    if (table := getattr(dataset, "_data", None)) is None or not isinstance(getattr(dataset, "column_names", None), list):
-        return False
-    chosen = getattr(dataset, "_indices", None)
-    if chosen is not None and _are_repeated(chosen.column(0).to_numpy()):
-        return True
-    return any(_overlap(column.chunks) for column in table.itercolumns())
+        yield from _sources(dataset.dataset, np.asarray(dataset.indices, dtype=int)[rows])
+    elif isinstance(dataset, ConcatDataset):
+        rows = _from_start(rows, len(dataset))
+        ends = np.asarray(dataset.cumulative_sizes)
+        for part, end in zip(dataset.datasets, ends, strict=True):
+            size = len(part)  # type: ignore[arg-type]
+            yield from _sources(part, rows[(end - size <= rows) & (rows < end)] - (end - size))
+    else:
+        rows = _from_start(rows, len(dataset))
+        chosen = getattr(dataset, "_indices", None) if _table_of(dataset) is not None else None
+        yield dataset, rows if chosen is None else chosen.column(0).to_numpy()[rows]
 
 
-def _overlap(chunks: Sequence[Any]) -> bool:
-    """Return whether two arrays are, in part, the same numbers in memory."""
-    places = []
-    for chunk in chunks:
+def _from_start(rows: np.ndarray, size: int) -> np.ndarray:
+    """Return places of which −1 is the last as places that begin with 0."""
+    return np.where(rows < 0, rows + size, rows)
+
+
+def _table_of(dataset: Any) -> Any:
+    """Return the table of a `datasets.Dataset`, of all of its rows, chosen or not; of other data sets None."""
+    return getattr(dataset, "_data", None) if isinstance(getattr(dataset, "column_names", None), list) else None
+
+
+def _in_memory(column: Any, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the addresses of the numbers of a column, and the places there of some of its rows."""
+    rows = np.sort(rows, kind="stable")
+    first = 0
+    for chunk in column.chunks:
+        begin, end = np.searchsorted(rows, [first, first + len(chunk)])
+        here = rows[begin:end] - first + chunk.offset
+        first += len(chunk)
         # Of lists and structs those of their parts are among them; the last ones are the values.
         addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size > 0]
-        places += [(addresses[-1], chunk.offset, chunk.offset + len(chunk))] if addresses and len(chunk) else []
-    pairs = itertools.pairwise(sorted(places))
-    return any(first[0] == second[0] and second[1] < first[2] for first, second in pairs)
+        if addresses and len(here):
+            yield addresses[-1], here
 
 
-def _are_repeated(places: np.ndarray) -> bool:
-    if not len(places):
-        return False
-    found = np.zeros(int(places.max()) + 1, dtype=bool)
-    found[places] = True
-    return bool(np.count_nonzero(found) < len(places))
+def _overlap(places: list[tuple[int, np.ndarray]]) -> bool:
+    """Return whether a place at an address is among those of it more than once."""
+    at_address: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+    for address, here in places:
+        at_address[address].append(here)
+    return any(map(_are_repeated, at_address.values()))
+
+
+def _are_repeated(places: list[np.ndarray]) -> bool:
+    together = np.sort(np.concatenate(places), kind="stable")
+    return bool((together[1:] == together[:-1]).any())

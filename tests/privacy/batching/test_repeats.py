@@ -15,7 +15,11 @@ ONCE = {
     "equal rows": lambda data: data.map(lambda row: {name: row[name] * 0 for name in row}),
     "a subset": lambda data: Subset(data, [1, 2]),
     "a subset from the end": lambda data: Subset(data, [-1, -2, 1]),
+    "a subset of rows that are there once": lambda data: Subset(Subset(data, [1, 2, 1]), [0, 1]),
     "two sets": lambda data: ConcatDataset([data.select(range(3)), data.select(range(3, 8))]),
+    "two sets of one table": lambda data: ConcatDataset([data.select([0, 2]), data.select([1, 3])]),
+    "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([1, 3])]),
+    "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, -1])]),
     "a list": lambda data: [*data],
     "none": lambda data: data.select([]),
 }
@@ -28,8 +32,12 @@ MORE = {
     "two parts": lambda data: concatenate_datasets([data, data.select(range(3))]),
     "a subset": lambda data: Subset(data, [1, 2, 1]),
     "a subset, counted from both ends": lambda data: Subset(data, [4, 4 - len(data)]),
-    "a subset of a subset": lambda data: Subset(Subset(data, [1, 2, 1]), [0, 1]),
+    "a subset of a subset": lambda data: Subset(Subset(data, [1, 2, 1]), [0, -1]),
     "two sets": lambda data: ConcatDataset([data, data]),
+    "two sets of one table": lambda data: ConcatDataset([data.select([0, 2]), data.select(range(2, 5))]),
+    "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([2, 3])]),
+    "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 2])]),
+    "two subsets of a list": lambda data: ConcatDataset([Subset(rows := [*data], [0, 2]), Subset(rows, [1, 2 - len(data)])]),
 }
 
 
