@@ -43,7 +43,7 @@ def recipe(tmp_path, monkeypatch):
     }  # fmt: skip
     features = Features({"image": Image(), "label": ClassLabel(names=["even", "odd"])})
     splits = {name: Dataset.from_dict(rows, features=features) for name in ("train", "test")}
-    monkeypatch.setattr(images, "load_images", lambda name, folder: DatasetDict(splits))
+    monkeypatch.setattr(images, "load_images", lambda name, folder, unit_column: DatasetDict(splits))
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE + f"output_dir: {tmp_path / 'out'}\n")
     return path
