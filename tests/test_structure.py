@@ -57,7 +57,8 @@ MAY_IMPORT = {
     ),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "reproduce": (
-        "trainer training_args run.choices run.parameters workloads.data_sources workloads.hub workloads.mean_pooling",
+        "trainer training_args run.choices run.parameters workloads.data_sources workloads.hub workloads.mean_pooling "
+        "workloads.scattering",
         f"{ARRAYS} torch transformers datasets peft sklearn",
     ),
     "cli": (

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epsilons", nargs="+", type=float, metavar="ε", help="other budgets than the study's")
     parser.add_argument("--tune-seeds", type=int, default=3, metavar="S", help="how many choose (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, metavar="S", help="how many are reported (default: %(default)s)")
-    parser.add_argument("--data-dir", metavar="DIR", help="mnist/ and glue/TASK/ as parquet; default: the hub")
+    parser.add_argument("--data-dir", metavar="DIR", help="mnist/, cifar10/ and glue/TASK/ as parquet; default: the hub")
     parser.add_argument(
         "--encoder",
         default=ENCODER,

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,10 @@ from torch.utils.data import Dataset, default_collate
 
 from doppler_hf.reproduce.networks import HASHED_WORDS, Classifier
 from doppler_hf.workloads.data_sources import glue_task, load_glue, load_images
+from doppler_hf.workloads.scattering import Scattering
+
+# How many images are scattered together.
+TOGETHER: Final = 100
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,9 @@ class Sources:
     """Where data and pretrained models come from.
 
     Attributes:
-        data_dir: A folder with mnist/ and glue/TASK/, each with its splits as parquet files; None for the hub.
+        data_dir: A folder with mnist/, cifar10/ and glue/TASK/, each with its splits as parquet files; None for the hub.
         encoder: Hub name or folder of a BERT-like encoder.
-        cache_dir: Where the outputs of frozen layers are kept.
+        cache_dir: Where what is computed once is kept: outputs of frozen layers, and scattering coefficients.
     """
 
     data_dir: str | None
@@ -100,13 +104,14 @@ def apart(num_examples: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loader:
+def images(name: str, network: Callable[[], nn.Module], *, held_out: int, is_scattered: bool = False) -> Loader:
     """Return what loads a data set of images, as numbers from -1 to 1.
 
     Args:
         name: The data set.
-        network: Makes a network of images, shape (batch, channels, height, width).
+        network: Makes a network of images, shape (batch, channels, height, width), or of their coefficients.
         held_out: How many training examples to choose by.
+        is_scattered: Whether the examples are scattering coefficients of the images, which are computed once.
     """
 
     def read(folder: str | None, sources: Sources) -> Data:
@@ -120,8 +125,26 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loa
             values = pixels[split][rows].float() / 127.5 - 1.0
             return values[:, None] if values.ndim == 3 else values.permute(0, 3, 1, 2)
 
-        digest = digest_of(name, held_out, *(each[split].numpy().tobytes() for split in splits for each in (pixels, labels)))
-        return _parts(digest, inputs_of, labels, network, held_out=held_out)
+        contents = (each[split].numpy().tobytes() for split in splits for each in (pixels, labels))
+        digest = digest_of(name, held_out, *contents, *(("scattered",) if is_scattered else ()))
+        if not is_scattered:
+            return _parts(digest, inputs_of, labels, network, held_out=held_out)
+
+        def scattered() -> dict[str, Tensor]:
+            transform = Scattering(pixels["train"].shape[1])
+            with torch.no_grad():
+                return {
+                    split: torch.cat(
+                        [
+                            transform(inputs_of(rows.numpy(), split=split)).half()
+                            for rows in torch.arange(len(pixels[split])).split(TOGETHER)
+                        ]
+                    )
+                    for split in splits
+                }
+
+        coefficients = kept(sources.cache_dir / f"{name}-scattered-{digest}.pt", scattered)
+        return _parts(digest, lambda rows, *, split: coefficients[split][rows].float(), labels, network, held_out=held_out)
 
     return Loader(None if name == "digits" else name, read)
 
@@ -152,6 +175,18 @@ def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) ->
         return _parts(digest, inputs_of, labels, network, held_out=held_out)
 
     return Loader(f"glue/{task_name}", read)
+
+
+def kept(path: Path, compute: Callable[[], Any]) -> Any:
+    """Return what a file holds, or compute it and write it there: tensors, in tuples and dictionaries."""
+    if path.exists():
+        return torch.load(path)
+    found = compute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(found, unfinished)
+    unfinished.rename(path)
+    return found
 
 
 def digest_of(*parts: Any) -> str:

@@ -6,14 +6,13 @@ run on outputs is the run on texts, at a fraction of the time.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from doppler_hf.reproduce.data import Data, Loader, Sources, apart, digest_of
+from doppler_hf.reproduce.data import Data, Loader, Sources, apart, digest_of, kept
 from doppler_hf.reproduce.networks import TopLayers
 from doppler_hf.run.parameters import parameters_digest
 from doppler_hf.workloads.data_sources import glue_task, load_glue
@@ -49,36 +48,32 @@ class Outputs:
             "labels": torch.tensor([example["label"] for example in examples]),
         }
 
-    @classmethod
-    def of(
-        cls, encoder: PreTrainedModel, tokens: Mapping[str, list[list[int]]], path: Path, *, pad: Callable[..., Any]
-    ) -> "Outputs":
-        """Read the outputs from a file, or compute and write them.
 
-        Args:
-            encoder: The frozen layers.
-            tokens: The texts, as a tokenizer returns them.
-            path: The file.
-            pad: The tokenizer's `pad`.
-        """
-        if path.exists():
-            return cls(*torch.load(path))
-        lengths = torch.tensor([len(ids) for ids in tokens["input_ids"]])
-        ends = lengths.cumsum(0)
-        vectors = torch.empty(int(ends[-1]), encoder.config.hidden_size, dtype=torch.float16)
-        encoder.eval()
-        with torch.no_grad():
-            # Texts of one length together need no padding.
-            for rows in lengths.argsort().split(TOGETHER):
-                batch = pad({name: [each[row] for row in rows] for name, each in tokens.items()}, return_tensors="pt")
-                hidden = encoder(**batch).last_hidden_state
-                for row, own in zip(rows, hidden, strict=True):
-                    vectors[ends[row] - lengths[row] : ends[row]] = own[: lengths[row]].half()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        torch.save((vectors, ends), unfinished)
-        unfinished.rename(path)
-        return cls(vectors, ends)
+def outputs_of(
+    encoder: PreTrainedModel, tokens: Mapping[str, list[list[int]]], *, pad: Callable[..., Any]
+) -> tuple[Tensor, Tensor]:
+    """Compute the outputs of frozen layers.
+
+    Args:
+        encoder: The frozen layers.
+        tokens: The texts, as a tokenizer returns them.
+        pad: The tokenizer's `pad`.
+
+    Returns:
+        `vectors` and `ends`, as `Outputs` takes them.
+    """
+    lengths = torch.tensor([len(ids) for ids in tokens["input_ids"]])
+    ends = lengths.cumsum(0)
+    vectors = torch.empty(int(ends[-1]), encoder.config.hidden_size, dtype=torch.float16)
+    encoder.eval()
+    with torch.no_grad():
+        # Texts of one length together need no padding.
+        for rows in lengths.argsort().split(TOGETHER):
+            batch = pad({name: [each[row] for row in rows] for name, each in tokens.items()}, return_tensors="pt")
+            hidden = encoder(**batch).last_hidden_state
+            for row, own in zip(rows, hidden, strict=True):
+                vectors[ends[row] - lengths[row] : ends[row]] = own[: lengths[row]].half()
+    return vectors, ends
 
 
 def sentences(task_name: str, *, layers: int, held_out: int) -> Loader:
@@ -110,7 +105,8 @@ def sentences(task_name: str, *, layers: int, held_out: int) -> Loader:
         tokens = tokenizer(*texts, truncation=True, max_length=MAX_TOKENS, return_attention_mask=False).data
         labels = [label for part in parts for label in part["label"]]
         digest = digest_of(parameters_digest(encoder), parameters_digest(above), layers, held_out, tokens, labels)
-        outputs = Outputs.of(encoder, tokens, sources.cache_dir / f"{task_name}-{digest}.pt", pad=tokenizer.pad)
+        path = sources.cache_dir / f"{task_name}-{digest}.pt"
+        outputs = Outputs(*kept(path, lambda: outputs_of(encoder, tokens, pad=tokenizer.pad)))
         # The lengths of input_ids are those by which a draw is sorted.
         rows = Dataset.from_dict({**tokens, "text": range(len(labels)), "label": labels})
         train, tuning = apart(len(parts[0]), held_out)

@@ -10,6 +10,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.workloads.mean_pooling import masked_mean
+from doppler_hf.workloads.scattering import ScatteringConfig, ScatteringForImageClassification
 
 HASHED_WORDS: Final = 4096
 Trained = Literal["all", "lora", "bitfit", "head"]
@@ -74,6 +75,12 @@ def mnist_cnn() -> nn.Module:
     first = (nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, 1))
     second = (nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1))
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def linear_on_scattering(side: int, channels: int) -> nn.Module:
+    """Return a linear classifier of scattering coefficients, for images of a number of pixels a side."""
+    config = ScatteringConfig(image_size=side, num_channels=channels, num_filters=0, num_labels=10)
+    return ScatteringForImageClassification(config).classifier
 
 
 def hashed_words() -> nn.Module:

@@ -87,7 +87,7 @@ STUDIES: Final[Mapping[str, Study]] = {
     "peers": Study(
         "Which method trains best, each at its best learning rate?",
         PEERS,
-        ("mnist", "mnist-perceptron", "sst2-words", "sst2", "qnli"),
+        ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10-scattering", "sst2-words", "sst2", "qnli"),
     ),
     "floor": Study(
         "How small may AdamBC's corrected second moment become, in units of the noise's variance?",

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from doppler_hf.reproduce.data import Loader, images, words
 from doppler_hf.reproduce.frozen_layers import sentences
-from doppler_hf.reproduce.networks import DigitsViT, Trained, hashed_words, mnist_cnn, perceptron
+from doppler_hf.reproduce.networks import DigitsViT, Trained, hashed_words, linear_on_scattering, mnist_cnn, perceptron
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ SMALL: Final[Mapping[str, Task]] = {
     "digits": Task(images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
     "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(500, 200, 1.0)),
     "mnist-perceptron": Task(images("mnist", perceptron, held_out=5000), "all", _settings(1000, 300, 1.0)),
+    "mnist-scattering": Task(
+        images("mnist", partial(linear_on_scattering, 28, 1), held_out=5000, is_scattered=True),
+        "all",
+        _settings(1000, 300, 1.0),
+    ),
+    "cifar10-scattering": Task(
+        images("cifar10", partial(linear_on_scattering, 32, 3), held_out=5000, is_scattered=True),
+        "all",
+        _settings(1000, 300, 1.0),
+    ),
     "sst2-words": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(1000, 200, 0.3)),
     "sst2": Task(sentences("sst2", layers=1, held_out=2000), "lora", TEXT, is_pretrained=True),
     "sst2-full": Task(sentences("sst2", layers=1, held_out=2000), "all", TEXT, is_pretrained=True),

@@ -11,6 +11,7 @@ import torch
 from filelock import FileLock
 from scipy import stats
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 from transformers import AutoModel
 
 from doppler_hf.cli import main
@@ -25,6 +26,7 @@ from doppler_hf.reproduce.studies import STUDIES
 from doppler_hf.reproduce.tables import Line, table
 from doppler_hf.reproduce.tasks import SMALL
 from doppler_hf.reproduce.tuning import best_on_grid
+from doppler_hf.workloads.scattering import Scattering
 from tests.support.folders import write_bert, write_glue, write_gpt2, write_mnist
 from tests.support.tiers import further, thorough
 
@@ -97,7 +99,7 @@ def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, sma
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [*thorough(("mnist-perceptron", 269_322)), ("sst2-words", 131_170), *thorough(("sst2", 1_792 + 34))],
+    [*thorough(("mnist-perceptron", 269_322), ("mnist-scattering", 39_700), ("sst2", 1_792 + 34)), ("sst2-words", 131_170)],
 )
 def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
     task, data = SMALL[name], SMALL[name].load(sources)
@@ -112,6 +114,20 @@ def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
     for part in ("tuning", "report"):
         assert result[part] * len(getattr(data, part)) == pytest.approx(round(result[part] * len(getattr(data, part))))
     assert train(run, data=data) | {"seconds": 0} == result | {"seconds": 0}
+
+
+def test_images_are_scattered_once(sources, small, monkeypatch):
+    of_pixels, of_coefficients = (SMALL[name].load(sources) for name in ("mnist", "mnist-scattering"))
+    assert of_pixels.digest != of_coefficients.digest
+    for part in ("train", "tuning", "report"):
+        rows, labels = default_collate([*getattr(of_pixels, part)]).values()
+        found = default_collate([*getattr(of_coefficients, part)])
+        torch.testing.assert_close(found["inputs"], Scattering(28)(rows).half().float(), rtol=1e-3, atol=1e-3)
+        assert torch.equal(found["labels"], labels)
+    monkeypatch.setattr("doppler_hf.reproduce.data.Scattering", lambda side: pytest.fail("this was done already"))
+    again = SMALL["mnist-scattering"].load(sources)
+    assert again.digest == of_coefficients.digest
+    assert torch.equal(again.train[0]["inputs"], of_coefficients.train[0]["inputs"])
 
 
 def test_a_run_that_was_killed_while_it_wrote_is_run_again(sources, small, monkeypatch):
