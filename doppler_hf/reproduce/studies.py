@@ -72,6 +72,7 @@ PEERS: Final[Mapping[str, Method]] = {
         {**PLAIN, "base_optimizer": "adam", "clipping": "automatic"}, trained="bitfit"
     ),
     "DP-Adam, head alone": Method({**PLAIN, "base_optimizer": "adam"}, trained="head"),
+    "DP-AdamBC": shaped("none", "white"),
     "LP-DPSGD": shaped("first-order-v1", "white", base_optimizer="sgd"),
     "LP-DPAdamBC": shaped("first-order-v1", "white"),
 }
