@@ -2,7 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -126,27 +127,31 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int, is_sca
             return values[:, None] if values.ndim == 3 else values.permute(0, 3, 1, 2)
 
         contents = (each[split].numpy().tobytes() for split in splits for each in (pixels, labels))
-        digest = digest_of(name, held_out, *contents, *(("scattered",) if is_scattered else ()))
         if not is_scattered:
-            return _parts(digest, inputs_of, labels, network, held_out=held_out)
-
-        def scattered() -> dict[str, Tensor]:
-            transform = Scattering(pixels["train"].shape[1])
-            with torch.no_grad():
-                return {
-                    split: torch.cat(
-                        [
-                            transform(inputs_of(rows.numpy(), split=split)).half()
-                            for rows in torch.arange(len(pixels[split])).split(TOGETHER)
-                        ]
-                    )
-                    for split in splits
-                }
-
-        coefficients = kept(sources.cache_dir / f"{name}-scattered-{digest}.pt", scattered)
+            return _parts(digest_of(name, held_out, *contents), inputs_of, labels, network, held_out=held_out)
+        digest = digest_of(name, held_out, "scattered", *contents)
+        counts = {split: len(labels[split]) for split in splits}
+        path = sources.cache_dir / f"{name}-scattered-{digest}.pt"
+        coefficients = kept(path, lambda: scattered(inputs_of, counts, side=pixels["train"].shape[1]))
         return _parts(digest, lambda rows, *, split: coefficients[split][rows].float(), labels, network, held_out=held_out)
 
     return Loader(None if name == "digits" else name, read)
+
+
+def scattered(inputs_of: Callable[..., Tensor], counts: Mapping[str, int], *, side: int) -> dict[str, Tensor]:
+    """Return the scattering coefficients of images in half precision, by split.
+
+    Args:
+        inputs_of: Rows and split → images, shape (batch, channels, side, side).
+        counts: How many images a split has.
+        side: Of the images in pixels.
+    """
+    transform, found = Scattering(side), {}
+    with torch.no_grad():
+        for split, count in counts.items():
+            together = np.array_split(np.arange(count), math.ceil(count / TOGETHER))
+            found[split] = torch.cat([transform(inputs_of(rows, split=split)).half() for rows in together])
+    return found
 
 
 def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loader:
