@@ -10,8 +10,9 @@ schedule r; of white noise it is √(Σ_t r_t²). Of the rates that were tuned, 
 about the same walk √d·δ of all d weights together; with about the same step for a gradient as large as white noise,
 η/(u·s), or in a short run the same path, that times Σ_t r_t; and with LoRA on two matrices the one at which the walks of
 both factors together add to a layer's weights as much as these are. What L layers add is independent, so that it grows with
-√L, and as the product of two walks it is held where it was by shortening both to (2/L)^¼. The constants are below. What the
-rule loses against a tuned rate is in recipes/results/learning-rate.md.
+√L, and as the product of two walks it is held where it was by shortening both to (2/L)^¼. And of f inputs of size 1 a layer
+makes √f·δ of noise, which is bounded where f is in the thousands. The constants are below. What the rule loses against a
+tuned rate is in recipes/results/learning-rate.md.
 """
 
 import math
@@ -28,8 +29,9 @@ from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# √d·δ; η/(u·s), and that path, at steps that are at most so large.
+# √d·δ; √f·δ; η/(u·s), and that path, at steps that are at most so large.
 LONGEST_WALK: Final = 70.0
+LARGEST_OUTPUT: Final = 12.0
 LARGEST_STEP: Final = 0.022
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
@@ -55,7 +57,8 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     of_adapters = list(walks_of_adapters(model))
     share = (FEW_ADAPTERS / max(FEW_ADAPTERS, len(of_adapters))) ** 0.25
-    walk = min([LONGEST_WALK / math.sqrt(num_trained), *(share * walk for walk in of_adapters)])
+    of_layers = [LARGEST_OUTPUT / math.sqrt(inputs) for inputs in inputs_of_layers(model)]
+    walk = min([LONGEST_WALK / math.sqrt(num_trained), *of_layers, *(share * walk for walk in of_adapters)])
     least = 1.0
     if args.base_optimizer == "adam_bc":
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
@@ -63,6 +66,13 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
         least = math.sqrt(floor)
     step = max(LARGEST_STEP, min(SHORTEST_PATH / math.fsum(rates), LARGEST_OF_FEW))
     return least * size * min(step, walk / shape.std_of_sum(rates))
+
+
+def inputs_of_layers(model: nn.Module) -> Iterator[int]:
+    """Return for each trained linear layer and convolution how many inputs an output is a sum over."""
+    for layer in model.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and layer.weight.requires_grad:
+            yield math.prod(layer.weight.shape[1:])
 
 
 def walks_of_adapters(model: nn.Module) -> Iterator[float]:

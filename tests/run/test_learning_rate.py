@@ -16,6 +16,7 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler
 from doppler_hf.run.learning_rate import (
     LARGEST_OF_FEW,
+    LARGEST_OUTPUT,
     LARGEST_STEP,
     LONGEST_WALK,
     SHORTEST_PATH,
@@ -34,7 +35,7 @@ MANY = 10**7  # weights, of which noise moves the whole far
 def rate_of(tmp_path, *, num_trained, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400, learning_rate=None) | overrides))
     statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
-    return chosen_learning_rate(args, statement, model=nn.Linear(num_trained, 1, bias=False, device="meta"))
+    return chosen_learning_rate(args, statement, model=nn.Linear(1, num_trained, bias=False, device="meta"))
 
 
 def test_a_rate_that_is_named_is_taken_as_it_is(tmp_path):
@@ -73,6 +74,17 @@ def test_noise_alone_moves_the_weights_by_the_longest_walk(tmp_path, schedule, s
         scheduler.step()
     way = weights.detach().norm() * math.sqrt(4000)
     assert LONGEST_WALK * (1 - within) <= way <= LONGEST_WALK * (1 + beyond)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(20_000, 10), nn.Conv2d(800, 10, 5)], ids=["linear", "convolution"])
+def test_what_a_layer_makes_of_many_inputs_is_bounded(tmp_path, layer):
+    args = arguments(tmp_path, max_steps=400, learning_rate=None)
+    statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="a coin")
+    rate = chosen_learning_rate(args, statement, model=layer)
+    walk = rate / math.sqrt(0.3) * math.sqrt(sum((step / 400) ** 2 for step in range(401)))
+    assert walk * math.sqrt(20_000) == pytest.approx(LARGEST_OUTPUT)
+    layer.weight.requires_grad_(False)
+    assert chosen_learning_rate(args, statement, model=layer) > 1.5 * rate
 
 
 def test_few_weights_get_the_largest_step_or_in_a_short_run_the_shortest_path(tmp_path):
