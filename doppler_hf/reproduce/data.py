@@ -129,7 +129,7 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int, is_sca
         contents = (each[split].numpy().tobytes() for split in splits for each in (pixels, labels))
         if not is_scattered:
             return _parts(digest_of(name, held_out, *contents), inputs_of, labels, network, held_out=held_out)
-        digest = digest_of(name, held_out, "scattered", *contents)
+        digest = digest_of(name, held_out, *contents, "scattered")
         counts = {split: len(labels[split]) for split in splits}
         path = sources.cache_dir / f"{name}-scattered-{digest}.pt"
         coefficients = kept(path, lambda: scattered(inputs_of, counts, side=pixels["train"].shape[1]))
