@@ -31,7 +31,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # √d·δ; √f·δ; η/(u·s), and that path, at steps that are at most so large.
 LONGEST_WALK: Final = 70.0
-LARGEST_OUTPUT: Final = 6.0
+LARGEST_OUTPUT: Final = 9.0
 LARGEST_STEP: Final = 0.022
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
