@@ -105,7 +105,39 @@ def apart(num_examples: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-def images(name: str, network: Callable[[], nn.Module], *, held_out: int, is_scattered: bool = False) -> Loader:
+def shared_out(labels: np.ndarray, *, per_user: int) -> np.ndarray:
+    """Return the user of every example, shape (num_examples,): each has that many, of two classes as a rule.
+
+    As in McMahan et al. 2017 (https://arxiv.org/abs/1602.05629): sorted by class, they are cut into two shards a user.
+    """
+    by_class, shard = np.argsort(labels, kind="stable"), per_user // 2
+    shards = np.random.default_rng(0).permutation(math.ceil(len(labels) / shard))
+    users = np.empty(len(labels), dtype=np.int64)
+    users[by_class] = shards[np.arange(len(labels)) // shard] // 2
+    return users
+
+
+def of_users(rows: Rows, users: np.ndarray) -> Any:
+    """Return a `datasets.Dataset` of rows with the column `user`, each of which is made when it is fetched."""
+    import datasets
+
+    table = datasets.Dataset.from_dict({"row": np.arange(len(rows)), "user": users})
+
+    def made(batch: dict[str, Any]) -> dict[str, list[Any]]:
+        examples = rows.__getitems__(batch["row"])
+        return {name: [example[name] for example in examples] for name in examples[0]}
+
+    return table.with_transform(made)
+
+
+def images(
+    name: str,
+    network: Callable[[], nn.Module],
+    *,
+    held_out: int,
+    is_scattered: bool = False,
+    per_user: int | None = None,
+) -> Loader:
     """Return what loads a data set of images, as numbers from -1 to 1.
 
     Args:
@@ -113,6 +145,7 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int, is_sca
         network: Makes a network of images, shape (batch, channels, height, width), or of their coefficients.
         held_out: How many training examples to choose by.
         is_scattered: Whether the examples are scattering coefficients of the images, which are computed once.
+        per_user: How many training images a user has, if they are those of users; see `shared_out`.
     """
 
     def read(folder: str | None, sources: Sources) -> Data:
@@ -128,7 +161,11 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int, is_sca
 
         contents = (each[split].numpy().tobytes() for split in splits for each in (pixels, labels))
         if not is_scattered:
-            return _parts(digest_of(name, held_out, *contents), inputs_of, labels, network, held_out=held_out)
+            data = _parts(digest_of(name, held_out, *contents), inputs_of, labels, network, held_out=held_out)
+            if per_user is None:
+                return data
+            users = shared_out(labels["train"][apart(len(labels["train"]), held_out)[0]].numpy(), per_user=per_user)
+            return data._replace(digest=digest_of(data.digest, "of users", per_user), train=of_users(data.train, users))
         digest = digest_of(name, held_out, *contents, "scattered")
         counts = {split: len(labels[split]) for split in splits}
         path = sources.cache_dir / f"{name}-scattered-{digest}.pt"

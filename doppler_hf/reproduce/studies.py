@@ -90,6 +90,16 @@ STUDIES: Final[Mapping[str, Study]] = {
         PEERS,
         ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10-scattering", "sst2-words", "sst2", "qnli"),
     ),
+    "users": Study(
+        "What is a user's contribution to be, if it is protected as a whole?",
+        {
+            "mean, clipped": Method({"clip_unit_mean": True}),
+            "mean of clipped examples": Method(),
+            "one example, clipped": Method({"max_examples_per_unit": 1}),
+        },
+        ("mnist-users",),
+        epsilons=(3.0,),
+    ),
     "floor": Study(
         "How small may AdamBC's corrected second moment become, in units of the noise's variance?",
         {f"{fraction:g}": shaped("momentum", "white", floor_fraction=fraction) for fraction in FLOORS},

@@ -33,8 +33,7 @@ def _settings(batch_size: int, steps: int, max_grad_norm: float, **more: Any) ->
         "max_steps": steps,
         "per_sample_max_grad_norm": max_grad_norm,
         "clipping": "vanilla",
-        **more,
-    }
+    } | more
 
 
 # The head's input has norm √hidden, and a clip norm far below that of most gradients turns all examples into equal pushes.
@@ -42,6 +41,11 @@ TEXT: Final = _settings(500, 100, 10.0, max_tokens_per_micro_batch=4096)
 SMALL: Final[Mapping[str, Task]] = {
     "digits": Task(images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
     "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(500, 200, 1.0)),
+    "mnist-users": Task(
+        images("mnist", mnist_cnn, held_out=5000, per_user=10),
+        "all",
+        _settings(100, 150, 1.0, clipping="automatic", privacy_unit_column="user"),
+    ),
     "mnist-perceptron": Task(images("mnist", perceptron, held_out=5000), "all", _settings(1000, 300, 1.0)),
     "mnist-scattering": Task(
         images("mnist", partial(linear_on_scattering, 28, 1), held_out=5000, is_scattered=True),

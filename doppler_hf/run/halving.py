@@ -5,8 +5,8 @@ Their clipped contributions stay what they were, but for rounding. The inputs ar
 row keeps its numbers and its padding; the checks before the first step hold that a loss is that of its row alone, whatever
 is beside it; and each part has new random numbers, which are as likely for a row in any of them if rows share none. If they
 do (`shared_coins`), examples would move to the numbers of another part, each by up to 2C: then nothing is halved, and
-nothing if that was not looked at. The views of an example are rows of one contribution and stay together, and a part keeps
-its weight. The numbers of a pass that failed are part of no sum.
+nothing if that was not looked at. The rows of one clipped gradient, such as the views of an example, stay together, and a
+part keeps its weight. The numbers of a pass that failed are part of no sum.
 """
 
 import contextlib
@@ -69,7 +69,6 @@ class Halving:
     Args:
         clipped: The attached engine, which holds the sum.
         fill: Fills the global generators; called before each forward pass.
-        views: How many rows, one after another, are views of one example.
         rows: What is known of the rows of a batch; None if nothing was looked at.
         spare: For processes that must make as many passes as the others; None if they need not.
     """
@@ -79,11 +78,10 @@ class Halving:
         clipped: ClippedGradients,
         *,
         fill: Callable[[], None],
-        views: int,
         rows: Rows | None,
         spare: Spare | None = None,
     ) -> None:
-        self._clipped, self._fill, self._views, self._rows, self._spare = clipped, fill, views, rows, spare
+        self._clipped, self._fill, self._rows, self._spare = clipped, fill, rows, spare
         self._added: list[MicroBatch] = []  # no copies: the host holds the draw as well
         self._is_told = False
 
@@ -119,7 +117,7 @@ class Halving:
                 losses.append(of_part)
                 continue
             self._clear_memory()
-            ahead += reversed(halves_of(part, rows=self._rows, views=self._views))
+            ahead += reversed(halves_of(part, rows=self._rows))
             # Sensitivity: no example may count twice. What was half added cannot be taken back, so the sum begins anew.
             if self._clipped.is_half_added:
                 ahead += reversed(self._added)
@@ -155,7 +153,7 @@ class Halving:
                         f"{'more' if len(losses) > part.size else 'fewer'}. Let the collator return one row for each "
                         "example, and compute_per_sample_loss one loss."
                     )
-                self._clipped.backward(losses, weights=weights_of(part, like=losses, views=self._views), views=self._views)
+                self._clipped.backward(losses, weights=weights_of(part, like=losses), views=part.rows_each)
                 return losses.detach()
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -172,29 +170,29 @@ class Halving:
             self._is_told = True
 
 
-def weights_of(micro_batch: MicroBatch, *, like: Tensor, views: int) -> Float[Tensor, " batch"] | None:
-    """Return the weight of each example, on the device of a tensor; None if all are 1."""
-    size = micro_batch.size // views
+def weights_of(micro_batch: MicroBatch, *, like: Tensor) -> Float[Tensor, " batch"] | None:
+    """Return the weight of each clipped gradient, on the device of a tensor; None if all are 1."""
+    size = micro_batch.size // micro_batch.rows_each
     return None if micro_batch.weight == 1.0 else torch.full((size,), micro_batch.weight, device=like.device)
 
 
-def halves_of(micro_batch: MicroBatch, *, rows: Rows | None, views: int) -> list[MicroBatch]:
-    """Return a micro-batch in two halves of its examples.
+def halves_of(micro_batch: MicroBatch, *, rows: Rows | None) -> list[MicroBatch]:
+    """Return a micro-batch in two halves of its examples, or units.
 
     Args:
         micro_batch: The micro-batch, collated.
         rows: What is known of its rows; None if nothing was looked at.
-        views: How many rows, one after another, are views of one example.
 
     Raises:
         RuntimeError: If it cannot be halved.
     """
     # No numbers: sizes and lengths are those of private examples, and messages end in logs.
-    middle = micro_batch.size // views // 2 * views
+    middle = micro_batch.size // micro_batch.rows_each // 2 * micro_batch.rows_each
     if middle == 0:
         raise RuntimeError(
-            "An example must fit into memory by itself, with all its views, got one that does not. Truncate the examples, "
-            "set gradient_checkpointing=True, or lower augmentation_multiplicity."
+            "An example must fit into memory by itself, with all its views, and with clip_unit_mean a whole unit, got one "
+            "that does not. Truncate the examples, set gradient_checkpointing=True, or lower augmentation_multiplicity or "
+            "max_examples_per_unit."
         )
     if rows is None:
         raise RuntimeError(
@@ -224,4 +222,4 @@ def halves_of(micro_batch: MicroBatch, *, rows: Rows | None, views: int) -> list
 
 def _part(micro_batch: MicroBatch, part: slice, names: frozenset[str]) -> MicroBatch:
     inputs = {name: value[part] if name in names else value for name, value in micro_batch.inputs.items()}
-    return MicroBatch(type(micro_batch.inputs)(inputs), part.stop - part.start, micro_batch.weight)
+    return micro_batch._replace(inputs=type(micro_batch.inputs)(inputs), size=part.stop - part.start)

@@ -100,6 +100,7 @@ class PrivateRun:
             lengths=lengths_of(train_dataset),
             units=None if column is None else units_of(train_dataset, column=column),
             max_examples_per_unit=args.max_examples_per_unit,
+            keeps_units_whole=args.clip_unit_mean,
             seed=args.noise_seed,
         )
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained)
@@ -177,6 +178,7 @@ class PrivateRun:
             max_tokens=self._args.max_tokens_per_micro_batch,
             fill=self.fill_generators,
             views=self.statement.augmentation_multiplicity,
+            clip_unit_mean=self.statement.clip_unit_mean,
             num_workers=self._args.dataloader_num_workers,
             pin_memory=self._args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self._args.dataloader_persistent_workers,
@@ -235,10 +237,9 @@ class PrivateRun:
         )
         self._clipped, rows = self._resources.enter_context(engine)
         self._clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
-        views = self.statement.augmentation_multiplicity
         # A single example, for passes in which others have a micro-batch and this process has none.
         spare = None if in_step is None else Spare(in_step, probes.copies(1), losses_of)
-        self._draw = Halving(self._clipped, fill=self.fill_generators, views=views, rows=rows, spare=spare)
+        self._draw = Halving(self._clipped, fill=self.fill_generators, rows=rows, spare=spare)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
@@ -363,7 +364,7 @@ class PrivateRun:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw; see `Halving.add`.
 
         Args:
-            micro_batch: The micro-batch; an example's loss is the mean over its views.
+            micro_batch: The micro-batch; where several rows are clipped together, their loss is the mean.
             losses_of: A function that returns one loss per row, attached to the graph.
 
         Returns:
@@ -372,9 +373,8 @@ class PrivateRun:
         assert self._draw is not None
         losses = self._draw.add(micro_batch, losses_of=losses_of)
         if self.private_loss is not None:
-            views = self.statement.augmentation_multiplicity
-            of_examples = losses.unflatten(0, (-1, views)).mean(dim=1)
-            self.private_loss.add(of_examples, weights=weights_of(micro_batch, like=losses, views=views))
+            means = losses.unflatten(0, (-1, micro_batch.rows_each)).mean(dim=1)
+            self.private_loss.add(means, weights=weights_of(micro_batch, like=losses))
         return losses
 
     def end_piece(self, model: nn.Module, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:

@@ -64,6 +64,12 @@ class DopplerTrainingArguments(TrainingArguments):
         help="With privacy_unit_column, the most examples of a unit that one step uses, chosen at random. It bounds "
         "the work and memory of a step, not the privacy, and defaults to no limit.",
     )
+    clip_unit_mean: bool = HfArg(
+        default=False,
+        help="With privacy_unit_column, clip the mean gradient of a unit's examples once, rather than each of them: more of "
+        "the signal is left under the same noise. The examples of a unit in a step must then fit into memory together; "
+        "max_examples_per_unit bounds them.",
+    )
     clipping: Clipping = HfArg(
         default="automatic",
         help="automatic scales every example's gradient to about C; vanilla shortens only what exceeds C.",

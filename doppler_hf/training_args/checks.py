@@ -170,7 +170,10 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             args.clipping == "vanilla", f"with clipping={args.clipping!r}, which brings short gradients to C as well",
             "Set clipping='vanilla'",
         ),
-        "max_examples_per_unit": (args.privacy_unit_column, "if every example is a unit", "Set privacy_unit_column"),
+        **dict.fromkeys(
+            ("max_examples_per_unit", "clip_unit_mean"),
+            (args.privacy_unit_column, "if every example is a unit", "Set privacy_unit_column"),
+        ),
         "per_sample_max_loss": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
         "train_loss_budget": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
         "adam_bc_floor": (args.base_optimizer == "adam_bc", optimizer, "Set base_optimizer='adam_bc'"),

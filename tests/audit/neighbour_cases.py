@@ -26,7 +26,7 @@ SETTINGS = {
     "model": ("roberta", "gpt2-lm", "llama-lm", "t5-lm", "vit", "resnet", "roberta-lora", "llama-dora", "gpt2"),
     "padding": ("longest", "to eight"),
     "dropout": (0.0, 0.3),
-    "unit": ("example", "user", "user, two at most"),
+    "unit": ("example", "user", "user, two at most", "mean of a user, two at most"),
     "accumulation": (1, 3),
     "clipping": ("automatic", "vanilla"),
     "granularity": ("flat", "per_layer"),
@@ -55,6 +55,7 @@ OF_VIEWS = [
     USUAL | {"model": "vit", "clipping": "vanilla"},
     USUAL | {"model": "resnet", "clipping": "vanilla", "accumulation": 3, "engine": "opacus"},
     USUAL | {"model": "resnet", "unit": "user, two at most", "granularity": "per_layer", "loss": "private"},
+    USUAL | {"model": "resnet", "unit": "mean of a user", "clipping": "vanilla", "accumulation": 3, "loss": "private"},
     USUAL | {"model": "gpt2-lm", "clipping": "vanilla", "accumulation": 3, "tokens": 96},
     USUAL | {"model": "bert-choice", "clipping": "vanilla"},
 ]
@@ -157,6 +158,7 @@ def trainer_for(case, folder, *, cls=DopplerTrainer, collator=None, model=None, 
     if case["unit"] != "example":
         options |= {"privacy_unit_column": "user", "per_device_train_batch_size": 6 // case["accumulation"]}
         options |= {"max_examples_per_unit": 2} if "two" in case["unit"] else {}
+        options |= {"clip_unit_mean": "mean" in case["unit"]}
     if case["loss"] == "private":
         options |= {"report_train_loss": "private", "per_sample_max_loss": 0.5}
     if case["update"] == "galore":

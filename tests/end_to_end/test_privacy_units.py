@@ -1,5 +1,6 @@
 """A unit of several examples is drawn whole or not at all, and contributes at most C. False-alarm rates are stated."""
 
+import itertools
 import math
 
 import numpy as np
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
-from doppler_hf.privacy.batching.columns import units_of
-from doppler_hf.privacy.batching.micro_batches import DrawnExamples, collate_piece
-from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.batching.columns import lengths_of, units_of
+from doppler_hf.privacy.batching.micro_batches import DrawnExamples, PrivateLoader, collate_piece
+from doppler_hf.privacy.batching.sampling import OfStep, share_of
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.tolerances import RAISED
@@ -31,6 +32,10 @@ def users(num_examples=24, seed=0):
     """Texts of users who have one to five of them."""
     names = [f"user {number}" for number in (0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)]
     return text_data(num_examples, seed=seed).add_column("user_id", names[:num_examples])
+
+
+def numbered(examples):
+    return pad(examples) | {"number": torch.tensor([example["number"] for example in examples])}
 
 
 # --- the sampler ----------------------------------------------------------------------------------------------------------
@@ -75,17 +80,17 @@ def test_a_limit_takes_that_many_of_a_unit_at_random():
 def test_the_shares_of_a_unit_add_up_to_at_most_one(limit):
     sampler = sampler_of(max_examples_per_unit=limit, expected_batch_size=8)
     drawn = sampler.draw(0)
-    assert sampler.weights.dtype == np.float32
     for unit in range(8):
-        shares = sampler.weights[drawn[np.array(UNITS)[drawn] == unit]]
-        assert 1 - 1e-6 < shares.astype(np.float64).sum() <= 1.0
-        assert len(set(shares.tolist())) == 1
+        counts = sampler.counts[drawn[np.array(UNITS)[drawn] == unit]].tolist()
+        assert counts == [len(counts)] * len(counts)
+        assert 1 - 1e-6 < sum(map(share_of, counts)) <= 1.0
 
 
 def test_the_shares_are_rounded_down():
-    for size in range(1, 200):
-        weights = PoissonSampler(num_examples=size, expected_batch_size=1, units=[0] * size).weights
-        assert weights.astype(np.float64).sum() <= 1.0
+    for count in range(1, 200):
+        share = share_of(count)
+        assert share == np.float32(share)  # as the engine has it
+        assert 1 - 1e-6 < count * share <= 1.0
 
 
 def test_processes_share_the_units_out():
@@ -99,10 +104,38 @@ def test_a_draw_of_units_keeps_equal_shares_together_and_is_sorted_by_length():
     lengths = np.random.default_rng(0).integers(1, 50, size=len(UNITS))
     sampler = sampler_of(expected_batch_size=8, lengths=lengths)
     drawn = sampler.draw(0)
-    shares = sampler.weights[drawn]
-    assert np.all(np.diff(shares) >= 0)
-    assert len(np.unique(shares)) > 2
-    assert all(np.all(np.diff(lengths[drawn[shares == share]]) >= 0) for share in np.unique(shares))
+    counts = sampler.counts[drawn]
+    assert np.all(np.diff(counts) >= 0)
+    assert len(np.unique(counts)) > 2
+    assert all(np.all(np.diff(lengths[drawn[counts == count]]) >= 0) for count in np.unique(counts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whole_units_are_not_cut(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=9))
+    units = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    lengths = np.random.default_rng(1).integers(1, 50, size=len(units)) if data.draw(st.booleans()) else None
+    pieces = data.draw(st.integers(1, 5))
+    sampler = PoissonSampler(
+        num_examples=len(units), expected_batch_size=len(sizes), units=units, lengths=lengths, keeps_units_whole=True,
+        micro_batches=pieces, max_examples_per_unit=data.draw(st.sampled_from([None, 1, 3])),
+    )  # fmt: skip
+    (drawn,) = [list(sampler)]
+    assert len(drawn) == pieces
+    assert max(len(set(units[piece])) for piece in drawn) - min(len(set(units[piece])) for piece in drawn) <= 1
+    together = np.concatenate(drawn).astype(int)
+    assert len(set(together)) == len(together) == np.minimum(sizes, sampler.max_examples_per_unit or 4).sum()
+    for piece in drawn:  # each unit in one run of rows, as long as its count says, in one piece
+        runs = [list(rows) for _, rows in itertools.groupby(piece, key=lambda index: units[index])]
+        assert len(runs) == len(set(units[piece]))
+        assert all(len(rows) == sampler.counts[rows[0]] for rows in runs)
+    counts = sampler.counts[together]
+    assert np.all(np.diff(counts) >= 0)
+    if lengths is not None:
+        for count in np.unique(counts):
+            longest = lengths[together[counts == count]].reshape(-1, count).max(axis=1)
+            assert np.all(np.diff(longest) >= 0)
 
 
 @pytest.mark.parametrize(
@@ -151,31 +184,58 @@ def test_a_plain_list_has_no_column():
 
 
 @pytest.mark.parametrize("max_tokens", [None, 16])
-def test_weights_stay_with_their_examples(max_tokens):
+def test_shares_stay_with_their_examples(max_tokens):
     data = text_data(10)
-    weights = np.array([0.25] * 4 + [0.5] * 4 + [1.0] * 2, dtype=np.float32)
-    weighted = DrawnExamples(data, weights, fill=lambda: None)
-    order = sorted(range(10), key=lambda index: (weights[index], len(data[index]["input_ids"])))
-    for drawn in (weighted, DrawnExamples(data.to_list(), weights, fill=lambda: None)):
+    counts = np.array([4] * 4 + [2] * 4 + [1] * 2)
+    order = sorted(range(10), key=lambda index: (counts[index], len(data[index]["input_ids"])))
+    for examples in (data, data.to_list()):
+        drawn = DrawnExamples(examples, counts, fill=lambda: None)
         batches = collate_piece(
-            drawn.__getitems__(OfStep(order, step=5)), collator=pad, max_tokens=max_tokens, is_weighted=True
+            drawn.__getitems__(OfStep(order, step=5)), collator=pad, max_tokens=max_tokens, is_counted=True
         )
         assert batches.step == 5
-        assert [batch.weight for batch in batches for _ in range(batch.size)] == weights[order].tolist()
+        shares = [share_of(count) for count in counts[order].tolist()]
+        assert [batch.weight for batch in batches for _ in range(batch.size)] == shares
+        assert {batch.rows_each for batch in batches} == {1}
         assert torch.cat([batch.inputs["labels"] for batch in batches]).tolist() == [data[i]["labels"] for i in order]
         assert len(batches) == 3 if max_tokens is None else len(batches) > 3
-    assert collate_piece(OfStep([], step=0), collator=pad, max_tokens=max_tokens, is_weighted=True) == []
+    assert collate_piece(OfStep([], step=0), collator=pad, max_tokens=max_tokens, is_counted=True) == []
+
+
+@pytest.mark.parametrize("max_tokens", [None, 40, 80])
+@pytest.mark.parametrize("views", [1, 2])
+def test_a_unit_whose_mean_is_clipped_is_in_one_micro_batch(max_tokens, views):
+    data, users_of = text_data(24).add_column("number", list(range(24))), np.array([*range(8), *range(8, 12), *range(12)])
+    sampler = PoissonSampler(
+        num_examples=24, expected_batch_size=12, micro_batches=2, lengths=lengths_of(data), units=users_of, seed=0,
+        keeps_units_whole=True,
+    )  # fmt: skip
+    loader = PrivateLoader(
+        data, sampler=sampler, collator=numbered, max_tokens=max_tokens, fill=lambda: None, views=views, clip_unit_mean=True
+    )
+    seen = []
+    for batch in itertools.chain.from_iterable(loader):
+        assert batch.weight == 1.0
+        assert max_tokens is None or batch.inputs["input_ids"].numel() <= max_tokens
+        numbers = batch.inputs["number"].view(-1, batch.rows_each)  # each row a clipped gradient
+        for rows in users_of[numbers.numpy()]:
+            assert len(set(rows)) == 1
+        for rows in numbers.tolist():
+            assert len(rows) == views * len(set(rows)) == views * np.sum(users_of == users_of[rows[0]])
+            seen.append(users_of[rows[0]])
+    assert sorted(seen) == list(range(12))  # each user is one clipped gradient
 
 
 # --- sensitivity ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("clip_unit_mean", [False, True])
 @pytest.mark.parametrize("engine", ["book_keeping", "opacus"])
 @pytest.mark.parametrize("granularity", ["flat", "per_layer"])
 @pytest.mark.parametrize("clipping", ["vanilla", "automatic"])
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_adding_a_whole_user_changes_the_sum_by_at_most_c(engine, granularity, clipping, data):
+def test_adding_a_whole_user_changes_the_sum_by_at_most_c(engine, granularity, clipping, clip_unit_mean, data):
     units = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=12))
     units = np.unique(units, return_inverse=True)[1]
     scale = data.draw(st.sampled_from([1e-3, 1.0, 1e4]))
@@ -189,9 +249,13 @@ def test_adding_a_whole_user_changes_the_sum_by_at_most_c(engine, granularity, c
     def total(examples):
         options = dict(max_grad_norm=0.7, clipping=clipping, granularity=granularity, engine=engine)
         with ClippedGradients(model, **options) as clipped:
-            if len(examples):
-                losses = scale * model(x[examples]).squeeze(1)
-                clipped.backward(losses, weights=torch.from_numpy(sampler.weights[examples]))
+            for count in set(sampler.counts[examples].tolist()):
+                some = examples[sampler.counts[examples] == count]
+                losses = scale * model(x[some]).squeeze(1)
+                if clip_unit_mean:
+                    clipped.backward(losses, views=count)
+                else:
+                    clipped.backward(losses, weights=torch.full((len(some),), share_of(count)))
             return torch.cat([value.flatten() for value in clipped.sums.values()]).double()
 
     chosen = sampler._examples_of(np.arange(sampler.num_units), step=0)
@@ -238,8 +302,13 @@ def everything_drawn(monkeypatch):
     monkeypatch.setattr(PoissonSampler, "coins", lambda self, count, *, step: np.zeros(count))
 
 
-@pytest.mark.parametrize(("max_tokens", "limit"), [(None, 2), (30, None), *thorough((None, None), (30, 2))])
-def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(tmp_path, monkeypatch, limit, max_tokens):
+@pytest.mark.parametrize(
+    ("max_tokens", "limit", "clip_unit_mean"),
+    [(None, 2, False), (60, None, True), *thorough((30, None, False), (None, None, False), (30, 2, False), (60, 2, True))],
+)
+def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(
+    tmp_path, monkeypatch, limit, max_tokens, clip_unit_mean
+):
     everything_drawn(monkeypatch)
     gradients = []
     for run, data in enumerate((users(), users().filter(lambda row: row["user_id"] != "user 4"))):
@@ -247,7 +316,7 @@ def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(tmp_path, mo
         trainer = trained(trainer_of(
             tmp_path / str(run), data=data, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", max_steps=1,
             per_sample_max_grad_norm=1e-3, privacy_unit_column="user_id", max_examples_per_unit=limit, noise_seed=0,
-            max_tokens_per_micro_batch=max_tokens,
+            max_tokens_per_micro_batch=max_tokens, clip_unit_mean=clip_unit_mean,
         ))  # fmt: skip
         assert trainer.private_run.statement.num_units == 14 - run
         gradients.append(8 * recorder.gradients[0])
@@ -278,21 +347,60 @@ def test_rows_in_another_order_give_no_user_the_share_of_another(tmp_path):
     assert 0.9e-3 < change <= 1e-3 * (1 + 1e-4)
 
 
-def test_a_user_contributes_the_mean_of_its_clipped_gradients(tmp_path, monkeypatch):
+@pytest.mark.parametrize("clip_unit_mean", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [1e-3, *thorough(0.5)])
+def test_a_user_contributes_the_mean_of_its_clipped_gradients_or_its_clipped_mean(
+    tmp_path, monkeypatch, clip_unit_mean, max_grad_norm
+):
     everything_drawn(monkeypatch)
     recorder, data = Recorder(), users()
     trainer = trainer_of(
         tmp_path, data=data, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", max_steps=1, noise_seed=0,
-        per_sample_max_grad_norm=1e-3, privacy_unit_column="user_id",
+        per_sample_max_grad_norm=max_grad_norm, privacy_unit_column="user_id", clip_unit_mean=clip_unit_mean,
     )  # fmt: skip
-    model, expected = tiny_bert().train(), 0.0
+    model, of_users = tiny_bert().train(), {}
     for row in data:
         inputs = pad([{name: row[name] for name in ("input_ids", "attention_mask", "labels")}])
         gradients = torch.autograd.grad(model(**inputs).loss, list(model.parameters()))
-        flat = torch.cat([g.flatten() for g in gradients]).double()
-        expected = expected + flat * min(1.0, 1e-3 / (flat.norm() * RAISED)) / data["user_id"][:].count(row["user_id"])
+        of_users.setdefault(row["user_id"], []).append(torch.cat([g.flatten() for g in gradients]).double())
+
+    def clipped(gradient):
+        return gradient * min(1.0, max_grad_norm / (gradient.norm() * RAISED))
+
+    if clip_unit_mean:
+        contributions = [clipped(torch.stack(gradients).mean(dim=0)) for gradients in of_users.values()]
+    else:
+        contributions = [torch.stack([*map(clipped, gradients)]).mean(dim=0) for gradients in of_users.values()]
     trainer.train()
-    torch.testing.assert_close(recorder.gradients[0], expected / 8, atol=1e-10, rtol=1e-4)
+    torch.testing.assert_close(recorder.gradients[0], sum(contributions) / 8, atol=max_grad_norm * 1e-7, rtol=1e-4)
+
+
+def test_a_private_loss_is_that_of_users_too(tmp_path):
+    """Of a user of several examples it bounds the mean of their losses."""
+    added = {}
+    for clip_unit_mean in (False, True):
+        trainer = trainer_of(
+            tmp_path / str(clip_unit_mean), data=users(), privacy_unit_column="user_id", clip_unit_mean=clip_unit_mean,
+            report_train_loss="private", max_steps=1, noise_seed=0, learning_rate=0.0,
+        )  # fmt: skip
+        new_run, of_run = trainer._new_run, added.setdefault(clip_unit_mean, [])
+
+        def watched(*args, new_run=new_run, of_run=of_run, **options):
+            run = new_run(*args, **options)
+            add = run.private_loss.add
+
+            def noted(losses, *, weights):
+                of_run.append((losses * (1.0 if weights is None else weights)).double())
+                add(losses, weights=weights)
+
+            run.private_loss.add = noted
+            return run
+
+        trainer._new_run = watched
+        trainer.train()
+    # The same users are drawn, each with the mean of its losses, once or as a sum of shares.
+    assert torch.cat(added[True]).sum().item() == pytest.approx(torch.cat(added[False]).sum().item(), rel=1e-5)
+    assert len(torch.cat(added[True])) < len(torch.cat(added[False]))
 
 
 def test_the_accountant_the_ledger_and_the_summary_count_users(tmp_path, capsys):
@@ -304,6 +412,32 @@ def test_the_accountant_the_ledger_and_the_summary_count_users(tmp_path, capsys)
     mechanism = dict(noise_multiplier=1.0, sample_rate=8 / 14, steps=3, delta=14**-1.1)
     assert trainer.privacy.epsilon() == pytest.approx(get_epsilon(**mechanism), rel=1e-9)
     assert "user_id" in capsys.readouterr().out
+
+
+def test_the_guarantee_is_the_same_and_the_ledger_says_what_is_clipped(tmp_path):
+    ledgers = []
+    for clip_unit_mean in (False, True):
+        trained(trainer_of(
+            tmp_path / str(clip_unit_mean), data=users(), privacy_unit_column="user_id", clip_unit_mean=clip_unit_mean,
+            max_steps=2,
+        ))  # fmt: skip
+        ledgers.append(PrivacyLedger.load(tmp_path / str(clip_unit_mean) / "out"))
+    assert ledgers[0].epsilons() == ledgers[1].epsilons()
+    assert ledgers[1].statement.clipping_in_words == "1 (automatic, flat, the mean gradient over a unit's examples)"
+    assert ledgers[0].statement.clipping_in_words == "1 (automatic, flat)"
+
+
+@pytest.mark.usefixtures("usual_trials")
+def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path):
+    trainer = trainer_of(
+        tmp_path, data=users(), privacy_unit_column="user_id", clip_unit_mean=True, gradient_accumulation_steps=1,
+        grad_sample_self_check=True,
+    )  # fmt: skip
+    trainer.data_collator = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))
+    with pytest.raises(
+        ValueError, match="in the order of its examples with augmentation_multiplicity > 1 or clip_unit_mean"
+    ):
+        trainer.train()
 
 
 def test_steps_per_epoch_follow_the_users(tmp_path):
@@ -328,6 +462,7 @@ def test_the_column_does_not_reach_the_collator(tmp_path):
     ("overrides", "message"),
     [
         (dict(max_examples_per_unit=3), "has no effect if every example is a unit"),
+        (dict(clip_unit_mean=True), "clip_unit_mean=True has no effect if every example is a unit"),
         (dict(privacy_unit_column="user_id", max_examples_per_unit=0), "at least 1, got 0"),
         (dict(privacy_unit_column="user_id", disable_dp=True, noise_multiplier=None), "has no effect with disable_dp=True"),
     ],

@@ -18,6 +18,7 @@ from doppler_hf.cli import main
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.privacy import default_delta
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
+from doppler_hf.privacy.batching.columns import units_of
 from doppler_hf.reproduce import frozen_layers, runs, tuning
 from doppler_hf.reproduce.data import Sources, apart
 from doppler_hf.reproduce.networks import Classifier, TopLayers, mnist_cnn, perceptron, with_trained
@@ -114,6 +115,26 @@ def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
     for part in ("tuning", "report"):
         assert result[part] * len(getattr(data, part)) == pytest.approx(round(result[part] * len(getattr(data, part))))
     assert train(run, data=data) | {"seconds": 0} == result | {"seconds": 0}
+
+
+def test_users_have_ten_images_of_two_digits(sources, monkeypatch):
+    folder = sources.cache_dir.parent / "of-users"
+    folder.mkdir()
+    write_mnist(folder / "mnist", train=1000, test=30)
+    sources = dataclasses.replace(sources, data_dir=str(folder))
+    order = apart(1000, 100)
+    monkeypatch.setattr("doppler_hf.reproduce.data.apart", lambda count, held_out: order)
+    whole, shared = (SMALL[name].load(sources) for name in ("mnist", "mnist-users"))
+    assert whole.digest != shared.digest
+    users = units_of(shared.train, column="user")
+    assert np.bincount(users).tolist() == [10] * 90
+    images = default_collate(shared.train.remove_columns("user").__getitems__([*range(900)]))
+    expected = default_collate([*whole.train])
+    assert torch.equal(images["inputs"], expected["inputs"])
+    assert torch.equal(images["labels"], expected["labels"])
+    labels = images["labels"].numpy()
+    digits = [len(set(labels[users == user])) for user in range(90)]
+    assert np.mean(np.array(digits) <= 2) > 0.8  # but for shards in which one digit ends
 
 
 def test_images_are_scattered_once(sources, small, monkeypatch):

@@ -172,8 +172,20 @@ def test_an_example_keeps_its_share_of_its_unit(tmp_path):
 
     whole, expected = run(make, tmp_path, cls=small("nowhere"))
     halved, found = run(make, tmp_path, cls=small("backward", rows=1))
-    assert len(set(whole.private_run.sampler.weights.tolist())) > 2
+    assert len(set(whole.private_run.sampler.counts.tolist())) > 2
     assert halved.failures > 0
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_a_unit_whose_mean_is_clipped_stays_whole(tmp_path):
+    def make(folder, **more):
+        options = dict(max_examples_per_unit=3, clip_unit_mean=True, per_device_train_batch_size=6)
+        return texts(folder, data=users(), privacy_unit_column="user_id", **(options | more))
+
+    _, expected = run(make, tmp_path, cls=small("nowhere"))
+    halved, found = run(make, tmp_path, cls=small("backward", rows=5))
+    assert halved.failures > 0
+    assert 3 in {rows for rows, *_ in halved.passes}  # one of the users of at least three, cut from others
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
@@ -291,7 +303,7 @@ def test_an_example_that_does_not_fit_ends_the_run_and_nothing_is_lost(tmp_path,
         return step_end(args, state, control)
 
     trainer.callback_handler.on_step_end = then_fail
-    refused(trainer, r"An example must fit into memory by itself, with all its views, got one that does not\. Truncate")
+    refused(trainer, r"An example must fit into memory by itself, .* a whole unit, got one that does not\. Truncate")
     assert trainer.state.global_step == 2
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 3  # counted before it was computed
     resumed = texts(tmp_path, **options)
@@ -331,9 +343,9 @@ def test_a_draw_whose_rows_share_random_numbers_is_not_halved(tmp_path):
     ids=["tensor", "by-chance", "list", "more-rows"],
 )
 def test_what_has_no_row_for_each_example_is_not_halved(more):
-    batch = MicroBatch({"input_ids": torch.ones(4, 3)} | more(4), 4, 1.0)
+    batch = MicroBatch({"input_ids": torch.ones(4, 3)} | more(4), 4)
     with pytest.raises(RuntimeError, match="if not all that was collated is tensors with a row for each example"):
-        halves_of(batch, rows=Rows(frozenset({"input_ids"}), []), views=1)
+        halves_of(batch, rows=Rows(frozenset({"input_ids"}), []))
 
 
 def test_rows_are_told_by_two_sizes():
@@ -343,11 +355,12 @@ def test_rows_are_told_by_two_sizes():
 
 @pytest.mark.parametrize(("size", "views", "sizes"), [(2, 1, [1, 1]), (5, 1, [2, 3]), (12, 4, [4, 8]), (8, 4, [4, 4])])
 def test_halves_are_of_whole_examples(size, views, sizes):
-    batch = MicroBatch({"x": torch.arange(size), "number": 2, "scale": torch.tensor(0.5)}, size, 0.25)
-    halves = halves_of(batch, rows=Rows(frozenset({"x"}), []), views=views)
+    batch = MicroBatch({"x": torch.arange(size), "number": 2, "scale": torch.tensor(0.5)}, size, 0.25, views)
+    halves = halves_of(batch, rows=Rows(frozenset({"x"}), []))
     assert [half.size for half in halves] == [len(half.inputs["x"]) for half in halves] == sizes
     assert torch.equal(torch.cat([half.inputs["x"] for half in halves]), torch.arange(size))
     assert all((half.weight, half.inputs["number"], half.inputs["scale"]) == (0.25, 2, 0.5) for half in halves)
+    assert all(half.rows_each == views for half in halves)
 
 
 def test_other_errors_are_left_alone(tmp_path):

@@ -1,12 +1,13 @@
 """The private data loader: how a draw is cut and collated.
 
-A draw is sorted by weight and length and comes in `gradient_accumulation_steps` pieces of equal count, one for each item of
-the host's loop. A piece is collated as one micro-batch for each weight, or, within a budget of tokens, as several. It is cut
-here rather than in the sampler, because a loader's item must be a flat list of indices, and because nothing but memory
-depends on the cut.
+A draw is sorted by the size of the units and by length, and comes in `gradient_accumulation_steps` pieces of equal count,
+one for each item of the host's loop. A piece is collated as one micro-batch for each size, or, within a budget of tokens, as
+several. It is cut here rather than in the sampler, because a loader's item must be a flat list of indices, and because
+nothing but memory depends on the cut.
 
-An example may come in several views, which a random data set or collator makes of it (`augmentation_multiplicity`). They are
-rows of the batch that stand together, and no cut parts them.
+An example may come in several views, which a random data set or collator makes of it (`augmentation_multiplicity`), and the
+mean over all examples of a unit may be clipped once (`clip_unit_mean`). What is clipped together are rows of the batch that
+stand together, and no cut parts them.
 """
 
 import functools
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of, is_stored, length_of
-from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler
+from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler, share_of
 
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
@@ -33,13 +34,16 @@ class MicroBatch(NamedTuple):
     Attributes:
         inputs: The collated examples.
         size: How many rows were collated, one for each view of an example, which must be the number of losses.
-        weight: Each example's share of its unit's contribution; the same for all, so that no order of the collator's rows
-            can give one the share of another.
+        weight: The share of each clipped gradient in its unit's contribution; the same for all, so that no order of the
+            collator's rows can give one the share of another.
+        rows_each: How many rows, one after another, a clipped gradient is the mean of: the views of an example, or of all
+            examples of a unit.
     """
 
     inputs: dict[str, Any]
     size: int
-    weight: float
+    weight: float = 1.0
+    rows_each: int = 1
 
 
 def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None]) -> list[Any]:
@@ -147,36 +151,48 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
 
 
 class DrawnExamples(Dataset[Any]):
-    """A data set whose examples come in views, with their weights, and in lists that know the step of their draw.
+    """A data set whose examples come in views, with the sizes of their units, and in lists that know the step of their draw.
 
     Args:
         examples: The training set.
-        weights: One weight per example, shape (num_examples,); None for none.
+        counts: How many examples are drawn with the unit of each, shape (num_examples,); None if each is a unit.
         fill: Fills the global generators; see `fetch`.
         views: How often each example is fetched.
     """
 
     def __init__(
-        self, examples: Any, weights: Float[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None], views: int = 1
+        self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None], views: int = 1
     ) -> None:
-        self._examples, self._weights, self._fill, self._views = examples, weights, fill, views
+        self._examples, self._counts, self._fill, self._views = examples, counts, fill, views
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return len(self._examples)
 
     def __getitems__(self, indices: OfStep) -> OfStep:
-        """Return all views of several examples, with their weights."""
+        """Return all views of several examples, with the sizes of their units."""
         # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
         rows = [index for index in indices for _ in range(self._views)]
         examples = fetch(self._examples, rows, fill=self._fill)
-        if self._weights is not None:
-            examples = list(zip(examples, self._weights[rows].tolist(), strict=True))
+        if self._counts is not None:
+            examples = list(zip(examples, self._counts[rows].tolist(), strict=True))
         return OfStep(examples, step=indices.step)
 
 
-def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens: int, views: int = 1) -> None:
-    """Refuse a budget of tokens that cannot be met by all views of an example, before the first step.
+def check_token_budget(
+    lengths: Sequence[int] | np.ndarray | None,
+    *,
+    max_tokens: int,
+    views: int = 1,
+    counts: Int[np.ndarray, " num_examples"] | None = None,
+) -> None:
+    """Refuse a budget of tokens that cannot be met by all rows of a clipped gradient, before the first step.
+
+    Args:
+        lengths: Lengths of the examples.
+        max_tokens: The budget.
+        views: How many views an example has.
+        counts: How many examples are clipped together with each; None if each is clipped by itself.
 
     Raises:
         ValueError: If there are no lengths, or an example is longer than the budget.
@@ -186,12 +202,15 @@ def check_token_budget(lengths: Sequence[int] | np.ndarray | None, *, max_tokens
             f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
             "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size."
         )
-    if np.max(lengths) * views > max_tokens:
+    if np.max(np.asarray(lengths) * (1 if counts is None else counts)) * views > max_tokens:
         # Neither which example nor how long it is: messages end in logs, and both are about one private example.
         raise ValueError(
             f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example"
             + (f" times augmentation_multiplicity={views}" if views > 1 else "")
-            + ". Truncate the examples to that length when they are tokenized, or raise the budget."
+            + (" times the examples of its unit, with clip_unit_mean=True" if counts is not None else "")
+            + ". Truncate the examples to that length when they are tokenized, "
+            + ("lower max_examples_per_unit, " if counts is not None else "")
+            + "or raise the budget."
         )
 
 
@@ -227,8 +246,9 @@ def collate_piece(
     *,
     collator: Collator,
     max_tokens: int | None,
-    is_weighted: bool = False,
+    is_counted: bool = False,
     views: int = 1,
+    clip_unit_mean: bool = False,
 ) -> OfStep:
     """Return the micro-batches of one piece of a draw; none for an empty piece, since collators expect an example.
 
@@ -236,28 +256,30 @@ def collate_piece(
         examples: The piece, in the order of the draw, the views of an example side by side.
         collator: A function that makes a batch of a list of examples.
         max_tokens: The most padded tokens of a micro-batch, or None for a single micro-batch of any size.
-        is_weighted: Whether each example comes with its weight, as in `DrawnExamples`.
+        is_counted: Whether each example comes with the size of its unit, as in `DrawnExamples`.
         views: How many views each example has.
+        clip_unit_mean: Whether the mean over a unit is clipped, whose examples stand side by side, rather than each.
     """
-    by_weight = itertools.groupby(examples, key=operator.itemgetter(1)) if is_weighted else [(1.0, examples)]
-    micro_batches = (
-        MicroBatch(collator(part), len(part), weight)
-        for weight, group in by_weight
-        for part in parts_of(
-            [example for example, _ in group] if is_weighted else list(examples), max_tokens=max_tokens, views=views
-        )
-    )
+    by_count = itertools.groupby(examples, key=operator.itemgetter(1)) if is_counted else [(1, examples)]
+    micro_batches = []
+    for count, group in by_count:
+        # Sensitivity: a unit contributes the mean of so many clipped gradients, or, whole in one micro-batch, among units of
+        # the same size, one: that of all its rows, each once.
+        weight, rows_each = (1.0, views * count) if clip_unit_mean else (share_of(count), views)
+        rows = [example for example, _ in group] if is_counted else list(group)
+        for part in parts_of(rows, max_tokens=max_tokens, rows_each=rows_each):
+            micro_batches.append(MicroBatch(collator(part), len(part), weight, rows_each))
     return OfStep(micro_batches, step=examples.step)
 
 
-def parts_of(examples: Sequence[Any], *, max_tokens: int | None, views: int) -> list[Sequence[Any]]:
+def parts_of(examples: Sequence[Any], *, max_tokens: int | None, rows_each: int) -> list[Sequence[Any]]:
     """Return consecutive parts of the examples within a budget of tokens, without a budget one; of no examples, none."""
     if max_tokens is None:
         return [examples] if examples else []
     lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
-    of_all_views = [views * max(lengths[start : start + views]) for start in range(0, len(lengths), views)]
-    parts = cut_by_tokens(of_all_views, max_tokens=max_tokens)
-    return [examples[part.start * views : part.stop * views] for part in parts]
+    of_all_rows = [rows_each * max(lengths[start : start + rows_each]) for start in range(0, len(lengths), rows_each)]
+    parts = cut_by_tokens(of_all_rows, max_tokens=max_tokens)
+    return [examples[part.start * rows_each : part.stop * rows_each] for part in parts]
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -273,6 +295,7 @@ class PrivateLoader(DataLoader[Any]):
         max_tokens: The most padded tokens of a micro-batch, or None for no limit.
         fill: Fills the global generators; called before each example is fetched, and before each batch is collated.
         views: How many views each example has.
+        clip_unit_mean: Whether the mean over a unit is clipped, rather than each example.
         **options: Further arguments of `DataLoader`, such as `num_workers`.
 
     Attributes:
@@ -280,8 +303,9 @@ class PrivateLoader(DataLoader[Any]):
         lengths: The sampler's.
         collator: As given.
         views: As given.
-        is_cut: Whether a draw may come in several micro-batches, by what is in it. By weight does not count: a unit has the
-            same weight in every draw.
+        is_ordered: Whether what is clipped together is told by the places of the rows.
+        is_cut: Whether a draw may come in several micro-batches, by what is in it. By the size of units does not count: that
+            is the same in every draw.
 
     Raises:
         ValueError: If the budget of tokens cannot be met.
@@ -296,19 +320,29 @@ class PrivateLoader(DataLoader[Any]):
         max_tokens: int | None,
         fill: Callable[[], None],
         views: int = 1,
+        clip_unit_mean: bool = False,
         **options: Any,
     ) -> None:
+        # Sensitivity: parts of a unit would each contribute up to C.
+        assert sampler.keeps_units_whole or not clip_unit_mean
         if max_tokens is not None:
-            check_token_budget(sampler.lengths, max_tokens=max_tokens, views=views)
+            counts = sampler.counts if clip_unit_mean else None
+            check_token_budget(sampler.lengths, max_tokens=max_tokens, views=views, counts=counts)
+        self.is_ordered = views > 1 or clip_unit_mean
         self.examples, self.lengths, self.collator, self.views = dataset, sampler.lengths, collator, views
         self.is_cut = sampler.micro_batches > 1 or max_tokens is not None
-        is_weighted = sampler.weights is not None
+        is_counted = sampler.counts is not None
         filled = functools.partial(collated, collator=collator, fill=fill)
         super().__init__(
-            DrawnExamples(dataset, sampler.weights, fill=fill, views=views),
+            DrawnExamples(dataset, sampler.counts, fill=fill, views=views),
             batch_sampler=sampler,
             collate_fn=functools.partial(
-                collate_piece, collator=filled, max_tokens=max_tokens, is_weighted=is_weighted, views=views
+                collate_piece,
+                collator=filled,
+                max_tokens=max_tokens,
+                is_counted=is_counted,
+                views=views,
+                clip_unit_mean=clip_unit_mean,
             ),
             **options,
         )

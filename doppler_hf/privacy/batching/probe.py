@@ -114,7 +114,7 @@ class Probes:
             if is_padded_beside(loader, self._middling, self._pair[1]):
                 rows = [self._middling, self._pair[1]]
                 refuse_other_distribution(batches_of(loader, rows), others=1, is_wider=True)
-        elif self.views > 1:
+        elif loader.is_ordered:
             refuse_another_order(loader, self._crowd)
 
     @property

@@ -158,8 +158,9 @@ def refuse_another_order(loader: PrivateLoader, indices: Sequence[int]) -> None:
     batch, reversed_batch = drawn(loader, indices), drawn(loader, indices[::-1])
     if not all(same(value.flip(0), reversed_batch[name]) for name, value in batch.items() if has_rows(value, len(indices))):
         raise ValueError(
-            "data_collator must return the rows of a batch in the order of its examples with augmentation_multiplicity > 1, "
-            "got another order. The views of an example are the rows that stand together. Sort nothing in the collator."
+            "data_collator must return the rows of a batch in the order of its examples with augmentation_multiplicity > 1 "
+            "or clip_unit_mean, got another order. What is clipped together are rows that stand together. Sort nothing in "
+            "the collator."
         )
 
 

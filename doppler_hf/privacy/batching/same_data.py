@@ -27,7 +27,7 @@ def digest_of(dataset: Any, sampler: PoissonSampler) -> str:
     """
     digest = hashlib.sha256(f"{sampler.num_examples}".encode())
     # Sensitivity: of units that hold others on another process, an example may be in both, whatever the shares.
-    for values in (sampler.lengths, sampler.units, sampler.weights, getattr(dataset, "indices", None)):
+    for values in (sampler.lengths, sampler.units, sampler.counts, getattr(dataset, "indices", None)):
         if isinstance(values, np.ndarray | list | range):
             digest.update(np.ascontiguousarray(values).data)
     raw = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset

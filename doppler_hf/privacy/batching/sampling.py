@@ -33,6 +33,14 @@ class OfStep(list[Any]):
         self.step = step
 
 
+def share_of(count: int) -> float:
+    """Return the share of each of so many examples in the contribution of their unit, which is their mean."""
+    # Sensitivity: a unit is drawn with so many examples. Each of their clipped gradients, of norm at most C, has the weight
+    # 1/count, rounded towards 0, so that the weights of a unit add up to at most 1 in float32 too, and its contribution has
+    # a norm of at most C.
+    return 1.0 if count == 1 else float(np.nextafter(np.float32(1.0 / count), np.float32(0.0)))
+
+
 class PoissonSampler(Sampler[list[int]]):
     """A batch sampler whose every `micro_batches` consecutive batches are one Poisson draw over the whole data set.
 
@@ -45,12 +53,13 @@ class PoissonSampler(Sampler[list[int]]):
         micro_batches: Number of batches into which each process cuts a draw.
         rank: This process's index.
         world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
-        lengths: Optional length of every example, shape (num_examples,). A draw is then sorted by length, examples of one
-            weight together, before it is cut, so that a micro-batch needs little padding.
+        lengths: Optional length of every example, shape (num_examples,). A draw is then sorted by length, examples of units
+            of one size together, before it is cut, so that a micro-batch needs little padding.
         units: Optional unit of every example, shape (num_examples,), numbered from 0 without gaps. A unit is drawn with all
             of its examples. By default every example is a unit.
         max_examples_per_unit: The most examples drawn with a unit; of more, each draw takes that many at random. None for
             no limit.
+        keeps_units_whole: Whether the examples that are drawn with a unit stand together, in one of the batches.
         groups: b of cyclic sampling, 1 for none. A unit takes part in step t only if its group is t mod b.
         seed: None for draws from the operating system's entropy. An integer makes them reproducible, for tests only.
 
@@ -60,8 +69,9 @@ class PoissonSampler(Sampler[list[int]]):
         lengths: As given, shape (num_examples,), or None.
         units: As given, shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
-        weights: Each example's share of its unit's contribution, 1 / (examples drawn with the unit), shape
-            (num_examples,); None if every example is a unit.
+        counts: How many examples are drawn with the unit of each example, shape (num_examples,); None if every example is
+            a unit.
+        keeps_units_whole: As given.
 
     Raises:
         ValueError: If the expected batch size is outside [1, N/b], `lengths` or `units` have another size than the data set,
@@ -84,6 +94,7 @@ class PoissonSampler(Sampler[list[int]]):
         lengths: Sequence[int] | np.ndarray | None = None,
         units: Sequence[int] | np.ndarray | None = None,
         max_examples_per_unit: int | None = None,
+        keeps_units_whole: bool = False,
         groups: int = 1,
         seed: int | None = None,
     ) -> None:
@@ -99,13 +110,15 @@ class PoissonSampler(Sampler[list[int]]):
         self.expected_batch_size = expected_batch_size
         self.micro_batches = micro_batches
         self.max_examples_per_unit = max_examples_per_unit
+        self.keeps_units_whole = keeps_units_whole
         self.lengths = None if lengths is None else np.asarray(lengths)
         self.units = None if units is None else np.asarray(units)
-        self.num_units, self.weights = num_examples, None
+        self.num_units, self.counts = num_examples, None
         self.unit_sizes: np.ndarray | None = None
         if self.units is not None:
             self.unit_sizes, self._starts, self._examples_by_unit = self._grouped(self.units)
-            self.num_units, self.weights = len(self.unit_sizes), self._shares(self.unit_sizes)[self.units]
+            limit = self.unit_sizes.max() if max_examples_per_unit is None else max_examples_per_unit
+            self.num_units, self.counts = len(self.unit_sizes), np.minimum(self.unit_sizes, limit)[self.units]
         if not 1 <= expected_batch_size <= self.num_units:
             what = "training examples" if units is None else "units of privacy"
             raise ValueError(
@@ -146,15 +159,6 @@ class PoissonSampler(Sampler[list[int]]):
             raise ValueError(f"units must be numbered from 0 without gaps, got no {np.flatnonzero(counts == 0)[0]}.")
         return counts, np.cumsum(counts) - counts, np.argsort(units, kind="stable")
 
-    def _shares(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the share of each of a unit's examples in its contribution, shape (num_units,)."""
-        # Sensitivity: a unit is drawn with min(size, limit) examples. Each of their clipped gradients, of norm at most C,
-        # has the weight 1/min(size, limit), so that the unit contributes their mean, whose norm is at most C.
-        limit = sizes.max() if self.max_examples_per_unit is None else self.max_examples_per_unit
-        shares = (1.0 / np.minimum(sizes, limit)).astype(np.float32)
-        # Rounded towards 0, so that the shares of a unit add up to at most 1 in float32 too.
-        return np.where(shares < 1.0, np.nextafter(shares, np.float32(0.0)), shares)
-
     @property
     def sample_rate(self) -> float:
         """Probability q = B/N with which a unit is drawn at a step, over its groups if there are several."""
@@ -181,10 +185,17 @@ class PoissonSampler(Sampler[list[int]]):
             step: Optimizer step, counted from 0. Groups and reproducible draws depend on it.
         """
         drawn = self.drawn_units(step)
-        if self.weights is not None:
+        if self.units is not None:
             drawn = self._examples_of(drawn, step=step)
         # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
-        keys = [key[drawn] for key in (self.lengths, self.weights) if key is not None]  # the last one counts first
+        keys = [key[drawn] for key in (self.lengths, self.counts) if key is not None]  # the last one counts first
+        if self.keeps_units_whole and self.units is not None:
+            _, unit_of = np.unique(self.units[drawn], return_inverse=True)
+            if self.lengths is not None:  # that of a unit is that of its longest example
+                longest = np.zeros(len(drawn), dtype=self.lengths.dtype)
+                np.maximum.at(longest, unit_of, keys[0])
+                keys[0] = longest[unit_of]
+            keys.insert(0, unit_of)
         return drawn[np.lexsort(keys)] if keys else drawn
 
     def drawn_units(self, step: int) -> np.ndarray:
@@ -224,8 +235,16 @@ class PoissonSampler(Sampler[list[int]]):
         """Yield the micro-batches of one epoch, each `OfStep`; some may be empty."""
         first, self._next_step = self._next_step, self._next_step + self.steps_per_epoch
         for step in range(first, first + self.steps_per_epoch):
-            for micro_batch in np.array_split(self.draw(step), self.micro_batches):
+            for micro_batch in self._cut(self.draw(step)):
                 yield OfStep(micro_batch.tolist(), step=step)
+
+    def _cut(self, drawn: np.ndarray) -> list[np.ndarray]:
+        """Return a draw in its batches, of as many examples each, or as many whole units."""
+        if self.units is None or not self.keeps_units_whole:
+            return np.array_split(drawn, self.micro_batches)
+        begins = np.flatnonzero(np.diff(self.units[drawn], prepend=-1))
+        ends = np.cumsum([len(part) for part in np.array_split(begins, self.micro_batches)])[:-1]
+        return np.split(drawn, np.append(begins, len(drawn))[ends])
 
     def __len__(self) -> int:
         """Return the number of micro-batches per epoch on this process."""

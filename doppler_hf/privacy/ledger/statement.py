@@ -50,6 +50,7 @@ class PrivacyStatement:
         count_noise_multiplier: The noise on the count of gradients that are not clipped, from which C follows, in units of
             its sensitivity; None without a quantile.
         augmentation_multiplicity: The views of an example, whose mean gradient is clipped; ε does not depend on it.
+        clip_unit_mean: Whether the mean gradient of a unit's examples is clipped, rather than each; nor on this.
         train_loss: How the training loss is reported; "raw" is not covered by the guarantee.
         per_sample_max_loss: The most that one unit adds to the private training loss; None without one.
         loss_noise_multiplier: σ_L, the noise on that loss in units of it; None without one.
@@ -74,6 +75,7 @@ class PrivacyStatement:
     clipping_quantile: float | None
     count_noise_multiplier: float | None
     augmentation_multiplicity: int
+    clip_unit_mean: bool
     train_loss: Literal["raw", "none", "private"]
     per_sample_max_loss: float | None
     loss_noise_multiplier: float | None
@@ -127,6 +129,7 @@ class PrivacyStatement:
         """C, and what is clipped to it."""
         views = self.augmentation_multiplicity
         of_views = "" if views == 1 else f", the mean gradient over {views} views of an example"
+        of_units = ", the mean gradient over a unit's examples" if self.clip_unit_mean else ""
         moves = (
             ""
             if self.clipping_quantile is None
@@ -135,7 +138,7 @@ class PrivacyStatement:
                 f"{self.count_noise_multiplier:.4g}"
             )
         )
-        return f"{self.per_sample_max_grad_norm:g}{moves} ({self.clipping}, {self.clipping_granularity}{of_views})"
+        return f"{self.per_sample_max_grad_norm:g}{moves} ({self.clipping}, {self.clipping_granularity}{of_views}{of_units})"
 
     @property
     def unit_in_words(self) -> str:

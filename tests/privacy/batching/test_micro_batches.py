@@ -118,5 +118,11 @@ def test_a_budget_that_cannot_be_kept_is_refused_without_a_word_about_the_exampl
     check_token_budget([3, 8, 5], max_tokens=32, views=4)
     with pytest.raises(ValueError, match=r"a single example times augmentation_multiplicity=4\. Truncate"):
         check_token_budget([3, 8, 5], max_tokens=31, views=4)
+    counts = np.array([3, 1, 2])
+    check_token_budget([3, 8, 5], max_tokens=10, counts=counts)
+    with pytest.raises(
+        ValueError, match=r"times the examples of its unit, with clip_unit_mean=True\. .*max_examples_per_unit"
+    ):
+        check_token_budget([3, 8, 5], max_tokens=9, counts=counts)
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=7 needs a datasets\.Dataset"):
         check_token_budget(None, max_tokens=7)
