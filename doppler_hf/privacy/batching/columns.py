@@ -91,11 +91,15 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
 
 
 def labels_of(dataset: Any) -> np.ndarray | None:
-    """Return the class of every example, shape (num_examples,), or None if a data set has no column of classes."""
+    """Return the class of every example, shape (num_examples,), or None if a data set has no column of a class for each."""
     features = getattr(dataset, "features", None) or {}
-    kinds = {name: str(getattr(features[name], "dtype", "")) for name in LABELS if name in features}
-    whole = [name for name, kind in kinds.items() if kind.startswith(("int", "uint", "bool"))]
-    return np.concatenate([part.to_numpy(zero_copy_only=False) for part in _parts(dataset, whole[0])]) if whole else None
+    # An array of several dimensions, as of the pixels of an image, has a shape.
+    single = {name: features[name] for name in LABELS if name in features and not hasattr(features[name], "shape")}
+    whole = [name for name, kind in single.items() if str(getattr(kind, "dtype", "")).startswith(("int", "uint", "bool"))]
+    if not whole:
+        return None
+    labels = np.concatenate([part.to_numpy(zero_copy_only=False) for part in _parts(dataset, whole[0])])
+    return labels if labels.dtype.kind in "iub" else None  # where one has none, pyarrow makes them other numbers
 
 
 def is_stored(examples: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Array2D, Dataset, Features
 
 from doppler_hf.privacy.batching import columns
 from doppler_hf.privacy.batching.columns import labels_of, length_of, lengths_of, units_of
@@ -57,3 +57,15 @@ def test_units_of_another_kind_are_refused(values):
 def test_labels_are_those_of_the_column(values, found):
     labels = labels_of(Dataset.from_dict({"label": values}).with_format("torch"))
     assert labels is None if found is None else labels.tolist() == found
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Dataset.from_dict({"label": [[[0, 1], [2, 3]]] * 2}, features=Features({"label": Array2D((2, 2), "int64")})),
+        Dataset.from_dict({"label": [0, None, 1]}),
+    ],
+    ids=["of each pixel", "not of all"],
+)
+def test_what_is_no_class_of_each_example_is_no_label(data):
+    assert labels_of(data) is None
