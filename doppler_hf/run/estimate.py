@@ -8,6 +8,7 @@ itself, and the seconds of noise and optimizer from some millions of weights. Wh
 loading, padding, evaluation, the check before the first step, libraries, and that all processes wait for the slowest.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ def _line(sizes: tuple[int, int], found: list[tuple[float, float]]) -> tuple[np.
 def _of_a_weight(setting: Setting, *, device: torch.device, sampled: int, meter: Meter) -> tuple[float, float, float]:
     """Return the seconds of noise and of the optimizer's step, and the bytes of its state, for one weight."""
     weight = nn.Parameter(torch.zeros(sampled, device=device))
-    steps = iter(range(100))
+    steps = itertools.count()
     with GaussianMechanism(
         noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=setting.batch_size, shape=setting.noise_shape
     ) as mechanism:
