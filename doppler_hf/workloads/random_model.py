@@ -2,6 +2,7 @@
 
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -68,7 +69,7 @@ class RandomModel:
             inputs = {"pixel_values": torch.randn(size, channels, side, side, generator=self._generator), "labels": labels}
         else:
             assert self._length is not None
-            ends = {self._config.pad_token_id, self._config.eos_token_id}
+            ends = [self._config.pad_token_id, *np.atleast_1d(self._config.eos_token_id)]  # of which there may be several
             words = torch.tensor([number for number in range(self._config.vocab_size) if number not in ends])
             tokens = words[torch.randint(len(words), (size, self._length), generator=self._generator)]
             of_task = tokens if self._is_lm else labels
