@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             ("How to check it", check),
         ],
     )
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page, encoding="utf-8")
     print(f"The report is in {output}.")
     return 0

@@ -127,3 +127,10 @@ def test_mistakes_are_one_line(tmp_path, capsys, words, message):
     capsys.readouterr()
     assert main(["report", *(word.format(out=tmp_path / "out") for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_folder_of_a_report_is_made(tmp_path):
+    trainer_of(tmp_path, max_steps=1, save_strategy="no").train()
+    page = tmp_path / "pages" / "of-today" / "report.html"
+    assert main(["report", str(tmp_path / "out"), "--output", str(page)]) == 0
+    assert page.is_file()
