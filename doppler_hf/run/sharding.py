@@ -291,9 +291,10 @@ def of_process_0(value: Tensor) -> Tensor:
 def with_whole_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the states of an optimizer be whole, for the block in which process 0 saves them; called by every process."""
     own = optimizer.state
-    optimizer.state = defaultdict(dict)
+    whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for parameter, state in own.items():
-        optimizer.state[parameter] = {name: whole_state_of(value, parameter) for name, value in state.items()}
+        whole[parameter] = {name: whole_state_of(value, parameter) for name, value in state.items()}
+    optimizer.state = whole
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.as_in_training import in_full_precision
 from doppler_hf.privacy.clipping.memory import Memory
 from doppler_hf.privacy.reachable import is_opaque
+from doppler_hf.run import sharding
 from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, kinds_of_layers, shared_by_layers, whole_state
 from tests.support.tiny import text_data, tiny_bert
@@ -325,3 +326,14 @@ def test_without_it_nothing_is_cut(tmp_path):
     assert type(trainer) is DopplerTrainer
     assert not trainer._sharding.is_asked_for
     assert not any(isinstance(value, DTensor) for value in trainer.model.parameters())
+
+
+def test_an_optimizer_keeps_its_states_if_they_cannot_be_made_whole(monkeypatch):
+    optimizer = torch.optim.Adam([weight := nn.Parameter(torch.ones(2))])
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    own = optimizer.state
+    monkeypatch.setattr(sharding, "whole_state_of", lambda value, parameter: 1 / 0)
+    with pytest.raises(ZeroDivisionError), sharding.with_whole_states(optimizer):
+        pass
+    assert optimizer.state is own
