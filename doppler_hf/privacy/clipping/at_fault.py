@@ -130,7 +130,7 @@ def outputs_of(model: nn.Module, losses_of: Losses, inputs: Inputs) -> list[tupl
 
     def note(name: str, output: Any) -> None:
         values = (
-            output.values() if isinstance(output, Mapping) else (output,) if isinstance(output, Tensor) else output or ()
+            output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else (output,)
         )
         tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel())
         outputs.extend((name, tensor.detach()) for tensor in itertools.islice(tensors, 1))

@@ -161,3 +161,40 @@ def test_a_wrong_norm_is_found_although_the_sum_is_right(monkeypatch, factor, wo
     ) as refusal:
         check(build("roberta", torch.float32))
     assert not any(digit in str(refusal.value) for digit in "0123456789")  # the norm of an example is private
+
+
+class Half(nn.Module):
+    """A layer that returns a number."""
+
+    def forward(self, x):
+        return 0.5
+
+
+class Mixing(nn.Module):
+    """A layer that mixes the examples of a batch."""
+
+    def forward(self, x, share):
+        return x - share * x.mean(dim=0)
+
+
+class OfBoth(nn.Module):
+    """A model of these two, and of one that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.share, self.mixing, self.last = Half(), Mixing(), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.last(self.mixing(x, self.share(x)))
+
+
+def test_what_is_at_fault_is_named_behind_a_layer_without_tensors():
+    model, x = OfBoth(), torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"the output of the layer 'mixing' \(Mixing\) depends on"):
+        check_per_sample_gradients(
+            model,
+            lambda inputs: model(inputs["x"]).square().sum(dim=1),
+            alone=[{"x": x[:1]}, {"x": x[1:]}],
+            together={"x": x},
+            engine="book_keeping",
+        )
