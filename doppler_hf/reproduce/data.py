@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,9 +226,9 @@ def kept(path: Path, compute: Callable[[], Any]) -> Any:
         return torch.load(path)
     found = compute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = path.with_suffix(f".{secrets.token_hex(4)}")  # a random name, because two studies may write it at once
     torch.save(found, unfinished)
-    unfinished.rename(path)
+    unfinished.replace(path)
     return found
 
 

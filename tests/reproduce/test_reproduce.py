@@ -20,7 +20,7 @@ from doppler_hf.privacy import default_delta
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.batching.columns import units_of
 from doppler_hf.reproduce import frozen_layers, runs, tuning
-from doppler_hf.reproduce.data import Sources, apart
+from doppler_hf.reproduce.data import Sources, apart, kept
 from doppler_hf.reproduce.networks import Classifier, TopLayers, mnist_cnn, perceptron, with_trained
 from doppler_hf.reproduce.runs import Run, StudyTrainer, train
 from doppler_hf.reproduce.studies import STUDIES
@@ -381,3 +381,16 @@ def test_rates_at_which_nothing_is_learnt_are_not_taken_for_the_best(learns_from
     assert best_on_grid(lambda rate: 0.5 + (rate >= learns_from) / rate, centre=0.5) == min(
         rate for rate in 0.5 * 2.0 ** np.arange(12) if rate >= learns_from
     )
+
+
+def test_two_studies_may_keep_the_same_at_once(tmp_path, monkeypatch):
+    path, save = tmp_path / "kept.pt", torch.save
+
+    def interrupted(found, unfinished):
+        save(found, unfinished)
+        monkeypatch.setattr(torch, "save", save)
+        assert kept(path, lambda: torch.ones(2)).tolist() == [1, 1]  # by the other one, in the meantime
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    assert kept(path, lambda: torch.ones(2)).tolist() == [1, 1]
+    assert [each.name for each in tmp_path.iterdir()] == ["kept.pt"]
