@@ -64,8 +64,15 @@ class OptimalFIR:
 
     @classmethod
     def parse(cls, name: str) -> "OptimalFIR":
-        """Return the filter of a name in the grammar, as ``optimal-fir:taps=8``."""
-        return cls(**{key: int(value) for key, value in parse_name(name)[1].items()})
+        """Return the filter of a name in the grammar, as ``optimal-fir:taps=8``.
+
+        Raises:
+            ValueError: If it is the name of another filter.
+        """
+        word, values = parse_name(name)
+        if word != "optimal-fir":
+            raise ValueError(f"The filter must be 'optimal-fir:taps=...', got {name!r}. LowPassFilter.parse reads others.")
+        return cls(**{key: int(value) for key, value in values.items()})
 
     @property
     def order(self) -> int:

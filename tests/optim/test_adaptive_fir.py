@@ -359,3 +359,9 @@ def test_named_as_in_the_grammar():
     for written in ("optimal-fir:taps=8", "optimal-fir:taps=8,update_gap=20"):
         _, values = parse_name(written)
         assert str(OptimalFIR(**values)) == written
+
+
+@pytest.mark.parametrize("name", ["moving-average:taps=4", "momentum", "auto"])
+def test_another_filter_is_not_taken_for_one_whose_taps_follow(name):
+    with pytest.raises(ValueError, match=f"must be 'optimal-fir:taps=...', got '{name}'"):
+        OptimalFIR.parse(name)
