@@ -92,7 +92,7 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
         steps,
         learning_rates=learning_rates_of(args, steps=steps),
         low_pass_filter=None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter),
-        most_bands=1 + MOST_MEMORY // (4 * num_trained),
+        most_bands=1 + MOST_MEMORY // (4 * max(1, num_trained)),  # of none the engine says that it is none
     )
 
 

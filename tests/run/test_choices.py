@@ -11,6 +11,7 @@ from doppler_hf.privacy.accounting import Releases
 from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiers import thorough
+from tests.support.tiny import tiny_bert
 from tests.support.trainers import Recorder, StopAt, arguments, text_data, trained, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
@@ -138,3 +139,9 @@ def test_a_chosen_shape_keeps_at_most_two_gibibytes(tmp_path, num_trained, expec
     args = arguments(tmp_path, **(SHAPED | dict(max_steps=4000)), low_pass_filter="auto")
     sampler = PoissonSampler(num_examples=20_000, expected_batch_size=50)
     assert chosen_noise_shape(args, sampler=sampler, num_trained=num_trained).bands == expected
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused_by_its_reason(tmp_path):
+    model = tiny_bert().requires_grad_(False)
+    with pytest.raises(ValueError, match="The model must have a trainable parameter, got none"):
+        trainer_of(tmp_path, model=model, **SHAPED).train()
