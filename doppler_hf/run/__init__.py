@@ -19,7 +19,6 @@
 - ledger_callback: the ledger during training, and the guard of the budget
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
-- saving: what lies around a saved model
 - weight_filter_callback: the filter on the weights, and its part of a checkpoint
 - gradient_recorder: a small image of every private gradient
 - projection: the map from a gradient to its image

@@ -12,11 +12,12 @@ from transformers import Trainer
 
 from doppler_hf.disk import space_for
 from doppler_hf.run import refusals
+from doppler_hf.run.checkpoints import begin_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.own_loss import mean_and_outputs
+from doppler_hf.run.parameters import look_again_at_what_is_trained
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.saving import saved_whole
 from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state, with_whole_states
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -92,10 +93,24 @@ class AroundSteps(Trainer, ABC):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
         step = self.state.global_step if _internal_call and output_dir is not None else None
-        keepers = self._ledger_keeper, self._weight_filter
-        unwatched = contextlib.nullcontext() if self._run is None else self._run.unwatched()
-        with unwatched, saved_whole(folder, self.args, self.model, *keepers, checkpoint_step=step):
+        keeper, is_first = self._ledger_keeper, self.args.process_index == 0  # which alone writes
+        with contextlib.ExitStack() as saving:
+            if self._run is not None:
+                saving.enter_context(self._run.unwatched())
+            # Of the raw weights, for which the filtered ones stand in next.
+            speaks = keeper.speaks_for(self.model)
+            saving.enter_context(self._weight_filter.applied())
+            saving.enter_context(space_for("the model", folder=folder))
+            if is_first:
+                saving.enter_context(
+                    keeper.beside_model(folder, self.args, model=self.model, speaks=speaks, checkpoint_step=step)
+                )
+            look_again_at_what_is_trained(self.model)  # which no process could do alone
+            if step is not None and is_first:
+                begin_checkpoint(folder)
             super().save_model(output_dir, _internal_call=_internal_call)
+            if step is not None:
+                self._weight_filter.add_to_checkpoint(str(folder), self.args)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # The host's only method that all processes call before it saves on process 0 alone.

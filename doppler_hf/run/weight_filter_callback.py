@@ -4,7 +4,7 @@ A checkpoint's model files hold the filtered weights, so that `from_pretrained` 
 `weight_filter.pt` beside them holds the raw weights and the filter's states, from which a run is resumed.
 
 The host's callback hooks suffice to follow the training. There is none around evaluating and saving, so `DopplerTrainer`
-wraps `evaluation_loop` in `applied`, and `save_model` in `saving.saved_whole`.
+wraps `evaluation_loop` and `save_model` in `applied`.
 """
 
 import contextlib
