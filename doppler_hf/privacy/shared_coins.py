@@ -80,17 +80,16 @@ class DrawnInForward(NamedTuple):
     is_of_torch: bool
 
 
-def drawn_in_forward(model: nn.Module, forward: Callable[[int], object], *, rows: Sequence[int] = ROWS) -> DrawnInForward:
+def drawn_in_forward(model: nn.Module, forward: Callable[[int], object]) -> DrawnInForward:
     """Return what a forward pass in training mode draws.
 
     Args:
         model: The model.
-        forward: Computes the losses of that many copies of an example.
-        rows: Numbers of copies, primes.
+        forward: Computes the losses of that many copies of an example, for each of `ROWS`.
     """
     shared: dict[str, None] = {}
     moved: set[str] = set()
-    for number in rows:
+    for number in ROWS:
         drawn, moved_now = _drawn_by(number, model, forward)
         # A loop over rows draws single numbers, together as many for each row.
         found = [place for (place, operation, _), size in drawn.items() if size % number or _mixes(operation, size, number)]

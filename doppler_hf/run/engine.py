@@ -88,9 +88,10 @@ def attached_engine(
         rows_per_loss=rows_per_loss,
         sharded_sums=sharded_sums,
     ) as clipped:
+        start = StartCheck(clipped, model, losses_of, probes, in_step)
 
         def check() -> tuple[Rows | None, bool]:
-            return checked(clipped, model, args, losses_of, check_loss, probes, in_step), clipped.is_checked
+            return start.run(args, check_loss), clipped.is_checked
 
         # Of trained weights in shards each process moves the rows that it has.
         with moved(model) if sharded_sums is not None and args.grad_sample_self_check else contextlib.nullcontext():
@@ -102,44 +103,6 @@ def attached_engine(
                 "some without. Leave grad_sample_self_check out, with which others are looked for."
             )
         yield clipped, rows
-
-
-def checked(
-    clipped: ClippedGradients,
-    model: nn.Module,
-    args: DopplerTrainingArguments,
-    losses_of: Losses,
-    check_loss: CheckLoss,
-    probes: Probes,
-    in_step: InStep | None,
-) -> Rows | None:
-    """Check an engine, or run it once, and return what was found of the rows of a batch; None without a check.
-
-    Raises:
-        ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
-    """
-    rows = None
-    # Sensitivity: to TF32, which is cuDNN's default, a change by other examples of less than 1e-3 is a matter of rounding.
-    precise = highest_conv_precision(), highest_matmul_precision()
-    with left_as_it_was(model), no_layer_replaced(model), precise[0], precise[1]:
-        dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-        in_bf16 = args.bf16 or dtype == torch.bfloat16
-        if in_bf16 and args.clipping_quantile is not None:
-            raise ValueError(
-                f"clipping_quantile must be None in bfloat16, got {args.clipping_quantile}: the rounding of norms follows "
-                "the padding of a micro-batch, and the count of those within the clip norm would follow it. Train in "
-                "float32, or leave it out."
-            )
-        if args.grad_sample_self_check:
-            rows = StartCheck(clipped, model, losses_of, probes, in_step).run(in_bf16=in_bf16)
-        else:
-            run_once(clipped, model, losses_of, probes.probe().together)
-        with without_coins(model), clipped.unwatched():
-            check_loss(probes.probe().crowd, (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
-        if probes.views > 1 and not probes.is_random:
-            with clipped.unwatched():
-                warn_of_equal_views(model, losses_of, probes)
-    return rows
 
 
 def refuse_trainable(model: nn.Module) -> None:
@@ -185,30 +148,6 @@ def no_layer_replaced(model: nn.Module) -> Iterator[None]:
         )
 
 
-def run_once(clipped: ClippedGradients, model: nn.Module, losses_of: Losses, inputs: dict[str, Any]) -> None:
-    """Run the engine once as in training, so that a model that it cannot train is refused now.
-
-    Raises:
-        ValueError: If a layer has no per-sample gradients, or the forward pass writes statistics of the data.
-    """
-    model.train()
-    with nothing_written(model, again=lambda: losses_of(of_other_content(inputs))):
-        clipped.backward(losses_of(inputs))
-    clipped.reset()
-
-
-def warn_of_equal_views(model: nn.Module, losses_of: Losses, probes: Probes) -> None:
-    """Warn that views of data that are not random are all the same, unless the model draws random numbers."""
-    model.train()
-    with torch.no_grad():
-        if not is_random(losses_of, probes.probe().together):
-            warnings.warn(
-                f"augmentation_multiplicity={probes.views} takes the same view of an example each time: train_dataset, "
-                "data_collator and model draw no random numbers. Augment at random, or leave it out.",
-                stacklevel=2,
-            )
-
-
 def place_of(error: BaseException, model: nn.Module) -> str:
     """Return the innermost layer of a model in which an error was raised, in words."""
     names = {module: name for name, module in model.named_modules()}
@@ -219,7 +158,7 @@ def place_of(error: BaseException, model: nn.Module) -> str:
 
 @final
 class StartCheck:
-    """The comparison of an attached engine with plain autograd, in training mode.
+    """The check of an attached engine: its comparison with plain autograd, in training mode.
 
     Args:
         clipped: The engine.
@@ -230,25 +169,62 @@ class StartCheck:
     """
 
     def __init__(
-        self,
-        clipped: ClippedGradients,
-        model: nn.Module,
-        losses_of: Losses,
-        probes: Probes,
-        in_step: InStep | None = None,
+        self, clipped: ClippedGradients, model: nn.Module, losses_of: Losses, probes: Probes, in_step: InStep | None
     ) -> None:
         self._clipped, self._model, self._losses_of, self._probes = clipped, model, losses_of, probes
         self._gathered_in_float32 = contextlib.nullcontext if in_step is None else in_step.in_float32
 
-    def run(self, *, in_bf16: bool) -> Rows:
-        """Compare, in bfloat16 also in float32, where rounding hides nothing, if the memory suffices.
-
-        Returns:
-            What was found of the rows of a batch.
+    def run(self, args: DopplerTrainingArguments, check_loss: CheckLoss) -> Rows | None:
+        """Check the engine, or run it once, and return what was found of the rows of a batch; None without a comparison.
 
         Raises:
-            ValueError: If the model cannot be trained privately, by the name of what is at fault.
+            ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
         """
+        rows: Rows | None = None
+        model, probes = self._model, self._probes
+        # Sensitivity: to TF32, which is cuDNN's default, a change by other examples of less than 1e-3 is a matter of
+        # rounding.
+        with left_as_it_was(model), no_layer_replaced(model), highest_conv_precision(), highest_matmul_precision():
+            dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+            in_bf16 = args.bf16 or dtype == torch.bfloat16
+            if in_bf16 and args.clipping_quantile is not None:
+                raise ValueError(
+                    f"clipping_quantile must be None in bfloat16, got {args.clipping_quantile}: the rounding of norms "
+                    "follows the padding of a micro-batch, and the count of those within the clip norm would follow it. "
+                    "Train in float32, or leave it out."
+                )
+            if args.grad_sample_self_check:
+                rows = self._rows_compared(in_bf16=in_bf16)
+            else:
+                self._run_once()
+            with without_coins(model), self._clipped.unwatched():
+                check_loss(probes.probe().crowd, (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
+            if probes.views > 1 and not probes.is_random:
+                with self._clipped.unwatched():
+                    self._warn_of_equal_views()
+        return rows
+
+    def _run_once(self) -> None:
+        """Run the engine once as in training, so that a model that it cannot train is refused now."""
+        self._model.train()
+        inputs = self._probes.probe().together
+        with nothing_written(self._model, again=lambda: self._losses_of(of_other_content(inputs))):
+            self._clipped.backward(self._losses_of(inputs))
+        self._clipped.reset()
+
+    def _warn_of_equal_views(self) -> None:
+        """Warn that views of data that are not random are all the same, unless the model draws random numbers."""
+        self._model.train()
+        with torch.no_grad():
+            if not is_random(self._losses_of, self._probes.probe().together):
+                warnings.warn(
+                    f"augmentation_multiplicity={self._probes.views} takes the same view of an example each time: "
+                    "train_dataset, data_collator and model draw no random numbers. Augment at random, or leave it out.",
+                    stacklevel=2,
+                )
+
+    def _rows_compared(self, *, in_bf16: bool) -> Rows:
+        """Compare, in bfloat16 also in float32, where rounding hides nothing, if the memory suffices."""
         # Made before, since what data set and collator draw is not the model's.
         batches = {rows: self._probes.copies(rows) for rows in ROWS}
         drawn = self._drawn(batches)
@@ -281,7 +257,7 @@ class StartCheck:
         self._model.train()
         # A model that replaces its layers by shape is found later, as it was.
         with left_as_it_was(self._model), self._clipped.unwatched(), torch.no_grad():
-            drawn = drawn_in_forward(self._model, lambda rows: self._losses_of(batches[rows]), rows=[*batches])
+            drawn = drawn_in_forward(self._model, lambda rows: self._losses_of(batches[rows]))
         if self._probes.is_cut:
             refuse_shared_in_forward(drawn.shared, probabilities_for_all_rows(self._model))
         return drawn
