@@ -21,33 +21,18 @@ import contextlib
 import enum
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar, final
+from typing import Any, Final, Literal, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 
 _Outcome = TypeVar("_Outcome")
 # What gloo says of a process that is no more, in messages without a class of their own.
 _OF_A_SOCKET: Final = re.compile("gloo|Connection closed by peer|Connection reset by peer")
-
-
-class Unit(Protocol):
-    """A module whose weights are gathered together: torch's `FSDPModule`."""
-
-    def unshard(self) -> Any:
-        """Gather its weights."""
-
-    def reshard(self) -> None:
-        """Free all but the shards."""
-
-    def reset_iter_state(self) -> None:
-        """Let all be as before a pass; of the outermost one."""
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather by another function."""
 
 
 class Word(enum.IntEnum):
@@ -114,13 +99,13 @@ class InStep:
     """
 
     def __init__(
-        self, root: Unit, units: Sequence[Unit], *, group: dist.ProcessGroup, set_float32: Callable[[bool], None]
+        self, root: FSDPModule, units: Sequence[FSDPModule], *, group: dist.ProcessGroup, set_float32: Callable[[bool], None]
     ) -> None:
         self._root, self._units, self._group, self._set_float32 = root, units, group, set_float32
         self._rank = dist.get_rank()
         self._role: Literal["alike", "leader", "server"] = "alike"
         for number, unit in enumerate(units):
-            unit.set_custom_all_gather(_Gathering(self, number))
+            unit.set_custom_all_gather(_Gathering(self, number))  # type: ignore[arg-type]  # whose class has no public name
 
     # --- meetings -----------------------------------------------------------------------------------------------------
 
