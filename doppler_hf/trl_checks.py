@@ -52,8 +52,13 @@ def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_d
             "train_dataset must be of texts in a private run, got a column of images, whose patches models join over "
             "the batch. Leave it out, or train a classifier of images with DopplerTrainer."
         )
-    with pieces_left_out(host):
+    logger = logging.getLogger(host.__module__)
+    # Privacy: while it prepares the data, it shows the end of every prompt that differs from those before.
+    logger.addFilter(without_piece)
+    try:
         yield
+    finally:
+        logger.removeFilter(without_piece)
     if trainer.aux_loss_enabled:
         raise ValueError(
             "The balancing loss of a router must be off with differential privacy, got router_aux_loss_coef="
@@ -66,15 +71,3 @@ def without_piece(record: logging.LogRecord) -> bool:
     """Leave the piece of an example out of TRL's warning that a prompt is no beginning of its row (modified in place)."""
     record.msg = re.sub(r"(training sequence): .*(\. The model is trained)", r"\1\2", str(record.msg), flags=re.DOTALL)
     return True
-
-
-@contextlib.contextmanager
-def pieces_left_out(host: type) -> Iterator[None]:
-    """Let the log of one of TRL's trainers show no piece of an example in the block, in which it prepares the data."""
-    logger = logging.getLogger(host.__module__)
-    # Privacy: it shows the end of every such prompt that differs from those before.
-    logger.addFilter(without_piece)
-    try:
-        yield
-    finally:
-        logger.removeFilter(without_piece)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from transformers.hf_argparser import HfArg
 
-from doppler_hf.extras import require
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.language_model import LanguageModelArguments, for_trl
 from doppler_hf.workloads.launch import train_and_evaluate
@@ -30,7 +29,6 @@ class DPOArguments(LanguageModelArguments):
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, load, train, evaluate, save."""
     with one_line_errors():
-        require("trl")
         from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer
 
         args, lora_args, training_args = parse_args(DPOArguments, LoraArguments, DopplerDPOConfig, argv=argv)
