@@ -33,7 +33,7 @@ def synchronizations(step: Callable[[], Any], *, device: str) -> dict[str, int]:
     A line is the innermost one of doppler_hf, or of whatever called torch where there is none.
     """
     found: Counter[str] = Counter()
-    with (warned_of if device == "cuda" else would_wait)(found):
+    with (warned_of if device == "cuda" else WouldWait)(found):
         step()
     return dict(found.most_common())
 
@@ -56,13 +56,6 @@ def warned_of(found: Counter[str]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
-def would_wait(found: Counter[str]) -> Iterator[None]:
-    """Count the operators that would wait on CUDA by line."""
-    with WouldWait(found):
-        yield
 
 
 class WouldWait(TorchDispatchMode):
