@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -108,12 +108,12 @@ def truth_of(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]]) -> d
     return {"reason": reason}
 
 
-def train(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]]) -> None:
-    """Train for two private steps."""
+def train(model: nn.Module, examples: Sequence[dict[str, Tensor]], **options: Any) -> None:
+    """Train for two private steps, with some more training arguments."""
     with tempfile.TemporaryDirectory() as folder:
         args = DopplerTrainingArguments(
             output_dir=folder, noise_multiplier=1.0, per_device_train_batch_size=4, max_steps=2, save_strategy="no",
-            report_to="none", disable_tqdm=True, use_cpu=True, seed=0,
+            report_to="none", disable_tqdm=True, use_cpu=True, seed=0, **options,
         )  # fmt: skip
         DopplerTrainer(model=model, args=args, train_dataset=examples, data_collator=padded).train()
 

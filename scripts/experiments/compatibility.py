@@ -10,8 +10,6 @@ import contextlib
 import os
 import re
 import sys
-import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +22,8 @@ import transformers
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
-from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
+from scripts.experiments.architectures import is_ours, train
 from scripts.experiments.tiny_models import examples_of, padded, tiny_model
 
 MODELS: Final = (
@@ -200,21 +198,16 @@ def outcome(name: str, way: Way) -> str:
         changed = way.change(model)
     except NotOfPeft as error:
         return f"PEFT: {error}"
-    with tempfile.TemporaryDirectory() as folder:
-        args = DopplerTrainingArguments(
-            output_dir=folder, noise_multiplier=1.0, per_device_train_batch_size=4, max_steps=2, save_strategy="no",
-            report_to="none", disable_tqdm=True, use_cpu=True, seed=0, **way.options,
-        )  # fmt: skip
-        try:
-            DopplerTrainer(model=changed, args=args, train_dataset=examples, data_collator=padded).train()
-        except (ValueError, NotImplementedError) as error:
-            message = " ".join(str(error).split())
-            if "doppler_hf" in traceback.extract_tb(error.__traceback__)[-1].filename:
-                return message
-            # It would say so without privacy, too.
-            if "support" in message:
-                return f"host: {message}"
-            raise
+    try:
+        train(changed, examples, **way.options)
+    except (ValueError, NotImplementedError) as error:
+        message = " ".join(str(error).split())
+        if is_ours(error):
+            return message
+        # It would say so without privacy, too.
+        if "support" in message:
+            return f"host: {message}"
+        raise
     return TRAINS
 
 

@@ -55,7 +55,7 @@ def test_a_crash_ends_the_script(monkeypatch):
     def crashing(*args, **kwargs):
         raise KeyError("a defect")
 
-    monkeypatch.setattr(compatibility, "DopplerTrainer", crashing)
+    monkeypatch.setattr(compatibility, "train", crashing)
     with pytest.raises(KeyError, match="a defect"):
         compatibility.main(["--models", "BertForMaskedLM", "--ways", "all weights"])
 
