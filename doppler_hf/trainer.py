@@ -30,6 +30,7 @@ from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, refuse_other_parameters
 from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
+from doppler_hf.run.parameters import look_again
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -131,7 +132,7 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._prepare_model()
-        self._sharding.look_again(self.model)
+        look_again(self.model.parameters())  # others may have been loaded since they were cut
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
             earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from doppler_hf.privacy.clipping.sharded_sums import ShardedSums, remember_keeper
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.in_step import InStep
-from doppler_hf.run.parameters import described, look_again, remember_whole
+from doppler_hf.run.parameters import described, remember_whole
 from doppler_hf.run.replicas import give_all_the_weights_of_process_0
 from doppler_hf.shards import in_shards, rows_here, whole_of
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -200,10 +200,6 @@ class Sharding:
             if isinstance(module, PreTrainedModel):
                 # So that all processes generate equally many tokens.
                 module._is_fsdp_managed_module = True
-
-    def look_again(self, model: nn.Module) -> None:
-        """Know the model by the weights that it has now: others may have been loaded since they were cut."""
-        look_again(model.parameters())
 
     def _as_accelerator(self) -> Any:
         """Return what `fsdp2_prepare_model` reads of an accelerator, which has no FSDP on a CPU."""

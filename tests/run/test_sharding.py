@@ -18,7 +18,7 @@ from doppler_hf.privacy.clipping.as_in_training import in_full_precision
 from doppler_hf.privacy.clipping.memory import Memory
 from doppler_hf.privacy.reachable import is_opaque
 from doppler_hf.run import sharding
-from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
+from doppler_hf.run.parameters import digests_of, look_again, parameters_digest, untrained_digest
 from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, kinds_of_layers, shared_by_layers, whole_state
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
@@ -237,10 +237,10 @@ def test_weights_that_are_loaded_later_are_known_by_a_training():
     with torch.no_grad():
         for value in other.parameters():
             value.add_(1.0)
-    sharding = cut(model)
+    cut(model)
     model.load_state_dict(other.state_dict())
     assert parameters_digest(model) != parameters_digest(other)
-    sharding.look_again(model)
+    look_again(model.parameters())
     assert parameters_digest(model) == parameters_digest(other)
 
 
