@@ -104,7 +104,7 @@ class GradientRecorder(TrainerCallback):
     @classmethod
     def load(cls, path: str | Path) -> "GradientRecorder":
         """Return the recording that `save` wrote."""
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(path if str(path).endswith(".npz") else f"{path}.npz", allow_pickle=False) as file:
             recorder = cls(
                 dimensions=file["private"].shape[1],
                 record_raw=file["record_raw"].item(),

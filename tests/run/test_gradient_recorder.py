@@ -224,3 +224,9 @@ def test_runs_that_cannot_be_recorded_are_refused(tmp_path, options, run, messag
 def test_the_raw_gradient_is_recorded_where_asked_for_only():
     with pytest.raises(ValueError, match="record_raw must be True to record raw gradients, got False"):
         GradientRecorder().record_raw_gradient({}, 8)
+
+
+def test_a_recording_is_loaded_by_the_name_that_it_was_saved_under(tmp_path):
+    """NumPy adds its suffix to a name without one."""
+    GradientRecorder(dimensions=8).save(tmp_path / "recording")
+    assert GradientRecorder.load(tmp_path / "recording").dimensions == 8
