@@ -44,7 +44,7 @@ from scripts.bench.measure import (
     memory_now,
     memory_peak,
     quartiles,
-    seconds_of,
+    seconds_in_turn,
     settings,
 )
 
@@ -96,7 +96,6 @@ LARGE_WORKS = {
 }
 ALL_WORKS = WORKS | LARGE_WORKS
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 64, "length": 32, "batch": 4, "options": ()}
-WARM_UP = 2  # steps of each kind before anything is timed
 MEMORY_STEPS = 3
 
 
@@ -190,9 +189,7 @@ def paired_seconds(work: Work, engine: str, args: BenchArguments) -> np.ndarray:
     """Return the seconds of plain and of private steps, made in turn on two equal models, shape (pairs, 2)."""
     with contextlib.ExitStack() as stack:
         steps = [stack.enter_context(stepping(kind, *build(work, device=args.device), args)) for kind in ("plain", engine)]
-        for step in steps * WARM_UP:
-            seconds_of(step, device=args.device)
-        return np.array([[seconds_of(step, device=args.device) for step in steps] for _ in range(args.pairs)])
+        return seconds_in_turn(*steps, pairs=args.pairs, device=args.device)
 
 
 def peak_memory(work: Work, engine: str, args: BenchArguments) -> float:

@@ -36,7 +36,7 @@ from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench import engine, gpu_page, noise, optimizer
-from scripts.bench.measure import append_json_line, chosen, in_fresh_process, quartiles, seconds_of
+from scripts.bench.measure import WARM_UP, append_json_line, chosen, in_fresh_process, quartiles, seconds_in_turn
 from scripts.bench.synchronizations import synchronizations
 
 ROOT = Path(__file__).parents[2]
@@ -194,15 +194,13 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def step_seconds(work: engine.Work, settings: engine.BenchArguments) -> np.ndarray:
     """Return the seconds of plain and of private whole steps, made in turn, shape (pairs, 2)."""
     with whole_steps(work, settings) as steps:
-        for step in steps * engine.WARM_UP:
-            step()
-        return np.array([[seconds_of(step, device=settings.device) for step in steps] for _ in range(settings.pairs)])
+        return seconds_in_turn(*steps, pairs=settings.pairs, device=settings.device)
 
 
 def waits(work: engine.Work, settings: engine.BenchArguments) -> Row:
     """Return how often each line of a whole step waits for the device, of a plain one and of a private one."""
     with whole_steps(work, settings) as steps:
-        for step in steps * engine.WARM_UP:
+        for step in steps * WARM_UP:
             step()
         plain, private = (synchronizations(step, device=settings.device) for step in steps)
     return {"plain": plain, "private": private}

@@ -22,6 +22,7 @@ from jaxtyping import Float
 
 # Nothing of doppler_hf: the tests' conftest imports this before the checks of arrays are in place, which it would pass by.
 MIB = 2**20
+WARM_UP = 3  # steps of each kind before anything is timed
 
 
 def quartiles(ratios: Float[np.ndarray, " pairs"]) -> tuple[float, float, float]:
@@ -44,6 +45,13 @@ def seconds_of(step: Callable[[], Any], *, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def seconds_in_turn(*steps: Callable[[], Any], pairs: int, device: str) -> np.ndarray:
+    """Return the seconds of steps that are made in turn, shape (pairs, steps)."""
+    for step in steps * WARM_UP:
+        step()
+    return np.array([[seconds_of(step, device=device) for step in steps] for _ in range(pairs)])
 
 
 def memory_now(device: str) -> int:

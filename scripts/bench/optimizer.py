@@ -34,7 +34,7 @@ from scripts.bench.measure import (
     memory_now,
     memory_peak,
     quartiles,
-    seconds_of,
+    seconds_in_turn,
     settings,
 )
 
@@ -58,7 +58,6 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
     "weights": {f"{name} on the weights": {"weight_filter": PAPER_FILTERS[name]} for name in ("momentum", "second-order")},
 }
 SIZES = {"full": (768, 12), "tiny": (32, 1)}  # width and layers
-WARM_UP = 3
 MEMORY_STEPS = 3
 
 
@@ -99,16 +98,10 @@ def step_of(kind: dict[str, Any] | None, params: list[nn.Parameter]) -> Callable
     return DopplerOptimizer(params, lr=1e-4, weight_decay=0.01, rank=rank, **kind).step
 
 
-def paired_seconds(first: Callable[[], Any], second: Callable[[], Any], args: BenchArguments) -> np.ndarray:
-    """Return the seconds of both, made in turn, shape (pairs, 2)."""
-    for step in (first, second) * WARM_UP:
-        step()
-    return np.array([[seconds_of(step, device=args.device) for step in (first, second)] for _ in range(args.pairs)])
-
-
 def kind_seconds(kind: dict[str, Any], args: BenchArguments) -> np.ndarray:
     """Return the seconds of torch's own optimizer and of ours with these arguments, made in turn, shape (pairs, 2)."""
-    return paired_seconds(step_of(None, parameters(args)), step_of(kind, parameters(args)), args)
+    steps = (step_of(way, parameters(args)) for way in (None, kind))
+    return seconds_in_turn(*steps, pairs=args.pairs, device=args.device)
 
 
 def peak_memory(kind: dict[str, Any] | None, args: BenchArguments) -> float:
@@ -152,7 +145,7 @@ def measure_projectors(args: BenchArguments) -> None:
         for projector in PROJECTORS:
             full_svd = functools.partial(find_basis, matrix, rank, projector="svd")
             ours = functools.partial(find_basis, matrix, rank, projector=projector, previous=previous)
-            seconds = paired_seconds(full_svd, ours, args)
+            seconds = seconds_in_turn(full_svd, ours, pairs=args.pairs, device=args.device)
             captured = energy(matrix, ours()) / best
             q1, speedup, q3 = quartiles(seconds[:, 0] / seconds[:, 1])
             milliseconds = 1000 * float(np.median(seconds[:, 1]))

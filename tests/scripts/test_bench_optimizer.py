@@ -14,7 +14,6 @@ from scripts.bench.optimizer import (
     BenchArguments,
     energy,
     matrices,
-    paired_seconds,
     parameters,
     peak_memory,
     step_of,
@@ -108,13 +107,6 @@ def test_an_unknown_work_ends_in_one_line():
         SystemExit, match=r"^error: --works must be of filters, bfloat16, galore, adaptive, weights, projectors, got 'adam'"
     ):
         bench_optimizer.main([*FLAGS, "--works=galore,adam"])
-
-
-def test_pairs_are_made_in_turn_after_warming_up():
-    made = []
-    seconds = paired_seconds(lambda: made.append("one"), lambda: made.append("other"), TINY)
-    assert seconds.shape == (3, 2)
-    assert made == ["one", "other"] * (bench_optimizer.WARM_UP + 3)
 
 
 def test_the_parameters_are_an_encoders():

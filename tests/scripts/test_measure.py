@@ -7,11 +7,27 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.bench.measure import append_json_line, in_fresh_process, memory_now, memory_peak, quartiles, resident_bytes
+from scripts.bench.measure import (
+    WARM_UP,
+    append_json_line,
+    in_fresh_process,
+    memory_now,
+    memory_peak,
+    quartiles,
+    resident_bytes,
+    seconds_in_turn,
+)
 
 
 def test_quartiles_are_in_order():
     assert quartiles(np.array([3.0, 1.0, 2.0, 5.0, 4.0])) == (2.0, 3.0, 4.0)
+
+
+def test_pairs_are_made_in_turn_after_warming_up():
+    made = []
+    seconds = seconds_in_turn(lambda: made.append("one"), lambda: made.append("other"), pairs=3, device="cpu")
+    assert seconds.shape == (3, 2)
+    assert made == ["one", "other"] * (WARM_UP + 3)
 
 
 def a_block_held_and_let_go():
