@@ -22,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def add_perplexity(metrics: dict[str, float]) -> None:
     """Add the perplexity (modified in place)."""
     # The model's own loss: the mean over the tokens of a batch, then over the batches, weighted by their rows.
-    metrics["eval_perplexity"] = math.exp(metrics["eval_loss"])
+    try:
+        metrics["eval_perplexity"] = math.exp(metrics["eval_loss"])
+    except OverflowError:  # of a training that diverged
+        metrics["eval_perplexity"] = math.inf
 
 
 if __name__ == "__main__":

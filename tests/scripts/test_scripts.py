@@ -91,6 +91,12 @@ def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
         assert BertForSequenceClassification.from_pretrained(out).num_labels == GLUE_TASKS[task_name].num_labels
 
 
+def test_the_perplexity_of_a_training_that_diverged_is_infinite():
+    metrics = {"eval_loss": 1000.0}
+    causal_lm.add_perplexity(metrics)
+    assert metrics["eval_perplexity"] == math.inf
+
+
 @pytest.mark.thorough
 def test_glue_with_the_mean_head(tmp_path, bert_dir, data_dir):
     flags = (*PRIVATE, "--pooling=mean", "--lora_r=2", "--lora_target_modules=query,value")
