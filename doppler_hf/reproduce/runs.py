@@ -9,13 +9,14 @@ import io
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import EvalPrediction, PrinterCallback, set_seed
+from transformers import EvalPrediction, PrinterCallback, TrainerCallback, set_seed
 
 from doppler_hf.reproduce.data import Data
 from doppler_hf.reproduce.networks import Trained, with_trained
@@ -66,8 +67,13 @@ class StudyTrainer(DopplerTrainer):
         return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
 
 
-def train(run: Run, *, data: Data) -> dict[str, Any]:
+def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
     """Train once.
+
+    Args:
+        run: The run.
+        data: Its data.
+        callbacks: Callbacks of the trainer. A log of runs does not know of them.
 
     Returns:
         `tuning` and `report`, the accuracies on these parts, and the numbers of the mechanism.
@@ -96,7 +102,12 @@ def train(run: Run, *, data: Data) -> dict[str, Any]:
             **arguments,
         )
         trainer = StudyTrainer(
-            model=network, args=args, train_dataset=data.train, data_collator=data.collator, compute_metrics=_accuracy
+            model=network,
+            args=args,
+            train_dataset=data.train,
+            data_collator=data.collator,
+            compute_metrics=_accuracy,
+            callbacks=[*callbacks],
         )
         trainer.remove_callback(PrinterCallback)
         if floor_fraction is not None:
