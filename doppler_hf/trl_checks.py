@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
+from transformers.trainer_utils import has_length
+
+from doppler_hf.run.refusals import refuse_repeats
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 # TRL's argument → the reason why a private run cannot have it.
@@ -39,7 +42,8 @@ def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_d
         train_dataset: The training set.
 
     Raises:
-        ValueError: If the arguments are of another class, the data set has images, or the loss balances experts.
+        ValueError: If the arguments are of another class, the data set has images or repeated rows, or the loss balances
+            experts.
     """
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
@@ -52,6 +56,9 @@ def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_d
             "train_dataset must be of texts in a private run, got a column of images, whose patches models join over "
             "the batch. Leave it out, or train a classifier of images with DopplerTrainer."
         )
+    if train_dataset is not None and has_length(train_dataset):
+        # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
+        refuse_repeats(args, train_dataset)
     logger = logging.getLogger(host.__module__)
     # Privacy: while it prepares the data, it shows the end of every prompt that differs from those before.
     logger.addFilter(without_piece)

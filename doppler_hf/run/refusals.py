@@ -114,6 +114,11 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
             "for a row, and one text more moves others to other rows. Do without packing, or pack each person's texts by "
             "themselves and set privacy_unit_column."
         )
+    refuse_repeats(args, train_dataset)
+
+
+def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
+    """Refuse a data set in which rows stand more than once, unless they share a unit of privacy."""
     # Sensitivity: a record that stands in k rows contributes k times C.
     if args.privacy_unit_column is None and has_repeats(train_dataset):
         raise ValueError(

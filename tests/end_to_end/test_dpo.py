@@ -331,6 +331,11 @@ def test_a_stream_and_images_are_refused(tmp_path):
         trainer_of(tmp_path, data=chat.preferences().add_column("image", ["none"] * 24))
 
 
+def test_pairs_that_are_repeated_are_refused_though_trl_writes_them_anew(tmp_path):
+    with pytest.raises(ValueError, match="train_dataset must have each row once, got one with rows that are repeated"):
+        trainer_of(tmp_path, data=chat.preferences().repeat(2))
+
+
 def test_a_loss_of_the_users_own_is_refused_unless_it_is_per_pair(tmp_path):
     class OfBatch(DopplerDPOTrainer):
         def compute_loss(self, *args, **kwargs):

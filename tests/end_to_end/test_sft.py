@@ -216,6 +216,14 @@ def test_a_stream_is_refused(tmp_path):
         trainer_of(tmp_path, data=chat.prompts().to_iterable_dataset())
 
 
+def test_rows_that_are_repeated_are_refused_though_trl_writes_them_anew(tmp_path):
+    twice = chat.prompts().repeat(2)
+    with pytest.raises(ValueError, match="train_dataset must have each row once, got one with rows that are repeated"):
+        trainer_of(tmp_path, data=twice)
+    with_units = twice.add_column("user", [*range(24)] * 2)
+    assert len(trainer_of(tmp_path, data=with_units, privacy_unit_column="user").train_dataset) == 48
+
+
 def test_a_batch_in_one_row_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, bf16=False)
     trainer.data_collator.padding_free = True
