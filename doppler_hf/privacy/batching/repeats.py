@@ -1,6 +1,6 @@
 """Whether a row stands in a data set more than once, so that its record would contribute more than C.
 
-By its place in the tables or data sets below, not by its content: equal rows may be of two people.
+By its place in the files, tables or data sets below, not by its content: equal rows may be of two people.
 """
 
 from collections import defaultdict
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Subset
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 
 def has_repeats(dataset: Any) -> bool:
@@ -17,14 +18,18 @@ def has_repeats(dataset: Any) -> bool:
     Args:
         dataset: A `datasets.Dataset`, or one of torch's. What other data sets are made of is not known.
     """
-    others: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+    others: defaultdict[Any, list[np.ndarray]] = defaultdict(list)
     columns: defaultdict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
     for source, rows in _sources(dataset, np.arange(len(dataset))):
-        if (table := _table_of(source)) is None:
-            others[id(source)].append(rows)
-        else:
+        if (table := _table_of(source)) is not None:
+            for path, places in _in_files(table, rows):
+                others[path].append(places)
             for name in table.column_names:
                 columns[name] += _in_memory(table.column(name), rows)
+        else:
+            others[id(source)].append(rows)
+            for key, places in _in_tensors(source, rows):
+                others[key].append(places)
     # Sensitivity: rows of two data sets that lie in the same numbers of one column are one record, whatever else they hold.
     return any(map(_are_repeated, others.values())) or any(map(_overlap, columns.values()))
 
@@ -53,6 +58,35 @@ def _from_start(rows: np.ndarray, size: int) -> np.ndarray:
 def _table_of(dataset: Any) -> Any:
     """Return the table of a `datasets.Dataset`, of all of its rows, chosen or not; of other data sets None."""
     return getattr(dataset, "_data", None) if isinstance(getattr(dataset, "column_names", None), list) else None
+
+
+def _in_files(table: Any, rows: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the files of which parts of a table are, and the places there of some of its rows.
+
+    A file that is read twice, as for `split="train[:60%]+train[40%:]"`, has two places in memory.
+    """
+    rows = np.sort(rows, kind="stable")
+    first = 0
+    for beside in getattr(table, "blocks", [[table]]):  # parts of the table from top to bottom, of columns beside each other
+        begin, end = np.searchsorted(rows, [first, first + len(beside[0])])
+        here = rows[begin:end] - first
+        first += len(beside[0])
+        # Once for a file, of which some columns may stand beside others.
+        for path, start in {(block.path, _start_in_file(block)) for block in beside if hasattr(block, "path")}:
+            yield path, here + start
+
+
+def _start_in_file(block: Any) -> int:
+    """Return the row of its file with which a part of a table begins."""
+    return sum(arguments[0] for name, arguments, _ in block.replays if name == "slice")
+
+
+def _in_tensors(source: Any, rows: np.ndarray) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """Yield the memory of the tensors of a data set of torch's, by number and address, and the places there of its rows."""
+    for number, tensor in enumerate(source.tensors if isinstance(source, TensorDataset) else ()):
+        # Where rows lie at one place they share numbers that are of none of them.
+        if tensor.layout is torch.strided and tensor.numel() and tensor.stride(0):
+            yield (number, tensor.untyped_storage().data_ptr()), rows * tensor.stride(0) + int(tensor.storage_offset())
 
 
 def _in_memory(column: Any, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -1,8 +1,9 @@
 """Rows that a data set has more than once are found by their places, and equal rows of others are not."""
 
 import pytest
-from datasets import Dataset, concatenate_datasets, interleave_datasets
-from torch.utils.data import ConcatDataset, Subset
+import torch
+from datasets import Dataset, concatenate_datasets, interleave_datasets, load_dataset, load_from_disk
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from doppler_hf.privacy.batching.repeats import has_repeats
 
@@ -51,3 +52,42 @@ def test_rows_that_stand_in_a_data_set_more_than_once_are_found(column, makes, i
     assert {name: has_repeats(make(data)) for name, make in makes.items() if name not in of_records} == {
         name: is_repeated for name in makes if name not in of_records
     }
+
+
+def test_rows_of_a_file_that_is_read_twice_are_found(tmp_path):
+    Dataset.from_dict({"number": [*range(10)], "word": [*"abcdefghij"]}).to_parquet(tmp_path / "train.parquet")
+
+    def read(split):
+        return load_dataset(
+            "parquet", data_files=str(tmp_path / "train.parquet"), split=split, cache_dir=str(tmp_path / "cache")
+        )
+
+    read("train").save_to_disk(tmp_path / "saved")
+    saved, again = (load_from_disk(str(tmp_path / "saved")) for _ in range(2))
+    beside = concatenate_datasets([saved.select_columns("number"), again.select_columns("word")], axis=1)
+    first, last = read("train[:5]"), read("train[5:]")
+    once = [read("train[:50%]+train[50%:]"), ConcatDataset([first, last]), beside, beside.shuffle(seed=0)]
+    once += [
+        concatenate_datasets([first.shuffle(seed=0), last]),
+        concatenate_datasets([saved.select([0, 9]), again.select([1])]),
+    ]
+    more = [read("train[:60%]+train[40%:]"), ConcatDataset([saved, again]), concatenate_datasets([first, read("train[4:]")])]
+    more += [beside.repeat(2), concatenate_datasets([saved.select([0, 9]).rename_column("word", "text"), again.select([9])])]
+    assert [*map(has_repeats, once)] == [False] * len(once)
+    assert [*map(has_repeats, more)] == [True] * len(more)
+
+
+def test_rows_of_tensors_that_two_data_sets_share_are_found():
+    numbers, labels = torch.arange(20.0).view(10, 2), torch.arange(10)
+    weight = torch.ones(1).expand(10)
+    once = [
+        TensorDataset(numbers, labels, weight),
+        TensorDataset(labels, labels),
+        TensorDataset(numbers.to_sparse(), labels),
+    ]
+    once += [ConcatDataset([TensorDataset(numbers[:5]), TensorDataset(numbers[5:])])]
+    once += [ConcatDataset([TensorDataset(numbers), TensorDataset(numbers.clone())])]
+    more = [ConcatDataset([TensorDataset(numbers[:6], labels[:6]), TensorDataset(numbers[4:], labels[4:])])]
+    more += [ConcatDataset([TensorDataset(numbers, labels), TensorDataset(numbers.clone(), labels)])]
+    assert [*map(has_repeats, once)] == [False] * len(once)
+    assert [*map(has_repeats, more)] == [True] * len(more)
