@@ -103,8 +103,12 @@ def labels_of(dataset: Any) -> np.ndarray | None:
 
 
 def is_stored(examples: Any) -> bool:
-    """Return whether examples are read from a table as they stand there, as by `datasets` without a transform."""
-    return isinstance(form := getattr(examples, "format", None), Mapping) and form.get("type") != "custom"
+    """Return whether examples are read from a table as they stand there, as by `datasets` without a transform.
+
+    Not by a subclass, which may change them, or make several of one.
+    """
+    is_of_datasets = type(examples).__module__ == "datasets.arrow_dataset"
+    return is_of_datasets and isinstance(form := examples.format, Mapping) and form.get("type") != "custom"
 
 
 def _names(dataset: Any) -> list[str]:

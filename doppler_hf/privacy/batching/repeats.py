@@ -4,7 +4,7 @@ By its place in the files, tables or data sets below, not by its content: equal 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ def has_repeats(dataset: Any) -> bool:
     """Return whether a row stands in a data set more than once, as by `select`, `repeat`, `Subset` or `ConcatDataset`.
 
     Args:
-        dataset: A `datasets.Dataset`, or one of torch's. What other data sets are made of is not known.
+        dataset: A `datasets.Dataset`, one of torch's, or a list. What other data sets are made of is not known.
     """
     others: defaultdict[Any, list[np.ndarray]] = defaultdict(list)
     columns: defaultdict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
@@ -30,6 +30,8 @@ def has_repeats(dataset: Any) -> bool:
             others[id(source)].append(rows)
             for key, places in _in_tensors(source, rows):
                 others[key].append(places)
+            if isinstance(source, list | tuple):
+                others["objects"].append(_objects(source, rows))
     # Sensitivity: rows of two data sets that lie in the same numbers of one column are one record, whatever else they hold.
     return any(map(_are_repeated, others.values())) or any(map(_overlap, columns.values()))
 
@@ -87,6 +89,11 @@ def _in_tensors(source: Any, rows: np.ndarray) -> Iterator[tuple[tuple[int, int]
         # Where rows lie at one place they share numbers that are of none of them.
         if tensor.layout is torch.strided and tensor.numel() and tensor.stride(0):
             yield (number, tensor.untyped_storage().data_ptr()), rows * tensor.stride(0) + int(tensor.storage_offset())
+
+
+def _objects(source: Sequence[Any], rows: np.ndarray) -> np.ndarray:
+    """Return the addresses of those rows of a list that are objects of their own, as numbers and words need not be."""
+    return np.array([id(source[row]) for row in rows if isinstance(source[row], Mapping | list | tuple)], dtype=int)
 
 
 def _in_memory(column: Any, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -105,6 +105,18 @@ def test_a_null_of_one_example_does_not_round_the_numbers_of_others(form):
         assert np.array_equal(beside[name], alone[name])
 
 
+def test_a_subclass_that_makes_several_rows_of_one_is_refused():
+    class Pieces(Dataset):
+        def __getitems__(self, keys):
+            return [piece for row in super().__getitems__(keys) for piece in [row] * row["number"]]
+
+    data = Dataset.from_dict({"number": [1, 1, 2]})
+    data.__class__ = Pieces
+    assert fetch(data, [1, 0], fill=lambda: None) == [{"number": 1}] * 2
+    with pytest.raises(ValueError, match="train_dataset must return one row for each example, got more or fewer"):
+        fetch(data, [0, 2], fill=lambda: None)
+
+
 @pytest.mark.parametrize("max_tokens", [None, 8])
 def test_an_empty_piece_never_reaches_the_collator(max_tokens):
     assert collate_piece(OfStep([], step=0), collator=pad, max_tokens=max_tokens) == []

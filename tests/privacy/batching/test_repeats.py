@@ -22,6 +22,8 @@ ONCE = {
     "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([1, 3])]),
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, -1])]),
     "a list": lambda data: [*data],
+    "a list of words": lambda data: ["a", "b", "a", None, None],
+    "a list of equal rows": lambda data: [{"a": 1}, {"a": 1}],
     "none": lambda data: data.select([]),
 }
 MORE = {
@@ -38,6 +40,8 @@ MORE = {
     "two sets of one table": lambda data: ConcatDataset([data.select([0, 2]), data.select(range(2, 5))]),
     "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([2, 3])]),
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 2])]),
+    "a list": lambda data: (rows := [*data]) + rows[:1] * 2,
+    "two lists": lambda data: ConcatDataset([rows := [*data], rows[2:3]]),
     "two subsets of a list": lambda data: ConcatDataset([Subset(rows := [*data], [0, 2]), Subset(rows, [1, 2 - len(data)])]),
 }
 
