@@ -194,9 +194,15 @@ def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[
     files = {}
     for split in ("train", *evaluation_splits):
         # A split in one file, or in the shards of a download from the hub.
-        paths = sorted([*folder.glob(f"{split}.parquet"), *folder.glob(f"{split}-*-of-*.parquet")])
-        if paths:
-            files[split] = [str(path) for path in paths]
+        whole, shards = [*folder.glob(f"{split}.parquet")], sorted(folder.glob(f"{split}-*-of-*.parquet"))
+        # Sensitivity: of both, every record would stand in two rows.
+        if whole and shards:
+            raise ValueError(
+                f"--dataset_dir {folder} must have each split once, got {whole[0].name} and {shards[0].name}. Remove one of "
+                "them."
+            )
+        if whole or shards:
+            files[split] = [str(path) for path in whole or shards]
     if "train" not in files:
         raise ValueError(f"--dataset_dir {folder} has no train.parquet (nor train-00000-of-….parquet). Add the file.")
     if len(files) == 1:

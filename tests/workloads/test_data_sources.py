@@ -42,6 +42,13 @@ def test_hub_style_shards(tmp_path):
     assert load_glue("sst2", str(tmp_path)).num_rows == {"train": 5, "validation": 1}
 
 
+def test_a_split_in_one_file_and_in_shards_too_is_refused(tmp_path):
+    for name in ("train", "train-00000-of-00001", "validation"):
+        write_glue(tmp_path, name, "sst2")
+    with pytest.raises(ValueError, match=r"must have each split once, got train\.parquet and train-00000-of-00001\.parquet"):
+        load_glue("sst2", str(tmp_path))
+
+
 def test_unknown_task():
     with pytest.raises(ValueError, match=r"task_name must be one of cola, .*, wnli, got 'imdb'\."):
         load_glue("imdb")

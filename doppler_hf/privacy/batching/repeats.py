@@ -5,18 +5,22 @@ By its place in the files, tables or data sets below, not by its content: equal 
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+# Of a list the objects that are rows, and of their own; numbers and words need not be.
+_ROWS: Final = (Mapping, list, tuple)
 
 
 def has_repeats(dataset: Any) -> bool:
     """Return whether a row stands in a data set more than once, as by `select`, `repeat`, `Subset` or `ConcatDataset`.
 
     Args:
-        dataset: A `datasets.Dataset`, one of torch's, or a list. What other data sets are made of is not known.
+        dataset: A `datasets.Dataset`, one of torch's, or a list. Another one is taken to be made, row by row, of such a one
+            among its attributes, if one alone is as long.
     """
     others: defaultdict[Any, list[np.ndarray]] = defaultdict(list)
     columns: defaultdict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
@@ -50,6 +54,23 @@ def _sources(dataset: Any, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]
         rows = _from_start(rows, len(dataset))
         chosen = getattr(dataset, "_indices", None) if _table_of(dataset) is not None else None
         yield dataset, rows if chosen is None else chosen.column(0).to_numpy()[rows]
+        if (held := _held(dataset)) is not None:
+            yield from _sources(held, rows)
+
+
+def _held(dataset: Any) -> Any:
+    """Return the only attribute of a data set that holds as many rows, as of one that tokenizes another's; None if none."""
+    if _table_of(dataset) is not None or isinstance(dataset, TensorDataset) or not hasattr(dataset, "__dict__"):
+        return None
+    attributes: Iterator[Any] = filter(_holds_rows, vars(dataset).values())
+    found = {id(value): value for value in attributes if len(value) == len(dataset)}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _holds_rows(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and isinstance(value[0], _ROWS)
+    return _table_of(value) is not None or (isinstance(value, Dataset) and hasattr(value, "__len__"))
 
 
 def _from_start(rows: np.ndarray, size: int) -> np.ndarray:
@@ -92,8 +113,8 @@ def _in_tensors(source: Any, rows: np.ndarray) -> Iterator[tuple[tuple[int, int]
 
 
 def _objects(source: Sequence[Any], rows: np.ndarray) -> np.ndarray:
-    """Return the addresses of those rows of a list that are objects of their own, as numbers and words need not be."""
-    return np.array([id(source[row]) for row in rows if isinstance(source[row], Mapping | list | tuple)], dtype=int)
+    """Return the addresses of those rows of a list that are objects of their own."""
+    return np.array([id(source[row]) for row in rows if isinstance(source[row], _ROWS)], dtype=int)
 
 
 def _in_memory(column: Any, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

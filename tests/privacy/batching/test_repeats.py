@@ -58,6 +58,32 @@ def test_rows_that_stand_in_a_data_set_more_than_once_are_found(column, makes, i
     }
 
 
+class Wrapped(torch.utils.data.Dataset):
+    """Makes each item of the row of another data set."""
+
+    def __init__(self, rows, labels=None, **others):
+        self.rows, self.labels = rows, labels
+        vars(self).update(others)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_repeats_are_found_in_the_only_data_set_that_another_one_holds():
+    data = Dataset.from_dict({"number": [*range(8)]})
+    rows = [*data]
+    once = [Wrapped(data, labels=[0] * 8), Wrapped(Wrapped(rows, alias=rows)), Wrapped(data, other=data.select([0, 0]))]
+    once += [Subset(Wrapped(rows + rows[:2]), range(8)), Wrapped(data, texts=data.select_columns("number"))]
+    once += [Wrapped(TensorDataset(torch.arange(2), torch.arange(2)))]
+    more = [Wrapped(data.select([1, 1])), Wrapped(rows + rows[:2], labels=[0] * 10), Wrapped(Wrapped(Subset(data, [0, 0])))]
+    more += [Subset(Wrapped(rows + rows[:2]), [0, 1, 8]), ConcatDataset([Wrapped(data), Wrapped(data)])]
+    assert [*map(has_repeats, once)] == [False] * len(once)
+    assert [*map(has_repeats, more)] == [True] * len(more)
+
+
 def test_rows_of_a_file_that_is_read_twice_are_found(tmp_path):
     Dataset.from_dict({"number": [*range(10)], "word": [*"abcdefghij"]}).to_parquet(tmp_path / "train.parquet")
 
