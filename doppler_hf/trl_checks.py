@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from transformers.trainer_utils import has_length
-
 from doppler_hf.run.refusals import refuse_repeats
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -56,9 +54,8 @@ def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_d
             "train_dataset must be of texts in a private run, got a column of images, whose patches models join over "
             "the batch. Leave it out, or train a classifier of images with DopplerTrainer."
         )
-    if train_dataset is not None and has_length(train_dataset):
-        # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
-        refuse_repeats(args, train_dataset)
+    # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
+    refuse_repeats(args, train_dataset)
     logger = logging.getLogger(host.__module__)
     # Privacy: while it prepares the data, it shows the end of every prompt that differs from those before.
     logger.addFilter(without_piece)

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     ),
     "extras": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers"),
-    "trl_checks": ("training_args", ""),
+    "trl_checks": ("training_args run.refusals", ""),
     "sft": ("trainer training_args trl_checks run.around", "transformers trl"),
     "dpo": ("trainer training_args trl_checks run.around privacy", "transformers trl torch jaxtyping"),
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),

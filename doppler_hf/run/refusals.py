@@ -118,9 +118,9 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
 
 
 def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
-    """Refuse a data set in which rows stand more than once, unless they share a unit of privacy."""
+    """Refuse a data set with a length in which rows stand more than once, unless they share a unit of privacy."""
     # Sensitivity: a record that stands in k rows contributes k times C.
-    if args.privacy_unit_column is None and has_repeats(train_dataset):
+    if args.privacy_unit_column is None and has_length(train_dataset) and has_repeats(train_dataset):
         raise ValueError(
             "train_dataset must have each row once, got one with rows that are repeated, as by select, repeat, Subset or "
             "interleave_datasets: ε is for a row, and a record of several rows has several. Leave out the repeats, or name "
