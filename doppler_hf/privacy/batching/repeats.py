@@ -68,8 +68,8 @@ def _held(dataset: Any) -> Any:
 
 
 def _holds_rows(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and isinstance(value[0], _ROWS)
+    if isinstance(value, list):  # of rows, not of labels, which many rows may have as one object
+        return bool(value) and isinstance(value[0], Mapping)
     return _table_of(value) is not None or (isinstance(value, Dataset) and hasattr(value, "__len__"))
 
 

@@ -77,7 +77,7 @@ def test_repeats_are_found_in_the_only_data_set_that_another_one_holds():
     rows = [*data]
     once = [Wrapped(data, labels=[0] * 8), Wrapped(Wrapped(rows, alias=rows)), Wrapped(data, other=data.select([0, 0]))]
     once += [Subset(Wrapped(rows + rows[:2]), range(8)), Wrapped(data, texts=data.select_columns("number"))]
-    once += [Wrapped(TensorDataset(torch.arange(2), torch.arange(2)))]
+    once += [Wrapped(TensorDataset(torch.arange(2), torch.arange(2))), Wrapped([*"four"], labels=[[0, 1]] * 4)]
     more = [Wrapped(data.select([1, 1])), Wrapped(rows + rows[:2], labels=[0] * 10), Wrapped(Wrapped(Subset(data, [0, 0])))]
     more += [Subset(Wrapped(rows + rows[:2]), [0, 1, 8]), ConcatDataset([Wrapped(data), Wrapped(data)])]
     assert [*map(has_repeats, once)] == [False] * len(once)
