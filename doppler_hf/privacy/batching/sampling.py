@@ -189,13 +189,12 @@ class PoissonSampler(Sampler[list[int]]):
             drawn = self._examples_of(drawn, step=step)
         # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
         keys = [key[drawn] for key in (self.lengths, self.counts) if key is not None]  # the last one counts first
-        if self.keeps_units_whole and self.units is not None:
+        if self.keeps_units_whole and self.units is not None and self.lengths is not None:
+            # The examples of a unit stand together already, and with one key for all of them they stay so.
             _, unit_of = np.unique(self.units[drawn], return_inverse=True)
-            if self.lengths is not None:  # that of a unit is that of its longest example
-                longest = np.zeros(len(drawn), dtype=self.lengths.dtype)
-                np.maximum.at(longest, unit_of, keys[0])
-                keys[0] = longest[unit_of]
-            keys.insert(0, unit_of)
+            longest = np.zeros(len(drawn), dtype=self.lengths.dtype)
+            np.maximum.at(longest, unit_of, keys[0])
+            keys[0] = longest[unit_of]
         return drawn[np.lexsort(keys)] if keys else drawn
 
     def drawn_units(self, step: int) -> np.ndarray:
