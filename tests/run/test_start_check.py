@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from PIL import Image as PILImage
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
@@ -55,6 +56,7 @@ from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy.batching import probe, random_data, same_distribution
 from doppler_hf.run import engine
+from tests.support.models import build
 from tests.support.tiers import combined, further, thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained
@@ -971,6 +973,40 @@ def test_examples_none_of_which_has_a_gradient_are_refused(tmp_path):
             return 0.0 * super().compute_per_sample_loss(model, inputs)
 
     refused(tmp_path, "must each have a finite gradient that is not zero", cls=Nothing)
+
+
+def left_beside(rows):
+    """A transform that leaves the images beside what it makes of them, as most do."""
+    return rows | {"pixel_values": [np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 255 for image in rows["image"]]}
+
+
+def stacked(rows):
+    return {name: torch.tensor(np.stack([row[name] for row in rows])) for name in ("pixel_values", "labels")}
+
+
+def test_images_that_a_transform_leaves_beside_its_features_train(tmp_path):
+    images = [PILImage.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(0, 240, 6)]
+    rows = Dataset.from_dict({"image": images, "labels": [index % 2 for index in range(40)]})
+    data, model = rows.with_transform(left_beside), build("vit", torch.float32)
+    trains(tmp_path, collator=stacked, data=data, model=model, remove_unused_columns=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (PILImage.new("L", (3, 5)), 15),
+        ([PILImage.new("L", (3, 5)), PILImage.new("L", (2, 2))], 19),
+        ([np.zeros(3), np.zeros(4)], 7),
+        ([torch.zeros(3), torch.zeros((2, 2))], 7),
+        ([[1, 2], [3]], 3),
+        ([1, 2, 3], 3),
+        ("text", 1),
+        (None, 1),
+    ],
+    ids=["image", "images", "arrays", "tensors", "lists", "numbers", "text", "nothing"],
+)
+def test_the_size_of_an_example_is_that_of_its_numbers_and_pixels(value, size):
+    assert probe.size_of({"value": value, "label": 1}) == size + 1
 
 
 def test_a_transform_is_given_one_example_at_a_time(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -186,12 +187,18 @@ def sizes_of(loader: PrivateLoader) -> tuple[np.ndarray, np.ndarray]:
 def size_of(example: Any) -> int:
     """Return how many numbers an example holds; what is no array counts as one."""
     values = example.values() if isinstance(example, Mapping) else example
-    return sum(value.numel() if isinstance(value, Tensor) else _size(value) for value in values)
+    return sum(map(_size, values))
 
 
 def _size(value: Any) -> int:
-    # The choices of an example are lists of unequal lengths.
-    return sum(map(len, value)) if isinstance(value, list) and value and isinstance(value[0], list) else np.size(value)
+    if isinstance(value, Tensor):
+        return value.numel()
+    # The choices of an example are lists of unequal lengths, and so may its arrays and images be.
+    if isinstance(value, list) and value and not isinstance(value[0], int | float | str):
+        return sum(map(_size, value))
+    size = np.size(value)
+    # That of a PIL image, which a transform has left beside its features, is its width and height.
+    return math.prod(size) if isinstance(size, tuple) else size
 
 
 def halves(indices: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
