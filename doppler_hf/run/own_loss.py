@@ -53,6 +53,11 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
         with torch.no_grad(), filled_generators(0):  # the same dropout
             outputs = model(**inputs)
     except (RuntimeError, ValueError, IndexError, TypeError, NameError) as error:
+        if base_model.config.problem_type == "multi_label_classification" and not inputs["labels"].is_floating_point():
+            raise ValueError(
+                f"The labels of a multi_label_classification must be of floating point for {name}, which also computes the "
+                f"loss of evaluations, got {inputs['labels'].dtype}. Convert them in the data set: 1.0 in the place of 1."
+            ) from error
         raise ValueError(
             # Not the error's words, which may hold the sizes of examples: messages end in logs.
             f"The forward of {name} must take `labels`, as the host calls it, got a {type(error).__name__} from it. "

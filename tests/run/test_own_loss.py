@@ -1,5 +1,7 @@
 """A model's own loss, which the host would train: the same as that of a private run, or refused."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -85,6 +87,22 @@ def test_a_loss_that_cannot_be_computed_is_refused_without_sizes(tmp_path):
     ) as raised:
         trainer_of(tmp_path, model=bert(Failing), max_steps=1).train()
     assert not any(character.isdigit() for character in str(raised.value))
+
+
+def several(examples, *, dtype):
+    return pad(examples) | {"labels": torch.tensor([[row["labels"], 1] for row in examples], dtype=dtype)}
+
+
+def test_whole_numbers_as_labels_of_several_classes_are_refused_with_the_mend(tmp_path):
+    model = bert(BertForSequenceClassification, problem_type="multi_label_classification")
+    trainer = trainer_of(tmp_path, model=model, max_steps=1)
+    trainer.data_collator = functools.partial(several, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=r"floating point for BertForSequence.*, got torch\.int64\. Convert them in the data set"
+    ):
+        trainer.train()
+    trainer.data_collator = functools.partial(several, dtype=torch.float32)
+    assert trained(trainer).state.global_step == 1
 
 
 def test_a_loss_of_each_example_may_stand_for_it(tmp_path):
