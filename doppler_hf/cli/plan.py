@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
-from doppler_hf.reports.noise_shapes import ShapedRun, shapes_of_equal_epsilon
+from doppler_hf.reports.noise_shapes import AutoChoice, ShapedRun, auto_choice, shapes_of_equal_epsilon
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         accountant=args.accountant,
         low_pass_filter=low_pass_filter,
     )
+    auto = auto_choice(planned, target_epsilon=facts["target_epsilon"], delta=facts["delta"], accountant=args.accountant)
     title = (
         f"ε = {facts['target_epsilon']:.4g} ({args.accountant}), δ = {facts['delta']:.3g}, N = {planned.num_examples:,}, "
         f"C = {planned.max_grad_norm:g}"
@@ -100,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
         shaped = [{**each._asdict(), "shape": str(each.shape)} for each in shapes]
         print(
             json.dumps(
-                {**facts, "alternatives": cells, "noise_shapes": shaped}, indent=2, ensure_ascii=False, allow_nan=False
+                {**facts, "alternatives": cells, "noise_shapes": shaped, "auto": auto._asdict()},
+                indent=2,
+                ensure_ascii=False,
+                allow_nan=False,
             )
         )
     else:
@@ -108,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))
         console.print(shapes_table(shapes, low_pass_filter))
         console.print(SHAPES)
+        console.print(in_words(auto))
     if args.plot is not None:
         plot_planned_runs(table, planned, args.plot, title=title)
     return 0
@@ -176,6 +181,15 @@ def facts_table(facts: dict[str, Any]) -> Table:
     table.add_row("its noise gain Σκ²", f"{facts['noise_gain']:.4g} (noise_std {facts['filtered_noise_std']:.4g} after it)")
     table.add_row("its delay", f"{facts['delay_steps']:.4g} steps, {facts['delay_share_of_steps']:.2%} of T")
     return table
+
+
+def in_words(auto: AutoChoice) -> str:
+    """Say what a training takes that does not name its noise and filter."""
+    return (
+        f"A training that leaves both at 'auto' takes noise_shape={auto.noise_shape!r} and low_pass_filter="
+        f"{auto.low_pass_filter!r} with Adam and a rate that falls linearly: σ = {auto.noise_multiplier:.4g}, and "
+        f"{auto.noise_std:.4g} per coordinate of a step."
+    )
 
 
 def alternatives_table(

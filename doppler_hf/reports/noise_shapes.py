@@ -5,9 +5,18 @@ less of it.
 """
 
 import math
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape, noise_gain
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    ClosedLoop,
+    LowPassFilter,
+    NoiseShape,
+    auto_filter,
+    auto_noise_shape,
+    noise_gain,
+)
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_noise_multiplier
 from doppler_hf.reports.planned_runs import PlannedRun
 
@@ -51,26 +60,14 @@ def shapes_of_equal_epsilon(
         White noise first, then shapes of more bands, as far as a unit is drawn in its turn with a probability below 1.
     """
     runs, white = [], run.noise_multiplier * noise_gain(low_pass_filter) ** 0.5
-    loop = ClosedLoop.of_run(run.steps, [1 - step / run.steps for step in range(run.steps)])
+    calibrate = _calibration(run, target_epsilon=target_epsilon, delta=delta, accountant=accountant)
+    loop = ClosedLoop.of_run(run.steps, _falling(run.steps))
     of_white = loop.loss(low_pass_filter)
     for bands in BANDS:
         shape = NoiseShape.banded(bands)
-        turns = Releases.in_turns(run.noise_multiplier, run.sample_rate, run.steps, groups=bands)
-        if bands > 1 and (turns.sample_rate >= 1.0 or bands > run.steps):
+        sigma = run.noise_multiplier if bands == 1 else calibrate(bands)
+        if bands > run.steps or math.isinf(sigma):
             break
-        sigma = run.noise_multiplier
-        if bands > 1:
-            try:
-                sigma = get_noise_multiplier(
-                    target_epsilon=target_epsilon,
-                    target_delta=delta,
-                    sample_rate=turns.sample_rate,
-                    steps=turns.steps,
-                    accountant=accountant,
-                    unchecked=True,
-                )
-            except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
-                break
         more = sigma / run.noise_multiplier
         runs.append(
             ShapedRun(
@@ -83,3 +80,63 @@ def shapes_of_equal_epsilon(
             )
         )
     return runs
+
+
+class AutoChoice(NamedTuple):
+    """What a training takes that leaves shape and filter at `auto`, with Adam and a learning rate that falls linearly.
+
+    Attributes:
+        noise_shape: The shape, as in `DopplerTrainingArguments`.
+        low_pass_filter: The filter, likewise.
+        noise_multiplier: σ at this shape.
+        noise_std: Noise per coordinate of the mean gradient of one step, once it has settled.
+    """
+
+    noise_shape: str
+    low_pass_filter: str
+    noise_multiplier: float
+    noise_std: float
+
+
+def auto_choice(run: PlannedRun, *, target_epsilon: float, delta: float, accountant: Accountant) -> AutoChoice:
+    """Return what `auto` chooses for a run, as `run.choices` does where the memory suffices for earlier noise.
+
+    Args:
+        run: The run, with white noise.
+        target_epsilon: As for `shapes_of_equal_epsilon`; so are the others.
+        delta: δ.
+        accountant: The accountant that calibrates.
+    """
+    # Shapes are compared by the accountant by which a training does so.
+    compared = _calibration(run, target_epsilon=target_epsilon, delta=delta, accountant="pld")
+    shape = auto_noise_shape(compared, run.steps, learning_rates=_falling(run.steps))
+    sigma, low_pass_filter = run.noise_multiplier, PAPER_FILTERS["none"]
+    if not shape.is_white:
+        low_pass_filter = auto_filter(run.steps, learning_rates=_falling(run.steps), noise=shape)
+        sigma = _calibration(run, target_epsilon=target_epsilon, delta=delta, accountant=accountant)(shape.bands)
+    noise_std = sigma / run.noise_multiplier * shape.std(run.steps) * run.noise_std
+    return AutoChoice(str(shape), str(low_pass_filter), sigma, noise_std)
+
+
+def _falling(steps: int) -> list[float]:
+    return [1 - step / steps for step in range(steps)]
+
+
+def _calibration(run: PlannedRun, *, target_epsilon: float, delta: float, accountant: Accountant) -> Callable[[int], float]:
+    def noise_multiplier_of(bands: int) -> float:
+        turns = Releases.in_turns(run.noise_multiplier, run.sample_rate, run.steps, groups=bands)
+        if bands > 1 and turns.sample_rate >= 1.0:
+            return math.inf
+        try:
+            return get_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=delta,
+                sample_rate=turns.sample_rate,
+                steps=turns.steps,
+                accountant=accountant,
+                unchecked=True,
+            )
+        except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
+            return math.inf
+
+    return noise_multiplier_of

@@ -125,6 +125,14 @@ def test_tables_show_the_numbers_of_the_json(capsys):
     assert "filtered: noise_std·√Σκ²" in " ".join(text.split())
 
 
+@pytest.mark.usefixtures("one_cell")
+def test_the_plan_says_what_auto_takes(capsys):
+    auto = json.loads(printed([*WORDS, "--json"], capsys))["auto"]
+    text = " ".join(printed(WORDS, capsys).split())
+    assert f"noise_shape={auto['noise_shape']!r} and low_pass_filter={auto['low_pass_filter']!r}" in text
+    assert f"σ = {auto['noise_multiplier']:.4g}, and {auto['noise_std']:.4g} per coordinate of a step." in text
+
+
 def test_without_a_filter_there_is_no_column_for_it(capsys):
     text = printed(WORDS, capsys)
     assert {len(row) for row in alternatives(text)} == {7, 8}

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from doppler_hf.filters import PAPER_FILTERS, ClosedLoop, NoiseShape
-from doppler_hf.privacy import default_delta, get_epsilon
-from doppler_hf.reports.noise_shapes import shapes_of_equal_epsilon
+from doppler_hf.privacy import PoissonSampler, default_delta, get_epsilon
+from doppler_hf.reports.noise_shapes import auto_choice, shapes_of_equal_epsilon
 from doppler_hf.reports.planned_runs import PlanRequest
+from doppler_hf.run.choices import chosen_filter, chosen_noise_shape
+from doppler_hf.run.plan import planned_statement
+from tests.support.trainers import arguments
 
 # Noise at the end, of a step, and of a step after first-order-v1, for 2, 4, 8 and 16 bands, relative to white noise.
 FIGURES = {
@@ -49,6 +52,23 @@ def test_bands_end_where_every_unit_would_be_drawn():
     assert [str(each.shape) for each in shapes_of_equal_epsilon(run, **options)] == [
         "white", "banded:bands=2", "banded:bands=4",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("epsilon", "batch", "is_shaped"), [(8.0, 128, True), (1.0, 900, False)])
+def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch, is_shaped):
+    auto = dict(noise_multiplier=None, target_epsilon=epsilon, low_pass_filter="auto", noise_shape="auto")
+    args = arguments(tmp_path, **auto, num_train_epochs=2, max_steps=-1)
+    sampler = PoissonSampler(num_examples=2000, expected_batch_size=batch)
+    shape = chosen_noise_shape(args, sampler=sampler, num_trained=1000)
+    sampler.take_turns(shape.bands)
+    statement = planned_statement(args, sampler=sampler, noise_shape=shape, noise_source="a coin")
+    run = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon).solve()
+    choice = auto_choice(run, target_epsilon=epsilon, delta=default_delta(2000), accountant=args.accountant)
+    assert (choice.noise_shape, choice.low_pass_filter) == (str(shape), str(chosen_filter(args, statement)))
+    assert shape.is_white != is_shaped
+    np.testing.assert_allclose(choice.noise_multiplier, statement.noise_multiplier, rtol=1e-3)  # PRV's tolerance
+    std = statement.noise_multiplier * args.per_sample_max_grad_norm / batch * shape.std(statement.steps_planned)
+    np.testing.assert_allclose(choice.noise_std, std, rtol=1e-3)
 
 
 def test_the_sum_of_the_noise_is_what_is_simulated():
