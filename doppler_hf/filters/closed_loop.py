@@ -28,7 +28,7 @@ from typing import Final, final
 
 import numpy as np
 import scipy.optimize
-from jaxtyping import Complex128, Float64
+from jaxtyping import Complex128, Float64, Inexact
 from numpy.typing import NDArray
 
 from doppler_hf.filters.design import positive_integer
@@ -146,7 +146,7 @@ class ClosedLoop:
         inside = np.where(np.abs(roots) > 1, 1 / np.conj(roots), roots)
         # A filter that blocks the highest frequency would let noise there grow without bound.
         inside *= np.minimum(1.0, LARGEST_ROOT / np.maximum(np.abs(inside), 1e-12))
-        shape = NoiseShape(tuple(np.trim_zeros(np.round(np.real(np.poly(inside)), 4), "b")))
+        shape = NoiseShape(tuple(np.trim_zeros(np.round(np.real(np.poly(_in_leja_order(inside))), 4), "b")))
         return min(start, shape, key=lambda each: self.loss(low_pass_filter, each))
 
     def _passed(self, low_pass_filter: LowPassFilter) -> Float64[np.ndarray, " frequencies"] | None:
@@ -164,6 +164,21 @@ class ClosedLoop:
 
     def _response(self, coefficients: NDArray[np.float64]) -> Complex128[np.ndarray, " frequencies"]:
         return np.asarray(np.polyval(coefficients[::-1], np.exp(-1j * self._omega)))
+
+
+def _in_leja_order(roots: Inexact[np.ndarray, " roots"]) -> Inexact[np.ndarray, " roots"]:
+    """Return the roots such that each is, of those that are left, the farthest from those before, by the product.
+
+    Multiplied in the order of their angles, as `np.roots` gives them, a hundred factors leave no digit of the polynomial.
+    """
+    ordered, left = [], roots
+    distances = np.log(np.maximum(np.abs(left), 1e-300))
+    while len(left):
+        farthest = int(np.argmax(distances))
+        ordered.append(left[farthest])
+        left, distances = np.delete(left, farthest), np.delete(distances, farthest)
+        distances = distances + np.log(np.maximum(np.abs(left - ordered[-1]), 1e-300))
+    return np.array(ordered)
 
 
 def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float64[np.ndarray, " steps"]:

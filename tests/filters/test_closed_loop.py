@@ -127,6 +127,16 @@ def test_shaping_gains_behind_a_filter_and_not_without():
     assert behind < 0.45 * without
 
 
+@pytest.mark.parametrize("bands", [64, 128])
+def test_strategies_of_many_bands_are_found_in_long_runs(bands):
+    """Three epochs of MNLI: the product of so many roots, in the order of their angles, had a pole at 1.78."""
+    loop = ClosedLoop.of_run(4605, [1 - step / 4605 for step in range(4605)])
+    low_pass_filter = LowPassFilter.parse("momentum:beta=0.989")
+    best = loop.best_shape(bands, low_pass_filter)
+    assert loop.loss(low_pass_filter, best) < 0.8 * loop.loss(low_pass_filter, NoiseShape.banded(bands))
+    assert max(np.abs(np.roots(best.c))) < 0.95
+
+
 @pytest.mark.parametrize(
     ("low_pass_filter", "bands", "steps"),
     further(pairwise(["none", "momentum"], [2, 3, 6], [60, 2000]), quick=[("none", 2, 60), ("momentum", 6, 2000)]),
