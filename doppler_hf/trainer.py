@@ -77,7 +77,10 @@ class DopplerTrainer(AroundSteps):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(args, DopplerTrainingArguments):
-            raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
+            raise ValueError(
+                f"args must be DopplerTrainingArguments, got {type(args).__name__}. Make them of that class, or of one that "
+                "joins it to another, such as Seq2SeqTrainingArguments."
+            )
         self._disable_dp = args.disable_dp
         # The host's Seq2SeqTrainer, which may come next, has no such argument.
         optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}

@@ -162,7 +162,6 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     """Refuse what would have no effect in this private run."""
     optimizer = f"with base_optimizer={args.base_optimizer!r}"
     loss = f"with report_train_loss={args.report_train_loss!r}"
-    momentum = f"b={1 - args.adam_beta1:.6g};a=1,{-args.adam_beta1:.6g}"
     # Argument → whether it has an effect, the reason if not, and the mend.
     effects = {
         "noise_shape": (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon"),
@@ -182,7 +181,10 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             "on what differs between two runs: draws, noise and dropout come from the operating system's entropy",
             "Set noise_seed for a test, which is not private then",
         ),
-        "adam_beta1": (False, "because the filter computes the first moment", f"Set low_pass_filter='{momentum}'"),
+        "adam_beta1": (
+            False, "because the filter computes the first moment",
+            f"Set low_pass_filter='momentum:beta={args.adam_beta1:g}'",
+        ),
         "adam_beta2": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
         "adam_epsilon": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
     }  # fmt: skip
