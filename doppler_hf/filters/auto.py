@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from doppler_hf.filters.closed_loop import ClosedLoop
+from doppler_hf.filters.closed_loop import WORTHWHILE, ClosedLoop
 from doppler_hf.filters.design import PAPER_FILTERS, momentum
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
@@ -26,9 +26,6 @@ MAX_DELAY_SHARE: Final = 0.02
 
 # A shorter delay, Σκ² > 1/2, is not worth its buffer.
 MIN_DELAY: Final = 0.5
-
-# The loss is a power: a share of it that is twice as large as that of the noise. Less is not worth a delay or a buffer.
-WORTHWHILE: Final = 0.02
 
 
 def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, noise: NoiseShape = WHITE) -> LowPassFilter:

@@ -83,12 +83,21 @@ STUDIES: Final[Mapping[str, Study]] = {
     "noise-shaping": Study(
         "What is shaped noise worth, and which filter belongs to it?",
         SHAPES,
-        ("digits", "mnist", "mnist-perceptron", "sst2-words", "sst2", "sst2-full", "qnli"),
+        ("digits", "mnist", "mnist-perceptron", "sst2-words", "sst2-words-long", "sst2", "sst2-full", "qnli"),
     ),
     "peers": Study(
         "Which method trains best, each at its best learning rate?",
         PEERS,
-        ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10-scattering", "sst2-words", "sst2", "qnli"),
+        (
+            "mnist",
+            "mnist-perceptron",
+            "mnist-scattering",
+            "cifar10-scattering",
+            "sst2-words",
+            "sst2-words-long",
+            "sst2",
+            "qnli",
+        ),
     ),
     "users": Study(
         "What is a user's contribution to be, if it is protected as a whole?",

@@ -58,6 +58,8 @@ SMALL: Final[Mapping[str, Task]] = {
         _settings(1000, 300, 1.0),
     ),
     "sst2-words": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(1000, 200, 0.3)),
+    # Three epochs of small batches.
+    "sst2-words-long": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(128, 1256, 0.3)),
     "sst2": Task(sentences("sst2", layers=1, held_out=2000), "lora", TEXT, is_pretrained=True),
     "sst2-full": Task(sentences("sst2", layers=1, held_out=2000), "all", TEXT, is_pretrained=True),
     "qnli": Task(sentences("qnli", layers=1, held_out=1000), "lora", TEXT, is_pretrained=True),

@@ -116,6 +116,7 @@ def test_losses_are_trls_of_each_pair_alone(tmp_path, name, options):
     [
         ("prompt", {}),
         ("conversation", dict(max_tokens_per_micro_batch=500)),
+        ("prompt", dict(privacy_unit_column="judge", per_device_train_batch_size=1, clip_unit_mean=True)),
         *thorough(("prompt", dict(privacy_unit_column="judge", per_device_train_batch_size=1, loss_type="ipo"))),
     ],
 )

@@ -133,8 +133,9 @@ def test_strategies_of_many_bands_are_found_in_long_runs(bands):
     loop = ClosedLoop.of_run(4605, [1 - step / 4605 for step in range(4605)])
     low_pass_filter = LowPassFilter.parse("momentum:beta=0.989")
     best = loop.best_shape(bands, low_pass_filter)
-    assert loop.loss(low_pass_filter, best) < 0.8 * loop.loss(low_pass_filter, NoiseShape.banded(bands))
-    assert max(np.abs(np.roots(best.c))) < 0.95
+    # Within roots of 0.9 it would be 0.65 and 0.70.
+    assert loop.loss(low_pass_filter, best) < 0.55 * loop.loss(low_pass_filter, NoiseShape.banded(bands))
+    assert max(np.abs(np.roots(best.c))) < 0.991
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_strategies_of_many_bands_are_found_in_long_runs(bands):
     further(pairwise(["none", "momentum"], [2, 3, 6], [60, 2000]), quick=[("none", 2, 60), ("momentum", 6, 2000)]),
 )
 def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
-    monkeypatch.setattr(module, "LARGEST_ROOT", 0.999)
+    monkeypatch.setattr(module, "LARGEST_ROOTS", {0.999: 0.0})
     loop, rng = ClosedLoop.of_run(steps, np.linspace(1, 0, steps, endpoint=False).tolist()), np.random.default_rng(0)
     low_pass_filter = LowPassFilter.parse(low_pass_filter)
     best = loop.best_shape(bands, low_pass_filter)
@@ -164,9 +165,15 @@ def test_one_band_is_white():
 @pytest.mark.parametrize("bands", [2, 4, 16])
 @pytest.mark.parametrize("low_pass_filter", ["none", "butterworth:order=1,cutoff=0.02", "momentum:beta=0.99"])
 def test_the_noise_of_a_step_stays_bounded(bands, low_pass_filter):
-    shape = ClosedLoop.of_run(10_000).best_shape(bands, LowPassFilter.parse(low_pass_filter))
-    assert max(abs(np.roots(shape.c))) < 0.901
-    assert shape.std(1000) < 6
+    """A larger one, of larger roots, is for what it takes away from the loss: behind long momentum in long runs."""
+    loop, low_pass_filter = ClosedLoop.of_run(10_000), LowPassFilter.parse(low_pass_filter)
+    shape = loop.best_shape(bands, low_pass_filter)
+    largest = max(abs(np.roots(shape.c)))
+    if largest > 0.901:
+        assert (str(low_pass_filter), bands) in [("momentum:beta=0.99", 4), ("momentum:beta=0.99", 16)]
+        assert loop.loss(low_pass_filter, shape) < 0.98 * loop.loss(low_pass_filter, NoiseShape.banded(bands))
+    assert largest < 0.991
+    assert shape.std(1000) < (6 if largest < 0.901 else 9)
 
 
 def test_a_loop_of_one_direction_has_its_loss():
