@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, group_delay, noise_gain
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
 from doppler_hf.reports.noise_shapes import AutoChoice, ShapedRun, auto_choice, shapes_of_equal_epsilon
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
@@ -34,6 +34,7 @@ SHAPES: Final = (
     "Relative to white noise of equal ε: end, the noise of the sum of all gradients, which stays in the weights; step, that "
     "of one step; loop, of the weights once the gradient pulls back through the filter, by which noise_shape='auto' chooses."
 )
+MOST_PRINTED: Final = 8  # coefficients of a strategy
 FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
 
 
@@ -185,8 +186,10 @@ def facts_table(facts: dict[str, Any]) -> Table:
 
 def in_words(auto: AutoChoice) -> str:
     """Say what a training takes that does not name its noise and filter."""
+    bands = NoiseShape.parse(auto.noise_shape).bands
+    shape = repr(auto.noise_shape) if bands <= MOST_PRINTED else f"a strategy of {bands} bands (--json has it)"
     return (
-        f"A training that leaves both at 'auto' takes noise_shape={auto.noise_shape!r} and low_pass_filter="
+        f"A training that leaves both at 'auto' takes noise_shape={shape} and low_pass_filter="
         f"{auto.low_pass_filter!r} with Adam and a rate that falls linearly: σ = {auto.noise_multiplier:.4g}, and "
         f"{auto.noise_std:.4g} per coordinate of a step."
     )

@@ -9,8 +9,10 @@ import pytest
 import scipy.signal
 
 from doppler_hf.cli import main
+from doppler_hf.cli.plan import in_words
 from doppler_hf.privacy.accounting.accounting import get_epsilon
 from doppler_hf.reports import planned_runs as planning
+from doppler_hf.reports.noise_shapes import AutoChoice
 from tests.support.tiers import thorough
 
 WORDS = ["plan", "--num-examples", "2000", "--batch-size", "100", "--epochs", "1.5", "--epsilon", "3", "--accountant", "rdp"]
@@ -131,6 +133,12 @@ def test_the_plan_says_what_auto_takes(capsys):
     text = " ".join(printed(WORDS, capsys).split())
     assert f"noise_shape={auto['noise_shape']!r} and low_pass_filter={auto['low_pass_filter']!r}" in text
     assert f"σ = {auto['noise_multiplier']:.4g}, and {auto['noise_std']:.4g} per coordinate of a step." in text
+
+
+def test_a_long_strategy_is_not_printed():
+    words = in_words(AutoChoice("banded:bands=9", "none", 1.5, 0.25))
+    assert "noise_shape=a strategy of 9 bands (--json has it) and low_pass_filter='none'" in words
+    assert "banded:bands=8" in in_words(AutoChoice("banded:bands=8", "none", 1.5, 0.25))
 
 
 def test_without_a_filter_there_is_no_column_for_it(capsys):
