@@ -349,7 +349,8 @@ def test_a_classifier_returns_what_the_trainer_evaluates():
     [
         (
             ["--tasks", "cola"],
-            "--tasks must be of digits; mnist; mnist-perceptron; sst2-words; sst2-words-long; sst2; sst2-full; qnli, got 'cola'",
+            "--tasks must be of digits; mnist; mnist-perceptron; sst2-words; sst2-words-long; sst2; sst2-full; qnli, got "
+            "'cola'",
         ),
         (["--methods", "best"], "got 'best'"),
         (["--seeds", "1"], "--seeds 2 to 100, got 1 and 1. Of one run there is no standard error."),
