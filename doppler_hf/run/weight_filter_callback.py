@@ -42,7 +42,11 @@ class WeightFilterCallback(TrainerCallback):
         self.checkpoint: str | None = None
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
-        """Put the filtered weights into the model for the duration of the block. Outside of training nothing changes."""
+        """Put the filtered weights into the model for the duration of the block.
+
+        Before a training, and after one that came to its end, nothing changes. One that was interrupted leaves the raw
+        weights in the model.
+        """
         return contextlib.nullcontext() if self._weights is None else self._weights.applied()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
