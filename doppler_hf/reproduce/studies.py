@@ -102,8 +102,8 @@ STUDIES: Final[Mapping[str, Study]] = {
     "users": Study(
         "What is a user's contribution to be, if it is protected as a whole?",
         {
-            "mean, clipped": Method({"clip_unit_mean": True}),
-            "mean of clipped examples": Method(),
+            "mean, clipped": Method(),
+            "mean of clipped examples": Method({"clip_unit_mean": False}),
             "one example, clipped": Method({"max_examples_per_unit": 1}),
         },
         ("mnist-users",),

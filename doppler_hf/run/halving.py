@@ -191,8 +191,8 @@ def halves_of(micro_batch: MicroBatch, *, rows: Rows | None) -> list[MicroBatch]
     if middle == 0:
         raise RuntimeError(
             "An example must fit into memory by itself, with all its views, and with clip_unit_mean a whole unit, got one "
-            "that does not. Truncate the examples, set gradient_checkpointing=True, or lower augmentation_multiplicity or "
-            "max_examples_per_unit."
+            "that does not. Truncate the examples, set gradient_checkpointing=True, lower augmentation_multiplicity or "
+            "max_examples_per_unit, or set clip_unit_mean=False."
         )
     if rows is None:
         raise RuntimeError(

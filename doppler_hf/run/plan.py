@@ -98,7 +98,7 @@ def planned_statement(
             clipping=args.clipping,
             clipping_granularity=args.clipping_granularity,
             augmentation_multiplicity=args.augmentation_multiplicity,
-            clip_unit_mean=args.clip_unit_mean,
+            clip_unit_mean=args.clip_unit_mean and column is not None,
             train_loss=args.report_train_loss,
             per_sample_max_loss=args.per_sample_max_loss,
             loss_noise_multiplier=noise_multiplier * math.sqrt(of_gradient / of_loss) if of_loss else None,

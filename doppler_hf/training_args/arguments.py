@@ -65,10 +65,10 @@ class DopplerTrainingArguments(TrainingArguments):
         "the work and memory of a step, not the privacy, and defaults to no limit.",
     )
     clip_unit_mean: bool = HfArg(
-        default=False,
-        help="With privacy_unit_column, clip the mean gradient of a unit's examples once, rather than each of them: more of "
-        "the signal is left under the same noise. The examples of a unit in a step must then fit into memory together; "
-        "max_examples_per_unit bounds them.",
+        default=True,
+        help="With privacy_unit_column, clip the mean gradient of a unit's examples once, rather than average clipped ones: "
+        "more of the signal is left under the same noise. The examples of a unit in a step must then fit into memory "
+        "together; max_examples_per_unit bounds them.",
     )
     clipping: Clipping = HfArg(
         default="automatic",

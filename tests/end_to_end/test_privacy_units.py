@@ -338,7 +338,7 @@ def test_rows_in_another_order_give_no_user_the_share_of_another(tmp_path):
         trainer = trainer_of(
             tmp_path / str(run), data=data, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", max_steps=1,
             per_sample_max_grad_norm=1e-3, privacy_unit_column="user_id", noise_seed=0, per_device_train_batch_size=batch,
-            gradient_accumulation_steps=1, grad_sample_self_check=False,
+            gradient_accumulation_steps=1, grad_sample_self_check=False, clip_unit_mean=False,
         )  # fmt: skip
         trainer.data_collator = lambda examples: pad(examples[::-1])
         trainer.train()
@@ -462,7 +462,7 @@ def test_the_column_does_not_reach_the_collator(tmp_path):
     ("overrides", "message"),
     [
         (dict(max_examples_per_unit=3), "has no effect if every example is a unit"),
-        (dict(clip_unit_mean=True), "clip_unit_mean=True has no effect if every example is a unit"),
+        (dict(clip_unit_mean=False), "clip_unit_mean=False has no effect if every example is a unit"),
         (dict(privacy_unit_column="user_id", max_examples_per_unit=0), "at least 1, got 0"),
         (dict(privacy_unit_column="user_id", disable_dp=True, noise_multiplier=None), "has no effect with disable_dp=True"),
     ],

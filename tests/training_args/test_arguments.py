@@ -127,7 +127,7 @@ GALORE = [
 # A value other than the default for every argument of our own that the stock Trainer does not have.
 PRIVATE = dict(
     target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, accountant="rdp", per_sample_max_grad_norm=2.0,
-    privacy_unit_column="user", max_examples_per_unit=2, clip_unit_mean=True, clipping="vanilla",
+    privacy_unit_column="user", max_examples_per_unit=2, clip_unit_mean=False, clipping="vanilla",
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
     max_tokens_per_micro_batch=64, low_pass_filter="momentum",
     base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
