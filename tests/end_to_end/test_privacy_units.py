@@ -427,13 +427,25 @@ def test_the_guarantee_is_the_same_and_the_ledger_says_what_is_clipped(tmp_path)
     assert ledgers[0].statement.clipping_in_words == "1 (automatic, flat)"
 
 
+def of_two_lengths():
+    """Sixty short texts and four long ones, of users who have both."""
+    sizes = [3] * 60 + [9] * 4
+    rows = [{"input_ids": [index % 20 + 5] * size, "attention_mask": [1] * size} for index, size in enumerate(sizes)]
+    rows = [row | {"labels": index % 2, "user_id": f"user {index % 16}"} for index, row in enumerate(rows)]
+    return Dataset.from_list(rows)
+
+
 @pytest.mark.usefixtures("usual_trials")
-def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [(users(), lambda row: row["input_ids"][0]), (of_two_lengths(), lambda row: -len(row["input_ids"]))],
+    ids=["token", "length"],
+)
+def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path, data, key):
     trainer = trainer_of(
-        tmp_path, data=users(), privacy_unit_column="user_id", clip_unit_mean=True, gradient_accumulation_steps=1,
-        grad_sample_self_check=True,
-    )  # fmt: skip
-    trainer.data_collator = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))
+        tmp_path, data=data, privacy_unit_column="user_id", gradient_accumulation_steps=1, grad_sample_self_check=False
+    )
+    trainer.data_collator = lambda examples: pad(sorted(examples, key=key))
     with pytest.raises(
         ValueError, match="in the order of its examples with augmentation_multiplicity > 1 or clip_unit_mean"
     ):

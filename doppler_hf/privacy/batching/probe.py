@@ -116,7 +116,8 @@ class Probes:
                 rows = [self._middling, self._pair[1]]
                 refuse_other_distribution(batches_of(loader, rows), others=1, is_wider=True)
         elif loader.is_ordered:
-            refuse_another_order(loader, self._crowd)
+            # The examples of a unit are of several lengths, by which a collator may sort.
+            refuse_another_order(loader, [*self._pair, *self._crowd])
 
     @property
     def knows_largest_batch(self) -> bool:
