@@ -131,14 +131,20 @@ def mended(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]], messag
     """
     frozen: list[str] = []
     while cause_of(message) == LAYER:
-        named = next(iter(re.findall(r"'([\w.]+)'", message)), "")
-        alike = re.compile(re.sub(r"\d+", r"\\d+", re.escape(named)) + r"(\..*)?")
-        chosen = [parameter for name, parameter in model.named_parameters() if alike.fullmatch(name)]
+        # Of several layers a message has a star in the place of the number.
+        named = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in re.findall(r"'([\w.*]+)'", message)}
+        alike = {name: re.compile(re.escape(name).replace(r"\*", r"\d+") + r"(\..*)?") for name in named}
+        chosen = {
+            parameter: name
+            for of_model, parameter in model.named_parameters()
+            for name, pattern in alike.items()
+            if pattern.fullmatch(of_model)
+        }
         if not any(parameter.requires_grad for parameter in chosen):
             break
         for parameter in chosen:
             parameter.requires_grad_(False)
-        frozen.append(re.sub(r"\.\d+(?=\.|$)", ".*", named))
+        frozen += sorted(set(chosen.values()))
         try:
             train(model, examples)
         except Exception as error:

@@ -77,7 +77,10 @@ def report(path):
         ends = [trajectory(**options, compiled=True) for options in OPTIMIZERS]
     messages = [str(warning.message) for warning in caught if "compiler" in str(warning.message)]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    has_vectors = bool(torch._inductor.cpu_vec_isa.pick_vec_isa())
+    try:
+        has_vectors = bool(torch._inductor.cpu_vec_isa.pick_vec_isa())
+    except torch._inductor.exc.InvalidCxxCompiler:
+        has_vectors = False
     torch.save({"ends": ends, "graphs": graphs, "messages": messages, "has_vectors": has_vectors}, path)
 
 
