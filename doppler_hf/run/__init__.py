@@ -11,7 +11,7 @@
 - in_step: as many passes on each of these
 - replicas: the same weights on every process
 - halving: micro-batches that do not fit into memory
-- engine: the self-check, the engine of per-sample gradients, and its first pass
+- start_check: the engine of per-sample gradients before the first step: attached, and compared with plain autograd
 - own_code: errors of the user's own code, told with their reason
 - own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments

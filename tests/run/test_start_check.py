@@ -55,7 +55,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy.batching import probe, random_data, same_distribution
-from doppler_hf.run import engine
+from doppler_hf.run import start_check
 from tests.support.models import build
 from tests.support.tiers import combined, further, thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
@@ -1233,7 +1233,7 @@ def test_a_check_in_float32_that_does_not_fit_is_left_out_and_said_so(tmp_path, 
     def too_large(model):
         raise error
 
-    monkeypatch.setattr(engine, "in_full_precision", too_large)
+    monkeypatch.setattr(start_check, "in_full_precision", too_large)
     trains(tmp_path, model=tiny_bert().bfloat16())
     assert "The check in float32 does not fit into memory" in capsys.readouterr().out
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 from scipy.optimize import brentq
 
 from doppler_hf.privacy.accounting.upper_bounds import (
-    Mechanism,
+    SampledGaussian,
     pld_epsilon,
     prv_epsilon,
     prv_estimate,
@@ -139,7 +139,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
     return _bound(mechanisms, delta=delta, by=accountant)
 
 
-def _composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[Mechanism, ...]:
+def _composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[SampledGaussian, ...]:
     """Return every mechanism once, with all of its steps."""
     counts: dict[tuple[float, float], int] = {}
     for noise_multiplier, sample_rate, steps in history:
@@ -160,7 +160,7 @@ def _composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[M
 
 
 @functools.lru_cache(maxsize=256)  # The log, the ledger and the guard ask for the same ε, and PRV and PLD take a while.
-def _bound(mechanisms: tuple[Mechanism, ...], *, delta: float, by: _Method) -> float:
+def _bound(mechanisms: tuple[SampledGaussian, ...], *, delta: float, by: _Method) -> float:
     methods = {"prv": prv_epsilon, "rdp": rdp_epsilon, "pld": pld_epsilon}
     methods |= {"prv estimate": prv_estimate, "rdp estimate": rdp_estimate}
     return methods[by](mechanisms, delta=delta)

@@ -13,7 +13,8 @@ compute. *pld* computes both and takes the larger, which was removal in every ca
 - *pld*: the same with every rounding upwards (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380): a bound at any
   grid spacing.
 
-A mechanism is a triple (σ, q, T) with σ > 0, 0 < q ≤ 1 and T ≥ 1. Opacus, which brings torch, is imported when it computes.
+A sampled Gaussian is a triple (σ, q, T) with σ > 0, 0 < q ≤ 1 and T ≥ 1. Opacus, which brings torch, is imported when it
+computes.
 """
 
 import functools
@@ -27,7 +28,7 @@ import scipy.fft
 from dp_accounting.pld import privacy_loss_distribution
 from scipy.special import binom, logsumexp
 
-Mechanism = tuple[float, float, int]
+SampledGaussian = tuple[float, float, int]
 
 # Opacus's own orders end at 63, which leaves ε ≥ ln(1/δ)/62 whatever the noise; small targets need larger ones.
 # Apart, since an order's sum has as many terms as the largest order beside it.
@@ -90,12 +91,12 @@ def _epsilon_at_best_order(rdp: np.ndarray, orders: Sequence[float], *, delta: f
     return max(float(epsilon), 0.0), float(order)
 
 
-def _epsilon_at_best_whole_order(mechanisms: Sequence[Mechanism], *, delta: float) -> tuple[float, float]:
+def _epsilon_at_best_whole_order(mechanisms: Sequence[SampledGaussian], *, delta: float) -> tuple[float, float]:
     rdp = [sum(steps * _rdp_of_step(sigma, rate, orders) for sigma, rate, steps in mechanisms) for orders in _ORDERS_APART]
     return _epsilon_at_best_order(np.concatenate(rdp), _WHOLE_ORDERS, delta=delta)
 
 
-def rdp_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+def rdp_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
     """Return Rényi differential privacy's bound on ε at `delta`."""
     epsilon, order = _epsilon_at_best_whole_order(mechanisms, delta=delta)
     if order <= 11.0:
@@ -112,12 +113,12 @@ def rdp_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     return epsilon
 
 
-def rdp_estimate(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+def rdp_estimate(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
     """Return a somewhat larger bound than `rdp_epsilon` in a fraction of the time, as a start for a search."""
     return _epsilon_at_best_whole_order(mechanisms, delta=delta)[0]
 
 
-def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+def prv_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
     """Return the bound of privacy random variables on ε at `delta`, or that of *rdp* where it is smaller.
 
     *rdp* replaces it below δ = 10⁻¹⁰, and the smaller one of *rdp* and *pld* where this arithmetic overflows, with almost
@@ -130,7 +131,7 @@ def prv_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     return _prv(mechanisms, delta=delta, coarsening=1)
 
 
-def prv_estimate(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+def prv_estimate(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
     """Return an estimate of `prv_epsilon` in a fraction of the time, as a start for a search. It is no bound.
 
     The error bound that is added is that of the fine grid, but the coarse grid errs by more: by up to 2e-4 of ε in what was
@@ -139,7 +140,7 @@ def prv_estimate(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
     return _prv(mechanisms, delta=delta, coarsening=16)
 
 
-def _prv(mechanisms: Sequence[Mechanism], *, delta: float, coarsening: int) -> float:
+def _prv(mechanisms: Sequence[SampledGaussian], *, delta: float, coarsening: int) -> float:
     from opacus.accountants.analysis.prv import Domain, compose_heterogeneous, discretize
 
     from doppler_hf.privacy.accounting.step_loss import StepLoss
@@ -207,7 +208,7 @@ def _loss_scales(noise_multiplier: float, sample_rate: float, log_tail: float) -
     return spread, farthest
 
 
-def pld_epsilon(mechanisms: Sequence[Mechanism], *, delta: float) -> float:
+def pld_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
     """Return the bound of pessimistic privacy loss distributions on ε at `delta`.
 
     *rdp* replaces it below δ = 10⁻¹⁰, and where this arithmetic overflows.
