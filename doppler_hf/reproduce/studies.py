@@ -93,6 +93,7 @@ STUDIES: Final[Mapping[str, Study]] = {
             "mnist-perceptron",
             "mnist-scattering",
             "cifar10-scattering",
+            "cifar10-scattering-long",
             "sst2-words",
             "sst2-words-long",
             "sst2",

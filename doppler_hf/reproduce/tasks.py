@@ -38,6 +38,7 @@ def _settings(batch_size: int, steps: int, max_grad_norm: float, **more: Any) ->
 
 # The head's input has norm √hidden, and a clip norm far below that of most gradients turns all examples into equal pushes.
 TEXT: Final = _settings(500, 100, 10.0, max_tokens_per_micro_batch=4096)
+# "-long": three epochs of small batches.
 SMALL: Final[Mapping[str, Task]] = {
     "digits": Task(images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
     "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(500, 200, 1.0)),
@@ -57,8 +58,12 @@ SMALL: Final[Mapping[str, Task]] = {
         "all",
         _settings(1000, 300, 1.0),
     ),
+    "cifar10-scattering-long": Task(
+        images("cifar10", partial(linear_on_scattering, 32, 3), held_out=5000, is_scattered=True),
+        "all",
+        _settings(128, 1055, 1.0),
+    ),
     "sst2-words": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(1000, 200, 0.3)),
-    # Three epochs of small batches.
     "sst2-words-long": Task(words("sst2", hashed_words, held_out=2000), "all", _settings(128, 1256, 0.3)),
     "sst2": Task(sentences("sst2", layers=1, held_out=2000), "lora", TEXT, is_pretrained=True),
     "sst2-full": Task(sentences("sst2", layers=1, held_out=2000), "all", TEXT, is_pretrained=True),
