@@ -107,8 +107,8 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         train_dataset: As in `DPOTrainer`; it must have a length.
 
     Raises:
-        ValueError: If something would break the guarantee, as in `DopplerTrainer`; or the data set has images, or the model
-            a loss that balances its experts.
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`; or the data set has images, or lies in
+            memory where several processes train, or the model has a loss that balances its experts.
 
     Example:
         >>> trainer = DopplerDPOTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
@@ -145,6 +145,12 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if self.args.disable_dp:
             return super()._precompute_ref_logps(dataset, name, batch_size)
+        if self.args.world_size > 1 and not dataset.cache_files:
+            raise ValueError(
+                f"The {name} data set must lie in files for {self.args.world_size} processes, got one in memory: TRL hands "
+                "the reference's log-probabilities from process 0 to the others in a file beside it. Save it with "
+                "save_to_disk(), and load it with load_from_disk()."
+            )
         model = self.ref_model or self.model
         with left_as_it_was(model):
             model.eval()  # a reference has no dropout

@@ -383,3 +383,15 @@ def test_a_loss_that_balances_experts_is_refused(tmp_path):
     model = tiny_mixtral()
     with pytest.raises(ValueError, match=BALANCED):
         trainer_of(tmp_path, model=model)
+
+
+def test_data_in_memory_are_refused_for_several_processes(tmp_path, monkeypatch):
+    """TRL's other processes would look for a file of process 0 in a folder of their own."""
+    trainer = trainer_of(tmp_path / "out")
+    data = Dataset.from_list(trainer.train_dataset.remove_columns(list(REFERENCES)).to_list())
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with pytest.raises(ValueError, match=r"The train data set must lie in files for 2 processes, got one .* save_to_disk"):
+        trainer._precompute_ref_logps(data, "train", 1)
+    data.save_to_disk(str(tmp_path / "data"))
+    again = trainer._precompute_ref_logps(Dataset.load_from_disk(str(tmp_path / "data")), "train", 1)
+    assert again["ref_chosen_logps"] == pytest.approx(trainer.train_dataset["ref_chosen_logps"], rel=1e-5)
