@@ -9,7 +9,7 @@
 - estimate: time and memory of a step, before there is one
 - sharding: weights in shards on several processes
 - in_step: as many passes on each of these
-- replicas: the same weights on every process
+- replicas: the same terms and weights on every process
 - halving: micro-batches that do not fit into memory
 - start_check: the engine of per-sample gradients before the first step: attached, and compared with plain autograd
 - own_code: errors of the user's own code, told with their reason

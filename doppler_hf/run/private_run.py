@@ -20,7 +20,7 @@ from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import Collator, MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probes
-from doppler_hf.privacy.batching.same_data import digest_of, refuse_different_data
+from doppler_hf.privacy.batching.same_data import KnownRows, rows_known_to_all
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
@@ -33,7 +33,11 @@ from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_nois
 from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
-from doppler_hf.run.replicas import give_all_the_weights_of_process_0, refuse_processes_that_draw_alone
+from doppler_hf.run.replicas import (
+    give_all_the_weights_of_process_0,
+    refuse_different_terms,
+    refuse_processes_that_draw_alone,
+)
 from doppler_hf.run.start_check import CheckLoss, attached_engine
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -89,6 +93,8 @@ class PrivateRun:
         self._draw: Halving | None = None
         self._pieces_left = 0
         self._is_released = False
+        self._known_rows: KnownRows | None = None  # where it matters that an example keeps its number
+        self._begins_epoch = False
         self.fill_generators = Refill(args.noise_seed, rank=args.process_index)
         column = args.privacy_unit_column
         self.sampler = PoissonSampler(
@@ -219,10 +225,11 @@ class PrivateRun:
             )
         refuse_processes_that_draw_alone(self._args.world_size)
         if self._args.world_size > 1:
-            digests: list[Any] = [None] * self._args.world_size
-            torch.distributed.all_gather_object(digests, digest_of(loader.examples, self.sampler))
-            refuse_different_data(digests)
+            refuse_different_terms(self.statement)
+            self._known_rows = rows_known_to_all(loader.examples, self.sampler)
             give_all_the_weights_of_process_0(model)
+        elif self.sampler.units is not None or self.sampler.groups > 1:
+            self._known_rows = KnownRows(loader.examples)
         probes = Probes(loader)
         engine = attached_engine(
             model,
@@ -324,6 +331,7 @@ class PrivateRun:
         """Tell the sampler at which step its next draw is; of a resumed run the host drops those before the checkpoint."""
         dropped = step % self.sampler.steps_per_epoch if step == self._first_step else 0
         self.sampler.begin_at(step - dropped)
+        self._begins_epoch = True
 
     def begin_draw(self, pieces: Sequence[OfStep], *, step: int) -> None:
         """Begin a draw; what was added for one that the host left half done is dropped, and never released.
@@ -333,8 +341,8 @@ class PrivateRun:
             step: Optimizer step, counted from 0.
 
         Raises:
-            ValueError: If they are not as many as those into which the sampler cuts a draw, or processes have come that the
-                sampler does not know.
+            ValueError: If they are not as many as those into which the sampler cuts a draw, processes have come that the
+                sampler does not know, or examples no longer have their numbers.
             RuntimeError: If they were drawn for another step.
         """
         assert self._draw is not None
@@ -354,6 +362,9 @@ class PrivateRun:
                     f"A draw for step {piece.step} was taken at step {step}, so that a unit could take part more often than "
                     "is accounted for. Leave the order of steps to the trainer."
                 )
+        if self._begins_epoch and self._known_rows is not None:
+            self._known_rows.refuse_moved()
+        self._begins_epoch = False
         self._draw.begin()
         self._is_released = False
         if self.private_loss is not None:

@@ -47,6 +47,12 @@ def refuse_of_trainer(trainer: Any) -> None:
             f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning "
             "rate of the optimizer that it was made for, and DopplerTrainer makes another. Override create_scheduler."
         )
+    if (processes := getattr(trainer.model, "tp_size", None) or 1) > 1:
+        # Sensitivity: the norm of what a process has of an example's gradient is less than that of all of it.
+        raise ValueError(
+            f"The model must be whole on each process, got one in parts on {processes} (tensor parallelism), where none has "
+            "an example's gradient. Load it without tp_plan, and set fsdp if it is too large for one process."
+        )
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
         raise ValueError(
             f"{type(trainer.train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "

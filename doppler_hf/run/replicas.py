@@ -1,16 +1,22 @@
-"""The same weights on every process, which each moves by itself from the same private gradient."""
+"""The same terms and weights on every process, which moves the latter by itself from the same private gradient."""
 
 import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.parameters import look_again_at_what_is_trained, parameters_digest
 
 # The digest takes a thousandth of a step or less, and waits for all.
 COMPARED_EVERY: Final = 100
+# Relative, of what processors may compute with other last bits.
+_ROUNDING: Final = 1e-9
 
 
 def refuse_processes_that_draw_alone(world_size: int) -> None:
@@ -30,6 +36,32 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
             f"know {world_size}, so that each would draw from other examples than its share. Start with `accelerate launch` "
             "or `torchrun`, or end the group with torch.distributed.destroy_process_group() before train()."
         )
+
+
+def refuse_different_terms(statement: PrivacyStatement) -> None:
+    """Refuse to train with processes that draw, clip or noise by other terms than process 0, called by all of them.
+
+    Raises:
+        ValueError: If one does, on every process.
+    """
+    terms: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(terms, asdict(statement))
+    refuse_other_terms(terms)
+
+
+def refuse_other_terms(terms: list[Mapping[str, Any]]) -> None:
+    """Refuse terms that are not those of the first process, by all of them in the order of their ranks."""
+    for rank, name in itertools.product(range(1, len(terms)), terms[0]):
+        first, other = terms[0][name], terms[rank][name]
+        is_close = isinstance(first, float) and isinstance(other, float) and math.isclose(first, other, rel_tol=_ROUNDING)
+        if not is_close and first != other:
+            # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
+            # beneath other noise would be in the same sum.
+            raise ValueError(
+                f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}: a "
+                "step releases one sum, and its ledger is of one mechanism. Start all with the same arguments, and give all "
+                "the same checkpoint."
+            )
 
 
 def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:

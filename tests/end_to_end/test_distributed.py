@@ -2,11 +2,14 @@
 
 import functools
 import os
+import random
 from pathlib import Path
 
 import pytest
 import scipy.stats
 import torch
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
@@ -56,12 +59,63 @@ def train(folder, world, case):
 
 def shuffled(folder, world):
     """Return why a training is refused whose processes have shuffled their data each on its own."""
-    trainer = trainer_of(Path(folder) / "shuffled", data=text_data().shuffle(seed=int(os.environ["RANK"])))
+    return refusal(folder, "shuffled", data=text_data().shuffle(seed=int(os.environ["RANK"])))
+
+
+def refusal(folder, name, **options):
+    """Return why a training is refused."""
     try:
-        trainer.train()
+        trainer_of(Path(folder) / name, **options).train()
     except ValueError as error:
         return str(error)
     return "was not refused"
+
+
+# An argument that process 1 alone has, and its name in the statement.
+OTHER_TERMS = {
+    "per_sample_max_grad_norm": (dict(per_sample_max_grad_norm=10.0), "per_sample_max_grad_norm"),
+    "noise_multiplier": (dict(noise_multiplier=0.25), "noise_multiplier"),
+    "noise_seed": (dict(noise_seed=1), "private"),
+    "batch": (dict(per_device_train_batch_size=1), "expected_batch_size"),
+    "noise_shape": (dict(noise_shape=SHAPE), "noise_shape"),
+}
+
+
+def other_terms(folder, world):
+    """Return by argument why processes are refused that have different ones; not because of a check that can be left out."""
+    found = {}
+    for name, (others, _) in OTHER_TERMS.items():
+        own = {"per_device_train_batch_size": 2, "per_sample_max_grad_norm": 1.0, "grad_sample_self_check": False}
+        found[name] = refusal(folder, name, **own | (others if os.environ["RANK"] == "1" else {}))
+    return found
+
+
+class Reordered(Dataset):
+    """Rows in an order of their own."""
+
+    def __init__(self):
+        self.rows = list(text_data())
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class ShuffleEachEpoch(TrainerCallback):
+    """Shuffles as all processes would alike, if the generators were theirs to seed."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        random.shuffle(self.rows)
+
+
+def reordered(folder, world):
+    data = Reordered()
+    return refusal(folder, "reordered", data=data, callbacks=[ShuffleEachEpoch(data.rows)])
 
 
 def neighbours(folder, world):
@@ -75,6 +129,8 @@ def neighbours(folder, world):
 CASES = {
     **{case: functools.partial(train, case=case) for case in ("equal", "noise", "shaped")},
     "shuffled": shuffled,
+    "other_terms": other_terms,
+    "reordered": reordered,
     "neighbours": neighbours,
 }
 
@@ -130,6 +186,19 @@ def test_trap_23_processes_with_different_data_are_refused(two_processes):
         assert message.startswith(
             "train_dataset must be the same on all processes, in the same order, got different ones on "
         )
+
+
+def test_processes_with_other_terms_are_refused(two_processes):
+    """A contribution of 10 C would lie beneath the noise of C, and the ledger of process 0 would not say so."""
+    for messages in two_processes["other_terms"]:
+        for name, (_, field) in OTHER_TERMS.items():
+            assert messages[name].startswith(f"{field} must be the same on all processes, got "), messages[name]
+
+
+def test_data_that_are_shuffled_during_a_training_are_refused(two_processes):
+    """An example that has come to another process's share would be drawn by both."""
+    for message in two_processes["reordered"]:
+        assert message.startswith("train_dataset must keep its order during train(), got examples at the numbers of others")
 
 
 def assert_one_user_moves_the_sum_by_at_most_c(runs):

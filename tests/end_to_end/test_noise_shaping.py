@@ -1,8 +1,11 @@
 """Shaped noise through the real trainer: turns are kept, the ledger counts them, and what else must follow, follows."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, GradientRecorder
@@ -166,3 +169,41 @@ def test_too_many_bands_and_a_recorder_are_refused_before_a_ledger_is_written(tm
         trainer_of(tmp_path, noise_shape="banded:bands=4").train()
     with pytest.raises(ValueError, match=r"GradientRecorder takes the noise for white.*banded"):
         trainer_of(tmp_path, noise_shape=SHAPE, callbacks=[GradientRecorder(dimensions=4)]).train()
+
+
+class InOrder(Dataset):
+    """Rows in an order of their own."""
+
+    def __init__(self):
+        self.rows = list(text_data(48))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class ShuffleLater(TrainerCallback):
+    """Shuffles a list before the second epoch."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if state.global_step > 0:
+            random.Random(0).shuffle(self.rows)
+
+
+def test_rows_that_are_shuffled_between_epochs_would_take_part_out_of_turn(tmp_path):
+    data, recorder = InOrder(), Recorder()
+    callbacks = [ShuffleLater(data.rows), recorder]
+    trainer = trainer_of(tmp_path, noise_shape=SHAPE, data=data, callbacks=callbacks, max_steps=8)
+    with pytest.raises(ValueError, match=r"must keep its order during train\(\), got .* turns of shaped noise"):
+        trainer.train()
+    assert len(recorder.gradients) == trainer.privacy.ledger.steps_run == trainer.private_run.sampler.steps_per_epoch
+
+
+def test_with_white_noise_any_order_is_as_good(tmp_path):
+    data = InOrder()
+    trained(trainer_of(tmp_path, data=data, callbacks=[ShuffleLater(data.rows)], max_steps=8))

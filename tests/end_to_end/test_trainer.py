@@ -30,6 +30,7 @@ from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.refusals import refuse_of_trainer
 from tests.support.pairwise import pairwise
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -682,6 +683,13 @@ def test_a_buffer_that_remembers_the_data_is_refused(tmp_path):
 
 def test_the_size_of_the_draws_is_not_saved(tmp_path):
     assert trained(trainer_of(tmp_path)).state.total_flos == 0
+
+
+def test_a_model_in_parts_on_several_processes_is_refused(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(type(trainer.model), "tp_size", 2)  # which the host's accelerator would not have on a CPU
+    with pytest.raises(ValueError, match=r"whole on each process, got one in parts on 2 \(tensor parallelism\)"):
+        refuse_of_trainer(trainer)
 
 
 def test_what_could_bypass_privacy_is_refused(tmp_path):

@@ -24,7 +24,7 @@ def has_repeats(dataset: Any) -> bool:
     """
     others: defaultdict[Any, list[np.ndarray]] = defaultdict(list)
     columns: defaultdict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
-    for source, rows in _sources(dataset, np.arange(len(dataset))):
+    for source, rows in sources(dataset, np.arange(len(dataset))):
         if (table := _table_of(source)) is not None:
             for path, places in _in_files(table, rows):
                 others[path].append(places)
@@ -40,22 +40,22 @@ def has_repeats(dataset: Any) -> bool:
     return any(map(_are_repeated, others.values())) or any(map(_overlap, columns.values()))
 
 
-def _sources(dataset: Any, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
+def sources(dataset: Any, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
     """Yield what rows of a data set are taken from, and which of its rows they are."""
     if isinstance(dataset, Subset):
-        yield from _sources(dataset.dataset, np.asarray(dataset.indices, dtype=int)[rows])
+        yield from sources(dataset.dataset, np.asarray(dataset.indices, dtype=int)[rows])
     elif isinstance(dataset, ConcatDataset):
         rows = _from_start(rows, len(dataset))
         ends = np.asarray(dataset.cumulative_sizes)
         for part, end in zip(dataset.datasets, ends, strict=True):
             size = len(part)  # type: ignore[arg-type]
-            yield from _sources(part, rows[(end - size <= rows) & (rows < end)] - (end - size))
+            yield from sources(part, rows[(end - size <= rows) & (rows < end)] - (end - size))
     else:
         rows = _from_start(rows, len(dataset))
         chosen = getattr(dataset, "_indices", None) if _table_of(dataset) is not None else None
         yield dataset, rows if chosen is None else chosen.column(0).to_numpy()[rows]
         if (held := _held(dataset)) is not None:
-            yield from _sources(held, rows)
+            yield from sources(held, rows)
 
 
 def _held(dataset: Any) -> Any:
