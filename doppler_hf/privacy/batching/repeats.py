@@ -3,14 +3,17 @@
 By its place in the files, tables or data sets below, not by its content: equal rows may be of two people.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+# Numbers of rows; those of all in their order are a range, which takes no memory.
+Places = np.ndarray | range
 # Of a list the objects that are rows, and of their own; numbers and words need not be.
 _ROWS: Final = (Mapping, list, tuple)
 
@@ -22,9 +25,9 @@ def has_repeats(dataset: Any) -> bool:
         dataset: A `datasets.Dataset`, one of torch's, or a list. Another one is taken to be made, row by row, of such a one
             among its attributes, if one alone is as long.
     """
-    others: defaultdict[Any, list[np.ndarray]] = defaultdict(list)
-    columns: defaultdict[str, list[tuple[int, np.ndarray]]] = defaultdict(list)
-    for source, rows in sources(dataset, np.arange(len(dataset))):
+    others: defaultdict[Any, list[Places]] = defaultdict(list)
+    columns: defaultdict[str, list[tuple[int, Places]]] = defaultdict(list)
+    for source, rows in sources(dataset, range(len(dataset))):
         if (table := _table_of(source)) is not None:
             for path, places in _in_files(table, rows):
                 others[path].append(places)
@@ -40,20 +43,20 @@ def has_repeats(dataset: Any) -> bool:
     return any(map(_are_repeated, others.values())) or any(map(_overlap, columns.values()))
 
 
-def sources(dataset: Any, rows: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
+def sources(dataset: Any, rows: Places) -> Iterator[tuple[Any, Places]]:
     """Yield what rows of a data set are taken from, and which of its rows they are."""
     if isinstance(dataset, Subset):
-        yield from sources(dataset.dataset, np.asarray(dataset.indices, dtype=int)[rows])
+        yield from sources(dataset.dataset, _picked(np.asarray(dataset.indices, dtype=int), rows))
     elif isinstance(dataset, ConcatDataset):
         rows = _from_start(rows, len(dataset))
         ends = np.asarray(dataset.cumulative_sizes)
         for part, end in zip(dataset.datasets, ends, strict=True):
             size = len(part)  # type: ignore[arg-type]
-            yield from sources(part, rows[(end - size <= rows) & (rows < end)] - (end - size))
+            yield from sources(part, _within(rows, end - size, end))
     else:
         rows = _from_start(rows, len(dataset))
         chosen = getattr(dataset, "_indices", None) if _table_of(dataset) is not None else None
-        yield dataset, rows if chosen is None else chosen.column(0).to_numpy()[rows]
+        yield dataset, rows if chosen is None else _picked(chosen.column(0).to_numpy(), rows)
         if (held := _held(dataset)) is not None:
             yield from sources(held, rows)
 
@@ -73,9 +76,40 @@ def _holds_rows(value: Any) -> bool:
     return _table_of(value) is not None or (isinstance(value, Dataset) and hasattr(value, "__len__"))
 
 
-def _from_start(rows: np.ndarray, size: int) -> np.ndarray:
+def _from_start(rows: Places, size: int) -> Places:
     """Return places of which −1 is the last as places that begin with 0."""
-    return np.where(rows < 0, rows + size, rows)
+    return rows if isinstance(rows, range) else np.where(rows < 0, rows + size, rows)
+
+
+def _picked(order: np.ndarray, rows: Places) -> np.ndarray:
+    """Return those numbers of an order that stand at some places of it."""
+    return order[rows.start : rows.stop] if isinstance(rows, range) else order[rows]
+
+
+def _within(rows: Places, begin: int, end: int) -> Places:
+    """Return the places of a part of the rows, counted from its beginning, of those rows that lie in it."""
+    if isinstance(rows, range):
+        return range(max(rows.start, begin) - begin, max(min(rows.stop, end), begin) - begin)
+    return rows[(begin <= rows) & (rows < end)] - begin
+
+
+def _parts(rows: Places, sizes: Iterable[int]) -> Iterator[Places]:
+    """Yield for each of many parts, one after another, the places in it of those rows that lie there, in any order."""
+    ordered, first = rows if isinstance(rows, range) else np.sort(rows, kind="stable"), 0
+    for size in sizes:
+        if isinstance(ordered, range):
+            yield _within(ordered, first, first + size)
+        else:
+            begin, end = np.searchsorted(ordered, [first, first + size])
+            yield ordered[begin:end] - first
+        first += size
+
+
+def _spread(rows: Places, by: int, offset: int) -> Places:
+    """Return where rows lie that are some places apart, from an offset on."""
+    if isinstance(rows, range):
+        return range(rows.start * by + offset, rows.stop * by + offset, by)
+    return rows * by + offset
 
 
 def _table_of(dataset: Any) -> Any:
@@ -83,20 +117,16 @@ def _table_of(dataset: Any) -> Any:
     return getattr(dataset, "_data", None) if isinstance(getattr(dataset, "column_names", None), list) else None
 
 
-def _in_files(table: Any, rows: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _in_files(table: Any, rows: Places) -> Iterator[tuple[str, Places]]:
     """Yield the files of which parts of a table are, and the places there of some of its rows.
 
     A file that is read twice, as for `split="train[:60%]+train[40%:]"`, has two places in memory.
     """
-    rows = np.sort(rows, kind="stable")
-    first = 0
-    for beside in getattr(table, "blocks", [[table]]):  # parts of the table from top to bottom, of columns beside each other
-        begin, end = np.searchsorted(rows, [first, first + len(beside[0])])
-        here = rows[begin:end] - first
-        first += len(beside[0])
+    blocks = getattr(table, "blocks", [[table]])  # from top to bottom, of columns beside each other
+    for beside, here in zip(blocks, _parts(rows, [len(beside[0]) for beside in blocks]), strict=True):
         # Once for a file, of which some columns may stand beside others.
         for path, start in {(block.path, _start_in_file(block)) for block in beside if hasattr(block, "path")}:
-            yield path, here + start
+            yield path, _spread(here, 1, start)
 
 
 def _start_in_file(block: Any) -> int:
@@ -104,41 +134,45 @@ def _start_in_file(block: Any) -> int:
     return sum(arguments[0] for name, arguments, _ in block.replays if name == "slice")
 
 
-def _in_tensors(source: Any, rows: np.ndarray) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+def _in_tensors(source: Any, rows: Places) -> Iterator[tuple[tuple[int, int], Places]]:
     """Yield the memory of the tensors of a data set of torch's, by number and address, and the places there of its rows."""
     for number, tensor in enumerate(source.tensors if isinstance(source, TensorDataset) else ()):
         # Where rows lie at one place they share numbers that are of none of them.
         if tensor.layout is torch.strided and tensor.numel() and tensor.stride(0):
-            yield (number, tensor.untyped_storage().data_ptr()), rows * tensor.stride(0) + int(tensor.storage_offset())
+            yield (
+                (number, tensor.untyped_storage().data_ptr()),
+                _spread(rows, tensor.stride(0), int(tensor.storage_offset())),
+            )
 
 
-def _objects(source: Sequence[Any], rows: np.ndarray) -> np.ndarray:
+def _objects(source: Sequence[Any], rows: Places) -> Places:
     """Return the addresses of those rows of a list that are objects of their own."""
     return np.array([id(source[row]) for row in rows if isinstance(source[row], _ROWS)], dtype=int)
 
 
-def _in_memory(column: Any, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def _in_memory(column: Any, rows: Places) -> Iterator[tuple[int, Places]]:
     """Yield the addresses of the numbers of a column, and the places there of some of its rows."""
-    rows = np.sort(rows, kind="stable")
-    first = 0
-    for chunk in column.chunks:
-        begin, end = np.searchsorted(rows, [first, first + len(chunk)])
-        here = rows[begin:end] - first + chunk.offset
-        first += len(chunk)
+    for chunk, within in zip(column.chunks, _parts(rows, map(len, column.chunks)), strict=True):
+        here = _spread(within, 1, chunk.offset)
         # Of lists and structs those of their parts are among them; the last ones are the values.
         addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size > 0]
         if addresses and len(here):
             yield addresses[-1], here
 
 
-def _overlap(places: list[tuple[int, np.ndarray]]) -> bool:
+def _overlap(places: list[tuple[int, Places]]) -> bool:
     """Return whether a place at an address is among those of it more than once."""
-    at_address: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+    at_address: defaultdict[int, list[Places]] = defaultdict(list)
     for address, here in places:
         at_address[address].append(here)
     return any(map(_are_repeated, at_address.values()))
 
 
-def _are_repeated(places: list[np.ndarray]) -> bool:
+def _are_repeated(places: list[Places]) -> bool:
+    ranges = sorted((each for each in places if isinstance(each, range) and each), key=lambda each: each.start)
+    if len(ranges) == sum(1 for each in places if len(each)) and all(
+        one.stop <= other.start for one, other in itertools.pairwise(ranges)
+    ):
+        return False
     together = np.sort(np.concatenate(places), kind="stable")
     return bool((together[1:] == together[:-1]).any())

@@ -54,9 +54,11 @@ class KnownRows:
         """
         digest = hashlib.sha256(f"{sampler.num_examples}".encode())
         # Sensitivity: of units that hold others on another process, an example may be in both, whatever the shares.
-        orders = (rows for _, rows in sources(self._dataset, np.arange(sampler.num_examples)))
+        orders = (rows for _, rows in sources(self._dataset, range(sampler.num_examples)))
         for values in (sampler.lengths, sampler.units, sampler.counts, *orders):
-            if values is not None:
+            if isinstance(values, range):
+                digest.update(repr(values).encode())
+            elif values is not None:
                 digest.update(np.ascontiguousarray(values).data)
         same = [found for place, found in self._hashes.items() if found == self._hash_at(place)]
         if not same:

@@ -121,3 +121,20 @@ def test_rows_of_tensors_that_two_data_sets_share_are_found():
     more += [ConcatDataset([TensorDataset(numbers, labels), TensorDataset(numbers.clone(), labels)])]
     assert [*map(has_repeats, once)] == [False] * len(once)
     assert [*map(has_repeats, more)] == [True] * len(more)
+
+
+class Computed(torch.utils.data.Dataset):
+    """As many rows as one likes, which lie nowhere."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+
+def test_rows_in_their_order_take_no_memory():
+    """Numbers of 10¹² rows would need terabytes."""
+    data = Computed(10**12)
+    assert not has_repeats(data)
+    assert not has_repeats(ConcatDataset([data, Computed(10**12)]))
