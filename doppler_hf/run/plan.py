@@ -57,8 +57,8 @@ def warn_of_large_delta(statement: PrivacyStatement) -> None:
 def averaged_noise(noise_multiplier: float, shape: NoiseShape, *, batch_size: int, steps: int) -> float:
     """Return the noise of the average of all mean gradients of a run, per coordinate and in units of the clip norm.
 
-    The average itself is at most one such unit long, as long as that only if all clipped gradients agree. How much a run
-    learns follows it closely over data, sizes of models and ε: recipes/results/few-examples.md.
+    The average itself is at most one such unit long, and that only if all clipped gradients agree. How much is learnt of
+    some data follows it over numbers of examples, epochs and ε: recipes/results/few-examples.md.
 
     Args:
         noise_multiplier: σ.

@@ -1,13 +1,18 @@
 """The table that a private run prints before its first step."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
-from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.filters import NoiseShape
+from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
+from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
+
+# Above it no classifier of digits learnt more than 60 % in recipes/results/few-examples.md.
+DROWNED: Final = 0.005
 
 
 def print_summary(
@@ -31,6 +36,7 @@ def print_summary(
         ("noise source", statement.noise_source),
         ("clip norm C", statement.clipping_in_words),
         ("noise per coordinate", f"{run.settled_noise_std:.3g}"),
+        ("averaged over all steps", averaged_in_words(statement)),
         ("at the end", epsilons_in_words(ledger, further_steps=run.affordable_steps) + target),
         ("δ", f"{statement.target_delta:.3g}"),
         ("training loss", statement.train_loss_in_words + mend),
@@ -46,6 +52,18 @@ def print_summary(
         first = next(name for name, way in run.fallbacks.items() if way == how)
         table.add_row(f"without a rule: {number}, such as" if number > 1 else "without a rule", f"{first} ({how})")
     Console().print(table)
+
+
+def averaged_in_words(statement: PrivacyStatement) -> str:
+    """Return the noise of the average of all gradients in units of C, and what to do where it drowns them."""
+    noise = averaged_noise(
+        statement.noise_multiplier,
+        NoiseShape.parse(statement.noise_shape),
+        batch_size=statement.expected_batch_size,
+        steps=statement.steps_planned,
+    )
+    mend = ": little will be learnt; more epochs, more examples or a larger ε make it less" if noise > DROWNED else ""
+    return f"{noise:.2g} C{mend}"
 
 
 def epsilons_in_words(ledger: PrivacyLedger, *, further_steps: int = 0) -> str:

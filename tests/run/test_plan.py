@@ -3,13 +3,16 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import scipy.signal
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
-from doppler_hf.run.plan import planned_statement, warn_of_large_delta
+from doppler_hf.run.plan import averaged_noise, planned_statement, warn_of_large_delta
+from doppler_hf.run.summary import averaged_in_words
 from tests.support.ledgers import after
 from tests.support.trainers import arguments, trainer_of
 
@@ -135,3 +138,19 @@ def test_the_statement_says_what_the_plan_does(tmp_path):
     seeded = arguments(tmp_path, noise_seed=1)
     sampler = PoissonSampler(num_examples=1000, expected_batch_size=50, seed=1)
     assert not planned_statement(seeded, sampler=sampler, noise_shape=WHITE, noise_source="").private
+
+
+def test_the_noise_of_the_average_of_all_gradients():
+    assert averaged_noise(1.5, WHITE, batch_size=50, steps=100) == pytest.approx(1.5 / (50 * 10))
+    shape, noise = NoiseShape.parse("banded:bands=3"), np.random.default_rng(0).standard_normal((100, 20_000))
+    shaped = 1.5 * shape.norm * scipy.signal.lfilter([1.0], shape.c, noise, axis=0) / 50
+    # The standard error of a deviation of 20,000 numbers is 0.5 %.
+    assert averaged_noise(1.5, shape, batch_size=50, steps=100) == pytest.approx(shaped.mean(axis=0).std(), rel=0.025)
+
+
+def test_noise_that_drowns_everything_is_told_before_it_is_spent(tmp_path):
+    plan = plan_of(tmp_path, noise_multiplier=2.0, target_epsilon=None)
+    assert averaged_in_words(plan) == "0.004 C"  # 2/(50·√100)
+    assert averaged_in_words(replace(plan, noise_multiplier=3.0)) == (
+        "0.006 C: little will be learnt; more epochs, more examples or a larger ε make it less"
+    )
