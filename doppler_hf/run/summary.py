@@ -36,7 +36,7 @@ def print_summary(
         ("noise source", statement.noise_source),
         ("clip norm C", statement.clipping_in_words),
         ("noise per coordinate", f"{run.settled_noise_std:.3g}"),
-        ("averaged over all steps", averaged_in_words(statement)),
+        ("noise of the average", averaged_in_words(statement)),
         ("at the end", epsilons_in_words(ledger, further_steps=run.affordable_steps) + target),
         ("δ", f"{statement.target_delta:.3g}"),
         ("training loss", statement.train_loss_in_words + mend),

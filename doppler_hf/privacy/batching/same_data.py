@@ -9,7 +9,7 @@ import io
 import pickle
 import random
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from doppler_hf.privacy.generators import filled_generators
 # How many examples are looked at, at least and at most, and how long further ones are.
 _FEW, _MANY, _SECONDS = 64, 16_384, 0.5
 _COINS: Final = random.SystemRandom()
+_UNREADABLE: Final = b""  # for an example of what cannot be written down, such as an open file
 
 
 class KnownRows:
@@ -60,7 +61,7 @@ class KnownRows:
                 digest.update(repr(values).encode())
             elif values is not None:
                 digest.update(np.ascontiguousarray(values).data)
-        same = [found for place, found in self._hashes.items() if found == self._hash_at(place)]
+        same = [found for place, found in self._hashes.items() if found != _UNREADABLE and found == self._hash_at(place)]
         if not same:
             raise ValueError(
                 "train_dataset must be the same on all processes, got one of which no example is the same at a second look, "
@@ -79,11 +80,10 @@ class KnownRows:
         if all(self._hash_at(place) == self._hashes[place] for place in some):
             return
         # Augmentation that follows the epoch changes examples too, but makes none of them into another.
-        before = defaultdict(set)
-        for place, found in self._hashes.items():
-            before[found].add(place)
+        times = Counter(self._hashes.values())
+        before = {found: place for place, found in self._hashes.items() if times[found] == 1 and found != _UNREADABLE}
         now = self._looked_at([*some, *self._any_places()])
-        if any(place not in before[found] for place, found in now.items() if found in before):
+        if any(before.get(found, place) != place for place, found in now.items()):
             # Sensitivity: its unit, its turn and the process that draws it are those of the number that it had.
             raise ValueError(
                 "train_dataset must keep its order during train(), got examples at the numbers of others: units of privacy, "
@@ -107,7 +107,11 @@ class KnownRows:
     def _hash_at(self, place: int) -> bytes:
         written = io.BytesIO()
         with filled_generators(place):  # the same random numbers each time
-            ByContent(written).dump(self._dataset[place])
+            example = self._dataset[place]
+        try:
+            ByContent(written).dump(example)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return _UNREADABLE
         return hashlib.sha256(written.getvalue()).digest()
 
 

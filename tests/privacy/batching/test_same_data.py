@@ -144,3 +144,11 @@ def test_looking_leaves_the_random_numbers_of_others_alone():
     first = torch.rand(1)
     KnownRows(Noisy(range(10))).refuse_moved()
     assert torch.equal(torch.cat([first, torch.rand(1)]), expected)
+
+
+def test_what_cannot_be_written_down_is_left_alone():
+    data = [{"file": (value for value in ())} for _ in range(3)]
+    known = KnownRows(data)
+    known.refuse_moved()
+    with pytest.raises(ValueError, match="this cannot be seen"):
+        known.digest(PoissonSampler(num_examples=3, expected_batch_size=1))
