@@ -27,8 +27,8 @@ from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planne
 
 READING: Final = (
     "noise_std: noise per coordinate of the mean gradient of one step. averaged: noise_std/√T, of the average over all "
-    "steps: above C/200 little is learnt. Where it stops falling, larger batches and more epochs no longer help. B·T: "
-    "examples processed, the cost in time."
+    "steps; above C/200 classifiers of images learnt little from scratch. Where it stops falling, larger batches and more "
+    "epochs no longer help. B·T: examples processed, the cost in time."
 )
 SHAPES: Final = (
     "Relative to white noise of equal ε: end, the noise of the sum of all gradients, which stays in the weights; step, that "

@@ -20,7 +20,7 @@ from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import Collator, MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probes
-from doppler_hf.privacy.batching.same_data import KnownRows, rows_known_to_all
+from doppler_hf.privacy.batching.same_data import KnownExamples, known_to_all
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
@@ -34,8 +34,8 @@ from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
 from doppler_hf.run.replicas import (
+    compare_terms,
     give_all_the_weights_of_process_0,
-    refuse_different_terms,
     refuse_processes_that_draw_alone,
 )
 from doppler_hf.run.start_check import CheckLoss, attached_engine
@@ -93,7 +93,7 @@ class PrivateRun:
         self._draw: Halving | None = None
         self._pieces_left = 0
         self._is_released = False
-        self._known_rows: KnownRows | None = None  # where it matters that an example keeps its number
+        self._known_examples: KnownExamples | None = None  # where it matters that an example keeps its number
         self._begins_epoch = False
         self.fill_generators = Refill(args.noise_seed, rank=args.process_index)
         column = args.privacy_unit_column
@@ -225,11 +225,11 @@ class PrivateRun:
             )
         refuse_processes_that_draw_alone(self._args.world_size)
         if self._args.world_size > 1:
-            refuse_different_terms(self.statement)
-            self._known_rows = rows_known_to_all(loader.examples, self.sampler)
+            compare_terms(self.statement)
+            self._known_examples = known_to_all(loader.examples, self.sampler)
             give_all_the_weights_of_process_0(model)
         elif self.sampler.units is not None or self.sampler.groups > 1:
-            self._known_rows = KnownRows(loader.examples)
+            self._known_examples = KnownExamples(loader.examples)
         probes = Probes(loader)
         engine = attached_engine(
             model,
@@ -362,8 +362,9 @@ class PrivateRun:
                     f"A draw for step {piece.step} was taken at step {step}, so that a unit could take part more often than "
                     "is accounted for. Leave the order of steps to the trainer."
                 )
-        if self._begins_epoch and self._known_rows is not None:
-            self._known_rows.refuse_moved()
+        # Here, since callbacks that shuffle may run after ours at the beginning of an epoch.
+        if self._begins_epoch and self._known_examples is not None:
+            self._known_examples.refuse_moved()
         self._begins_epoch = False
         self._draw.begin()
         self._is_released = False

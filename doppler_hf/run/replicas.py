@@ -1,4 +1,4 @@
-"""The same terms and weights on every process, which moves the latter by itself from the same private gradient."""
+"""The same terms and weights on every process, which moves its weights by itself from the same private gradient."""
 
 import itertools
 import math
@@ -15,8 +15,8 @@ from doppler_hf.run.parameters import look_again_at_what_is_trained, parameters_
 
 # The digest takes a thousandth of a step or less, and waits for all.
 COMPARED_EVERY: Final = 100
-# Relative, of what processors may compute with other last bits.
-_ROUNDING: Final = 1e-9
+# Relative, of σ, for which processors may solve with other last bits.
+_ROUNDING: Final = 1e-6
 
 
 def refuse_processes_that_draw_alone(world_size: int) -> None:
@@ -38,7 +38,7 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
         )
 
 
-def refuse_different_terms(statement: PrivacyStatement) -> None:
+def compare_terms(statement: PrivacyStatement) -> None:
     """Refuse to train with processes that draw, clip or noise by other terms than process 0, called by all of them.
 
     Raises:
@@ -46,10 +46,10 @@ def refuse_different_terms(statement: PrivacyStatement) -> None:
     """
     terms: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(terms, asdict(statement))
-    refuse_other_terms(terms)
+    refuse_different_terms(terms)
 
 
-def refuse_other_terms(terms: list[Mapping[str, Any]]) -> None:
+def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
     """Refuse terms that are not those of the first process, by all of them in the order of their ranks."""
     for rank, name in itertools.product(range(1, len(terms)), terms[0]):
         first, other = terms[0][name], terms[rank][name]

@@ -1,5 +1,6 @@
 """The table that a private run prints before its first step."""
 
+import math
 from collections import Counter
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
 
-# Above it no classifier of digits learnt more than 60 % in recipes/results/few-examples.md.
+# See recipes/results/few-examples.md.
 DROWNED: Final = 0.005
 
 
@@ -36,7 +37,7 @@ def print_summary(
         ("noise source", statement.noise_source),
         ("clip norm C", statement.clipping_in_words),
         ("noise per coordinate", f"{run.settled_noise_std:.3g}"),
-        ("noise of the average", averaged_in_words(statement)),
+        ("noise of the average", averaged_in_words(statement, num_trained=trainable)),
         ("at the end", epsilons_in_words(ledger, further_steps=run.affordable_steps) + target),
         ("δ", f"{statement.target_delta:.3g}"),
         ("training loss", statement.train_loss_in_words + mend),
@@ -54,15 +55,20 @@ def print_summary(
     Console().print(table)
 
 
-def averaged_in_words(statement: PrivacyStatement) -> str:
-    """Return the noise of the average of all gradients in units of C, and what to do where it drowns them."""
+def averaged_in_words(statement: PrivacyStatement, *, num_trained: int) -> str:
+    """Return the noise of the average of all gradients in units of C, and what to do where it drowns them.
+
+    That is where a classifier of images learnt little, if it is also longer than the average itself can be: of 62 weights
+    a linear classifier learns from less.
+    """
     noise = averaged_noise(
         statement.noise_multiplier,
         NoiseShape.parse(statement.noise_shape),
         batch_size=statement.expected_batch_size,
         steps=statement.steps_planned,
     )
-    mend = ": little will be learnt; more epochs, more examples or a larger ε make it less" if noise > DROWNED else ""
+    is_drowned = noise > DROWNED and noise * math.sqrt(num_trained) > 1.0
+    mend = ": little may be learnt; more epochs, more examples or a larger ε make it less" if is_drowned else ""
     return f"{noise:.2g} C{mend}"
 
 
