@@ -123,8 +123,7 @@ class KnownExamples:
             for number in numbers:
                 # The same random numbers each time. To fill the generators would take longer than to look.
                 random.seed(number)
-                words = np.random.SeedSequence(number).generate_state(624)
-                np.random.set_state(("MT19937", words, len(words), 0, 0.0))
+                np.random.seed(number % 2**32)
                 torch.default_generator.manual_seed(number)
                 yield number, _hash_of(fetch_one(self._dataset, number))
 
