@@ -44,7 +44,7 @@ class KnownExamples:
 
     def __init__(self, dataset: Any, *, numbers: Sequence[int] | None = None) -> None:
         self._dataset = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
-        self._order = self._order_now()
+        self._orders = self._orders_now()
         self._hashes = self._looked_at(self._any_numbers()) if numbers is None else self._hashes_of(numbers)
 
     @property
@@ -54,7 +54,7 @@ class KnownExamples:
 
     def seen(self, sampler: PoissonSampler) -> tuple[str, dict[int, bytes]]:
         """Return a hash of number, order, lengths and units of all examples, and those of known ones that stay the same."""
-        digest = hashlib.sha256(self._order)
+        digest = hashlib.sha256(f"{sampler.num_examples}".encode() + b"".join(self._orders))
         # Sensitivity: of units that hold others on another process, an example may be in both, whatever the shares.
         for values in (sampler.lengths, sampler.units, sampler.counts):
             if values is not None:
@@ -69,7 +69,8 @@ class KnownExamples:
         Raises:
             ValueError: If its order can be read and is another one, or known examples stand where others stood.
         """
-        if self._order_now() == self._order:
+        orders = self._orders_now()
+        if orders == self._orders or len(orders) != len(self._orders):  # a cache that fills up may look like rows, too
             some = self._looked_at(_SECRET.sample(self.numbers, min(_FEW, len(self.numbers))))
             if all(found == self._hashes[number] for number, found in some.items()) or not self._have_moved():
                 return
@@ -94,11 +95,10 @@ class KnownExamples:
         self._hashes = now
         return moved > stayed and 2 * moved > in_a_shuffle
 
-    def _order_now(self) -> bytes:
-        digest = hashlib.sha256(f"{len(self._dataset)}".encode())
-        for _, rows in sources(self._dataset, range(len(self._dataset))):
-            digest.update(repr(rows).encode() if isinstance(rows, range) else np.ascontiguousarray(rows).data)
-        return digest.digest()
+    def _orders_now(self) -> list[bytes]:
+        """Return a hash of each list of numbers by which the data set chooses from another one or from a table."""
+        orders = (rows for _, rows in sources(self._dataset, range(len(self._dataset))) if not isinstance(rows, range))
+        return [hashlib.sha256(np.ascontiguousarray(rows).data).digest() for rows in orders]
 
     def _any_numbers(self) -> list[int]:
         size = len(self._dataset)

@@ -170,6 +170,18 @@ def test_examples_that_change_where_they_are_are_not_refused():
     known.refuse_moved()
 
 
+def test_a_cache_that_fills_up_is_no_other_order():
+    class Cached(Ordered):
+        def __init__(self):
+            super().__init__(range(20))
+            self.chosen, self.cache = Subset(TensorDataset(torch.zeros(30)), [*range(20)][::-1]), []
+
+    data = Cached()
+    known = KnownExamples(data)
+    data.cache += [{"x": row} for row in data.rows]
+    known.refuse_moved()
+
+
 def test_pairs_of_equal_examples_whose_content_follows_the_epoch_are_not_refused(monkeypatch):
     monkeypatch.setattr(same_data, "_MANY", 1000)
     monkeypatch.setattr(same_data, "_SECONDS", math.inf)
