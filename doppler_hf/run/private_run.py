@@ -225,7 +225,7 @@ class PrivateRun:
             )
         refuse_processes_that_draw_alone(self._args.world_size)
         if self._args.world_size > 1:
-            compare_terms(self.statement)
+            compare_terms(self.statement, self._args, model)
             self._known_examples = known_to_all(loader.examples, self.sampler)
             give_all_the_weights_of_process_0(model)
         elif self.sampler.units is not None or self.sampler.groups > 1:

@@ -1,5 +1,6 @@
 """The same terms and weights on every process, which moves its weights by itself from the same private gradient."""
 
+import hashlib
 import itertools
 import math
 from collections.abc import Mapping
@@ -12,9 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.parameters import look_again_at_what_is_trained, parameters_digest
+from doppler_hf.training_args import DopplerTrainingArguments
 
 # The digest takes a thousandth of a step or less, and waits for all.
 COMPARED_EVERY: Final = 100
+# Arguments by which a step, or what all do together after it, would be another; those first that a statement follows from.
+_GIVEN: Final = (
+    "target_epsilon", "target_delta", "num_train_epochs", "max_steps", "base_optimizer", "adam_bc_floor", "low_pass_filter",
+    "weight_filter", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "neftune_noise_alpha",
+    "grad_sample_self_check", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy",
+    "save_steps",
+)  # fmt: skip
 # Relative, of σ, for which processors may solve with other last bits.
 _ROUNDING: Final = 1e-6
 
@@ -38,14 +48,23 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
         )
 
 
-def compare_terms(statement: PrivacyStatement) -> None:
-    """Refuse to train with processes that draw, clip or noise by other terms than process 0, called by all of them.
+def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, model: nn.Module) -> None:
+    """Refuse to train with processes that draw, clip, noise or move weights by other terms than process 0.
+
+    All processes call it.
 
     Raises:
         ValueError: If one does, on every process.
     """
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:8]
+    own = {
+        **{name: getattr(args, name) for name in _GIVEN},
+        **asdict(statement),
+        "what is trained of the model": f"{len(trained)} parameters ({digest})",
+    }
     terms: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(terms, asdict(statement))
+    dist.all_gather_object(terms, own)
     refuse_different_terms(terms)
 
 
@@ -58,9 +77,9 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
             # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
             # beneath other noise would be in the same sum.
             raise ValueError(
-                f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}: a "
-                "step releases one sum, and its ledger is of one mechanism. Start all with the same arguments, and give all "
-                "the same checkpoint."
+                f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}: "
+                "they train one model, and its ledger is of one mechanism. Start all with the same arguments and model, and "
+                "give all the same checkpoint."
             )
 
 

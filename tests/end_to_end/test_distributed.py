@@ -66,9 +66,15 @@ def refusal(folder, name, **options):
     """Return why a training is refused."""
     try:
         trainer_of(Path(folder) / name, **options).train()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "was not refused"
+
+
+def head_model():
+    model = tiny_bert()
+    model.bert.requires_grad_(False)
+    return model
 
 
 # An argument that process 1 alone has, and its name in the statement.
@@ -78,6 +84,10 @@ OTHER_TERMS = {
     "noise_seed": (dict(noise_seed=1), "private"),
     "batch": (dict(per_device_train_batch_size=1), "expected_batch_size"),
     "noise_shape": (dict(noise_shape=SHAPE), "noise_shape"),
+    "learning_rate": (dict(learning_rate=0.5), "learning_rate"),
+    "target_epsilon": (dict(noise_multiplier=None, target_epsilon=8.0), "target_epsilon"),
+    "save_steps": (dict(save_strategy="steps", save_steps=3), "save_strategy"),
+    "what is trained": (dict(model=head_model()), "what is trained of the model"),
 }
 
 
@@ -118,6 +128,19 @@ def reordered(folder, world):
     return refusal(folder, "reordered", data=data, callbacks=[ShuffleEachEpoch(data.rows)])
 
 
+class Drift(TrainerCallback):
+    """Moves the weights on process 1 alone."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if args.process_index == 1 and state.global_step == 2:
+            with torch.no_grad():
+                model.classifier.bias.add_(1.0)
+
+
+def drifted(folder, world):
+    return refusal(folder, "drifted", callbacks=[Drift()], max_steps=4)
+
+
 def neighbours(folder, world):
     """Return distances and couplings of users whose examples lie on all processes."""
     case = USUAL | {"model": "roberta", "unit": "user", "accumulation": 3, "clipping": "vanilla", "loss": "private"}
@@ -131,6 +154,7 @@ CASES = {
     "shuffled": shuffled,
     "other_terms": other_terms,
     "reordered": reordered,
+    "drifted": drifted,
     "neighbours": neighbours,
 }
 
@@ -199,6 +223,12 @@ def test_data_that_are_shuffled_during_a_training_are_refused(two_processes):
     """An example that has come to another process's share would be drawn by both."""
     for message in two_processes["reordered"]:
         assert message.startswith("train_dataset must keep its order during train(), got examples at the numbers of others")
+
+
+def test_weights_are_compared_in_the_end_of_a_short_training(two_processes):
+    for message in two_processes["drifted"]:
+        assert message.startswith("The weights must be the same on all processes, got others on process 1 than on process 0")
+        assert "after step 4: " in message
 
 
 def assert_one_user_moves_the_sum_by_at_most_c(runs):
