@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import scipy.stats
 import torch
-from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -16,7 +15,7 @@ from doppler_hf.audit import neighbour_distances
 from doppler_hf.filters import NoiseShape
 from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.support import processes
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import InOrder, pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
 
@@ -100,19 +99,6 @@ def other_terms(folder, world):
     return found
 
 
-class Reordered(Dataset):
-    """Rows in an order of their own."""
-
-    def __init__(self):
-        self.rows = list(text_data())
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
 class ShuffleEachEpoch(TrainerCallback):
     """Shuffles as all processes would alike, if the generators were theirs to seed."""
 
@@ -124,7 +110,7 @@ class ShuffleEachEpoch(TrainerCallback):
 
 
 def reordered(folder, world):
-    data = Reordered()
+    data = InOrder(text_data())
     return refusal(folder, "reordered", data=data, callbacks=[ShuffleEachEpoch(data.rows)])
 
 

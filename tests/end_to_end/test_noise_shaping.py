@@ -5,14 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, GradientRecorder
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting import Releases
 from tests.support.tiers import thorough
-from tests.support.tiny import pad, text_data
+from tests.support.tiny import InOrder, pad, text_data
 from tests.support.trainers import NoSignal, Recorder, arguments, trained, trainer_of
 
 SHAPE = "banded:bands=3"
@@ -171,19 +170,6 @@ def test_too_many_bands_and_a_recorder_are_refused_before_a_ledger_is_written(tm
         trainer_of(tmp_path, noise_shape=SHAPE, callbacks=[GradientRecorder(dimensions=4)]).train()
 
 
-class InOrder(Dataset):
-    """Rows in an order of their own."""
-
-    def __init__(self):
-        self.rows = list(text_data(48))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
 class ShuffleLater(TrainerCallback):
     """Shuffles a list before the second epoch."""
 
@@ -196,7 +182,7 @@ class ShuffleLater(TrainerCallback):
 
 
 def test_rows_that_are_shuffled_between_epochs_would_take_part_out_of_turn(tmp_path):
-    data, recorder = InOrder(), Recorder()
+    data, recorder = InOrder(text_data(48)), Recorder()
     callbacks = [ShuffleLater(data.rows), recorder]
     trainer = trainer_of(tmp_path, noise_shape=SHAPE, data=data, callbacks=callbacks, max_steps=8)
     with pytest.raises(ValueError, match=r"must keep its order during train\(\), got .* turns of shaped noise"):
@@ -205,5 +191,5 @@ def test_rows_that_are_shuffled_between_epochs_would_take_part_out_of_turn(tmp_p
 
 
 def test_with_white_noise_any_order_is_as_good(tmp_path):
-    data = InOrder()
+    data = InOrder(text_data(48))
     trained(trainer_of(tmp_path, data=data, callbacks=[ShuffleLater(data.rows)], max_steps=8))

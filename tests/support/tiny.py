@@ -75,3 +75,16 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return dict(self.rows[index])
+
+
+class InOrder(torch.utils.data.Dataset):
+    """Rows in an order of their own, which may be changed."""
+
+    def __init__(self, rows):
+        self.rows = list(rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
