@@ -119,15 +119,28 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
             raise ValueError(f"{field.name} must be {words}, got {value!r}. {mend}, or leave it out for {field.default!r}.")
 
 
+class NoEffectError(ValueError):
+    """An argument is set that another one leaves without effect.
+
+    Attributes:
+        name: The argument without effect.
+        beside: The argument that overrules it.
+    """
+
+    def __init__(self, name: str, value: Any, *, beside: str, because: str, mend: str) -> None:
+        super().__init__(f"{name}={value!r} has no effect with {beside}={because}. {mend}.")
+        self.name, self.beside = name, beside
+
+
 def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
     """Refuse what has no effect with `disable_dp`: all of our own arguments but the filter on the weights."""
     for field in own_fields(base):
         value = getattr(args, field.name)
         if field.name not in ("disable_dp", "weight_filter") and value != field.default:
-            raise ValueError(
-                f"{field.name}={value!r} has no effect with disable_dp=True, which is the stock Trainer. Leave one of them "
-                "out. For a filter without noise set noise_multiplier=0 instead of disable_dp."
-            )
+            raise NoEffectError(
+                field.name, value, beside="disable_dp", because="True, which is the stock Trainer",
+                mend="Leave one of them out. For a filter without noise set noise_multiplier=0 instead of disable_dp",
+            )  # fmt: skip
 
 
 def check_ranges(args: TrainingArguments) -> None:

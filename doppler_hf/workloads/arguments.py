@@ -1,13 +1,15 @@
 """From a recipe and the flags after it to dataclasses: a recipe is a command line written into a file.
 
 `script.py recipe.yaml --learning_rate 1e-3` reads every line `key: value` of the recipe as `--key=value` in front of
-the flags, so that one parser gives every value its type, and a flag, which comes later, overrides the recipe.
+the flags, so that one parser gives every value its type, and a flag, which comes later, overrides the recipe. What a
+flag leaves without effect, as `--dataset_dir` the name on the hub, is left out of the recipe.
 `HfArgumentParser` alone reads either a YAML file or flags, and takes `5e-4` for a string and `no` for a boolean, as YAML 1.1
 does.
 """
 
 import dataclasses
 import difflib
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ from typing import Any, get_args, get_type_hints
 from transformers import HfArgumentParser
 
 from doppler_hf.extras import MissingExtraError
+from doppler_hf.training_args.checks import NoEffectError
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -44,15 +49,13 @@ def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
         beside: The field that overrules them.
 
     Raises:
-        ValueError: If one of them is set.
+        NoEffectError: If one of them is set.
     """
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.name in names and value != field.default:
-            raise ValueError(
-                f"{field.name}={value!r} has no effect with {beside}={getattr(args, beside)!r}. Leave {field.name} out, or "
-                f"change {beside}."
-            )
+            mend = f"Leave {field.name} out, or change {beside}"
+            raise NoEffectError(field.name, value, beside=beside, because=repr(getattr(args, beside)), mend=mend)
 
 
 def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -68,6 +71,7 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
 
     Raises:
         ValueError: If the recipe cannot be read, or a name is no field; the message has the closest fields.
+        NoEffectError: If a field has no effect beside another, unless a flag overrules the recipe so.
         SystemExit: If argparse finds a value of the wrong type or misses a required field.
 
     Example:
@@ -80,6 +84,34 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
     """
     flags = list(sys.argv[1:] if argv is None else argv)
     fields = [field.name for types in dataclass_types for field in dataclasses.fields(types) if field.init]
+    scalars: dict[str, str] = {}
+    structured: dict[str, Any] = {}
+    if flags and not flags[0].startswith("-"):
+        recipe = Path(flags.pop(0))
+        scalars, structured = read_recipe(recipe)
+        _refuse([name for name in (*scalars, *structured) if name not in fields], fields, where=f"The recipe {recipe}")
+        _refuse_null([name for name, value in structured.items() if value is None], dataclass_types, recipe=recipe)
+    given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
+    while True:
+        try:
+            return _parse(dataclass_types, scalars, structured, flags, fields=fields)
+        except NoEffectError as error:
+            of_recipe = next((kind for kind in (scalars, structured) if error.name in kind), None)
+            if of_recipe is None or error.name in given or error.beside not in given:
+                raise
+            value = of_recipe.pop(error.name)
+            logger.warning("%s=%s of the recipe is left out: it has no effect with --%s.", error.name, value, error.beside)
+
+
+def _parse(
+    dataclass_types: Sequence[type],
+    scalars: dict[str, str],
+    structured: dict[str, Any],
+    flags: Sequence[str],
+    *,
+    fields: Sequence[str],
+) -> tuple[Any, ...]:
+    """Build the dataclasses from what a recipe says and the flags after it."""
     parser = HfArgumentParser(
         dataclass_types,
         # argparse's own usage would list some 150 flags before every one-line error.
@@ -87,20 +119,15 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
         # An abbreviation that is unique today may mean another field after an upgrade of transformers.
         allow_abbrev=False,
     )
-    if flags and not flags[0].startswith("-"):
-        recipe = Path(flags.pop(0))
-        scalars, structured = read_recipe(recipe)
-        _refuse([name for name in (*scalars, *structured) if name not in fields], fields, where=f"The recipe {recipe}")
-        _refuse_null([name for name, value in structured.items() if value is None], dataclass_types, recipe=recipe)
-        parser.set_defaults(**structured)
-        flags = [f"--{name}={value}" for name, value in scalars.items()] + flags
+    parser.set_defaults(**structured)
+    words = [*(f"--{name}={value}" for name, value in scalars.items()), *flags]
 
     # Before any dataclass is built: a misspelt flag must not be reported as a missing one.
-    _, unknown = parser.parse_known_args(flags)
+    _, unknown = parser.parse_known_args(words)
     # argparse returns a misspelt flag together with its value; a value alone is a stray word.
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
     _refuse(names or unknown, fields, where="The command line")
-    return tuple(parser.parse_args_into_dataclasses(flags, look_for_args_file=False))
+    return tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
 
 
 def _refuse_null(names: Sequence[str], dataclass_types: Sequence[type], *, recipe: Path) -> None:

@@ -1,6 +1,7 @@
 """Which kind a recipe is of, and what each kind builds: model, data, and what goes with them."""
 
 import contextlib
+import dataclasses
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import AutoTokenizer, EvalPrediction, GPT2TokenizerFast
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.training_args.checks import NoEffectError
 from doppler_hf.workloads import causal_lm, glue, images, language_model, recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
@@ -399,6 +401,33 @@ def test_what_is_made_from_scratch_follows_the_seed(common):
     first, again, other = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.usefixtures("kinds_only")
+@pytest.mark.parametrize(
+    ("path", "flag", "left_out"),
+    [
+        ("image/mnist-scattering-eps3", "dataset_dir=here", ["dataset_name"]),
+        ("causal_lm/yelp-gpt2-lora-eps8", "dataset_dir=here", ["validation_split"]),
+        ("glue/sst2-minilm-lora-all-eps3", "lora_r=0", ["lora_target_modules"]),
+        ("image/mnist-scattering-eps3", "model_name_or_path=vit", ["image_size", "scattering"]),
+        ("glue/sst2-minilm-lora-all-eps3", "disable_dp=true", ["clipping", "per_sample_max_grad_norm", "target_epsilon"]),
+    ],
+)
+def test_a_flag_overrules_what_it_leaves_without_effect_in_the_recipe(caplog, tmp_path, path, flag, left_out):
+    path = ROOT / "recipes" / f"{path}.yaml"
+    flags = ["--use_cpu", f"--output_dir={tmp_path}"]
+    (_, args), training_args = parse_recipe([str(path), *flags, f"--{flag}"])
+    said = [message.split("=")[0] for message in caplog.messages if "of the recipe is left out: it has no effect" in message]
+    assert sorted(said) == left_out
+    for owner in (args, training_args):
+        for field in dataclasses.fields(owner):
+            assert field.name not in left_out or getattr(owner, field.name) == field.default
+    # Inside one recipe, or on one command line, it can be mended, and is refused.
+    beside = tmp_path / "recipe.yaml"
+    beside.write_text(f"{path.read_text()}\n{flag.replace('=', ': ')}\n")
+    with pytest.raises(NoEffectError, match=f"^({'|'.join(left_out)})=.* has no effect with {flag.split('=')[0]}="):
+        parse_recipe([str(beside), *flags])
 
 
 @pytest.mark.parametrize(
