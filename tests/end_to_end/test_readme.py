@@ -6,6 +6,7 @@ import functools
 import io
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from doppler_hf.optim import DopplerOptimizer, OptimalFIR
 from doppler_hf.privacy import PoissonSampler, PrivacyStatement
 from doppler_hf.training_args.checks import own_fields
 from doppler_hf.training_args.galore import GaloreArguments
+from doppler_hf.workloads.arguments import parse_args
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
@@ -35,6 +37,7 @@ README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "r
 INDEX = ROOT / "recipes" / "RESULTS.md"
 PAGES = [README, *sorted(DOCS.glob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
 RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
+PLACEHOLDERS = {"FILTER": "momentum", "LR": "1e-3", "SEED": "1"}
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node"}  # of accelerate launch and torchrun
 RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}
 OTHER_PAGES = {"api", "first-run"}  # the reference, and the notebook
@@ -152,6 +155,17 @@ def test_flags_are_those_of_the_commands_of_the_page(page):
             known |= flags(help_of("doppler_hf/__main__.py", tuple(ours[1].split())))
     for command in commands(page):
         assert flags(command) <= known, command
+
+
+@pages
+def test_flags_fit_the_recipe_that_they_follow(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for command in commands(page):
+        if found := re.search(r"scripts/\w+\.py (recipes/(image|glue|causal_lm)/\S+\.yaml[^#]*)", command):
+            words = [PLACEHOLDERS.get(word, word) for word in shlex.split(found[1])]
+            arguments, _ = KINDS["images" if found[2] == "image" else found[2]]
+            fixed = ["--use_cpu=true", f"--output_dir={tmp_path}"]
+            assert parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=[*words, *fixed]), command
 
 
 @pages
