@@ -11,8 +11,9 @@ about the same walk √d·δ of all d weights together; with about the same step
 η/(u·s), or in a short run the same path, that times Σ_t r_t; and with LoRA on two matrices the one at which the walks of
 both factors together add to a layer's weights as much as these are. What L layers add is independent, so that it grows with
 √L, and as the product of two walks it is held where it was by shortening both to (2/L)^¼. And of f inputs of size 1 a layer
-makes √f·δ of noise, which is bounded where f is in the thousands. The constants are below. What the rule loses against a
-tuned rate is in recipes/results/learning-rate.md.
+makes √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
+themselves may be smaller, as the words of a sentence that are together of norm 1, so that the first layer may walk further.
+The constants are below. What the rule loses against a tuned rate is in recipes/results/learning-rate.md.
 """
 
 import math
@@ -29,12 +30,16 @@ from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# √d·δ; √f·δ; η/(u·s), and that path, at steps that are at most so large.
+# √d·δ; √f·δ, and that of a layer of the data themselves; η/(u·s), and that path, at steps that are at most so large.
 LONGEST_WALK: Final = 70.0
-LARGEST_OUTPUT: Final = 9.0
+LARGEST_OUTPUT: Final = 5.0
+LARGEST_OUTPUT_OF_DATA: Final = 12.0
 LARGEST_STEP: Final = 0.022
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
+# Layers whose outputs are sums over many inputs, and those whose outputs are of about size 1, whatever they are given.
+_SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 # With so many adapters the bound on their walks was found.
 FEW_ADAPTERS: Final = 2
 
@@ -57,8 +62,7 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     of_adapters = list(walks_of_adapters(model))
     share = (FEW_ADAPTERS / max(FEW_ADAPTERS, len(of_adapters))) ** 0.25
-    of_layers = [LARGEST_OUTPUT / math.sqrt(inputs) for inputs in inputs_of_layers(model)]
-    walk = min([LONGEST_WALK / math.sqrt(num_trained), *of_layers, *(share * walk for walk in of_adapters)])
+    walk = min([LONGEST_WALK / math.sqrt(num_trained), *walks_of_layers(model), *(share * walk for walk in of_adapters)])
     least = 1.0
     if args.base_optimizer == "adam_bc":
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
@@ -68,11 +72,18 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
     return least * size * min(step, walk / shape.std_of_sum(rates))
 
 
-def inputs_of_layers(model: nn.Module) -> Iterator[int]:
-    """Return for each trained linear layer and convolution how many inputs an output is a sum over."""
+def walks_of_layers(model: nn.Module) -> Iterator[float]:
+    """Return for each trained linear layer and convolution how far its weights, δ, may walk at most.
+
+    Args:
+        model: The model before training. The first of its layers in the order of `modules()` is taken for that of the data.
+    """
+    largest = LARGEST_OUTPUT_OF_DATA
     for layer in model.modules():
-        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and layer.weight.requires_grad:
-            yield math.prod(layer.weight.shape[1:])
+        if isinstance(layer, _SUMS) and layer.weight.requires_grad:
+            yield largest / math.sqrt(math.prod(layer.weight.shape[1:]))
+        if isinstance(layer, (*_SUMS, *_OF_SIZE_1)):
+            largest = LARGEST_OUTPUT
 
 
 def walks_of_adapters(model: nn.Module) -> Iterator[float]:

@@ -1,5 +1,6 @@
 """A rate that is left out follows from public numbers: it keeps the way that noise takes the weights to what is known."""
 
+import copy
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from doppler_hf.privacy import GaussianMechanism, PoissonSampler
 from doppler_hf.run.learning_rate import (
     LARGEST_OF_FEW,
     LARGEST_OUTPUT,
+    LARGEST_OUTPUT_OF_DATA,
     LARGEST_STEP,
     LONGEST_WALK,
     SHORTEST_PATH,
@@ -77,14 +79,24 @@ def test_noise_alone_moves_the_weights_by_the_longest_walk(tmp_path, schedule, s
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(20_000, 10), nn.Conv2d(800, 10, 5)], ids=["linear", "convolution"])
-def test_what_a_layer_makes_of_many_inputs_is_bounded(tmp_path, layer):
+@pytest.mark.parametrize(
+    ("before", "largest"),
+    [
+        (nn.Identity(), LARGEST_OUTPUT_OF_DATA),
+        (nn.GroupNorm(4, 800, affine=False), LARGEST_OUTPUT),
+        (nn.Linear(2, 2).requires_grad_(False), LARGEST_OUTPUT),
+    ],
+    ids=["data", "normalized", "behind a layer"],
+)
+def test_what_a_layer_makes_of_many_inputs_is_bounded(tmp_path, layer, before, largest):
+    model = nn.Sequential(before, copy.deepcopy(layer))
     args = arguments(tmp_path, max_steps=400, learning_rate=None)
     statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="a coin")
-    rate = chosen_learning_rate(args, statement, model=layer)
+    rate = chosen_learning_rate(args, statement, model=model)
     walk = rate / math.sqrt(0.3) * math.sqrt(sum((step / 400) ** 2 for step in range(401)))
-    assert walk * math.sqrt(20_000) == pytest.approx(LARGEST_OUTPUT)
-    layer.weight.requires_grad_(False)
-    assert chosen_learning_rate(args, statement, model=layer) > 1.5 * rate
+    assert walk * math.sqrt(20_000) == pytest.approx(largest)
+    model[1].weight.requires_grad_(False)
+    assert chosen_learning_rate(args, statement, model=model) > 1.5 * rate
 
 
 def test_few_weights_get_the_largest_step_or_in_a_short_run_the_shortest_path(tmp_path):
