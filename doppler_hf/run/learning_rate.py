@@ -39,7 +39,7 @@ SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
 # Layers whose outputs are sums over many inputs, and those whose outputs are of about size 1, whatever they are given.
 _SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+_OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 # With so many adapters the bound on their walks was found.
 FEW_ADAPTERS: Final = 2
 
