@@ -36,17 +36,9 @@ class Book:
 
     def __init__(self, *, norm_rule: NormRule) -> None:
         self._norm_rule: NormRule = norm_rule
-        self._recent = Recent()
-        self.batch_size: int | None = None
-        self.num_examples = 1
-        self.uses: dict[Tensor, list[PerSampleGradient]] = {}
-        self.repeated: list[str] = []
         self.only_example: int | None = None
-        self.coupled: set[Tensor] = set()
-        self.failed: dict[str, Exception] = {}
-        self.is_conclusive = True
-        self.is_in_forward = False
-        self._is_unwatched = False
+        self.is_in_forward = self._is_unwatched = False
+        self.clear()
 
     @property
     def is_watching(self) -> bool:
@@ -68,11 +60,12 @@ class Book:
     def clear(self) -> None:
         """Discard all notes."""
         self._recent = Recent()
-        self.batch_size, self.num_examples = None, 1
-        self.uses.clear()
-        self.repeated.clear()
-        self.coupled.clear()
-        self.failed.clear()
+        self.batch_size: int | None = None
+        self.num_examples = 1
+        self.uses: dict[Tensor, list[PerSampleGradient]] = {}
+        self.repeated: list[str] = []
+        self.coupled: set[Tensor] = set()
+        self.failed: dict[str, Exception] = {}
         self.is_conclusive = True
 
     def passing(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
