@@ -36,7 +36,6 @@ class Book:
 
     def __init__(self, *, norm_rule: NormRule) -> None:
         self._norm_rule: NormRule = norm_rule
-        self.only_example: int | None = None
         self.is_in_forward = self._is_unwatched = False
         self.clear()
 
@@ -64,6 +63,7 @@ class Book:
         self.num_examples = 1
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.repeated: list[str] = []
+        self.only_example: int | None = None
         self.coupled: set[Tensor] = set()
         self.failed: dict[str, Exception] = {}
         self.is_conclusive = True

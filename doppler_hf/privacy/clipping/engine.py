@@ -150,7 +150,6 @@ class BookKeepingEngine:
             for parameter in trainable.values():
                 parameter.grad = None
             book.clear()
-            book.only_example = None
             self._not_batched.clear()
 
     def _back_propagate(
