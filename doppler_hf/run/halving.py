@@ -79,7 +79,7 @@ class Halving:
         *,
         fill: Callable[[], None],
         rows: Rows | None,
-        spare: Spare | None = None,
+        spare: Spare | None,
     ) -> None:
         self._clipped, self._fill, self._rows, self._spare = clipped, fill, rows, spare
         self._added: list[MicroBatch] = []  # no copies: the host holds the draw as well

@@ -167,13 +167,7 @@ class PrivacyCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def beside_model(
-        self,
-        folder: Path,
-        args: DopplerTrainingArguments,
-        *,
-        model: nn.Module,
-        speaks: bool,
-        checkpoint_step: int | None = None,
+        self, folder: Path, args: DopplerTrainingArguments, *, model: nn.Module, speaks: bool, checkpoint_step: int | None
     ) -> Iterator[None]:
         """Bind the ledger to the weights that the block saves, and put it beside them, if it speaks for the model.
 

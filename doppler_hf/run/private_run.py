@@ -199,9 +199,9 @@ class PrivateRun:
         losses_of: Losses,
         check_loss: CheckLoss,
         loader: Any,
-        rows_per_loss: int = 1,
-        in_step: InStep | None = None,
-        sharded_sums: ShardedSums | None = None,
+        rows_per_loss: int,
+        in_step: InStep | None,
+        sharded_sums: ShardedSums | None,
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
 

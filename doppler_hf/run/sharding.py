@@ -184,15 +184,12 @@ class Sharding:
         # So that between two passes all weights are in pieces, and none is taken for a whole one.
         model.set_reshard_after_forward(True)
         groups = groups_of(model)
-        self.in_step = InStep(model, [*groups.values()], group=group, set_float32=gathered_in_float32(list(groups)))
+        in_step = InStep(model, [*groups.values()], group=group, set_float32=gathered_in_float32(list(groups)))
+        self.in_step = in_step
         # Sensitivity: ordinary gradients are neither clipped nor noised. They stay on their process, where they are dropped.
         model.set_requires_gradient_sync(False)
         if layers := trained_layers(model, list(groups)):
-            self.sharded_sums = ShardedSums(
-                layers,
-                meet=self.in_step.before_reducing,
-                is_alone=lambda: self.in_step is not None and self.in_step.is_alone,
-            )
+            self.sharded_sums = ShardedSums(layers, meet=in_step.before_reducing, is_alone=lambda: in_step.is_alone)
         model.register_load_state_dict_pre_hook(cut_what_is_loaded)
         if hasattr(model, "generate"):  # of adapters, whose own `generate` calls the model inside of them
             register_fsdp_forward_method(model, "generate")

@@ -59,8 +59,8 @@ def attached_engine(
     check_loss: CheckLoss,
     probes: Probes,
     rows_per_loss: int,
-    in_step: InStep | None = None,
-    sharded_sums: ShardedSums | None = None,
+    in_step: InStep | None,
+    sharded_sums: ShardedSums | None,
 ) -> Iterator[tuple[ClippedGradients, Rows | None]]:
     """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
 

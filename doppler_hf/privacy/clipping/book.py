@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.factored import LookedUpRows, NormRule, is_formed, outer_products
+from doppler_hf.privacy.clipping.factored import LookedUpRows, NormRule, OuterProducts, is_formed
 from doppler_hf.privacy.clipping.ghost_norm import Recent
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, PerSampleGradient, sum_of_products, sum_over_time
 
@@ -36,17 +36,8 @@ class Book:
 
     def __init__(self, *, norm_rule: NormRule) -> None:
         self._norm_rule: NormRule = norm_rule
-        self._recent = Recent()
-        self.batch_size: int | None = None
-        self.num_examples = 1
-        self.uses: dict[Tensor, list[PerSampleGradient]] = {}
-        self.repeated: list[str] = []
-        self.only_example: int | None = None
-        self.coupled: set[Tensor] = set()
-        self.failed: dict[str, Exception] = {}
-        self.is_conclusive = True
-        self.is_in_forward = False
-        self._is_unwatched = False
+        self.is_in_forward = self._is_unwatched = False
+        self.clear()
 
     @property
     def is_watching(self) -> bool:
@@ -68,11 +59,13 @@ class Book:
     def clear(self) -> None:
         """Discard all notes."""
         self._recent = Recent()
-        self.batch_size, self.num_examples = None, 1
-        self.uses.clear()
-        self.repeated.clear()
-        self.coupled.clear()
-        self.failed.clear()
+        self.batch_size: int | None = None
+        self.num_examples = 1
+        self.uses: dict[Tensor, list[PerSampleGradient]] = {}
+        self.repeated: list[str] = []
+        self.only_example: int | None = None
+        self.coupled: set[Tensor] = set()
+        self.failed: dict[str, Exception] = {}
         self.is_conclusive = True
 
     def passing(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -103,8 +96,9 @@ class Book:
             # Of each row: to put the patches of images side by side would take longer than to add up their products.
             self.note(parameter, sum_of_products(left, right, num_examples=self.num_examples, shape=parameter.shape))
             return
-        left, right = self._joined(left), self._joined(right)
-        self.note(parameter, outer_products(left, right, shape=parameter.shape, rule=self._norm_rule, recent=self._recent))
+        factors = OuterProducts(self._joined(left), self._joined(right), self._recent)
+        is_dense = is_formed(factors.left, factors.right, rule=self._norm_rule)
+        self.note(parameter, factors.densified(parameter.shape) if is_dense else factors)
 
     def note_lookup(self, parameter: Tensor, ids: Int[Tensor, "rows time"], values: Float[Tensor, "rows time dim"]) -> None:
         """Note a use that looks up rows of a table, whose gradients are `values`."""

@@ -107,11 +107,8 @@ class ClippedGradients:
         # The coarsest in which something is summed.
         self._dtype = max((self._sum_dtype(name) for name in trainable), key=lambda dtype: torch.finfo(dtype).eps)
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
-        self._sums: dict[str, Tensor] = {}
-        self.num_non_finite = 0
-        self.num_within = torch.zeros((), dtype=torch.float64)
-        self.is_half_added = False
         self._engine: BookKeepingEngine | None = None
+        self.reset()
 
     @property
     def sums(self) -> dict[str, Float[Tensor, "..."]]:
@@ -241,18 +238,16 @@ class ClippedGradients:
             self.max_grad_norm, self._clipping = before
             self.reset()
 
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let the model compute as without the engine, so that a backward pass leaves ordinary gradients in `.grad`."""
         assert self._engine is not None
-        with self._engine.unwatched():
-            yield
+        return self._engine.unwatched()
 
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""
-        self._sums.clear()
+        self._sums: dict[str, Tensor] = {}
         self.num_non_finite = 0
-        self.num_within = torch.zeros_like(self.num_within)
+        self.num_within = torch.zeros((), dtype=torch.float64)
         self.is_half_added = False
 
     def _refuse_other_parameters(self) -> None:

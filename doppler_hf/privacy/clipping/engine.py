@@ -58,9 +58,7 @@ class BookKeepingEngine:
         ValueError: If a layer mixes examples, by name, or the model is compiled.
     """
 
-    def __init__(
-        self, model: nn.Module, *, norm_rule: NormRule = "auto", by_rules: bool = True, rows_per_loss: int = 1
-    ) -> None:
+    def __init__(self, model: nn.Module, *, norm_rule: NormRule, by_rules: bool, rows_per_loss: int) -> None:
         refuse_layers(model)
         self._model = model
         self._book = Book(norm_rule=norm_rule)
@@ -152,7 +150,6 @@ class BookKeepingEngine:
             for parameter in trainable.values():
                 parameter.grad = None
             book.clear()
-            book.only_example = None
             self._not_batched.clear()
 
     def _back_propagate(

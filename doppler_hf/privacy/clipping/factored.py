@@ -200,22 +200,6 @@ class Tied(Factored):
         self.rows.add_weighted(total, weights)
 
 
-def outer_products(
-    left: Tensor, right: Tensor, *, shape: torch.Size, rule: NormRule, recent: Recent
-) -> OuterProducts | Dense:
-    """Return Σ_t l_t r_tᵀ in the cheaper form.
-
-    Args:
-        left: Shape (batch, time, p).
-        right: Shape (batch, time, q).
-        shape: Shape of the parameter.
-        rule: "ghost", "direct", or "auto" for the cheaper one.
-        recent: What was computed of factors before.
-    """
-    factors = OuterProducts(left, right, recent)
-    return factors.densified(shape) if is_formed(left, right, rule=rule) else factors
-
-
 def is_formed(left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch time q"], *, rule: NormRule) -> bool:
     """Return whether the matrix of each example is to be formed.
 
@@ -226,7 +210,7 @@ def is_formed(left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch t
     Args:
         left: The one factor.
         right: The other one.
-        rule: As in `outer_products`.
+        rule: "ghost", "direct", or "auto" for the cheaper one.
     """
     if rule != "auto":
         return rule == "direct"

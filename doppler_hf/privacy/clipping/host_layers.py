@@ -53,8 +53,9 @@ def dora(
         base_result = F.linear(x, weight.T if module.fan_in_fan_out else weight)
     elif base_layer.bias is not None:
         base_result = base_result - base_layer.bias
-    magnitude = book.one_per_example(module.weight, (1,) * (x.ndim - 2) + tuple(module.weight.shape))
-    return magnitude / norms * torch.add(base_result, lora_B(lora_A(x)), alpha=scaling) - base_result
+    shape = (1,) * (x.ndim - 2) + tuple(module.weight.shape)
+    magnitude = book.one_per_example(module.weight, shape, over=base_result.shape[1:])
+    return magnitude * (torch.add(base_result, lora_B(lora_A(x)), alpha=scaling) / norms) - base_result
 
 
 def host_rules() -> dict[Callable[..., Any], Rule]:

@@ -131,9 +131,9 @@ class _LayerNorm(torch.autograd.Function):
 
 def rms_norm(book: Book, module: nn.RMSNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w, x̂ = x/√mean(x²) over the last dimensions."""
-    shape = tuple(module.normalized_shape)
+    shape, over = tuple(module.normalized_shape), input.shape[1:]
     normalized = F.rms_norm(input, shape, None, module.eps)
-    return normalized * book.one_per_example(module.weight, (1,) * (input.ndim - 1 - len(shape)) + shape)
+    return normalized * book.one_per_example(module.weight, (1,) * (len(over) - len(shape)) + shape, over=over)
 
 
 def group_norm(

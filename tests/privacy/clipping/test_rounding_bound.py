@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -177,7 +178,7 @@ def exact_gradients(model, inputs, weights):
     exact = model.double()
     inputs = inputs if inputs.dtype == torch.long else inputs.double()
     loss = (exact(inputs[:1]) * weights[:1].double()).sum()
-    gradients = torch.autograd.grad(loss, list(exact.parameters()))
+    gradients = torch.autograd.grad(loss, [parameter for parameter in exact.parameters() if parameter.requires_grad])
     model.float()
     return gradients
 
@@ -671,8 +672,17 @@ def test_a_sum_over_time_that_cancels_is_the_same_with_padding():
     torch.testing.assert_close(first, terms.double().sum(dim=1), rtol=1e-6, atol=0.0)
 
 
+def magnitude_of_dora():
+    layer = get_peft_model(nn.Sequential(nn.Linear(8, 8)), LoraConfig(target_modules=["0"], use_dora=True))
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_("magnitude" in name)
+    return layer
+
+
 @pytest.mark.parametrize(
-    "layer", [LlamaRMSNorm(8), nn.LayerNorm(8), nn.Linear(8, 8)], ids=lambda layer: type(layer).__name__
+    "layer",
+    [LlamaRMSNorm(8), nn.RMSNorm(8), nn.LayerNorm(8), nn.Linear(8, 8), magnitude_of_dora()],
+    ids=lambda layer: type(layer).__name__,
 )
 @pytest.mark.parametrize("kappa", [1e4, 1e6])
 def test_on_which_side_padding_stands_does_not_change_what_cancels(layer, kappa):
