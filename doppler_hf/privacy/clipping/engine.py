@@ -82,7 +82,7 @@ class BookKeepingEngine:
                 continue
             rule = rule_for(module, rules) if by_rules else None
             if rule is None:
-                sampler = sampler_for(module, by_rules=by_rules)
+                sampler = None if by_rules else sampler_for(module)
                 forward = without_checkpointing(module)
                 other = LayerWithoutRule(name, module, self._book, forward=forward or module.forward, sampler=sampler)
                 self._without_rule[name] = other

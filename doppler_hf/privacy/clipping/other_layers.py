@@ -4,7 +4,7 @@
   by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost. If
   they fit an input as a whole, copies of its shape have each term of that gradient, and rounding in its sum is seen to.
   Whether they act elementwise is tested: two examples with different copies must give the outputs that each gives alone;
-* **Opacus's samplers**, for torch's layers without a rule here, or for all layers with the engine "opacus";
+* **Opacus's samplers**, with the engine "opacus" alone, for every layer that has one;
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
 
 Functions of parameters alone, whose output has no batch, are treated in `book.output_per_example`.
@@ -334,10 +334,8 @@ def is_close(first: Tensor, second: Tensor, *, slack: float = 1.0) -> bool:
     return torch.allclose(first, second, rtol=rounding, atol=rounding * largest)
 
 
-def sampler_for(module: nn.Module, *, by_rules: bool) -> Callable[..., Any] | None:
-    """Return Opacus's sampler for a layer, or None if none fits; `by_rules` only layers without a rule get one."""
-    if by_rules and not isinstance(module, nn.Conv1d | nn.Conv3d):
-        return None
+def sampler_for(module: nn.Module) -> Callable[..., Any] | None:
+    """Return Opacus's sampler for a layer, or None if none fits."""
     if "forward" in vars(module) or module._parameters.get("weight") is None:
         return None
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (

@@ -135,23 +135,28 @@ class Dense(PerSampleGradient):
 
 
 def sum_of_products(
-    left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"], *, num_examples: int, shape: torch.Size
+    left: Float[Tensor, "rows *groups time p"],
+    right: Float[Tensor, "rows *groups time q"],
+    *,
+    num_examples: int,
+    shape: torch.Size,
 ) -> Dense:
     """Return Σ_t l_t r_tᵀ of every example, formed, over all rows of it.
 
     Args:
-        left: l.
+        left: l, if in groups of each by itself: no factored form keeps them apart.
         right: r.
         num_examples: Which have as many rows each, one after another.
         shape: Shape of the parameter.
     """
-    of_rows = torch.bmm(in_float32(left).mT, in_float32(right))
-    of_left, of_right = (torch.linalg.vector_norm(in_float32(factor), dim=2) for factor in (left, right))
+    of_rows = in_float32(left).mT @ in_float32(right)
+    of_left, of_right = (torch.linalg.vector_norm(in_float32(factor), dim=-1) for factor in (left, right))
 
-    def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept p q"]:
-        return torch.bmm(left[kept].double().mT, right[kept].double())
+    def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept *groups p q"]:
+        return left[kept].double().mT @ right[kept].double()
 
-    return _sum_of_rows(of_rows, of_left * of_right, again, num_examples=num_examples, shape=shape)
+    sizes = (of_left * of_right).flatten(1)
+    return _sum_of_rows(of_rows, sizes, again, num_examples=num_examples, shape=shape)
 
 
 def sum_over_time(terms: Float[Tensor, "rows time ..."], *, num_examples: int, shape: torch.Size) -> Dense:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from opacus.utils.tensor_utils import unfold3d
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.per_sample_gradient import sum_of_products
 
 Rule = Callable[..., Any]
 
@@ -174,43 +176,51 @@ class _GroupNorm(torch.autograd.Function):
         return torch.ops.aten.native_group_norm_backward(*arguments)[0], None, None, None, None, None
 
 
-def conv2d(
-    book: Book, module: nn.Conv2d, input: Float[Tensor, "batch channels height width"]
-) -> Float[Tensor, "batch filters rows columns"]:
+def convolution(
+    book: Book, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, input: Float[Tensor, "batch channels *positions"]
+) -> Float[Tensor, "batch filters *outputs"]:
     """Compute a convolution: a linear layer of the patches, with the positions of the output as its time."""
     geometry = (module.stride, module.padding, module.dilation, module.groups)
-    return _Conv2d.apply(input, module.weight, module.bias, geometry, book)
+    return _Convolution.apply(input, module.weight, module.bias, geometry, book)
 
 
-class _Conv2d(torch.autograd.Function):
+class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, book: Book
-    ) -> Float[Tensor, "batch filters rows columns"]:
+    ) -> Float[Tensor, "batch filters *outputs"]:
         ctx.weight, ctx.bias, ctx.geometry, ctx.book = weight, bias, geometry, book
         ctx.save_for_backward(x)
-        return F.conv2d(x, weight, bias, *geometry)
+        return (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3](x, weight, bias, *geometry)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Float[Tensor, "batch filters rows columns"]) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Float[Tensor, "batch filters *outputs"]) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         if ctx.weight.requires_grad:
-            patches = F.unfold(x.to(grad.dtype), ctx.weight.shape[2:], dilation, padding, stride)
+            geometry = {"kernel_size": ctx.weight.shape[2:], "dilation": dilation, "padding": padding, "stride": stride}
+            patches = _patches(x.to(grad.dtype), **geometry)
             if groups == 1:
                 ctx.book.note_product(ctx.weight, grad.flatten(2).mT, patches.mT)
             else:
-                # One small product for each group: no factored form keeps groups apart.
-                left = in_float32(grad).reshape(len(x), groups, -1, patches.shape[2])
-                right = in_float32(patches).view(len(x), groups, -1, patches.shape[2])
-                ctx.book.note_rows(ctx.weight, left @ right.mT)
+                factors = (factor.reshape(len(x), groups, -1, patches.shape[2]).mT for factor in (grad, patches))
+                shared = {"num_examples": ctx.book.num_examples, "shape": ctx.weight.shape}
+                ctx.book.note(ctx.weight, sum_of_products(*factors, **shared))
         ctx.book.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
         weight = ctx.book.passing(ctx.weight).to(grad.dtype)
-        rest = (None, stride, padding, dilation, False, (0, 0), groups, (True, False, False))
+        rest = (None, stride, padding, dilation, False, (0,) * len(stride), groups, (True, False, False))
         return torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0], None, None, None, None
+
+
+def _patches(x: Float[Tensor, "batch channels *positions"], **geometry: tuple[int, ...]) -> Float[Tensor, "batch q outputs"]:
+    """Return the patches of sequences, which are images of one row, of images or of volumes."""
+    if x.ndim == 3:
+        x = x.unsqueeze(2)
+        geometry = {name: (0 if name == "padding" else 1, *sizes) for name, sizes in geometry.items()}
+    return (F.unfold if x.ndim == 4 else unfold3d)(x, **geometry)
 
 
 # A rule replaces one function, so it is chosen by that function and not by a class's name or ancestors.
@@ -220,7 +230,9 @@ RULES: dict[Callable[..., Any], Rule] = {
     nn.LayerNorm.forward: layer_norm,
     nn.RMSNorm.forward: rms_norm,
     nn.GroupNorm.forward: group_norm,
-    nn.Conv2d.forward: conv2d,
+    nn.Conv1d.forward: convolution,
+    nn.Conv2d.forward: convolution,
+    nn.Conv3d.forward: convolution,
 }
 
 
@@ -228,7 +240,9 @@ def rule_for(module: nn.Module, rules: Mapping[Callable[..., Any], Rule]) -> Rul
     """Return the rule that replaces the module's forward, or None."""
     if "forward" in vars(module) or "weight" not in module._parameters:
         return None  # a forward of the instance, or a weight that is computed from others (pruning, weight norm)
-    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
+        module.padding_mode != "zeros" or isinstance(module.padding, str)
+    ):
         return None
     if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
         return None

@@ -122,7 +122,13 @@ LAYERS = {
     "padding 'valid'": (nn.Conv2d(4, 6, 3, padding="valid"), IMAGE),
     "patches": (nn.Conv2d(4, 6, 4, stride=4), IMAGE),
     "convolution in one dimension": (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), draw(BATCH, 4, 9)),
+    "dilation in one dimension": (nn.Conv1d(4, 6, 3, stride=2, padding=2, dilation=2, bias=False), draw(BATCH, 4, 9)),
     "convolution in three dimensions": (nn.Conv3d(2, 4, 2, stride=2, padding=1), draw(BATCH, 2, 4, 5, 3)),
+    "groups in three dimensions": (
+        nn.Conv3d(4, 6, (2, 1, 3), stride=(1, 2, 1), padding=(0, 1, 2), groups=2),
+        draw(BATCH, 4, 4, 5, 3),
+    ),
+    "dilation in three dimensions": (nn.Conv3d(2, 4, 2, padding=1, dilation=(1, 2, 3)), draw(BATCH, 2, 4, 5, 6)),
 }
 
 

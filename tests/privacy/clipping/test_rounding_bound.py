@@ -679,9 +679,30 @@ def magnitude_of_dora():
     return layer
 
 
+class of_time(nn.Module):
+    """A convolution of one token at a time, in groups of channels, by the layer of so many dimensions."""
+
+    def __init__(self, dimensions):
+        super().__init__()
+        self.convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1](8, 8, 1, groups=2)
+        self.ones = (1,) * (dimensions - 1)
+
+    def forward(self, x):
+        return self.convolution(x.mT.reshape(len(x), 8, *self.ones, -1)).reshape(x.mT.shape).mT
+
+
 @pytest.mark.parametrize(
     "layer",
-    [LlamaRMSNorm(8), nn.RMSNorm(8), nn.LayerNorm(8), nn.Linear(8, 8), magnitude_of_dora()],
+    [
+        LlamaRMSNorm(8),
+        nn.RMSNorm(8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 8),
+        magnitude_of_dora(),
+        of_time(1),
+        of_time(2),
+        of_time(3),
+    ],
     ids=lambda layer: type(layer).__name__,
 )
 @pytest.mark.parametrize("kappa", [1e4, 1e6])
