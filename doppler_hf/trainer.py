@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
 
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.batching.micro_batches import Collator, made_apart, of_the_same_columns
+from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run import refusals
 from doppler_hf.run.around import AroundSteps

@@ -31,8 +31,10 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
-from doppler_hf.privacy.batching.micro_batches import Collator, PrivateLoader, fetch_one
+from doppler_hf.privacy.batching.fetching import fetch_one
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.batching.random_data import drawn, is_random_data, refuse_own_generators
 from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
 from doppler_hf.privacy.clipping.model_coins import is_random

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from doppler_hf.privacy.batching.micro_batches import Collator
+from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.losses import IGNORED_LABEL, places_of_prompt, summed_token_losses
 
 REFERENCES: Final = ("ref_chosen_logps", "ref_rejected_logps")  # as TRL names the reference's log-probabilities

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
-from doppler_hf.privacy.batching.micro_batches import DrawnExamples, PrivateLoader, collate_piece
+from doppler_hf.privacy.batching.fetching import DrawnExamples
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, collate_piece
 from doppler_hf.privacy.batching.sampling import OfStep, share_of
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert

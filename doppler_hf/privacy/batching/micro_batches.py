@@ -13,19 +13,17 @@ stand together, and no cut parts them.
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from jaxtyping import Int
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of, is_stored, length_of
+from doppler_hf.privacy.batching.collators import Collator, collated
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, length_of
+from doppler_hf.privacy.batching.fetching import DrawnExamples
 from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler, share_of
-
-Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 class MicroBatch(NamedTuple):
@@ -44,139 +42,6 @@ class MicroBatch(NamedTuple):
     size: int
     weight: float = 1.0
     rows_each: int = 1
-
-
-def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None]) -> list[Any]:
-    """Return some examples, each from numbers of its own.
-
-    Args:
-        examples: The data set.
-        indices: Which of them.
-        fill: Fills the global generators; called before each example.
-
-    Raises:
-        ValueError: If the data set makes more or fewer rows than one of an example.
-    """
-    # Sensitivity: in Python's own format each value is converted by itself. Others convert a column at once: with a null in
-    # an example's integers, those of all that are fetched with it become floats, and are rounded.
-    if is_stored(examples) and examples.format["type"] is None:
-        return list(examples.__getitems__(list(indices)))
-    found = []
-    for index in indices:
-        fill()
-        found.append(fetch_one(examples, index))
-    return found
-
-
-def fetch_one(examples: Any, index: int) -> Any:
-    """Return one example, as torch's loaders fetch it: by the method for lists of them, if there is one.
-
-    Raises:
-        ValueError: If the data set makes more or fewer rows than one of it.
-    """
-    if getattr(examples, "__getitems__", None) is None:
-        return examples[index]
-    # Sensitivity: alone, since a transform of many could mix them, or make several rows of one, which would contribute more
-    # than C, as would those behind it whose places they take.
-    rows = list(examples.__getitems__([index]))
-    if len(rows) != 1:
-        # Not their number: it is about a private example, and messages end in logs.
-        raise ValueError(
-            "train_dataset must return one row for each example, got more or fewer from its transform. Make a row of each "
-            "window or piece before training, as datasets.Dataset.map does, and name what they are pieces of with "
-            "privacy_unit_column."
-        )
-    return rows[0]
-
-
-def collated(examples: Sequence[Any], *, collator: Collator, fill: Callable[[], None]) -> dict[str, Any]:
-    """Return a batch of examples, collated from generators that were filled for it alone."""
-    fill()
-    return collator(examples)
-
-
-def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
-    """Collate examples that all have the same columns, and as many choices.
-
-    Sensitivity. The host's collators read off the first example which columns and how many choices there are: one without
-    `token_type_ids` would have taken theirs from all others, and one of two choices the third.
-
-    Args:
-        examples: The examples.
-        collator: One of the host's.
-
-    Raises:
-        ValueError: If one lacks a column or a choice of another.
-    """
-    rows = [example for example in examples if isinstance(example, Mapping)]
-    _refuse_other_columns(rows)
-    if len({len(choices_of(row.get(LENGTH_COLUMN, ()))) for row in rows}) > 1:
-        raise ValueError(
-            "Examples of train_dataset must all have the same number of choices, got different ones. Fill up those that "
-            "have fewer, or give DopplerTrainer a data_collator of your own."
-        )
-    return collator(examples)
-
-
-def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
-    """Collate each example by itself, and put the rows together.
-
-    Sensitivity. The host's default collator reads off the first example also whether labels are whole numbers: one with the
-    label 3 would have cut 2.5 to 2 for all others.
-
-    Args:
-        examples: The examples, of equal sizes.
-        collator: The host's default one.
-
-    Raises:
-        ValueError: If one lacks a column of another.
-    """
-    rows = [collator([example]) for example in examples]
-    _refuse_other_columns(rows)
-    return {name: _joined([row[name] for row in rows]) for name in rows[0]}
-
-
-def _refuse_other_columns(rows: Iterable[Mapping[str, Any]]) -> None:
-    if len({frozenset(row) for row in rows}) > 1:
-        raise ValueError(
-            "Examples of train_dataset must all have the same columns, got one that lacks a value in some. Give it one, or "
-            "give DopplerTrainer a data_collator of your own."
-        )
-
-
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    # Whole numbers beside others stay exactly what they are alone.
-    is_mixed = len({row.is_floating_point() for row in rows}) > 1
-    return torch.cat([row.double() for row in rows] if is_mixed else list(rows))
-
-
-class DrawnExamples(Dataset[Any]):
-    """A data set whose examples come in views, with the sizes of their units, and in lists that know the step of their draw.
-
-    Args:
-        examples: The training set.
-        counts: How many examples are drawn with the unit of each, shape (num_examples,); None if each is a unit.
-        fill: Fills the global generators; see `fetch`.
-        views: How often each example is fetched.
-    """
-
-    def __init__(
-        self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None], views: int = 1
-    ) -> None:
-        self._examples, self._counts, self._fill, self._views = examples, counts, fill, views
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-        return len(self._examples)
-
-    def __getitems__(self, indices: OfStep) -> OfStep:
-        """Return all views of several examples, with the sizes of their units."""
-        # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
-        rows = [index for index in indices for _ in range(self._views)]
-        examples = fetch(self._examples, rows, fill=self._fill)
-        if self._counts is not None:
-            examples = list(zip(examples, self._counts[rows].tolist(), strict=True))
-        return OfStep(examples, step=indices.step)
 
 
 def check_token_budget(

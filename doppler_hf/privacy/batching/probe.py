@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
+from doppler_hf.privacy.batching.fetching import fetch
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.batching.random_data import (
     Inputs,
     alike,

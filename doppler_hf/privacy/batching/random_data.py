@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from doppler_hf.linalg import same
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
+from doppler_hf.privacy.batching.fetching import fetch, fetch_one
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.generators import fill_generators, filled_generators, fresh_seed
 from doppler_hf.privacy.own_generators import own_generators
 from doppler_hf.privacy.rows import has_rows

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from doppler_hf.privacy.batching.micro_batches import fetch_one
+from doppler_hf.privacy.batching.fetching import fetch_one
 from doppler_hf.privacy.batching.repeats import sources
 from doppler_hf.privacy.batching.sampling import PoissonSampler
 from doppler_hf.privacy.generators import filled_generators

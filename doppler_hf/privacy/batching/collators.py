@@ -1,0 +1,72 @@
+"""The host's collators without what they read off one example for all."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of
+
+Collator = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+def collated(examples: Sequence[Any], *, collator: Collator, fill: Callable[[], None]) -> dict[str, Any]:
+    """Return a batch of examples, collated from generators that were filled for it alone."""
+    fill()
+    return collator(examples)
+
+
+def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
+    """Collate examples that all have the same columns, and as many choices.
+
+    Sensitivity. The host's collators read off the first example which columns and how many choices there are: one without
+    `token_type_ids` would have taken theirs from all others, and one of two choices the third.
+
+    Args:
+        examples: The examples.
+        collator: One of the host's.
+
+    Raises:
+        ValueError: If one lacks a column or a choice of another.
+    """
+    rows = [example for example in examples if isinstance(example, Mapping)]
+    _refuse_other_columns(rows)
+    if len({len(choices_of(row.get(LENGTH_COLUMN, ()))) for row in rows}) > 1:
+        raise ValueError(
+            "Examples of train_dataset must all have the same number of choices, got different ones. Fill up those that "
+            "have fewer, or give DopplerTrainer a data_collator of your own."
+        )
+    return collator(examples)
+
+
+def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
+    """Collate each example by itself, and put the rows together.
+
+    Sensitivity. The host's default collator reads off the first example also whether labels are whole numbers: one with the
+    label 3 would have cut 2.5 to 2 for all others.
+
+    Args:
+        examples: The examples, of equal sizes.
+        collator: The host's default one.
+
+    Raises:
+        ValueError: If one lacks a column of another.
+    """
+    rows = [collator([example]) for example in examples]
+    _refuse_other_columns(rows)
+    return {name: _joined([row[name] for row in rows]) for name in rows[0]}
+
+
+def _refuse_other_columns(rows: Iterable[Mapping[str, Any]]) -> None:
+    if len({frozenset(row) for row in rows}) > 1:
+        raise ValueError(
+            "Examples of train_dataset must all have the same columns, got one that lacks a value in some. Give it one, or "
+            "give DopplerTrainer a data_collator of your own."
+        )
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    # Whole numbers beside others stay exactly what they are alone.
+    is_mixed = len({row.is_floating_point() for row in rows}) > 1
+    return torch.cat([row.double() for row in rows] if is_mixed else list(rows))
