@@ -8,6 +8,7 @@
 - plan: every number of the mechanism, computed once
 - estimate: time and memory of a step, before there is one
 - sharding: weights in shards on several processes
+- sharded_states: what is saved and loaded of them
 - in_step: as many passes on each of these
 - replicas: the same terms and weights on every process
 - halving: micro-batches that do not fit into memory

@@ -18,7 +18,8 @@ from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.own_loss import mean_and_outputs
 from doppler_hf.run.parameters import look_again_at_what_is_trained
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.sharding import Sharding, kept_from_host, whole_state, with_whole_states
+from doppler_hf.run.sharded_states import whole_state, with_whole_states
+from doppler_hf.run.sharding import Sharding, kept_from_host
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 

@@ -11,7 +11,6 @@ Sensitivity: a gathered weight has the bits that it had before it was cut, and n
 
 import contextlib
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Final, final
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -31,7 +30,7 @@ from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.parameters import described, remember_whole
 from doppler_hf.run.replicas import give_all_the_weights_of_process_0
-from doppler_hf.shards import in_shards, rows_here, whole_of
+from doppler_hf.run.sharded_states import cut_what_is_loaded, embeddings_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _BY_LAUNCHER: Final = "ACCELERATE_USE_FSDP"
@@ -241,81 +240,6 @@ def kinds_of_layers(model: nn.Module) -> list[str]:
         kinds.setdefault(type(module).__name__, []).append(module)
     named = [name for name in getattr(base, "_no_split_modules", None) or () if name in kinds]
     return [name for name in named if not any(each in embeddings for layer in kinds[name] for each in layer.modules())]
-
-
-def embeddings_of(base: nn.Module) -> list[nn.Module]:
-    """Return the embeddings of inputs and outputs of a model, as far as it has some."""
-    if not isinstance(base, PreTrainedModel):
-        return []
-    return [module for module in (base.get_input_embeddings(), base.get_output_embeddings()) if module is not None]
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what is to be saved of a model whose weights are cut, on process 0; called by every process.
-
-    Of a base under adapters these are its embeddings alone, which PEFT may save: the rest is where it was loaded from.
-    """
-    base = without_adapters(model)
-    embeddings: set[str] = set()
-    if base is not model:
-        embeddings = {name for name, module in model.named_modules() if module in embeddings_of(base)}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[str, Tensor] = {}
-    gathered: dict[Tensor, Tensor] = {}  # a weight that has two names is one in what is saved, too
-    for name, value in model.state_dict().items():
-        if isinstance(value, DTensor):
-            parameter = parameters[name]
-            if base is not model and not parameter.requires_grad and name.rpartition(".")[0] not in embeddings:
-                continue
-            if parameter not in gathered:
-                gathered[parameter] = of_process_0(value.full_tensor())
-            state[name] = gathered[parameter]
-        else:
-            state[name] = of_process_0(value)
-    return state
-
-
-def of_process_0(value: Tensor) -> Tensor:
-    """Return a tensor in the memory of the processor, on process 0; one without numbers on the others."""
-    return value.cpu() if dist.get_rank() == 0 else value.new_empty(0)
-
-
-@contextlib.contextmanager
-def with_whole_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the states of an optimizer be whole, for the block in which process 0 saves them; called by every process."""
-    own = optimizer.state
-    whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-    for parameter, state in own.items():
-        whole[parameter] = {name: whole_state_of(value, parameter) for name, value in state.items()}
-    optimizer.state = whole
-    try:
-        yield
-    finally:
-        optimizer.state = own
-
-
-def whole_state_of(value: Any, parameter: Tensor) -> Any:
-    """Return what is kept for a parameter with its tensors whole, on process 0; called by every process."""
-    if isinstance(value, list):
-        return [whole_state_of(each, parameter) for each in value]
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-        return value
-    return of_process_0(whole_of(value, like=parameter))
-
-
-def rows_of_state(value: Any, parameter: Tensor) -> Any:
-    """Return what is kept for a parameter with the rows of its tensors that are here."""
-    return (
-        [rows_of_state(each, parameter) for each in value] if isinstance(value, list) else rows_here(value, like=parameter)
-    )
-
-
-def cut_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace the whole weights in a state that is loaded by this process's part of them (modified in place)."""
-    for name, own in module.state_dict().items():
-        value = state_dict.get(prefix + name)
-        if isinstance(own, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            state_dict[prefix + name] = in_shards(rows_here(value.to(own.device), like=own), like=own)
 
 
 # --- torch's own parts, for which it has no public names; tests pin them --------------------------------------------------

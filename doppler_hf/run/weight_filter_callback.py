@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import WeightFilter
-from doppler_hf.run.sharding import rows_of_state, whole_state_of
+from doppler_hf.run.sharded_states import rows_of_state, whole_state_of
 from doppler_hf.shards import part_here
 from doppler_hf.training_args import DopplerTrainingArguments
 

@@ -17,9 +17,10 @@ from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.as_in_training import in_full_precision
 from doppler_hf.privacy.clipping.memory import Memory
 from doppler_hf.privacy.reachable import is_opaque
-from doppler_hf.run import sharding
+from doppler_hf.run import sharded_states
 from doppler_hf.run.parameters import digests_of, look_again, parameters_digest, untrained_digest
-from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, kinds_of_layers, shared_by_layers, whole_state
+from doppler_hf.run.sharded_states import whole_state
+from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, kinds_of_layers, shared_by_layers
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
@@ -333,7 +334,7 @@ def test_an_optimizer_keeps_its_states_if_they_cannot_be_made_whole(monkeypatch)
     weight.grad = torch.ones(2)
     optimizer.step()
     own = optimizer.state
-    monkeypatch.setattr(sharding, "whole_state_of", lambda value, parameter: 1 / 0)
-    with pytest.raises(ZeroDivisionError), sharding.with_whole_states(optimizer):
+    monkeypatch.setattr(sharded_states, "whole_state_of", lambda value, parameter: 1 / 0)
+    with pytest.raises(ZeroDivisionError), sharded_states.with_whole_states(optimizer):
         pass
     assert optimizer.state is own
