@@ -24,7 +24,7 @@ _GIVEN: Final = (
     "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "grad_sample_self_check", "logging_strategy",
     "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
 )  # fmt: skip
-# Relative, of σ, for which processors may solve with other last bits.
+# Relative, of the noise multipliers, for which processors may solve with other last bits.
 _ROUNDING: Final = 1e-6
 
 
@@ -71,8 +71,8 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
     """Refuse terms that are not those of the first process, by all of them in the order of their ranks."""
     for rank, name in itertools.product(range(1, len(terms)), terms[0]):
         first, other = terms[0][name], terms[rank][name]
-        is_close = isinstance(first, float) and isinstance(other, float) and math.isclose(first, other, rel_tol=_ROUNDING)
-        if not is_close and first != other:
+        is_solved = name.endswith("noise_multiplier") and None not in (first, other)
+        if not math.isclose(first, other, rel_tol=_ROUNDING) if is_solved else first != other:
             # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
             # beneath other noise would be in the same sum.
             raise ValueError(

@@ -281,13 +281,21 @@ def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path)
     assert all(map(torch.equal, trainer.model.parameters(), before))
 
 
-@pytest.mark.parametrize(("sigma", "is_refused"), [(1 + 1e-12, False), (1 + 1e-3, True), (None, True)])
-def test_processes_train_by_the_same_terms_up_to_rounding(sigma, is_refused):
-    terms = [{"noise_multiplier": 1.0, "noise_shape": "white"}, {"noise_multiplier": sigma, "noise_shape": "white"}]
+@pytest.mark.parametrize(
+    ("name", "other", "is_refused"),
+    [
+        ("noise_multiplier", 1 + 1e-12, False),
+        ("noise_multiplier", 1 + 1e-3, True),
+        ("noise_multiplier", None, True),
+        ("per_sample_max_grad_norm", 1 + 1e-12, True),  # which nobody solves for
+    ],
+)
+def test_processes_train_by_the_same_terms_but_for_how_sigma_is_rounded(name, other, is_refused):
+    terms = [{name: 1.0, "noise_shape": "white"}, {name: other, "noise_shape": "white"}]
     if not is_refused:
         replicas.refuse_different_terms(terms)
         return
-    with pytest.raises(ValueError, match=r"noise_multiplier must be the same on all processes, got 1\.0 on process 0 and "):
+    with pytest.raises(ValueError, match=rf"{name} must be the same on all processes, got 1\.0 on process 0 and "):
         replicas.refuse_different_terms(terms)
 
 
