@@ -13,7 +13,10 @@ both factors together add to a layer's weights as much as these are. What L laye
 √L, and as the product of two walks it is held where it was by shortening both to (2/L)^¼. And of f inputs of size 1 a layer
 makes √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
 themselves may be smaller, as the words of a sentence that are together of norm 1, so that the first layer may walk further.
-The constants are below. What the rule loses against a tuned rate is in recipes/results/learning-rate.md.
+Where draws are large, weights few and ε large, noise limits little, and long runs want shorter steps: were all clipped
+gradients the same, a weight would go η·Σ_t r_t times the ratio of their size to the denominators, B/(σ·√d) to u·s, or 1
+where it is larger, since they are in the denominators. This way is bounded, too. The constants are below. What the rule
+loses against a tuned rate is in recipes/results/learning-rate.md.
 """
 
 import math
@@ -30,13 +33,15 @@ from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# √d·δ; √f·δ, and that of a layer of the data themselves; η/(u·s), and that path, at steps that are at most so large.
+# √d·δ; √f·δ, and that of a layer of the data themselves; η/(u·s); the path of short runs, at steps that are at most so
+# large; and the way if all gradients are the same.
 LONGEST_WALK: Final = 70.0
 LARGEST_OUTPUT: Final = 5.0
 LARGEST_OUTPUT_OF_DATA: Final = 12.0
 LARGEST_STEP: Final = 0.022
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
+LONGEST_WAY: Final = 5.3
 # Layers whose outputs are sums over many inputs, and those whose outputs are of about size 1, whatever they are given.
 _SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -68,8 +73,11 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
         floor = DEFAULT_FLOOR_FRACTION if args.adam_bc_floor is None else args.adam_bc_floor / (white * size) ** 2
         least = math.sqrt(floor)
-    step = max(LARGEST_STEP, min(SHORTEST_PATH / math.fsum(rates), LARGEST_OF_FEW))
-    return least * size * min(step, walk / shape.std_of_sum(rates))
+    path = math.fsum(rates)
+    step = max(LARGEST_STEP, min(SHORTEST_PATH / path, LARGEST_OF_FEW))
+    the_same = statement.expected_batch_size / (statement.noise_multiplier * math.sqrt(num_trained))
+    way = LONGEST_WAY / (path * min(the_same, least * size))
+    return least * size * min(step, walk / shape.std_of_sum(rates), way)
 
 
 def walks_of_layers(model: nn.Module) -> Iterator[float]:
