@@ -13,16 +13,17 @@ both factors together add to a layer's weights as much as these are. What L laye
 √L, and as the product of two walks it is held where it was by shortening both to (2/L)^¼. And of f inputs of size 1 a layer
 makes √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
 themselves may be smaller, as the words of a sentence that are together of norm 1, so that the first layer may walk further.
-Where draws are large, weights few and ε large, noise limits little, and long runs want shorter steps: were all clipped
-gradients the same, a weight would go η·Σ_t r_t times the ratio of their size to the denominators, B/(σ·√d) to u·s, or 1
-where it is larger, since they are in the denominators. This way is bounded, too. The constants are below. What the rule
-loses against a tuned rate is in recipes/results/learning-rate.md.
+Where draws are large, weights few and ε large, noise limits little. Were all clipped gradients the same, B/(σ·√d) in units
+of white noise, a step would change the weights by η times their ratio to the denominators u·s, or by η where it is larger
+than 1, since they are in the denominators, and the outputs of a layer f times as much. That is bounded behind another
+layer, as learning rates of Adam are where networks are scaled up (Yang et al. 2022, *Tensor Programs V*). The constants are
+below. What the rule loses against a tuned rate is in recipes/results/learning-rate.md.
 """
 
 import math
 import sys
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -34,14 +35,14 @@ from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # √d·δ; √f·δ, and that of a layer of the data themselves; η/(u·s); the path of short runs, at steps that are at most so
-# large; and the way if all gradients are the same.
+# large; and f times the change of a weight in a step, if all gradients are the same.
 LONGEST_WALK: Final = 70.0
 LARGEST_OUTPUT: Final = 5.0
 LARGEST_OUTPUT_OF_DATA: Final = 12.0
 LARGEST_STEP: Final = 0.022
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
-LONGEST_WAY: Final = 5.3
+LARGEST_CHANGE: Final = 14.0
 # Layers whose outputs are sums over many inputs, and those whose outputs are of about size 1, whatever they are given.
 _SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -67,31 +68,50 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     of_adapters = list(walks_of_adapters(model))
     share = (FEW_ADAPTERS / max(FEW_ADAPTERS, len(of_adapters))) ** 0.25
-    walk = min([LONGEST_WALK / math.sqrt(num_trained), *walks_of_layers(model), *(share * walk for walk in of_adapters)])
+    layers = list(layers_of_sums(model))
+    of_layers = [
+        (LARGEST_OUTPUT_OF_DATA if layer.is_of_data else LARGEST_OUTPUT) / math.sqrt(layer.inputs) for layer in layers
+    ]
+    walk = min([LONGEST_WALK / math.sqrt(num_trained), *of_layers, *(share * walk for walk in of_adapters)])
     least = 1.0
     if args.base_optimizer == "adam_bc":
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
         floor = DEFAULT_FLOOR_FRACTION if args.adam_bc_floor is None else args.adam_bc_floor / (white * size) ** 2
         least = math.sqrt(floor)
-    path = math.fsum(rates)
-    step = max(LARGEST_STEP, min(SHORTEST_PATH / path, LARGEST_OF_FEW))
+    step = max(LARGEST_STEP, min(SHORTEST_PATH / math.fsum(rates), LARGEST_OF_FEW))
     the_same = statement.expected_batch_size / (statement.noise_multiplier * math.sqrt(num_trained))
-    way = LONGEST_WAY / (path * min(the_same, least * size))
-    return least * size * min(step, walk / shape.std_of_sum(rates), way)
+    changes = [LARGEST_CHANGE / (layer.inputs * min(the_same, least * size)) for layer in layers if not layer.is_first]
+    return least * size * min([step, walk / shape.std_of_sum(rates), *changes])
 
 
-def walks_of_layers(model: nn.Module) -> Iterator[float]:
-    """Return for each trained linear layer and convolution how far its weights, δ, may walk at most.
+class LayerOfSums(NamedTuple):
+    """A trained layer whose outputs are sums over its inputs.
+
+    Attributes:
+        inputs: How many there are for each output, f.
+        is_of_data: Whether they are the data themselves, which neither a layer nor a normalization is ahead of.
+        is_first: Whether no other such layer is ahead of it.
+    """
+
+    inputs: int
+    is_of_data: bool
+    is_first: bool
+
+
+def layers_of_sums(model: nn.Module) -> Iterator[LayerOfSums]:
+    """Return the trained linear layers and convolutions.
 
     Args:
-        model: The model before training. The first of its layers in the order of `modules()` is taken for that of the data.
+        model: The model before training. Its layers are taken to follow one another in the order of `modules()`.
     """
-    largest = LARGEST_OUTPUT_OF_DATA
+    is_of_data = is_first = True
     for layer in model.modules():
-        if isinstance(layer, _SUMS) and layer.weight.requires_grad:
-            yield largest / math.sqrt(math.prod(layer.weight.shape[1:]))
-        if isinstance(layer, (*_SUMS, *_OF_SIZE_1)):
-            largest = LARGEST_OUTPUT
+        if isinstance(layer, _SUMS):
+            if layer.weight.requires_grad:
+                yield LayerOfSums(math.prod(layer.weight.shape[1:]), is_of_data, is_first)
+            is_of_data = is_first = False
+        elif isinstance(layer, _OF_SIZE_1):
+            is_of_data = False
 
 
 def walks_of_adapters(model: nn.Module) -> Iterator[float]:
