@@ -173,6 +173,8 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
         refusals.refuse_seeded_collator(self.data_collator)
+        if self.is_in_train:
+            refusals.refuse_another_dataset(self.train_dataset, of_run=self.private_run.train_dataset)
         dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
@@ -252,6 +254,7 @@ class DopplerTrainer(AroundSteps):
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         run, piece = self.private_run, []
+        run.begin_piece(inputs)
         for micro_batch in inputs:  # in halves, if it does not fit into memory
             piece.append(run.add(micro_batch, losses_of=self._losses))
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).

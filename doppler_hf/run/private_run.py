@@ -5,7 +5,7 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
 import torch
@@ -19,7 +19,7 @@ from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampl
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
-from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import AsDrawn, MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probes
 from doppler_hf.privacy.batching.same_data import KnownExamples, known_to_all
 from doppler_hf.privacy.batching.sampling import OfStep
@@ -49,8 +49,8 @@ class PrivateRun:
     """Statement, sampler, mechanism, engine and ledger of one private training.
 
     In the order of use: `attach` the engine to the model, `begin` the ledger, then for every step `begin_draw`, and for each
-    of its pieces `add` the micro-batches and `end_piece`. A `with` statement around all of it takes the engine off the
-    model and ends the mechanism.
+    of its pieces `begin_piece`, `add` the micro-batches and `end_piece`. A `with` statement around all of it takes the
+    engine off the model and ends the mechanism.
 
     Args:
         args: The arguments.
@@ -63,6 +63,7 @@ class PrivateRun:
 
     Attributes:
         checkpoint: As given.
+        train_dataset: As given.
         statement: Every public number of the run, as in its ledger.
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
@@ -87,12 +88,14 @@ class PrivateRun:
         checkpoint: str | None = None,
         earlier: PrivacyLedger | None = None,
     ) -> None:
-        self._args, self._earlier, self.checkpoint = args, earlier, checkpoint
+        self._args, self._earlier, self.checkpoint, self.train_dataset = args, earlier, checkpoint, train_dataset
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
         self._draw: Halving | None = None
-        self._pieces_left = 0
+        self._pieces_left: list[AsDrawn] = []
+        self._loader: PrivateLoader | None = None
+        self._collate: Callable[..., Any] | None = None  # the loader's, as it was made
         self._is_released = False
         self._known_examples: KnownExamples | None = None  # where it matters that an example keeps its number
         self._begins_epoch = False
@@ -178,7 +181,7 @@ class PrivateRun:
 
     def loader(self, dataset: Any, collator: Collator) -> PrivateLoader:
         """Return a loader of this run's draws; see `PrivateLoader`."""
-        return PrivateLoader(
+        self._loader = PrivateLoader(
             dataset,
             sampler=self.sampler,
             collator=collator,
@@ -192,6 +195,8 @@ class PrivateRun:
             multiprocessing_context=self._args.dataloader_multiprocessing_context,
             prefetch_factor=self._args.dataloader_prefetch_factor,
         )
+        self._collate = self._loader.collate_fn
+        return self._loader
 
     def attach(
         self,
@@ -219,10 +224,12 @@ class PrivateRun:
             ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault, or processes
                 would not draw each from its share.
         """
-        if loader.batch_sampler is not self.sampler:
+        # Sensitivity: what a wrapper or another collate_fn makes of a draw, no check sees.
+        if self._loader is None or loader is not self._loader or loader.collate_fn is not self._collate:
             raise ValueError(
-                "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
-                "Return super().get_train_dataloader(), made anew for each training."
+                "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one, "
+                "or one that collates otherwise. Return super().get_train_dataloader(), made anew for each training, and "
+                "change batches in the data_collator."
             )
         refuse_processes_that_draw_alone(self._args.world_size)
         if self._args.world_size > 1:
@@ -371,7 +378,22 @@ class PrivateRun:
         self._is_released = False
         if self.private_loss is not None:
             self.private_loss.reset()
-        self._pieces_left = len(pieces)
+        self._pieces_left = [AsDrawn(piece) for piece in reversed(pieces)]
+
+    def begin_piece(self, piece: Sequence[MicroBatch]) -> None:
+        """Take the next piece of the draw.
+
+        Raises:
+            ValueError: If it is another one, or was changed since it was drawn.
+        """
+        # Sensitivity: the checks before the first step see what the collator makes, and from there on. What is mixed after
+        # it would couple examples, and a micro-batch that comes twice, also after an error, would count twice.
+        if not self._pieces_left or not self._pieces_left.pop().are(piece):
+            raise ValueError(
+                "DopplerTrainer.training_step must be handed the micro-batches of a draw as they were drawn, each once and "
+                "unchanged, got others, which no check has seen. Change them in the data_collator, _prepare_inputs or "
+                "compute_per_sample_loss."
+            )
 
     def add(self, micro_batch: MicroBatch, *, losses_of: Losses) -> Float[Tensor, " rows"]:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw; see `Halving.add`.
@@ -391,7 +413,7 @@ class PrivateRun:
         return losses
 
     def end_piece(self, model: nn.Module, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
-        """Count a piece of the draw as added; after the last one, turn the sum into the private gradient in `p.grad`.
+        """After the last piece of a draw, turn the sum into the private gradient in `p.grad`.
 
         Args:
             model: The model, without wrappers.
@@ -401,10 +423,8 @@ class PrivateRun:
         Returns:
             The private training loss of the step, or None if there is none, or not yet.
         """
-        assert self._pieces_left > 0, "a piece of no draw was added"
         # Counted here: accelerate's own flag is every callback's to change.
-        self._pieces_left -= 1
-        if self._pieces_left > 0:
+        if self._pieces_left:
             return None
         assert self._clipped is not None
         assert self._draw is not None

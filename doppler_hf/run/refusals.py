@@ -123,6 +123,16 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
     refuse_repeats(args, train_dataset)
 
 
+def refuse_another_dataset(train_dataset: Any, *, of_run: Any) -> None:
+    """Refuse a data set that has taken the place of that of the run, whose number of rows is accounted for."""
+    # Sensitivity: of this one nobody has looked whether rows stand in it more than once.
+    if train_dataset is not of_run:
+        raise ValueError(
+            "train_dataset must stay the same while a training lasts, got another one in get_train_dataloader. Set it "
+            "before train()."
+        )
+
+
 def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
     """Refuse a data set with a length in which rows stand more than once, unless they share a unit of privacy."""
     # Sensitivity: a record that stands in k rows contributes k times C.

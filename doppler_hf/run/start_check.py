@@ -88,7 +88,7 @@ def attached_engine(
         rows_per_loss=rows_per_loss,
         sharded_sums=sharded_sums,
     ) as clipped:
-        start = StartCheck(clipped, model, losses_of, probes, in_step)
+        start = StartCheck(clipped, model, losses_of, probes, in_step, usual_rows=args.per_device_train_batch_size)
 
         def check() -> tuple[Rows | None, bool]:
             return start.run(args, check_loss), clipped.is_checked
@@ -166,12 +166,21 @@ class StartCheck:
         losses_of: A function that calls the model and returns one loss per example of a micro-batch.
         probes: Examples of the training set.
         in_step: The meetings of processes that share the model's weights; None if this one has all of them.
+        usual_rows: How many rows a batch usually has in training, whose gradients fit into memory.
     """
 
     def __init__(
-        self, clipped: ClippedGradients, model: nn.Module, losses_of: Losses, probes: Probes, in_step: InStep | None
+        self,
+        clipped: ClippedGradients,
+        model: nn.Module,
+        losses_of: Losses,
+        probes: Probes,
+        in_step: InStep | None,
+        *,
+        usual_rows: int,
     ) -> None:
         self._clipped, self._model, self._losses_of, self._probes = clipped, model, losses_of, probes
+        self._usual_rows = usual_rows
         self._gathered_in_float32 = contextlib.nullcontext if in_step is None else in_step.in_float32
 
     def run(self, args: DopplerTrainingArguments, check_loss: CheckLoss) -> Rows | None:
@@ -291,6 +300,9 @@ class StartCheck:
                 comparison = self._comparison(probe)
                 comparison.refuse_difference(comparison.expected(), tolerance=tolerance)
         still = self._refuse_crowd(probe, still, tolerance, is_of_torch=drawn.is_of_torch)
+        # To bfloat16 a sum of several that nearly cancel is a matter of rounding. The order is the same in float32.
+        if tolerance == ROUNDING:
+            self._refuse_another_order(probe, still)
         # A coin that rows share may hide what couples them, if it seldom falls; and so does evaluation mode.
         if drawn.shared or still is without_dropout:
             model.train()
@@ -330,6 +342,17 @@ class StartCheck:
         with without_dropout(self._model):
             comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
         return without_dropout
+
+    def _refuse_another_order(self, probe: Probe, still: Still) -> None:
+        """Compare the gradients of a crowd, in a state of the model in which two passes are the same, if there is one."""
+        for state in (still, with_held_coins, without_dropout):
+            with state(self._model), self._clipped.unwatched():
+                is_still = not is_random(self._losses_of, probe.crowd)
+            if is_still:
+                batches = self._probes.crowd_in_batches(max(3, self._usual_rows))  # three were compared before
+                with state(self._model):
+                    self._comparison(probe).refuse_another_order(batches, tolerance=ROUNDING)
+                return
 
     def _usable(self) -> tuple[Probe, Expected]:
         """Return examples that have a gradient, which others may not have: without a label, or not finite."""

@@ -236,6 +236,113 @@ def test_the_loader_of_another_run_is_refused(tmp_path):
         trainer.train()
 
 
+def cut_mix(micro_batch):
+    """Takes every second token from the row before."""
+    ids = micro_batch.inputs["input_ids"]
+    mixed = torch.where(torch.arange(ids.shape[1]) % 2 == 0, ids, ids.roll(1, 0))
+    return micro_batch._replace(inputs=micro_batch.inputs | {"input_ids": mixed})
+
+
+class Mixing(DopplerTrainer):
+    def training_step(self, model, inputs, *args):
+        return super().training_step(model, [cut_mix(micro_batch) for micro_batch in inputs], *args)
+
+
+class MixingInPlace(DopplerTrainer):
+    def training_step(self, model, inputs, *args):
+        for micro_batch in inputs:
+            micro_batch.inputs["input_ids"].copy_(cut_mix(micro_batch).inputs["input_ids"])
+        return super().training_step(model, inputs, *args)
+
+
+class MixingSamples(DopplerTrainer):
+    def get_batch_samples(self, *args):
+        pieces, number = super().get_batch_samples(*args)
+        return [[cut_mix(micro_batch) for micro_batch in piece] for piece in pieces], number
+
+
+class Doubling(DopplerTrainer):
+    def training_step(self, model, inputs, *args):
+        return super().training_step(model, [*inputs, *inputs], *args)
+
+
+class LeavingOut(DopplerTrainer):
+    def training_step(self, model, inputs, *args):
+        return super().training_step(model, inputs[1:], *args)
+
+
+class TryingAgain(DopplerTrainer):
+    """Takes a step once more, part of which was added before it has failed."""
+
+    losses = 0
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.losses += 1
+        if self.losses == 3:
+            raise RuntimeError("a transient error")
+        return super().compute_per_sample_loss(model, inputs)
+
+    def training_step(self, *args):
+        try:
+            return super().training_step(*args)
+        except RuntimeError:
+            return super().training_step(*args)
+
+
+@pytest.mark.parametrize("cls", [Mixing, MixingInPlace, MixingSamples, Doubling, LeavingOut, TryingAgain])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_step_is_of_the_micro_batches_as_they_were_drawn(tmp_path, cls, pieces):
+    sizes = {"per_device_train_batch_size": 24 // pieces, "gradient_accumulation_steps": pieces, "accountant": "rdp"}
+    trainer = trainer_of(tmp_path, cls=cls, max_tokens_per_micro_batch=30, **sizes)  # every example, in several
+    with pytest.raises(ValueError, match="the micro-batches of a draw as they were drawn, each once and unchanged, got"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+class CollatingOtherwise(DopplerTrainer):
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        collate = loader.collate_fn
+        loader.collate_fn = lambda examples: collate(examples)
+        return loader
+
+
+class Wrapped:
+    def __init__(self, loader):
+        self.loader, self.batch_sampler = loader, loader.batch_sampler
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+class Wrapping(DopplerTrainer):
+    def get_train_dataloader(self):
+        return Wrapped(super().get_train_dataloader())
+
+
+@pytest.mark.parametrize("cls", [CollatingOtherwise, Wrapping])
+def test_a_loader_that_changes_batches_is_refused(tmp_path, cls):
+    with pytest.raises(ValueError, match=r"the loader of this run, .* or one that collates otherwise"):
+        trainer_of(tmp_path, cls=cls).train()
+
+
+class Oversampling(DopplerTrainer):
+    def get_train_dataloader(self):
+        self.train_dataset = self.train_dataset.select([0] * 8 + list(range(len(self.train_dataset) - 8)))
+        return super().get_train_dataloader()
+
+
+def test_another_data_set_does_not_take_the_place_of_the_runs(tmp_path):
+    with pytest.raises(ValueError, match="train_dataset must stay the same while a training lasts, got another one"):
+        trainer_of(tmp_path, cls=Oversampling).train()
+
+
 def test_privacy_is_not_switched_off_in_the_life_of_a_trainer(tmp_path):
     trainer = trained(trainer_of(tmp_path))
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]

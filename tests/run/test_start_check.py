@@ -721,6 +721,49 @@ def test_a_model_of_the_users_own_needs_a_loss_per_example(tmp_path):
     refused(tmp_path, r"must be one of transformers for a loss that is known, got OfTheUsersOwn", model=OfTheUsersOwn())
 
 
+class InOrderOf(nn.Module):
+    """Takes the rows of a batch in an order that follows from them, as for packing, and puts them back."""
+
+    def __init__(self, key):
+        super().__init__()
+        torch.manual_seed(0)
+        self.key = key
+        self.embeddings, self.mixed, self.head = nn.Embedding(50, 8), nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask, labels):
+        order = torch.argsort(self.key(input_ids, attention_mask), stable=True)
+        kept = attention_mask.unsqueeze(-1)
+        sequences = (self.embeddings(input_ids) * kept)[order]
+        sequences = torch.tanh(self.mixed(sequences.mT)).mT[torch.argsort(order)]
+        logits = self.head((sequences * kept).sum(dim=1) / kept.sum(dim=1))
+        return F.cross_entropy(logits, labels, reduction="none")
+
+
+class OfOwnLosses(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return model(**inputs)
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda ids, mask: ids[:, 0],
+        lambda ids, mask: -ids[:, 0],
+        lambda ids, mask: ids[:, 1] % 3,
+        lambda ids, mask: mask.sum(dim=1),
+    ],
+    ids=["ascending", "descending", "in groups", "by length"],
+)
+def test_rows_that_a_layer_takes_in_an_order_of_its_own_are_refused(tmp_path, key, batch_size):
+    match = r"'mixed\..*after sorting or in groups\. Let it|in the places of others at the parameters 'mixed"
+    refused(tmp_path, match, model=InOrderOf(key), cls=OfOwnLosses, per_device_train_batch_size=batch_size)
+
+
+def test_rows_that_a_layer_takes_in_their_order_train(tmp_path):
+    trains(tmp_path, model=InOrderOf(lambda ids, mask: torch.arange(len(ids))), cls=OfOwnLosses)
+
+
 class Freezing(TrainerCallback):
     def __init__(self, trainable):
         self.trainable = trainable

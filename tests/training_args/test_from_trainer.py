@@ -70,6 +70,11 @@ class OwnWeights(DopplerTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+class OwnBatches(DopplerTrainer):
+    def training_step(self, model, inputs, *args):
+        return super().training_step(model, [*inputs, *inputs], *args)
+
+
 class OwnOptimizer(DopplerTrainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
@@ -94,6 +99,9 @@ OF_TRAINER = {
     "an override of `create_optimizer_and_scheduler`": dict(cls=OwnBoth),
     "an override of `training_step` that takes its inputs for a batch": dict(
         cls=OwnStep, then=lambda trainer: trainer.train()
+    ),
+    "an override of `training_step` that changes its micro-batches": dict(
+        cls=OwnBatches, then=lambda trainer: trainer.train()
     ),
     "an override of `get_optimizer_cls_and_kwargs`": dict(cls=OwnOptimizer),
     "`hyperparameter_search`": dict(then=lambda trainer: trainer.hyperparameter_search()),

@@ -13,11 +13,12 @@ stand together, and no cut parts them.
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from jaxtyping import Int
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from doppler_hf.privacy.batching.collators import Collator, collated
@@ -42,6 +43,39 @@ class MicroBatch(NamedTuple):
     size: int
     weight: float = 1.0
     rows_each: int = 1
+
+
+@final
+class AsDrawn:
+    """Tells whether micro-batches are what they were: the same, in their order, each once, and none written into.
+
+    Args:
+        piece: The micro-batches of a piece of a draw.
+    """
+
+    def __init__(self, piece: Iterable[MicroBatch]) -> None:
+        # With the values, so that no other tensor can take the place of one in memory.
+        self._found = [(micro_batch, self._values_of(micro_batch)) for micro_batch in piece]
+
+    def are(self, piece: Sequence[MicroBatch]) -> bool:
+        """Return whether these are they."""
+        return len(piece) == len(self._found) and all(
+            micro_batch is before and self._are_same(self._values_of(micro_batch), values)
+            for micro_batch, (before, values) in zip(piece, self._found, strict=True)
+        )
+
+    @staticmethod
+    def _values_of(micro_batch: MicroBatch) -> list[tuple[str, Any, int | None]]:
+        return [
+            (name, value, value._version if isinstance(value, Tensor) and not value.is_inference() else None)
+            for name, value in micro_batch.inputs.items()
+        ]
+
+    @staticmethod
+    def _are_same(values: list[tuple[str, Any, int | None]], before: list[tuple[str, Any, int | None]]) -> bool:
+        return len(values) == len(before) and all(
+            now[1] is then[1] and (now[0], now[2]) == (then[0], then[2]) for now, then in zip(values, before, strict=True)
+        )
 
 
 def check_token_budget(

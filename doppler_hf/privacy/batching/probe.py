@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -151,6 +151,12 @@ class Probes:
         else:
             of_crowd = [drawn(self._loader, self._crowd[part], trial=self._seed) for part in parts]
         return crowd, of_crowd
+
+    def crowd_in_batches(self, rows: int) -> Iterator[Inputs]:
+        """Return the crowd in batches of so many rows, one after another, and in none of them sorted by length."""
+        crowd = self._crowd[::-1]
+        for start in range(0, CROWD, rows):
+            yield drawn(self._loader, crowd[start : start + rows], trial=self._seed)
 
     def copies(self, number: int) -> Inputs:
         """Return a batch of that many copies of a small example, as many numbers to each row."""

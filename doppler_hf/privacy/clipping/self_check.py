@@ -6,7 +6,7 @@ check runs on the user's own model, data and collator, with adapters, attention 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -214,6 +214,42 @@ class Comparison:
                 return
             numbers = [len(losses) for losses in of_parts]
             raise ValueError(at_fault.in_losses(self._model, self._losses_of, parts, crowd, numbers=numbers))
+
+    def refuse_another_order(self, batches: Iterable[Mapping[str, Any]], *, tolerance: float) -> None:
+        """Compare the engine's gradients of batches of different examples with plain autograd's of the same batches.
+
+        Of two examples, one of which stands there twice, most orders that follow from their content are that of the batch.
+
+        Args:
+            batches: Batches of examples whose losses are right.
+            tolerance: As in `refuse_difference`.
+
+        Raises:
+            ValueError: If they disagree, as where a layer takes the rows in another order, sorted or in groups.
+        """
+        # Of one batch after another: added up, one that is right would hide another.
+        for inputs in batches:
+            with self._clipped.unclipped():
+                losses = self._losses_of(dict(inputs))
+                # Every second one by itself: a hook may clip a row's gradient, of which no other share is a share.
+                weights = (torch.arange(len(losses), device=losses.device) % 2 == 0).float()
+                norms = self._clipped.backward(losses, weights=weights)
+                found = self._clipped.sums
+            largest = float(norms.max())
+            if not math.isfinite(largest):  # of autograd's sum nothing would be left
+                continue
+            with self._clipped.unwatched():
+                expected = gradients_of(self._losses_of(dict(inputs)) * weights, self._trainable)
+            for name, total in found.items():
+                size = norm_of([total]) + OF_THE_WHOLE * largest
+                off = norm_of([total - in_float32(expected[name]) if name in expected else total])
+                if not off <= tolerance * max(size, 1e-30):
+                    raise ValueError(
+                        f"The per-sample gradients of {name!r} must be those of autograd in batches of different examples, "
+                        f"got others from engine={self._clipped.engine_name!r}, so that an example's contribution is not "
+                        "bounded, as where a layer takes the rows in an order that follows from what is in them, after "
+                        "sorting or in groups. Let it take them as they stand, or freeze that parameter."
+                    )
 
     def _of_the_engine(self, parameter: str) -> str:
         engine = self._clipped.engine_name
