@@ -23,7 +23,7 @@ below. What the rule loses against a tuned rate is in recipes/results/learning-r
 import math
 import sys
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -42,7 +42,7 @@ LARGEST_OUTPUT_OF_DATA: Final = 12.0
 LARGEST_STEP: Final = 0.022
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
-LARGEST_CHANGE: Final = 14.0
+LARGEST_CHANGE: Final = 9.0
 # Layers whose outputs are sums over many inputs, and those whose outputs are of about size 1, whatever they are given.
 _SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -99,15 +99,16 @@ class LayerOfSums(NamedTuple):
 
 
 def layers_of_sums(model: nn.Module) -> Iterator[LayerOfSums]:
-    """Return the trained linear layers and convolutions.
+    """Return the trained linear layers and convolutions, without LoRA's factors, which have bounds of their own.
 
     Args:
         model: The model before training. Its layers are taken to follow one another in the order of `modules()`.
     """
     is_of_data = is_first = True
+    factors = {factor for layer in adapted_layers(model) for of in (layer.lora_A, layer.lora_B) for factor in of.values()}
     for layer in model.modules():
         if isinstance(layer, _SUMS):
-            if layer.weight.requires_grad:
+            if layer.weight.requires_grad and layer not in factors:
                 yield LayerOfSums(math.prod(layer.weight.shape[1:]), is_of_data, is_first)
             is_of_data = is_first = False
         elif isinstance(layer, _OF_SIZE_1):
@@ -122,17 +123,20 @@ def walks_of_adapters(model: nn.Module) -> Iterator[float]:
     Args:
         model: The model before training.
     """
-    if (lora := sys.modules.get("peft.tuners.lora")) is None:
-        return
-    for layer in model.modules():
-        if isinstance(layer, lora.LoraLayer):
-            weight = getattr(layer.get_base_layer(), "weight", None)
-            # Of packed weights, in four bits, the size is not known, and attention's have other names.
-            if isinstance(weight, DTensor):  # on every process, before the first step
-                weight = weight.full_tensor()
-            if not isinstance(weight, Tensor) or not weight.is_floating_point() or not weight.any():
-                continue
-            size = float(weight.detach().float().norm()) / math.sqrt(weight.numel())
-            for name, factor in layer.lora_B.items():
-                if factor.weight.requires_grad and layer.scaling[name]:
-                    yield math.sqrt(size / (abs(layer.scaling[name]) * math.sqrt(layer.r[name])))
+    for layer in adapted_layers(model):
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        # Of packed weights, in four bits, the size is not known, and attention's have other names.
+        if isinstance(weight, DTensor):  # on every process, before the first step
+            weight = weight.full_tensor()
+        if not isinstance(weight, Tensor) or not weight.is_floating_point() or not weight.any():
+            continue
+        size = float(weight.detach().float().norm()) / math.sqrt(weight.numel())
+        for name, factor in layer.lora_B.items():
+            if factor.weight.requires_grad and layer.scaling[name]:
+                yield math.sqrt(size / (abs(layer.scaling[name]) * math.sqrt(layer.r[name])))
+
+
+def adapted_layers(model: nn.Module) -> list[Any]:
+    """Return the layers to which PEFT has added a product of LoRA's factors; none if it is not imported."""
+    lora = sys.modules.get("peft.tuners.lora")
+    return [] if lora is None else [layer for layer in model.modules() if isinstance(layer, lora.LoraLayer)]

@@ -24,6 +24,7 @@ from doppler_hf.run.learning_rate import (
     LONGEST_WALK,
     SHORTEST_PATH,
     chosen_learning_rate,
+    layers_of_sums,
     walks_of_adapters,
 )
 from doppler_hf.run.plan import planned_statement
@@ -142,6 +143,7 @@ def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
     walk = min(walks) * (2 / len(walks)) ** 0.25
     assert math.sqrt(len(walks)) * walk**2 == pytest.approx(math.sqrt(2) * min(walks) ** 2)
     assert chosen_learning_rate(args, statement, model=model) == pytest.approx(math.sqrt(0.3) * walk / 20)
+    assert not list(layers_of_sums(model))
     model.requires_grad_(False).classifier.requires_grad_(True)
     assert not list(walks_of_adapters(model))
 
