@@ -177,7 +177,10 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     loss = f"with report_train_loss={args.report_train_loss!r}"
     # Argument → whether it has an effect, the reason if not, and the mend.
     effects = {
-        "noise_shape": (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon"),
+        **dict.fromkeys(
+            ("noise_shape", "noise_generator", "floating_point_safe"),
+            (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon"),
+        ),
         "clipping_quantile": (
             args.clipping == "vanilla", f"with clipping={args.clipping!r}, which brings short gradients to C as well",
             "Set clipping='vanilla'",
@@ -199,7 +202,11 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             f"Set low_pass_filter='momentum:beta={args.adam_beta1:g}'",
         ),
         "adam_beta2": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
-        "adam_epsilon": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
+        "adam_epsilon": (
+            (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'")
+            if args.adam_bc_floor is None
+            else (False, f"with adam_bc_floor={args.adam_bc_floor}", "")
+        ),
     }  # fmt: skip
     for name, (has_effect, reason, mend) in (effects | _WITHOUT_EFFECT).items():
         owner = args if name in type(args).__dataclass_fields__ else args.accelerator_config
