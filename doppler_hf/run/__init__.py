@@ -10,7 +10,7 @@
 - sharding: weights in shards on several processes
 - sharded_states: what is saved and loaded of them
 - in_step: as many passes on each of these
-- replicas: the same terms and weights on every process
+- replicas: the same terms, weights and outcomes on every process
 - halving: micro-batches that do not fit into memory
 - start_check: the engine of per-sample gradients before the first step: attached, and compared with plain autograd
 - own_code: errors of the user's own code, told with their reason
@@ -18,6 +18,7 @@
 - optimizer: the optimizer of the arguments
 - checkpoints: which are whole, and what a run reads of one
 - ledger_callback: the ledger during training, and the guard of the budget
+- earlier_ledgers: those of earlier trainings that a run continues
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
 - weight_filter_callback: the filter on the weights, and its part of a checkpoint
