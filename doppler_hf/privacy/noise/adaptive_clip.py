@@ -15,7 +15,7 @@ from typing import Final
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.privacy.noise.mechanism import GaussianMechanism
+from doppler_hf.privacy.noise.mechanism import Mechanism
 
 COUNT_SENSITIVITY: Final = 0.5
 # Sensitivity: gradients of nothing but rounding, some 1e-7 that follow others' padding, are not to be clipped up to C.
@@ -46,7 +46,7 @@ class AdaptiveClip:
     """
 
     def __init__(
-        self, mechanism: GaussianMechanism, *, quantile: float, first: float, max_grad_norm: float | None = None
+        self, mechanism: Mechanism, *, quantile: float, first: float, max_grad_norm: float | None = None
     ) -> None:
         self.mechanism, self.rate = mechanism, RATE
         self.max_grad_norm = first if max_grad_norm is None else max_grad_norm
