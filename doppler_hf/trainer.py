@@ -64,8 +64,8 @@ class DopplerTrainer(AroundSteps):
 
     args: DopplerTrainingArguments
     optimizer: Any
-    # The host's loss of a batch, which is not trained in a private run.
-    host_compute_loss = AroundSteps.compute_loss
+    # What `compute_loss` is unless you override it, which without the next one has no effect on what is trained.
+    stock_compute_loss = AroundSteps.compute_loss
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1
 
@@ -229,8 +229,8 @@ class DopplerTrainer(AroundSteps):
         """
         return per_sample_losses(model, inputs, base_model=without_adapters(self.model))
 
-    # The one that has an effect beside the host's loss of a batch.
-    host_per_sample_loss = compute_per_sample_loss
+    # What it is unless you override it: evaluations then have the loss of the host.
+    stock_per_sample_loss = compute_per_sample_loss
 
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         # Sensitivity: what a user's `_prepare_inputs` makes of a batch is looked at by the checks, too.
@@ -271,14 +271,14 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super().create_optimizer(model)
         run = self.private_run
+        trained = self.model if model is None else model
         if self.optimizer is None:
-            trained = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
         own = getattr(self.optimizer, "optimizer", self.optimizer)
         refusals.refuse_another_optimizer(own)
-        refuse_other_parameters(own, self.model if model is None else model)
+        refuse_other_parameters(own, trained)
         own.noise_std = run.settled_noise_std
         rate = first_learning_rate(own)
         self.args.note_learning_rate(rate)

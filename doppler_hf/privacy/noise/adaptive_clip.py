@@ -45,9 +45,7 @@ class AdaptiveClip:
         0.9048374180359595
     """
 
-    def __init__(
-        self, mechanism: Mechanism, *, quantile: float, first: float, max_grad_norm: float | None = None
-    ) -> None:
+    def __init__(self, mechanism: Mechanism, *, quantile: float, first: float, max_grad_norm: float | None = None) -> None:
         self.mechanism, self.rate = mechanism, RATE
         self.max_grad_norm = first if max_grad_norm is None else max_grad_norm
         self._quantile, self._first = quantile, first
