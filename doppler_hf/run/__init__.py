@@ -12,7 +12,8 @@
 - in_step: as many passes on each of these
 - replicas: the same terms, weights and outcomes on every process
 - halving: micro-batches that do not fit into memory
-- start_check: the engine of per-sample gradients before the first step: attached, and compared with plain autograd
+- engine: the engine of per-sample gradients, attached to the model
+- start_check: its comparison with plain autograd before the first step
 - own_code: errors of the user's own code, told with their reason
 - own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments
