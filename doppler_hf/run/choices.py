@@ -90,9 +90,9 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
 def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[float] | None:
     """Return the learning rate of each step by the arguments' schedule, shape (steps,), in units of `learning_rate`.
 
-    None for a schedule that depends on the evaluation, which is unknown before the run.
+    None for a schedule that follows the evaluations, which are unknown before the run.
     """
-    if args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
+    if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
         return None
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(
