@@ -116,7 +116,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     """
 
     args: DopplerDPOConfig
-    host_compute_loss = DPOTrainer.compute_loss
+    stock_compute_loss = DPOTrainer.compute_loss
     create_model_card = with_privacy_section(DPOTrainer.create_model_card)
     rows_per_loss = len(_ANSWERS)
 
@@ -174,7 +174,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             label_smoothing=self.label_smoothing,
         )
 
-    host_per_sample_loss = compute_per_sample_loss
+    stock_per_sample_loss = compute_per_sample_loss
 
 
 def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     """
 
     args: DopplerSFTConfig
-    host_compute_loss = SFTTrainer.compute_loss
+    stock_compute_loss = SFTTrainer.compute_loss
     create_model_card = with_privacy_section(SFTTrainer.create_model_card)
 
     def __init__(

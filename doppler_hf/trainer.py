@@ -26,12 +26,13 @@ from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.in_step import one_line_if_a_process_ends
-from doppler_hf.run.ledger_callback import PrivacyCallback, on_process_0
+from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, refuse_other_parameters
 from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.replicas import on_process_0
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -63,8 +64,8 @@ class DopplerTrainer(AroundSteps):
 
     args: DopplerTrainingArguments
     optimizer: Any
-    # The host's loss of a batch, which is not trained in a private run.
-    host_compute_loss = AroundSteps.compute_loss
+    # What `compute_loss` is unless you override it, which without the next one has no effect on what is trained.
+    stock_compute_loss = AroundSteps.compute_loss
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1
 
@@ -228,8 +229,8 @@ class DopplerTrainer(AroundSteps):
         """
         return per_sample_losses(model, inputs, base_model=without_adapters(self.model))
 
-    # The one that has an effect beside the host's loss of a batch.
-    host_per_sample_loss = compute_per_sample_loss
+    # What it is unless you override it: evaluations then have the loss of the host.
+    stock_per_sample_loss = compute_per_sample_loss
 
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         # Sensitivity: what a user's `_prepare_inputs` makes of a batch is looked at by the checks, too.
@@ -270,14 +271,14 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super().create_optimizer(model)
         run = self.private_run
+        trained = self.model if model is None else model
         if self.optimizer is None:
-            trained = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
         own = getattr(self.optimizer, "optimizer", self.optimizer)
         refusals.refuse_another_optimizer(own)
-        refuse_other_parameters(own, self.model if model is None else model)
+        refuse_other_parameters(own, trained)
         own.noise_std = run.settled_noise_std
         rate = first_learning_rate(own)
         self.args.note_learning_rate(rate)

@@ -18,8 +18,7 @@ import numpy as np
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words
-from doppler_hf.reports.plots import draw_noise_over_frequency, draw_run
-from doppler_hf.reports.run_report import html_list, html_page, html_table
+from doppler_hf.reports.run_report import draw_noise_over_frequency, draw_run, html_list, html_page, html_table
 from doppler_hf.run.checkpoints import filter_of_checkpoint, is_whole
 
 REPORT_NAME: Final = "privacy_report.html"

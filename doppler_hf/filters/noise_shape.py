@@ -135,7 +135,12 @@ class NoiseShape:
 
         Args:
             step: Counted from 0, where the recursion begins. It rises for some b steps, and is constant then.
+
+        Raises:
+            ValueError: If `step` is below 0.
         """
+        if step < 0:
+            raise ValueError(f"step must be at least 0, got {step}. Count it from the first step of the noise.")
         # The response falls by its largest pole, so that what comes after so many bands does not show in a float.
         response = self.response(min(step + 1, 64 * self.bands))
         return self.norm * float(np.linalg.norm(response))

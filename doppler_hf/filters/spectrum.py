@@ -20,13 +20,12 @@ import numpy as np
 import scipy.signal
 from jaxtyping import Float, Float64
 
+from doppler_hf.filters.design import PAPER_FILTERS
 from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
 from doppler_hf.filters.response import impulse_response, step_response
 
 Method = Literal["welch", "autocorrelation"]
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
-
-NO_FILTER: Final = LowPassFilter(b=(1.0,))
 
 
 class PowerEstimate(NamedTuple):
@@ -176,7 +175,7 @@ def estimate_power(
     *,
     noise_std: float,
     dimension: int,
-    filter: LowPassFilter = NO_FILTER,
+    filter: LowPassFilter = PAPER_FILTERS["none"],
     first_step: int = 0,
 ) -> PowerEstimate:
     r"""Estimate the power of the signal in successive noisy gradients, before a filter or after it.

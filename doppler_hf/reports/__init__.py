@@ -2,6 +2,6 @@
 
 - planned_runs: what a run would cost, and its alternatives
 - noise_shapes: what a shape of the noise buys at equal ε
-- plots: every picture that the project draws
+- plots: pictures of runs and filters, as files
 - run_report: one page of a run, from what it has published
 """

@@ -4,6 +4,7 @@ Each number of bands b needs a σ of its own: a unit takes part in ⌈T/b⌉ tur
 less of it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -17,7 +18,8 @@ from doppler_hf.filters import (
     auto_noise_shape,
     noise_gain,
 )
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_noise_multiplier
+from doppler_hf.privacy.accounting.accounting import Accountant
+from doppler_hf.privacy.accounting.calibration import noise_multiplier_in_turns
 from doppler_hf.reports.planned_runs import PlannedRun
 
 BANDS: Final = (1, 2, 4, 8, 16)
@@ -123,20 +125,11 @@ def _falling(steps: int) -> list[float]:
 
 
 def _calibration(run: PlannedRun, *, target_epsilon: float, delta: float, accountant: Accountant) -> Callable[[int], float]:
-    def noise_multiplier_of(bands: int) -> float:
-        turns = Releases.in_turns(run.noise_multiplier, run.sample_rate, run.steps, groups=bands)
-        if bands > 1 and turns.sample_rate >= 1.0:
-            return math.inf
-        try:
-            return get_noise_multiplier(
-                target_epsilon=target_epsilon,
-                target_delta=delta,
-                sample_rate=turns.sample_rate,
-                steps=turns.steps,
-                accountant=accountant,
-                unchecked=True,
-            )
-        except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
-            return math.inf
-
-    return noise_multiplier_of
+    return functools.partial(
+        noise_multiplier_in_turns,
+        target_epsilon=target_epsilon,
+        target_delta=delta,
+        sample_rate=run.sample_rate,
+        steps=run.steps,
+        accountant=accountant,
+    )

@@ -10,14 +10,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from doppler_hf.filters import LowPassFilter, noise_gain
-from doppler_hf.privacy.accounting.accounting import (
-    Accountant,
-    Releases,
-    default_delta,
-    get_epsilon,
-    get_noise_multiplier,
-    get_steps,
-)
+from doppler_hf.privacy.accounting.accounting import Accountant, Releases, default_delta, get_epsilon
+from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, get_steps
 
 Unknown = Literal["epsilon", "noise_multiplier", "epochs", "batch_size"]
 

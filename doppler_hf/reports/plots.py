@@ -1,6 +1,8 @@
-"""Pictures of runs and filters. Matplotlib is imported when one is drawn; pyplot, whose state is the notebook's, never."""
+"""Pictures of runs and filters, as files.
 
-import io
+Matplotlib is imported when one is drawn; pyplot, whose state is the notebook's, never.
+"""
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,9 +24,6 @@ from doppler_hf.filters import (
 from doppler_hf.reports.planned_runs import PlannedRun
 
 PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
-# Of what the host logs: quantities of the training, and of evaluations all but how long they took.
-_SHOWN: Final = ("loss", "learning_rate", "grad_norm")
-_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon")
 
 
 def check_picture(path: Path) -> None:
@@ -53,7 +52,7 @@ def plot_learning_curves(
     Raises:
         ValueError: If the runs of one entry have different epochs, or there is no run.
     """
-    figure = _new_figure(6.4, 4.0)
+    figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
     for label, runs in curves.items():
         epochs = [[epoch for epoch, _ in run] for run in runs]
@@ -85,7 +84,7 @@ def plot_planned_runs(
 
     labels = ("noise multiplier σ", "noise_std = σC/B, one step", "noise_std/√T, average over the run")
     batch_sizes = sorted({run.expected_batch_size for runs in table.values() for run in runs})
-    figure = _new_figure(11.0, 3.8)
+    figure = new_figure(11.0, 3.8)
     panels = figure.subplots(1, len(labels))
     for index, (axes, label) in enumerate(zip(panels, labels, strict=True)):
         for epochs, runs in table.items():
@@ -115,57 +114,6 @@ def plot_planned_runs(
     _write(figure, path)
 
 
-def draw_run(
-    logs: Sequence[Mapping[str, Any]], epsilons: Sequence[tuple[int, float]], *, target_epsilon: float | None
-) -> str:
-    """Draw what a run has logged and ε over its steps, a panel for each quantity that has several values.
-
-    Args:
-        logs: The entries of the log, each with its `step`.
-        epsilons: Pairs of a step and ε so far.
-        target_epsilon: A line, if there is a target.
-
-    Returns:
-        The picture as SVG; nothing where there is nothing to draw.
-    """
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for entry in logs:
-        for name, value in entry.items():
-            if name in _SHOWN or (name.startswith("eval_") and not name.endswith(_NOT_SHOWN)):
-                curves.setdefault(name, []).append((entry["step"], value))
-    shown = {name: points for name, points in {"ε": epsilons, **curves}.items() if len(points) > 1}
-    if not shown:
-        return ""
-    columns = 3
-    lines = -(-len(shown) // columns)
-    figure = _new_figure(3.4 * columns, 2.6 * lines)
-    panels = figure.subplots(lines, columns, squeeze=False).flatten()
-    for panel, (name, points) in zip(panels, shown.items(), strict=False):
-        panel.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1.2)
-        panel.set(title=name, xlabel="step")
-    if target_epsilon is not None and "ε" in shown:
-        panels[0].axhline(target_epsilon, color="black", linewidth=0.8, linestyle="--")
-    for panel in panels[len(shown) :]:
-        panel.remove()
-    return _svg(figure)
-
-
-def draw_noise_over_frequency(shape: NoiseShape, low_pass_filter: LowPassFilter | None) -> str:
-    """Draw the spectrum of the noise, white noise of the same σ, and the gain of the filter, and return it as SVG."""
-    frequencies = np.geomspace(1e-3, 1, 1000)
-    figure = _new_figure(6.8, 3.0)
-    axes = figure.subplots()
-    axes.loglog(frequencies, NoiseShape().spectrum(frequencies), "--", color="grey", label="white noise of the same σ")
-    axes.loglog(frequencies, shape.spectrum(frequencies), color="black", label="the noise")
-    if low_pass_filter is not None:
-        power = np.abs(frequency_response(low_pass_filter, frequencies)) ** 2
-        axes.loglog(frequencies, power, ":", color="C0", label="|H|² of the filter")
-        axes.loglog(frequencies, power * shape.spectrum(frequencies), color="C3", label="what the optimizer sees of it")
-    axes.set(xlabel="frequency (fraction of Nyquist)", ylabel="power density", ylim=(1e-3, None))
-    axes.legend(fontsize="small")
-    return _svg(figure)
-
-
 def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None:
     """Draw filters in time and frequency: impulse and step response, gain and group delay.
 
@@ -177,7 +125,7 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     steps = max(10, *(each.settling_steps for each in figures)) + 1
     slowest = min(each.cutoff for each in figures)
     frequencies = np.geomspace(min(1e-2, slowest / 10), 1, 1000)
-    figure = _new_figure(9.0, 6.6)
+    figure = new_figure(9.0, 6.6)
     (impulse, step), (gain, delay) = figure.subplots(2, 2)
     marker = "." if steps <= 80 else None
     for index, (label, low_pass_filter) in enumerate(filters.items()):
@@ -213,7 +161,7 @@ def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: st
         path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
     """
     frequencies = np.geomspace(1e-3, 1, 1000)
-    figure = _new_figure(9.0, 3.6)
+    figure = new_figure(9.0, 3.6)
     before, after = figure.subplots(1, 2)
     curvatures = np.geomspace(1e-3, 2, 200)
     kinds = (("white", NoiseShape(), "--"), (str(shape), shape, "-"))
@@ -247,7 +195,7 @@ def plot_paper_filters(path: str | Path) -> None:
     first_ablation = names.index("f1")
     tables = {"filters of the experiments": names[:first_ablation], "filters of the ablation": names[first_ablation:]}
     frequencies = np.linspace(0, 1, 500)
-    figure = _new_figure(9.0, 6.6)
+    figure = new_figure(9.0, 6.6)
     panels = figure.subplots(2, 2)
     for (time, frequency), (title, listed) in zip(panels, tables.items(), strict=True):
         for index, name in enumerate(listed):
@@ -281,7 +229,7 @@ def plot_spectra(
         path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
         title: Title of the picture.
     """
-    figure = _new_figure(11.0, 4.6)
+    figure = new_figure(11.0, 4.6)
     time, frequency = figure.subplots(1, 2)
     colours = {label: f"C{index}" for index, label in enumerate(autocorrelations)}
     for label, values in autocorrelations.items():
@@ -306,7 +254,7 @@ def plot_neighbours(distances: np.ndarray, couplings: np.ndarray, path: str | Pa
         couplings: The same of the others' contributions, shape (pairs,).
         path: The file, whose ending determines the format. Folders are made.
     """
-    figure = _new_figure(9.0, 3.6)
+    figure = new_figure(9.0, 3.6)
     figure.suptitle("NOT PRIVATE: computed from examples, without noise", fontsize="small")
     whole, others = figure.subplots(1, 2)
     pairs = np.arange(1, len(distances) + 1)
@@ -323,24 +271,12 @@ def plot_neighbours(distances: np.ndarray, couplings: np.ndarray, path: str | Pa
     _write(figure, path)
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """Return an empty figure, in inches, that no window and no notebook knows of."""
     require("plot")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def _svg(figure: Any) -> str:
-    """Return a figure as an element of HTML, whose text is text."""
-    from matplotlib import rc_context
-
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-    written = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "doppler_hf"}):
-        figure.savefig(written, format="svg", metadata={"Date": None})
-    return written.getvalue()[written.getvalue().index("<svg") :]
 
 
 def _write(figure: Any, path: str | Path) -> None:

@@ -1,9 +1,19 @@
 """One page of a run, as a file of HTML that needs nothing else: what is claimed, what was logged, how the noise lies."""
 
 import html
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
-PAGE = """<!doctype html>
+import numpy as np
+
+from doppler_hf.filters import LowPassFilter, NoiseShape, frequency_response
+from doppler_hf.reports.plots import new_figure
+
+# Of what the host logs: quantities of the training, and of evaluations all but how long they took.
+_SHOWN: Final = ("loss", "learning_rate", "grad_norm")
+_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon")
+PAGE: Final = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
@@ -46,3 +56,66 @@ def html_table(rows: Iterable[tuple[str, str]]) -> str:
 def html_list(lines: Sequence[str]) -> str:
     """Return a list as HTML."""
     return "<ul>\n" + "\n".join(f"<li>{html.escape(line)}</li>" for line in lines) + "\n</ul>"
+
+
+def draw_run(
+    logs: Sequence[Mapping[str, Any]], epsilons: Sequence[tuple[int, float]], *, target_epsilon: float | None
+) -> str:
+    """Draw what a run has logged and ε over its steps, a panel for each quantity that has several values.
+
+    Args:
+        logs: The entries of the log, each with its `step`.
+        epsilons: Pairs of a step and ε so far.
+        target_epsilon: A line, if there is a target.
+
+    Returns:
+        The picture as SVG; nothing where there is nothing to draw.
+    """
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for entry in logs:
+        for name, value in entry.items():
+            if name in _SHOWN or (name.startswith("eval_") and not name.endswith(_NOT_SHOWN)):
+                curves.setdefault(name, []).append((entry["step"], value))
+    shown = {name: points for name, points in {"ε": epsilons, **curves}.items() if len(points) > 1}
+    if not shown:
+        return ""
+    columns = 3
+    lines = -(-len(shown) // columns)
+    figure = new_figure(3.4 * columns, 2.6 * lines)
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for panel, (name, points) in zip(panels, shown.items(), strict=False):
+        panel.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1.2)
+        panel.set(title=name, xlabel="step")
+    if target_epsilon is not None and "ε" in shown:
+        panels[0].axhline(target_epsilon, color="black", linewidth=0.8, linestyle="--")
+    for panel in panels[len(shown) :]:
+        panel.remove()
+    return _svg(figure)
+
+
+def draw_noise_over_frequency(shape: NoiseShape, low_pass_filter: LowPassFilter | None) -> str:
+    """Draw the spectrum of the noise, white noise of the same σ, and the gain of the filter, and return it as SVG."""
+    frequencies = np.geomspace(1e-3, 1, 1000)
+    figure = new_figure(6.8, 3.0)
+    axes = figure.subplots()
+    axes.loglog(frequencies, NoiseShape().spectrum(frequencies), "--", color="grey", label="white noise of the same σ")
+    axes.loglog(frequencies, shape.spectrum(frequencies), color="black", label="the noise")
+    if low_pass_filter is not None:
+        power = np.abs(frequency_response(low_pass_filter, frequencies)) ** 2
+        axes.loglog(frequencies, power, ":", color="C0", label="|H|² of the filter")
+        axes.loglog(frequencies, power * shape.spectrum(frequencies), color="C3", label="what the optimizer sees of it")
+    axes.set(xlabel="frequency (fraction of Nyquist)", ylabel="power density", ylim=(1e-3, None))
+    axes.legend(fontsize="small")
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    """Return a figure as an element of HTML, whose text is text."""
+    from matplotlib import rc_context
+
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "doppler_hf"}):
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()[written.getvalue().index("<svg") :]

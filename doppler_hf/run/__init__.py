@@ -10,14 +10,16 @@
 - sharding: weights in shards on several processes
 - sharded_states: what is saved and loaded of them
 - in_step: as many passes on each of these
-- replicas: the same terms and weights on every process
+- replicas: the same terms, weights and outcomes on every process
 - halving: micro-batches that do not fit into memory
-- start_check: the engine of per-sample gradients before the first step: attached, and compared with plain autograd
+- engine: the engine of per-sample gradients, attached to the model
+- start_check: its comparison with plain autograd before the first step
 - own_code: errors of the user's own code, told with their reason
 - own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments
 - checkpoints: which are whole, and what a run reads of one
 - ledger_callback: the ledger during training, and the guard of the budget
+- earlier_ledgers: those of earlier trainings that a run continues
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
 - weight_filter_callback: the filter on the weights, and its part of a checkpoint

@@ -46,7 +46,7 @@ class AroundSteps(Trainer, ABC):
     _ledger_keeper: PrivacyCallback
     _weight_filter: WeightFilterCallback
     compute_per_sample_loss: Callable[..., Any]
-    host_per_sample_loss: ClassVar[Callable[..., Any]]
+    stock_per_sample_loss: ClassVar[Callable[..., Any]]
 
     # --- where the model lies -----------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class AroundSteps(Trainer, ABC):
     ) -> Any:
         """Return the loss of a batch that is evaluated: as the host, or the mean of your own `compute_per_sample_loss`."""
         own = type(self)
-        if self.args.disable_dp or own.compute_per_sample_loss is own.host_per_sample_loss:
+        if self.args.disable_dp or own.compute_per_sample_loss is own.stock_per_sample_loss:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         mean, outputs = mean_and_outputs(self.compute_per_sample_loss, model, inputs)
         return (mean, outputs) if return_outputs else mean

@@ -4,7 +4,7 @@ Choosing costs no privacy, since it depends on arguments and public numbers only
 schedule.
 """
 
-import math
+import functools
 
 import torch
 from transformers import get_scheduler
@@ -13,8 +13,8 @@ from transformers.trainer_utils import SchedulerType
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape, parse_name
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import OptimalFIR
-from doppler_hf.privacy import PoissonSampler, PrivacyStatement, get_noise_multiplier
-from doppler_hf.privacy.accounting import Releases
+from doppler_hf.privacy import PoissonSampler, PrivacyStatement
+from doppler_hf.privacy.accounting.calibration import noise_multiplier_in_turns
 from doppler_hf.run.checkpoints import filter_of_checkpoint
 from doppler_hf.run.plan import planned_delta, planned_steps
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -69,24 +69,15 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
     if args.target_epsilon is None or args.optim_target_modules or is_optimal_fir or args.clipping_quantile is not None:
         return WHITE
     steps = planned_steps(args, sampler)
-
-    def noise_multiplier_of(bands: int) -> float:
-        turns = Releases.in_turns(1.0, sampler.sample_rate, steps, groups=bands)
-        if bands > 1 and turns.sample_rate >= 1.0:
-            return math.inf
-        assert args.target_epsilon is not None
-        try:
-            # Only shapes are compared, so that the quickest accountant will do: PLD and PRV agree in four digits.
-            return get_noise_multiplier(
-                target_epsilon=args.target_epsilon,
-                target_delta=planned_delta(args, sampler),
-                sample_rate=turns.sample_rate,
-                steps=turns.steps,
-                accountant="pld",
-            )
-        except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
-            return math.inf
-
+    # Only shapes are compared, so that the quickest accountant will do: PLD and PRV agree in four digits.
+    noise_multiplier_of = functools.partial(
+        noise_multiplier_in_turns,
+        target_epsilon=args.target_epsilon,
+        target_delta=planned_delta(args, sampler),
+        sample_rate=sampler.sample_rate,
+        steps=steps,
+        accountant="pld",
+    )
     return auto_noise_shape(
         noise_multiplier_of,
         steps,
@@ -99,9 +90,9 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
 def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[float] | None:
     """Return the learning rate of each step by the arguments' schedule, shape (steps,), in units of `learning_rate`.
 
-    None for a schedule that depends on the evaluation, which is unknown before the run.
+    None for a schedule that follows the evaluations, which are unknown before the run.
     """
-    if args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
+    if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
         return None
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.optim.state import Base
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
+from doppler_hf.privacy.clipping.clipped_gradients import Engine
 
 _TIMES: Final = 3
 _SAMPLED: Final = 4_000_000  # weights: enough that a step is not all overhead, and done in a moment
@@ -43,14 +45,17 @@ class Setting:
         base: As in `DopplerOptimizer`.
         low_pass_filter: The filter.
         noise_shape: The noise over time.
+
+    Raises:
+        ValueError: If a number is below 1, or there are several processes without a bandwidth.
     """
 
     batch_size: int
     micro_batch: int
     processes: int
     bandwidth: float | None
-    engine: Any
-    base: Any
+    engine: Engine
+    base: Base
     low_pass_filter: LowPassFilter
     noise_shape: NoiseShape
 
@@ -58,7 +63,7 @@ class Setting:
         if min(self.batch_size, self.micro_batch, self.processes) < 1:
             raise ValueError(
                 "Batch size, micro-batch and processes must be at least 1, got "
-                f"{self.batch_size}, {self.micro_batch} and {self.processes}."
+                f"{self.batch_size}, {self.micro_batch} and {self.processes}. Give larger ones."
             )
         if self.processes > 1 and not (self.bandwidth is not None and self.bandwidth > 0):
             raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState
 
-from doppler_hf.filters import LowPassFilter, NoiseShape, corrected_output, estimate_power, step_response
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, corrected_output, estimate_power, step_response
 from doppler_hf.run.projection import TABLE_WIDTH, Projection
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -38,12 +38,12 @@ class GradientRecorder(TrainerCallback):
 
     Attributes:
         noise_std: Standard deviation of the noise in each number recorded, σ_DP √(d/k); 0 before training.
-        low_pass_filter: The run's filter.
+        low_pass_filter: The run's filter; none before training.
 
     Raises:
         ValueError: If `dimensions` is out of range. When training begins, if the run's gradients are not private, its noise
-            is not white (GaLore, or shaped), its filter changes, it has fewer parameters than dimensions, or several
-            processes with `record_raw`.
+            is not white and of one size (GaLore, `noise_shape`, `clipping_quantile`), its filter changes, its trained
+            weights are in shards, it has fewer of them than dimensions, or several processes with `record_raw`.
 
     Example:
         >>> recorder = GradientRecorder(dimensions=64)
@@ -59,7 +59,7 @@ class GradientRecorder(TrainerCallback):
         self.record_raw = record_raw
         self.seed = seed
         self.noise_std = 0.0
-        self.low_pass_filter = LowPassFilter(b=(1.0,))
+        self.low_pass_filter = PAPER_FILTERS["none"]
         self._private: list[Float[np.ndarray, " dimensions"]] = []
         self._raw: list[Float[np.ndarray, " dimensions"]] = []
         self._steps_logged = 0

@@ -8,46 +8,42 @@ at a time writes that of a folder.
 
 import contextlib
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.ledger.ledger import latest, ledgers_in, set_aside
+from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.lock import WriterLock
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run import refusals
+from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, warn_of_another_base
 from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words, optimizer_in_words
-from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, parameters_digest, untrained_digest
+from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.replicas import COMPARED_EVERY, refuse_different_replicas
+from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
 from doppler_hf.run.summary import epsilons_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments
 
 LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
-_Outcome = TypeVar("_Outcome")
 
 
 class PrivacyCallback(TrainerCallback):
     """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget.
 
     Attributes:
-        filter_words: The filter, in one line; empty before training.
         ledger: The record of what was spent; None before training.
     """
 
     def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
         self._current_run = current_run
         self._locks: dict[Path, WriterLock] = {}
-        self.filter_words = self._rate_words = ""
+        self._filter_words = self._rate_words = ""
         self.ledger: PrivacyLedger | None = None
         self._is_running = False
         self._untrained: str | None = None
@@ -96,7 +92,7 @@ class PrivacyCallback(TrainerCallback):
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         refusals.refuse_another_optimizer(optimizer)
-        self.filter_words = filter_in_words(args, optimizer.low_pass_filter)
+        self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
         self._rate_words = learning_rate_in_words(args, optimizer)
         args.note_learning_rate(first_learning_rate(optimizer))  # a checkpoint's is its own
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
@@ -120,7 +116,7 @@ class PrivacyCallback(TrainerCallback):
                 first_step=step,
                 optimizer_words=optimizer_in_words(args),
                 rate_words=self._rate_words,
-                filter_words=self.filter_words,
+                filter_words=self._filter_words,
             )
             if aside is not None:
                 print(
@@ -257,7 +253,7 @@ class PrivacyCallback(TrainerCallback):
                 args,
                 ledger=self.ledger,
                 rate_words=self._rate_words,
-                filter_words=self.filter_words,
+                filter_words=self._filter_words,
             )
 
     def on_step_end(
@@ -295,66 +291,3 @@ class PrivacyCallback(TrainerCallback):
     def _leave(self, model: nn.Module) -> bool:
         # Before the first step they are the user's own, with which another training may begin.
         return self.ledger is not None and self.ledger.steps_run > 0 and self.ledger.leave(digests_of(model))
-
-
-def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
-    """Do something on process 0, and return its outcome on every process.
-
-    Raises:
-        ValueError: If process 0 refused; on every process, so that none waits for it.
-    """
-    found: list[Any] = [None]
-    if PartialState().is_main_process:
-        try:
-            found = [action()]
-        except ValueError as error:
-            found = [error]
-    (outcome,) = broadcast_object_list(found)
-    if isinstance(outcome, ValueError):
-        raise outcome
-    result: _Outcome = outcome
-    return result
-
-
-def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
-    """Return the ledgers of a checkpoint: its own, and those of its run, which may have continued after it.
-
-    Raises:
-        ValueError: If its own does not speak for its weights.
-    """
-    own = PrivacyLedger.load(checkpoint)
-    unknown = own.unknown_weights(checkpoint)
-    if unknown:
-        raise ValueError(
-            f"The weights in {checkpoint} must be those of its ledger, got others in {', '.join(unknown)}, whose training "
-            "is not accounted for. Put back what was saved, or load them with from_pretrained and train from the start."
-        )
-    above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
-    return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
-
-
-def warn_of_another_base(model: nn.Module, ledger: PrivacyLedger, *, checkpoint: str) -> None:
-    """Warn where a checkpoint's adapter is resumed on another base, which its files do not hold.
-
-    Args:
-        model: The model, with the checkpoint's weights.
-        ledger: The checkpoint's own, whose files are what was saved.
-        checkpoint: Its folder.
-    """
-    if not ledger.models or all(parameter.requires_grad for parameter in model.parameters()):
-        return
-    digest = parameters_digest(model)
-    if all(digest != known.parameters for known in ledger.models):
-        warnings.warn(
-            f"The weights of the model must be those that {checkpoint} was saved with, got others that are frozen, and are "
-            "not among its files: another base, or the same in another dtype. Load the base with which the run began.",
-            stacklevel=2,
-        )
-
-
-def ledgers_of_model(folder: Path, model: nn.Module) -> list[PrivacyLedger]:
-    """Return the ledger in a folder that speaks for the model, with those that continue it; none if there is none."""
-    digest, there = parameters_digest(model), list(ledgers_in(folder).values())
-    # Whatever became of its buffers: the steps count.
-    first = next((ledger for ledger in there if any(digest == known.parameters for known in ledger.models)), None)
-    return [] if first is None else [ledger for ledger in there if first.is_prefix_of(ledger)]

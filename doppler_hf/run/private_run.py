@@ -30,6 +30,7 @@ from doppler_hf.privacy.noise import AdaptiveClip, Mechanism, PrivateLoss, noise
 from doppler_hf.privacy.noise.adaptive_clip import COUNT_SENSITIVITY
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.choices import chosen_noise_shape
+from doppler_hf.run.engine import attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
@@ -39,7 +40,7 @@ from doppler_hf.run.replicas import (
     give_all_the_weights_of_process_0,
     refuse_processes_that_draw_alone,
 )
-from doppler_hf.run.start_check import CheckLoss, attached_engine
+from doppler_hf.run.start_check import CheckLoss
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 

@@ -62,7 +62,7 @@ def refuse_of_trainer(trainer: Any) -> None:
     for name, (reason, mend) in _NOT_CALLED.items():
         if getattr(own, name) is not getattr(Trainer, name):
             raise ValueError(f"{own.__name__}.{name} has no effect{reason}. {mend}.")
-    if own.compute_loss is not own.host_compute_loss and own.compute_per_sample_loss is own.host_per_sample_loss:
+    if own.compute_loss is not own.stock_compute_loss and own.compute_per_sample_loss is own.stock_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."

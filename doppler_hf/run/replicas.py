@@ -1,13 +1,15 @@
-"""The same terms and weights on every process, which moves its weights by itself from the same private gradient."""
+"""The same terms, weights and outcomes on every process, which moves its weights by itself from one private gradient."""
 
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +28,26 @@ _GIVEN: Final = (
 )  # fmt: skip
 # Relative, of the noise multipliers, for which processors may solve with other last bits.
 _ROUNDING: Final = 1e-6
+_Outcome = TypeVar("_Outcome")
+
+
+def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
+    """Do something on process 0, and return its outcome on every process.
+
+    Raises:
+        ValueError: If process 0 refused; on every process, so that none waits for it.
+    """
+    found: list[Any] = [None]
+    if PartialState().is_main_process:
+        try:
+            found = [action()]
+        except ValueError as error:
+            found = [error]
+    (outcome,) = broadcast_object_list(found)
+    if isinstance(outcome, ValueError):
+        raise outcome
+    result: _Outcome = outcome
+    return result
 
 
 def refuse_processes_that_draw_alone(world_size: int) -> None:

@@ -19,7 +19,7 @@ from doppler_hf.privacy.accounting.accounting import Accountant
 from doppler_hf.privacy.clipping.clip_factors import Clipping
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator
-from doppler_hf.training_args import checks
+from doppler_hf.training_args import checks, galore
 
 # The defaults of a private training loss: its share of the privacy budget (of 1/σ²), and its bound. A share of a hundredth
 # adds 0.5 % to the gradient's noise.
@@ -224,7 +224,7 @@ class DopplerTrainingArguments(TrainingArguments):
         else:
             checks.check_ranges(self)
             checks.refuse_without_effect(self)
-            checks.check_galore(self)
+            galore.check_galore(self)
             checks.refuse_no_learning_rate(self)
             checks.refuse_what_breaks_privacy(self)
 

@@ -17,7 +17,6 @@ from transformers.training_args import OptimizerNames
 
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
-from doppler_hf.training_args.galore import GaloreArguments, check_target_modules
 
 _Range = tuple[str, Callable[[float], bool]]
 _POSITIVE: Final[_Range] = ("be a finite number > 0", lambda value: 0.0 < value < math.inf)
@@ -177,7 +176,10 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     loss = f"with report_train_loss={args.report_train_loss!r}"
     # Argument → whether it has an effect, the reason if not, and the mend.
     effects = {
-        "noise_shape": (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon"),
+        **dict.fromkeys(
+            ("noise_shape", "noise_generator", "floating_point_safe"),
+            (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon"),
+        ),
         "clipping_quantile": (
             args.clipping == "vanilla", f"with clipping={args.clipping!r}, which brings short gradients to C as well",
             "Set clipping='vanilla'",
@@ -199,7 +201,11 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             f"Set low_pass_filter='momentum:beta={args.adam_beta1:g}'",
         ),
         "adam_beta2": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
-        "adam_epsilon": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
+        "adam_epsilon": (
+            (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'")
+            if args.adam_bc_floor is None
+            else (False, f"with adam_bc_floor={args.adam_bc_floor}", "")
+        ),
     }  # fmt: skip
     for name, (has_effect, reason, mend) in (effects | _WITHOUT_EFFECT).items():
         owner = args if name in type(args).__dataclass_fields__ else args.accelerator_config
@@ -231,35 +237,6 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         )
 
 
-def check_galore(args: TrainingArguments) -> None:
-    """Refuse GaLore's arguments where they would have no effect."""
-    if args.optim_target_modules is None:
-        if args.optim_args:
-            raise ValueError(
-                f"optim_args={args.optim_args!r} has no effect without GaLore. Switch GaLore on with optim_target_modules, "
-                "for instance 'all-linear', or leave optim_args out."
-            )
-        return
-    check_target_modules(args.optim_target_modules)
-    if args.low_pass_filter.startswith("optimal-fir"):
-        raise ValueError(
-            f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules): the gradients "
-            "that it stores would be in the bases of different steps. Leave one of them out."
-        )
-    galore = GaloreArguments.parse(args.optim_args)
-    chosen_none = args.low_pass_filter == "auto" and args.base_optimizer != "sgd" and args.noise_shape in ("auto", "white")
-    if galore.projector_source == "filtered" and (args.low_pass_filter == "none" or chosen_none):
-        raise ValueError(
-            f"projector_source=filtered in optim_args has no effect with low_pass_filter={args.low_pass_filter!r}: the "
-            "filtered gradient is the gradient itself, of Adam with white noise by default. Leave it out, or set a filter."
-        )
-    if galore.basis_change != "rotate" and args.low_pass_filter == "none" and args.base_optimizer == "sgd":
-        raise ValueError(
-            f"basis_change={galore.basis_change} in optim_args has no effect with base_optimizer='sgd' and "
-            "low_pass_filter='none', which keep no state. Leave it out."
-        )
-
-
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """Refuse those of the host's arguments that would void the guarantee, with the reason."""
     if args.n_gpu > 1:
@@ -270,8 +247,7 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     launched = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ValueError(
-            "DeepSpeed cannot be used with differential privacy: it keeps gradients out of the engine's reach. To have "
-            "weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)."
+            f"DeepSpeed cannot be used with differential privacy: {_BREAKS_PRIVACY['deepspeed']}. {_MENDS['deepspeed']}."
         )
     if args.world_size == 1 != int(launched):
         # As the host does where it finds no accelerator.

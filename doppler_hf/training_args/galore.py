@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from torch import nn
+from transformers import TrainingArguments
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import check_target_module_exists
 
@@ -133,6 +134,35 @@ def check_target_modules(optim_target_modules: str | list[str]) -> None:
                 f"optim_target_modules must hold regular expressions, got {pattern!r} ({error}). Escape characters that "
                 "are meant literally."
             ) from error
+
+
+def check_galore(args: TrainingArguments) -> None:
+    """Refuse GaLore's arguments where they would have no effect."""
+    if args.optim_target_modules is None:
+        if args.optim_args:
+            raise ValueError(
+                f"optim_args={args.optim_args!r} has no effect without GaLore. Switch GaLore on with optim_target_modules, "
+                "for instance 'all-linear', or leave optim_args out."
+            )
+        return
+    check_target_modules(args.optim_target_modules)
+    if args.low_pass_filter.startswith("optimal-fir"):
+        raise ValueError(
+            f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules): the gradients "
+            "that it stores would be in the bases of different steps. Leave one of them out."
+        )
+    galore = GaloreArguments.parse(args.optim_args)
+    chosen_none = args.low_pass_filter == "auto" and args.base_optimizer != "sgd" and args.noise_shape in ("auto", "white")
+    if galore.projector_source == "filtered" and (args.low_pass_filter == "none" or chosen_none):
+        raise ValueError(
+            f"projector_source=filtered in optim_args has no effect with low_pass_filter={args.low_pass_filter!r}: the "
+            "filtered gradient is the gradient itself, of Adam with white noise by default. Leave it out, or set a filter."
+        )
+    if galore.basis_change != "rotate" and args.low_pass_filter == "none" and args.base_optimizer == "sgd":
+        raise ValueError(
+            f"basis_change={galore.basis_change} in optim_args has no effect with base_optimizer='sgd' and "
+            "low_pass_filter='none', which keep no state. Leave it out."
+        )
 
 
 def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -> dict[str, nn.Parameter]:

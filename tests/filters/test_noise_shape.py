@@ -130,3 +130,9 @@ def test_names_are_read_and_written(text, name):
 def test_what_is_no_shape_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         NoiseShape.parse(text)
+
+
+@pytest.mark.parametrize("name", ["white", "banded:bands=3"])
+def test_a_step_before_the_first_has_no_noise_that_could_be_told(name):
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        NoiseShape.parse(name).std(-1)

@@ -261,7 +261,7 @@ def test_alternatives_take_few_and_coarse_evaluations(monkeypatch):
     grids, discretize = [], prv.discretize
     monkeypatch.setattr(prv, "discretize", lambda loss, domain: grids.append(domain.size) or discretize(loss, domain))
     monkeypatch.setattr(planning, "EPOCH_FACTORS", (1,))
-    accounting._bound.cache_clear()
+    accounting.bound.cache_clear()
     run = PlannedRun(num_examples=67_349, expected_batch_size=1000, steps=204, noise_multiplier=0.7728, max_grad_norm=1.0)
     table = alternatives(run, epochs=3, target_epsilon=3.0, delta=67_349**-1.1, accountant="prv")
     assert len(table[3]) == 5

@@ -80,6 +80,7 @@ def test_no_shape_has_more_groups_than_there_are_units_for(tmp_path, batch_size)
         (dict(lr_scheduler_type="linear"), [1 - step / 10 for step in range(10)]),
         (dict(lr_scheduler_type="constant_with_warmup", warmup_steps=4), [0.0, 0.25, 0.5, 0.75, *[1.0] * 6]),
         (dict(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps"), None),
+        (dict(lr_scheduler_type="greedy", eval_strategy="steps"), None),
     ],
 )
 def test_learning_rates_are_the_hosts(tmp_path, options, expected):

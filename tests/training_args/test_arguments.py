@@ -88,6 +88,15 @@ REFUSED = [
     (dict(use_liger_kernel=True), "use_liger_kernel=True cannot be used"),
     (dict(adam_beta2=0.98, base_optimizer="sgd"), "adam_beta2=0.98 has no effect with base_optimizer='sgd'"),
     (dict(adam_epsilon=1e-6, base_optimizer="sgd"), "adam_epsilon=1e-06 has no effect with base_optimizer='sgd'"),
+    (dict(adam_epsilon=1e-6, adam_bc_floor=1e-6), "adam_epsilon=1e-06 has no effect with adam_bc_floor=1e-06. Leave it out"),
+    (
+        dict(target_epsilon=None, noise_multiplier=0.0, noise_generator="philox"),
+        "noise_generator='philox' has no effect with noise_multiplier=0. Set target_epsilon, or leave it out",
+    ),
+    (
+        dict(target_epsilon=None, noise_multiplier=0.0, floating_point_safe=True),
+        "floating_point_safe=True has no effect with noise_multiplier=0",
+    ),
     (dict(data_seed=1), "data_seed=1 has no effect because draws come from the operating system"),
     (dict(accelerator_config={"split_batches": True}), "split_batches=True has no effect because each .* Leave it out"),
     (dict(accelerator_config={"use_seedable_sampler": False}), "use_seedable_sampler=False has no effect because draws"),

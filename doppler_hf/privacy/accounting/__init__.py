@@ -1,6 +1,7 @@
 """The ε that a run costs, from public numbers alone.
 
-- accounting: ε of what was released, and σ or the number of steps for a target ε
+- accounting: ε of what was released
+- calibration: σ, or the number of steps, for a target ε
 - upper_bounds: the accountants' upper bounds
 - step_loss: the privacy loss of one step, for PRV
 """
@@ -9,10 +10,10 @@ from doppler_hf.privacy.accounting.accounting import (
     Releases,
     default_delta,
     get_epsilon,
-    get_noise_multiplier,
     get_total_epsilon,
     joint_noise_multiplier,
 )
+from doppler_hf.privacy.accounting.calibration import get_noise_multiplier
 
 __all__ = [
     "Releases", "default_delta", "get_epsilon", "get_noise_multiplier", "get_total_epsilon", "joint_noise_multiplier",

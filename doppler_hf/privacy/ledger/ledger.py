@@ -23,7 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Self, get_args
 
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_epsilons, get_steps, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_epsilons, get_total_epsilon
+from doppler_hf.privacy.accounting.calibration import get_steps
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run

@@ -15,7 +15,7 @@ from typing import Final
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.privacy.noise.mechanism import GaussianMechanism
+from doppler_hf.privacy.noise.mechanism import Mechanism
 
 COUNT_SENSITIVITY: Final = 0.5
 # Sensitivity: gradients of nothing but rounding, some 1e-7 that follow others' padding, are not to be clipped up to C.
@@ -45,9 +45,7 @@ class AdaptiveClip:
         0.9048374180359595
     """
 
-    def __init__(
-        self, mechanism: GaussianMechanism, *, quantile: float, first: float, max_grad_norm: float | None = None
-    ) -> None:
+    def __init__(self, mechanism: Mechanism, *, quantile: float, first: float, max_grad_norm: float | None = None) -> None:
         self.mechanism, self.rate = mechanism, RATE
         self.max_grad_norm = first if max_grad_norm is None else max_grad_norm
         self._quantile, self._first = quantile, first

@@ -168,7 +168,10 @@ class GaussianMechanism:
         Of white noise it is σC/B, the paper's σ_DP. In a subspace it is the same per coordinate, up to the rounding of P.
 
         Args:
-            step: Optimizer step. White noise is the same in all of them, the other rises for some steps at first.
+            step: Optimizer step, from `first_step` on. White noise is the same in all of them, the other rises at first.
+
+        Raises:
+            ValueError: If the step is before the first.
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
         return white * self.shape.std(step - self._first_step)

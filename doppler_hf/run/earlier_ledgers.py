@@ -1,0 +1,54 @@
+"""The ledgers of earlier trainings that a run may continue: a checkpoint's, or one in a folder that speaks for the model."""
+
+import warnings
+from pathlib import Path
+
+from torch import nn
+
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.ledger import ledgers_in
+from doppler_hf.run.parameters import parameters_digest
+
+
+def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
+    """Return the ledgers of a checkpoint: its own, and those of its run, which may have continued after it.
+
+    Raises:
+        ValueError: If its own does not speak for its weights.
+    """
+    own = PrivacyLedger.load(checkpoint)
+    unknown = own.unknown_weights(checkpoint)
+    if unknown:
+        raise ValueError(
+            f"The weights in {checkpoint} must be those of its ledger, got others in {', '.join(unknown)}, whose training "
+            "is not accounted for. Put back what was saved, or load them with from_pretrained and train from the start."
+        )
+    above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
+    return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
+
+
+def warn_of_another_base(model: nn.Module, ledger: PrivacyLedger, *, checkpoint: str) -> None:
+    """Warn where a checkpoint's adapter is resumed on another base, which its files do not hold.
+
+    Args:
+        model: The model, with the checkpoint's weights.
+        ledger: The checkpoint's own, whose files are what was saved.
+        checkpoint: Its folder.
+    """
+    if not ledger.models or all(parameter.requires_grad for parameter in model.parameters()):
+        return
+    digest = parameters_digest(model)
+    if all(digest != known.parameters for known in ledger.models):
+        warnings.warn(
+            f"The weights of the model must be those that {checkpoint} was saved with, got others that are frozen, and are "
+            "not among its files: another base, or the same in another dtype. Load the base with which the run began.",
+            stacklevel=2,
+        )
+
+
+def ledgers_of_model(folder: Path, model: nn.Module) -> list[PrivacyLedger]:
+    """Return the ledger in a folder that speaks for the model, with those that continue it; none if there is none."""
+    digest, there = parameters_digest(model), list(ledgers_in(folder).values())
+    # Whatever became of its buffers: the steps count.
+    first = next((ledger for ledger in there if any(digest == known.parameters for known in ledger.models)), None)
+    return [] if first is None else [ledger for ledger in there if first.is_prefix_of(ledger)]
