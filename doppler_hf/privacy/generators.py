@@ -21,17 +21,16 @@ from torch.utils.data import get_worker_info
 
 from doppler_hf.privacy.bits import bit_stream
 
-# MT19937 in each of the three: 624 words of 32 bits, and the position behind the last of them.
-_WORDS = 624
-# A 64-bit seed, two 32-bit fields and a 64-bit position precede torch's words, which take 64 bits each.
+# MT19937 in each of the three: 624 words of 32 bits. Python's and NumPy's own seeding spreads a key of 256 bits over them;
+# torch's keeps 32 bits of a seed on the CPU, which can be tried out, so that its words are filled.
+_KEY, _WORDS = 8, 624
+# In torch's state a 64-bit seed, two 32-bit fields and a 64-bit position precede torch's words, which take 64 bits each.
 _TORCH_STATE = torch.Generator().manual_seed(0).get_state()
 _TORCH_WORDS = slice(24, 24 + 8 * _WORDS)
 
 
 def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: int = 0) -> None:
-    """Fill the whole state of the global generators with new random words.
-
-    A seed would not do: torch keeps 32 bits of it on the CPU, which can be tried out.
+    """Fill the global generators from new random words, at least 256 bits each.
 
     Args:
         seed: None for words from the operating system's entropy. An integer makes them reproducible, for tests only.
@@ -40,9 +39,9 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: i
         step: Number of this filling. Only reproducible words depend on it.
     """
     stream = bit_stream(seed, purpose=f"generators of worker {worker}", rank=rank)
-    of_python, of_numpy, of_torch = stream.bits(3 * _WORDS // 2, step=step).view(np.uint32).reshape(3, _WORDS)
-    random.setstate((3, (*of_python.tolist(), _WORDS), None))
-    np.random.set_state(("MT19937", of_numpy, _WORDS, 0, 0.0))
+    of_python, of_numpy, of_torch = np.split(stream.bits(_KEY + _WORDS // 2, step=step).view(np.uint32), [_KEY, 2 * _KEY])
+    random.seed(int.from_bytes(of_python.tobytes(), "little"))
+    np.random.seed(of_numpy)
     torch.set_rng_state(torch_state(of_torch))
     if worker == 0 and torch.accelerator.is_available():  # Philox on CUDA: its 64 bits are the whole key.
         torch.get_device_module().manual_seed(int(stream.bits(1, step=step)[0] >> np.uint64(1)))

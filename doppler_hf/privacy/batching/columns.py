@@ -102,6 +102,34 @@ def labels_of(dataset: Any) -> np.ndarray | None:
     return labels if labels.dtype.kind in "iub" else None  # where one has none, pyarrow makes them other numbers
 
 
+def columns_of_numbers(examples: Any) -> frozenset[str]:
+    """Return the columns in which every row has a number, or a list or an array of numbers, and none of them is missing.
+
+    `datasets` makes tensors of a whole column at once. Of these it does so number by number: a row is what it is alone.
+
+    Args:
+        examples: A data set; of any but a `datasets.Dataset` without a transform there are none.
+    """
+    if not is_stored(examples):
+        return frozenset()
+    return frozenset(name for name in _names(examples) if all(map(_is_of_numbers, examples.data[name].chunks)))
+
+
+def _is_of_numbers(rows: Any) -> bool:
+    from pyarrow import types
+
+    shape, kind, values = getattr(rows.type, "shape", None), rows.type, rows
+    if isinstance(shape, tuple):  # an array of `datasets`, of as many lists in lists
+        kind, values = rows.storage.type, rows.storage
+    has_nulls = rows.null_count > 0
+    for _ in shape or [None]:
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            kind, values = kind.value_type, values.values
+            has_nulls |= values.null_count > 0
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    return is_number and not has_nulls and None not in (shape or ())
+
+
 def is_stored(examples: Any) -> bool:
     """Return whether examples are read from a table as they stand there, as by `datasets` without a transform.
 

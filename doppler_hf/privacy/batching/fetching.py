@@ -1,31 +1,39 @@
 """Examples of the training set, each fetched by itself."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Int
 from torch.utils.data import Dataset
 
-from doppler_hf.privacy.batching.columns import is_stored
+from doppler_hf.privacy.batching.columns import columns_of_numbers, is_stored
 from doppler_hf.privacy.batching.sampling import OfStep
 
+# The formats of `datasets` that convert number by number, without code of the user's.
+_OF_NUMBERS: Final = ("numpy", "torch")
 
-def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None]) -> list[Any]:
-    """Return some examples, each from numbers of its own.
+
+def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None], numbers: Set[str] = frozenset()) -> list[Any]:
+    """Return some examples, each from random numbers of its own.
 
     Args:
         examples: The data set.
         indices: Which of them.
-        fill: Fills the global generators; called before each example.
+        fill: Fills the global generators; called before each example that is not just read from a table.
+        numbers: The data set's `columns_of_numbers`. Of none, all that are converted to arrays are, one by one.
 
     Raises:
         ValueError: If the data set makes more or fewer rows than one of an example.
     """
     # Sensitivity: in Python's own format each value is converted by itself. Others convert a column at once: with a null in
-    # an example's integers, those of all that are fetched with it become floats, and are rounded.
-    if is_stored(examples) and examples.format["type"] is None:
-        return list(examples.__getitems__(list(indices)))
+    # an example's integers, those of all that are fetched with it become floats, and are rounded. Without nulls each is what
+    # it is alone: whether there is one somewhere decides how rows are fetched, not what they are.
+    if is_stored(examples):
+        form = examples.format
+        if form["type"] is None or (form["type"] in _OF_NUMBERS and numbers >= {*form["columns"]}):
+            return list(examples.__getitems__(list(indices)))
     found = []
     for index in indices:
         fill()
@@ -67,7 +75,8 @@ class DrawnExamples(Dataset[Any]):
     def __init__(
         self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None], views: int = 1
     ) -> None:
-        self._examples, self._counts, self._fill, self._views = examples, counts, fill, views
+        self._examples, self._counts, self._views = examples, counts, views
+        self._fetch = functools.partial(fetch, examples, fill=fill, numbers=columns_of_numbers(examples))
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -77,7 +86,7 @@ class DrawnExamples(Dataset[Any]):
         """Return all views of several examples, with the sizes of their units."""
         # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
         rows = [index for index in indices for _ in range(self._views)]
-        examples = fetch(self._examples, rows, fill=self._fill)
+        examples = self._fetch(rows)
         if self._counts is not None:
             examples = list(zip(examples, self._counts[rows].tolist(), strict=True))
         return OfStep(examples, step=indices.step)

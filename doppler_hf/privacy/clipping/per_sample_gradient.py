@@ -150,7 +150,7 @@ def sum_of_products(
         shape: Shape of the parameter.
     """
     of_rows = in_float32(left).mT @ in_float32(right)
-    of_left, of_right = (torch.linalg.vector_norm(in_float32(factor), dim=-1) for factor in (left, right))
+    of_left, of_right = (_norms_of_last(in_float32(factor)) for factor in (left, right))
 
     def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept *groups p q"]:
         return left[kept].double().mT @ right[kept].double()
@@ -162,12 +162,17 @@ def sum_of_products(
 def sum_over_time(terms: Float[Tensor, "rows time ..."], *, num_examples: int, shape: torch.Size) -> Dense:
     """Return the sum over time and rows of every example; see `sum_of_products`."""
     terms = in_float32(terms)
-    sizes = torch.linalg.vector_norm(terms.reshape(*terms.shape[:2], -1), dim=2)
+    sizes = _norms_of_last(terms.reshape(*terms.shape[:2], -1))
 
     def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept ..."]:
         return terms[kept].double().sum(dim=1)
 
     return _sum_of_rows(terms.sum(dim=1), sizes, again, num_examples=num_examples, shape=shape)
+
+
+def _norms_of_last(values: Float[Tensor, "*shape n"]) -> Float[Tensor, "*shape"]:
+    """Return the norms along the last dimension, of a copy where torch would take four times as long to jump in memory."""
+    return torch.linalg.vector_norm(values.contiguous(), dim=-1)
 
 
 def _sum_of_rows(

@@ -2,9 +2,48 @@
 
 import numpy as np
 import pytest
-from datasets import Dataset
+import torch
+from datasets import Array2D, Dataset, Features, LargeList, List, Value
 
-from doppler_hf.privacy.batching.fetching import fetch
+from doppler_hf.privacy.batching.columns import columns_of_numbers
+from doppler_hf.privacy.batching.fetching import DrawnExamples, fetch
+from doppler_hf.privacy.batching.sampling import OfStep
+
+# Three rows of each kind: type, rows, and whether a whole column is converted number by number.
+COLUMNS = {
+    "integer": (Value("int8"), [1, 2, 3], True),
+    "large": (Value("uint64"), [2**63 - 1, 2**53 + 1, 3], True),
+    "float": (Value("float64"), [1e30, float("nan"), 1 / 3], True),
+    "half": (Value("float16"), [1.5, 2.5, 3.5], True),
+    "truth": (Value("bool"), [True, False, True], True),
+    "lists": (List(Value("int32")), [[1, 2], [3], []], True),
+    "large_lists": (LargeList(Value("float32")), [[1.0, 2.0], [3.0], []], True),
+    "equal_lists": (List(Value("int64")), [[1, 2], [3, 4], [5, 6]], True),
+    "fixed_lists": (List(Value("int64"), length=2), [[1, 2], [3, 4], [5, 6]], True),
+    "nested": (List(List(Value("int64"))), [[[1], [2, 3]], [[4, 5]], [[6], [7]]], False),
+    "array": (Array2D((2, 2), "float32"), [[[1, 2], [3, 4]]] * 3, True),
+    "growing": (Array2D((None, 2), "float32"), [[[1, 2]], [[3, 4]] * 2, [[5, 6]]], False),
+    "text": (Value("string"), ["a", "bc", ""], False),
+    "structures": ({"of": Value("int64")}, [{"of": 1}, {"of": 2}, {"of": 3}], False),
+    "missing": (Value("int64"), [2**24 + 1, None, 5], False),
+    "missing_inside": (List(Value("int64")), [[2**24 + 1, 1], [None, 2], [5, 6]], False),
+    "missing_list": (List(Value("int64")), [[2**24 + 1], None, [5]], False),
+    "missing_array": (Array2D((2, 2), "int64"), [[[2**60 + 1, 2], [3, 4]], None, [[1, 2], [3, 4]]], False),
+}
+
+
+def of_column(name):
+    kind, rows, _ = COLUMNS[name]
+    return Dataset.from_dict({name: rows}, features=Features({name: kind}))
+
+
+def is_same(one, other):
+    if isinstance(one, (list, dict)) or getattr(one, "dtype", None) == np.dtype(object):
+        ones, others = (each.values() if isinstance(each, dict) else each for each in (one, other))
+        return type(one) is type(other) and len(one) == len(other) and all(map(is_same, ones, others))
+    of_one, of_other = np.asarray(one), np.asarray(other)
+    is_equal = np.array_equal(of_one, of_other, equal_nan=of_one.dtype.kind == "f")
+    return type(one) is type(other) and of_one.dtype == of_other.dtype and is_equal
 
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy", "pandas"])
@@ -15,6 +54,38 @@ def test_a_null_of_one_example_does_not_round_the_numbers_of_others(form):
     for name in ("seen", "at"):
         assert np.asarray(beside[name]).dtype == np.asarray(alone[name]).dtype
         assert np.array_equal(beside[name], alone[name])
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_row_is_what_it_is_alone_and_numbers_are_read_together(name, form, monkeypatch):
+    data, together = of_column(name).with_format(form), COLUMNS[name][2]
+    assert columns_of_numbers(data) == ({name} if together else set())
+    calls, read = [], Dataset.__getitems__
+    monkeypatch.setattr(Dataset, "__getitems__", lambda self, keys: calls.append(keys) or read(self, keys))
+    found = DrawnExamples(data, None, fill=lambda: None).__getitems__(OfStep([2, 0, 1, 0], step=1))
+    assert calls == ([[2, 0, 1, 0]] if together else [[2], [0], [1], [0]])
+    for index, row in zip([2, 0, 1, 0], found, strict=True):
+        assert is_same(row, fetch(data, [index], fill=lambda: None)[0])
+
+
+def test_a_row_that_is_selected_away_may_miss_a_number():
+    data = of_column("missing").select([0, 2]).with_format("torch")
+    assert columns_of_numbers(data) == set()  # of the whole table, which is read at once
+    assert [row["missing"].item() for row in fetch(data, [1, 0], fill=lambda: None)] == [5, 2**24 + 1]
+
+
+def test_a_format_that_is_set_later_is_seen():
+    """A transform would mix what it is given together, and other columns may have nulls."""
+    data = Dataset.from_dict({"number": [1, 2, 3], "at": [2**24 + 1, None, 5]}).with_format("torch", columns=["number"])
+    drawn, filled = DrawnExamples(data, None, fill=lambda: filled.append(1)), []
+    drawn.__getitems__(OfStep([0, 1], step=1))
+    assert not filled
+    data.set_format("torch")
+    assert drawn.__getitems__(OfStep([0, 1], step=1))[0]["at"].dtype == torch.int64
+    data.set_transform(lambda rows: {"sum": [sum(rows["number"])] * len(rows["number"])})
+    assert drawn.__getitems__(OfStep([0, 1, 2], step=1)) == [{"sum": 1}, {"sum": 2}, {"sum": 3}]
+    assert len(filled) == 5
 
 
 def test_a_subclass_that_makes_several_rows_of_one_is_refused():
