@@ -118,6 +118,16 @@ def shared_out(labels: np.ndarray, *, per_user: int) -> np.ndarray:
     return users
 
 
+def in_table(rows: Rows) -> Any:
+    """Return a `datasets.Dataset` of rows, of which the private loader reads many at once."""
+    import datasets
+
+    batch = default_collate(rows.__getitems__(range(len(rows))))
+    kinds = {"inputs": datasets.Array3D(tuple(batch["inputs"].shape[1:]), "float32"), "labels": datasets.Value("int64")}
+    columns = {name: values.numpy() for name, values in batch.items()}
+    return datasets.Dataset.from_dict(columns, datasets.Features(kinds)).with_format("torch")
+
+
 def of_users(rows: Rows, users: np.ndarray) -> Any:
     """Return a `datasets.Dataset` of rows with the column `user`, each of which is made when it is fetched."""
     import datasets
@@ -164,7 +174,7 @@ def images(
         if not is_scattered:
             data = _parts(digest_of(name, held_out, *contents), inputs_of, labels, network, held_out=held_out)
             if per_user is None:
-                return data
+                return data._replace(train=in_table(data.train))
             users = shared_out(labels["train"][apart(len(labels["train"]), held_out)[0]].numpy(), per_user=per_user)
             return data._replace(digest=digest_of(data.digest, "of users", per_user), train=of_users(data.train, users))
         digest = digest_of(name, held_out, *contents, "scattered")
