@@ -57,9 +57,9 @@ MAY_IMPORT = {
     ),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "reproduce": (
-        "trainer training_args run.choices run.parameters workloads.data_sources workloads.hub workloads.mean_pooling "
-        "workloads.scattering",
-        f"{ARRAYS} torch transformers datasets peft sklearn",
+        "filters trainer training_args run.choices run.parameters workloads.data_sources workloads.hub "
+        "workloads.mean_pooling workloads.scattering",
+        f"{ARRAYS} torch transformers opacus datasets peft sklearn",
     ),
     "cli": (
         "extras filters optim.state privacy training_args trainer run.checkpoints run.estimate audit workloads reports "

@@ -22,7 +22,17 @@ ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf reproduce`."""
-    parser.add_argument("study", metavar="NAME", help="the study: noise-shaping, peers or floor")
+    parser.add_argument(
+        "study",
+        metavar="NAME",
+        help="the study: noise-shaping, peers, paper, paper-filters, paper-clipping, paper-schedules, users or floor",
+    )
+    parser.add_argument(
+        "--scale",
+        choices=("small", "full"),
+        default="small",
+        help="tasks for two cores, or the paper's from scratch, for a GPU (default: %(default)s)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the runs that OUT/NAME holds")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="some of the study's tasks")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of its methods; the first is compared with")
@@ -45,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     from doppler_hf.reproduce.data import Sources
     from doppler_hf.reproduce.studies import STUDIES
-    from doppler_hf.reproduce.tasks import SMALL
+    from doppler_hf.reproduce.tasks import TASKS
     from doppler_hf.reproduce.tuning import Seeds, run_study
 
     if args.study not in STUDIES:
@@ -56,17 +66,20 @@ def run(args: argparse.Namespace) -> int:
             "Of one run there is no standard error."
         )
     study = STUDIES[args.study]
+    names = study.tasks if args.scale == "small" else study.full_tasks
+    if not names:
+        raise ValueError(f"--scale must be small for {args.study}, got {args.scale}. It has no tasks of that scale.")
+    tasks = _some("--tasks", args.tasks, {name: TASKS[args.scale][name] for name in names})
     study = dataclasses.replace(
         study,
-        tasks=tuple(_some("--tasks", args.tasks, dict.fromkeys(study.tasks))),
         methods=_some("--methods", args.methods, study.methods),
         epsilons=tuple(dict.fromkeys(args.epsilons or study.epsilons)),
     )
     for epsilon in study.epsilons:
         if not 0 < epsilon < math.inf:
             raise ValueError(f"--epsilons must be positive numbers, got {epsilon:g}. Give budgets such as 1 3 8.")
-    for name in study.tasks:  # or it would be found when that task begins, hours later
-        folder = SMALL[name].load.folder
+    for name, task in tasks.items():  # or it would be found when that task begins, hours later
+        folder = task.load.folder
         if args.data_dir is not None and folder is not None and not Path(args.data_dir, folder).is_dir():
             raise ValueError(f"--data-dir must have {folder} for the task {name}, got {args.data_dir} without it. Add it.")
     out = args.out / args.study
@@ -77,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with FileLock(out / "runs.lock", timeout=0):
             print(f"# {study.question}\n", flush=True)
-            for table in run_study(study, out / "runs.jsonl", SMALL, Sources(args.data_dir, args.encoder, args.out), seeds):
+            for table in run_study(study, out / "runs.jsonl", tasks, Sources(args.data_dir, args.encoder, args.out), seeds):
                 print(table, flush=True)
     except Timeout:
         raise ValueError(f"{out} is being written to by another study. Give another --out, or wait for it.") from None

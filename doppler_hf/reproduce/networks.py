@@ -1,12 +1,21 @@
 """The networks of the tasks: classifiers that return logits, as `DopplerTrainer` expects of a model of one's own."""
 
+import itertools
 from typing import Any, Final, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import (
+    BitConfig,
+    BitForImageClassification,
+    EfficientNetConfig,
+    EfficientNetForImageClassification,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.workloads.mean_pooling import masked_mean
@@ -88,17 +97,57 @@ def hashed_words() -> nn.Module:
     return nn.Sequential(nn.Linear(HASHED_WORDS, 32), nn.ReLU(), nn.Linear(32, 2))
 
 
-class DigitsViT(nn.Module):
-    """A Vision Transformer of one layer for 8 x 8 pixels."""
+class OfPixels(nn.Module):
+    """An image classifier of transformers, as a network of pixels alone.
 
-    def __init__(self) -> None:
+    Args:
+        model: The classifier.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 64, "intermediate_size": 128}
-        self.vit = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_labels=10))
+        self.model = model
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """Return logits."""
-        return self.vit(pixel_values=inputs).logits
+        return self.model(pixel_values=inputs).logits
+
+
+def digits_vit() -> nn.Module:
+    """Return a Vision Transformer of one layer for 8 x 8 pixels."""
+    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 64, "intermediate_size": 128}
+    return OfPixels(ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_labels=10)))
+
+
+def cifar_cnn(num_labels: int) -> nn.Module:
+    """Return a CNN of five layers for 32 x 32 images: four convolutions, each with GroupNorm and a pool, and a head."""
+    widths = (3, 64, 128, 256, 512)
+    blocks = (
+        (nn.Conv2d(before, width, 3, padding=1), nn.GroupNorm(16, width), nn.ReLU(), nn.AvgPool2d(2))
+        for before, width in itertools.pairwise(widths)
+    )
+    return nn.Sequential(
+        *(layer for block in blocks for layer in block), nn.Flatten(), nn.Linear(4 * widths[-1], num_labels)
+    )
+
+
+def resnet50() -> nn.Module:
+    """Return the ResNet-50 of Kolesnikov et al. (*Big Transfer*, ECCV 2020), with GroupNorm, for ten classes."""
+    return OfPixels(BitForImageClassification(BitConfig(num_labels=10)))
+
+
+def efficientnet() -> nn.Module:
+    """Return EfficientNet-B0 for ten classes, with GroupNorm in the place of BatchNorm, which mixes examples."""
+    from opacus.validators import ModuleValidator
+
+    b0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "image_size": 32}
+    return OfPixels(ModuleValidator.fix(EfficientNetForImageClassification(EfficientNetConfig(num_labels=10, **b0))))
+
+
+def vit_small() -> nn.Module:
+    """Return ViT-small for 32 x 32 pixels in patches of four, and ten classes."""
+    sizes = {"image_size": 32, "patch_size": 4, "hidden_size": 384, "intermediate_size": 1536}
+    return OfPixels(ViTForImageClassification(ViTConfig(**sizes, num_attention_heads=6, num_labels=10)))
 
 
 def with_trained(network: nn.Module, trained: Trained) -> Any:

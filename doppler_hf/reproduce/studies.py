@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.reproduce.networks import Trained
 
 
@@ -27,13 +28,15 @@ class Study:
     Attributes:
         question: What it settles.
         methods: Name → method; the first is compared with.
-        tasks: Names.
+        tasks: Names of small tasks.
+        full_tasks: Names of tasks at full scale.
         epsilons: ε.
     """
 
     question: str
     methods: Mapping[str, Method]
     tasks: tuple[str, ...]
+    full_tasks: tuple[str, ...] = ()
     epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)
 
 
@@ -62,6 +65,17 @@ SHAPES: Final[Mapping[str, Method]] = {
     "SGD: white, auto": shaped("auto", "white", base_optimizer="sgd"),
     "SGD: auto, auto": shaped("auto", "auto", base_optimizer="sgd"),
 }
+GALORE: Final = {"optim_target_modules": "all-linear", "optim_args": "rank=16,update_proj_gap=50,scale=1.0"}
+FIRST_ORDER: Final = "first-order-v1"
+# The paper's algorithms, each without its filter and with it.
+ALGORITHMS: Final[Mapping[str, Method]] = {
+    "DPSGD": shaped("none", "white", base_optimizer="sgd"),
+    "LP-DPSGD": shaped(FIRST_ORDER, "white", base_optimizer="sgd"),
+    "DPAdamBC": shaped("none", "white"),
+    "LP-DPAdamBC": shaped(FIRST_ORDER, "white"),
+    "DPGaLore": shaped("none", "white", **GALORE),
+    "LP-DPGaLore": shaped(FIRST_ORDER, "white", **GALORE),
+}
 # As their own papers have them: clipping, base optimizer and what is trained.
 PEERS: Final[Mapping[str, Method]] = {
     "auto, auto": shaped("auto", "auto"),
@@ -73,17 +87,60 @@ PEERS: Final[Mapping[str, Method]] = {
     ),
     "DP-Adam, head alone": Method({**PLAIN, "base_optimizer": "adam"}, trained="head"),
     "DP-AdamBC": shaped("none", "white"),
-    "LP-DPSGD": shaped("first-order-v1", "white", base_optimizer="sgd"),
-    "LP-DPAdamBC": shaped("first-order-v1", "white"),
+    "LP-DPSGD": ALGORITHMS["LP-DPSGD"],
+    "LP-DPAdamBC": ALGORITHMS["LP-DPAdamBC"],
 }
+SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "constant": {"lr_scheduler_type": "constant"},
+    "cosine, warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 0.05},  # below 1: a fraction of all steps
+    "linear": {"lr_scheduler_type": "linear"},
+}
+# As in the paper's figure of them.
+CLIPPINGS: Final = tuple((clipping, kind) for clipping in ("automatic", "vanilla") for kind in ("flat", "per_layer"))
 # The default first.
 FLOORS: Final = (0.3, 0.003, 0.01, 0.03, 0.1, 1.0, 3.0, 10.0)
 
+FROM_SCRATCH: Final = ("mnist", "mnist-perceptron", "digits")
+FULL_SCALE: Final = ("mnist", "cifar10", "cifar100", "cifar10-vit", "cifar10-efficientnet", "cifar10-resnet")
+
 STUDIES: Final[Mapping[str, Study]] = {
+    "paper": Study(
+        "Does the paper's filter gain on white noise, from scratch, by algorithm, data set, model and ε?",
+        ALGORITHMS,
+        FROM_SCRATCH,
+        FULL_SCALE,
+    ),
+    "paper-filters": Study(
+        "Which of the paper's filters is best, with SGD?",
+        {name: shaped(name, "white", base_optimizer="sgd") for name in PAPER_FILTERS},
+        FROM_SCRATCH,
+        ("cifar10",),
+        epsilons=(8.0,),
+    ),
+    "paper-clipping": Study(
+        "Which clipping is best, with SGD and the paper's filter?",
+        {
+            f"{clipping}, {kind}": shaped(
+                FIRST_ORDER, "white", base_optimizer="sgd", clipping=clipping, clipping_granularity=kind
+            )
+            for clipping, kind in CLIPPINGS
+        },
+        FROM_SCRATCH,
+        ("cifar10",),
+        epsilons=(8.0,),
+    ),
+    "paper-schedules": Study(
+        "Which schedule is best, with SGD and the paper's filter?",
+        {name: shaped(FIRST_ORDER, "white", base_optimizer="sgd", **schedule) for name, schedule in SCHEDULES.items()},
+        FROM_SCRATCH,
+        ("cifar10",),
+        epsilons=(8.0,),
+    ),
     "noise-shaping": Study(
         "What is shaped noise worth, and which filter belongs to it?",
         SHAPES,
         ("digits", "mnist", "mnist-perceptron", "sst2-words", "sst2-words-long", "sst2", "sst2-full", "qnli"),
+        FULL_SCALE,
     ),
     "peers": Study(
         "Which method trains best, each at its best learning rate?",
@@ -99,6 +156,7 @@ STUDIES: Final[Mapping[str, Study]] = {
             "sst2",
             "qnli",
         ),
+        FULL_SCALE,
     ),
     "users": Study(
         "What is a user's contribution to be, if it is protected as a whole?",

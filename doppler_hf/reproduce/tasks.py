@@ -1,13 +1,24 @@
-"""The tasks, with the settings that all methods share, of a size that a CPU trains in seconds to minutes."""
+"""The tasks, with the settings that all methods share: of a size that a CPU trains in seconds to minutes, or the paper's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from doppler_hf.reproduce.data import Loader, images, words
 from doppler_hf.reproduce.frozen_layers import sentences
-from doppler_hf.reproduce.networks import DigitsViT, Trained, hashed_words, linear_on_scattering, mnist_cnn, perceptron
+from doppler_hf.reproduce.networks import (
+    Trained,
+    cifar_cnn,
+    digits_vit,
+    efficientnet,
+    hashed_words,
+    linear_on_scattering,
+    mnist_cnn,
+    perceptron,
+    resnet50,
+    vit_small,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ def _settings(batch_size: int, steps: int, max_grad_norm: float, **more: Any) ->
 TEXT: Final = _settings(500, 100, 10.0, max_tokens_per_micro_batch=4096)
 # "-long": three epochs of small batches.
 SMALL: Final[Mapping[str, Task]] = {
-    "digits": Task(images("digits", DigitsViT, held_out=200), "all", _settings(256, 150, 1.0)),
+    "digits": Task(images("digits", digits_vit, held_out=200), "all", _settings(256, 150, 1.0)),
     "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", _settings(500, 200, 1.0)),
     "mnist-users": Task(
         images("mnist", mnist_cnn, held_out=5000, per_user=10),
@@ -70,3 +81,18 @@ SMALL: Final[Mapping[str, Task]] = {
     "qnli": Task(sentences("qnli", layers=1, held_out=1000), "lora", TEXT, is_pretrained=True),
 }
 """Name → task, for two cores."""
+
+# The paper's grid has 50 to 150 epochs of batches of 500 to 5,000: here 120 of 1,000.
+LONG: Final = _settings(1000, 5400, 1.0, clipping="automatic")
+FULL: Final[Mapping[str, Task]] = {
+    "mnist": Task(images("mnist", mnist_cnn, held_out=5000), "all", LONG | {"max_steps": 2750}),
+    "cifar10": Task(images("cifar10", partial(cifar_cnn, 10), held_out=5000), "all", LONG),
+    "cifar100": Task(images("cifar100", partial(cifar_cnn, 100), held_out=5000), "all", LONG),
+    "cifar10-vit": Task(images("cifar10", vit_small, held_out=5000), "all", LONG),
+    "cifar10-efficientnet": Task(images("cifar10", efficientnet, held_out=5000), "all", LONG),
+    "cifar10-resnet": Task(images("cifar10", resnet50, held_out=5000), "all", LONG),
+}
+"""Name → task, for a GPU: the data sets and models that the paper trains from scratch."""
+
+Scale = Literal["small", "full"]
+TASKS: Final[Mapping[Scale, Mapping[str, Task]]] = {"small": SMALL, "full": FULL}

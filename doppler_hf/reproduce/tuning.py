@@ -41,12 +41,12 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
     Args:
         study: What is compared.
         path: The log.
-        tasks: Name → task.
+        tasks: Name → task, all of which are run.
         sources: Where the data come from.
         seeds: The seeds.
     """
-    for name in study.tasks:
-        task, centres = tasks[name], dict(FIRST_RATES)
+    for name, task in tasks.items():
+        centres = dict(FIRST_RATES)
         data = task.load(sources)
         log = Log(path, functools.partial(train, data=data))
         methods = {label: method for label, method in study.methods.items() if task.is_pretrained or method.trained is None}
@@ -59,7 +59,8 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
                 begun, held = time.perf_counter(), len(log)
                 run_of = functools.partial(Run.of, name, task, data, method, epsilon)
                 base = method.arguments.get("base_optimizer", DEFAULT_BASE)
-                line = line_of(log, label, run_of, centre=centres[base], seeds=seeds, has_rule=base != "sgd")
+                has_rule = base != "sgd" and "optim_target_modules" not in method.arguments
+                line = line_of(log, label, run_of, centre=centres[base], seeds=seeds, has_rule=has_rule)
                 centres[base] = line.learning_rate  # where the next search begins
                 lines.append(line)
                 left -= 1

@@ -56,7 +56,9 @@ GLUE_TASKS: dict[str, GlueTask] = {
     "wnli": GlueTask(("sentence1", "sentence2")),
 }
 
-IMAGE_HUB_NAMES: dict[str, str] = {"cifar10": "uoft-cs/cifar10", "mnist": "ylecun/mnist"}
+IMAGE_HUB_NAMES: dict[str, str] = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100", "mnist": "ylecun/mnist"}
+# Other names on the hub: CIFAR-10's, and CIFAR-100's, whose other labels are groups of classes.
+_IMAGE_COLUMNS = {"img": "image", "fine_label": "label"}
 IMAGE_DATASETS: tuple[str, ...] = (*IMAGE_HUB_NAMES, "digits")
 
 
@@ -99,7 +101,7 @@ def load_images(dataset_name: str, dataset_dir: str | None = None, *, unit_colum
     """Load a data set of labelled images.
 
     Args:
-        dataset_name: `cifar10` or `mnist` from the hub, or the built-in `digits`. Without effect if there is a folder.
+        dataset_name: `cifar10`, `cifar100` or `mnist` from the hub, or the built-in `digits`; no effect with a folder.
         dataset_dir: A folder with `train.parquet` and `test.parquet`, or shards named as on the hub.
         unit_column: The column of the training split whose equal values make one unit of privacy, or None.
 
@@ -235,8 +237,8 @@ def _as_images(splits: "DatasetDict", unit_column: str | None) -> "DatasetDict":
     """Give the columns of every source one name and one type."""
     from datasets import ClassLabel, Image
 
-    if "img" in splits["train"].column_names:  # CIFAR-10's name on the hub
-        splits = splits.rename_column("img", "image")
+    renamed = {name: ours for name, ours in _IMAGE_COLUMNS.items() if name in splits["train"].column_names}
+    splits = splits.rename_columns(renamed)
     _require_columns(splits, ("image", "label"))
     if not isinstance(splits["train"].features["label"], ClassLabel):
         # The number of classes must be public. Counted in the training labels it would be a function of private records.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ImageArguments:
     """The model and the images to train it on."""
 
-    dataset_name: str = HfArg(default="cifar10", help="One of cifar10, mnist, digits.")
+    dataset_name: str = HfArg(default="cifar10", help="One of cifar10, cifar100, mnist, digits.")
     dataset_dir: str | None = HfArg(
         default=None, help="Local folder with train.parquet and test.parquet; by default the hub."
     )

@@ -23,6 +23,7 @@ class LoraArguments:
 
     lora_r: int = HfArg(default=0, help="Rank of the adapters; 0 trains the whole model.")
     lora_alpha: int = HfArg(default=16, help="Scale α of the adapters, which are multiplied by α/r.")
+    use_rslora: bool = HfArg(default=False, help="Multiply the adapters by α/√r, as rank-stabilized LoRA does.")
     lora_target_modules: str | None = HfArg(
         default=None, help="Modules to adapt, comma separated, e.g. query,value; by default PEFT's choice for the model."
     )
@@ -32,7 +33,7 @@ class LoraArguments:
         if self.lora_r < 0:
             raise ValueError(f"lora_r must be at least 0, got {self.lora_r}. Set 0 to train the whole model.")
         if self.lora_r == 0:
-            refuse_without_effect(self, "lora_alpha", "lora_target_modules", beside="lora_r")
+            refuse_without_effect(self, "lora_alpha", "use_rslora", "lora_target_modules", beside="lora_r")
 
 
 def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: TaskType) -> Any:
@@ -68,6 +69,7 @@ def lora_config(args: LoraArguments, *, task_type: TaskType) -> "LoraConfig | No
     return LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
+        use_rslora=args.use_rslora,
         # PEFT knows all-linear only as a plain string.
         target_modules="all-linear" if names == ["all-linear"] else names,
         task_type=task_type,

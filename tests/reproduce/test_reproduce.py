@@ -25,11 +25,14 @@ from doppler_hf.reproduce.networks import Classifier, TopLayers, mnist_cnn, perc
 from doppler_hf.reproduce.runs import Run, StudyTrainer, train
 from doppler_hf.reproduce.studies import STUDIES
 from doppler_hf.reproduce.tables import Line, table
-from doppler_hf.reproduce.tasks import SMALL
+from doppler_hf.reproduce.tasks import FULL, SMALL
 from doppler_hf.reproduce.tuning import best_on_grid
 from doppler_hf.workloads.scattering import Scattering
 from tests.support.folders import write_bert, write_glue, write_gpt2, write_mnist
 from tests.support.tiers import further, thorough
+
+# Of half a minute each: their layers are many.
+SLOW = {"cifar10-vit", "cifar10-resnet"}
 
 
 @pytest.fixture
@@ -40,6 +43,8 @@ def sources(tmp_path, monkeypatch):
     (tmp_path / "glue").mkdir()
     write_glue(tmp_path / "glue" / "sst2", "sst2", train=60)
     write_glue(tmp_path / "glue" / "qnli", "qnli", train=60)
+    for name in ("cifar10", "cifar100"):
+        write_mnist(tmp_path / name, train=60, test=30, shape=(32, 32, 3))
     return Sources(str(tmp_path), str(write_bert(tmp_path / "bert", num_hidden_layers=3)), tmp_path / "out")
 
 
@@ -290,6 +295,40 @@ def test_every_peer_trains(sources, small, name):
     task = SMALL["sst2"]
     data = task.load(sources)
     assert 0 <= train(Run.of("sst2", task, data, STUDIES["peers"].methods[name], 4.0, 0.01, 0), data=data)["report"] <= 1
+
+
+@pytest.mark.parametrize("name", further([*STUDIES["paper"].methods], quick=["LP-DPGaLore"]))
+def test_every_algorithm_of_the_paper_trains(sources, small, name):
+    task = SMALL["mnist-perceptron"]
+    data, method = task.load(sources), STUDIES["paper"].methods[name]
+    result = train(Run.of("mnist-perceptron", task, data, method, 4.0, 0.01, 0), data=data)
+    assert result["low_pass_filter"] == ("first-order-v1" if name.startswith("LP-") else "none")
+    assert result["noise_shape"] == "white"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.thorough) for name in FULL]
+)
+def test_every_task_at_full_scale_trains(sources, small, name):
+    settings = FULL[name].settings | {"per_device_train_batch_size": 10, "max_steps": 1}
+    task = dataclasses.replace(FULL[name], settings=settings)
+    data = task.load(sources)
+    assert data.train[0]["inputs"].shape == ((1, 28, 28) if name == "mnist" else (3, 32, 32))
+    assert 0 <= train(Run.of(name, task, data, STUDIES["paper"].methods["LP-DPSGD"], 4.0, 0.01, 0), data=data)["report"] <= 1
+
+
+def test_a_study_at_full_scale_has_tasks_of_its_own(sources, small, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "train", made_up)
+    more = ("--scale", "full", "--methods", "DPSGD", "LP-DPSGD", "--tasks", "cifar10")
+    assert main([*words(sources, *more), "--out", str(sources.cache_dir)]) == 2
+    assert "--methods must be of" in capsys.readouterr().err
+    arguments = [word if word != "noise-shaping" else "paper" for word in words(sources, *more)]
+    assert main(arguments) == 0
+    assert "## cifar10, ε = 4" in capsys.readouterr().out
+    (log,) = sources.cache_dir.rglob("runs.jsonl")
+    assert {json.loads(json.loads(line)["arguments"])["max_steps"] for line in log.read_text().splitlines()} == {5400}
+    assert main(["reproduce", "floor", "--scale", "full"]) == 2
+    assert "--scale must be small for floor, got full. It has no tasks of that scale." in capsys.readouterr().err
 
 
 @pytest.mark.thorough

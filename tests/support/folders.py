@@ -57,13 +57,13 @@ def write_glue(folder, task_name, train=48, validation=12):
     return folder
 
 
-def write_mnist(folder, *, train, test, **more):
-    """Random images of the size of MNIST's, in its columns, and for the training in more."""
+def write_mnist(folder, *, train, test, shape=(28, 28), **more):
+    """Random images of the size of MNIST's, or of another shape, in its columns, and for the training in more."""
     generator = np.random.default_rng(0)
     columns = Features({"image": Image(), "label": ClassLabel(names=list("0123456789"))})
     folder.mkdir()
     for split, rows in (("train", train), ("test", test)):
-        pixels, labels = generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
+        pixels, labels = generator.integers(0, 256, (rows, *shape), dtype=np.uint8), generator.integers(0, 10, rows)
         data = Dataset.from_dict({"image": list(pixels), "label": labels}, columns)
         for name, values in more.items() if split == "train" else ():
             data = data.add_column(name, values)

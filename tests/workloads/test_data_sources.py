@@ -130,6 +130,17 @@ def test_image_folder(tmp_path, column):
     assert splits["train"].features["label"].names == ["dark", "light"]
 
 
+def test_the_classes_of_cifar100_are_the_fine_ones(tmp_path):
+    labels = {"fine_label": ClassLabel(names=["oak", "pine", "cup"]), "coarse_label": ClassLabel(names=["tree", "thing"])}
+    rows = {"img": [png(0), png(100), png(200)], "fine_label": [0, 1, 2], "coarse_label": [0, 0, 1]}
+    for split in ("train", "test"):
+        Dataset.from_dict(rows, features=Features({"img": Image(), **labels})).to_parquet(tmp_path / f"{split}.parquet")
+    splits = load_images("cifar100", str(tmp_path))
+    assert splits["train"].column_names == ["image", "label"]
+    assert splits["test"]["label"][:] == [0, 1, 2]
+    assert splits["train"].features["label"].names == ["oak", "pine", "cup"]
+
+
 def test_image_folder_needs_class_names(tmp_path):
     for split in ("train", "test"):
         Dataset.from_dict({"image": [png(0)], "label": [0]}).to_parquet(tmp_path / f"{split}.parquet")
@@ -138,7 +149,7 @@ def test_image_folder_needs_class_names(tmp_path):
 
 
 def test_unknown_image_data_set():
-    with pytest.raises(ValueError, match="dataset_name must be one of cifar10, mnist, digits, got 'svhn'"):
+    with pytest.raises(ValueError, match="dataset_name must be one of cifar10, cifar100, mnist, digits, got 'svhn'"):
         load_images("svhn")
 
 

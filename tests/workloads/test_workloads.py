@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from sklearn.datasets import load_digits
 from torch import nn
 from transformers import AutoTokenizer, EvalPrediction, GPT2TokenizerFast
@@ -170,6 +171,18 @@ def test_images_with_adapters_from_a_folder(common, tmp_path):
     assert isinstance(workload.model, PeftModel)
     weight = "vit.embeddings.cls_token"
     torch.testing.assert_close(workload.model.base_model.model.get_parameter(weight), first.model.get_parameter(weight))
+
+
+@pytest.mark.parametrize(("more", "scaling"), [([], 3.0), (["--use_rslora=true"], 6.0)])
+def test_adapters_are_scaled(common, tmp_path, more, scaling):
+    flags = [
+        f"--dataset_dir={write_glue(tmp_path / 'sst2', 'sst2')}",
+        f"--model_name_or_path={write_bert(tmp_path / 'bert')}",
+    ]
+    adapters = ["--lora_r=4", "--lora_alpha=12", "--lora_target_modules=query", *more]
+    workload, _ = parse_recipe(["--task_name=sst2", *flags, *adapters, *common])
+    layers = [module for module in workload.model.modules() if isinstance(module, LoraLayer)]
+    assert [layer.scaling["default"] for layer in layers] == [pytest.approx(scaling)] * 2
 
 
 def test_glue(common, tmp_path):
@@ -434,6 +447,11 @@ def test_a_flag_overrules_what_it_leaves_without_effect_in_the_recipe(caplog, tm
     ("arguments", "options", "message"),
     [
         (LoraArguments, {"lora_alpha": 32}, "lora_alpha=32 has no effect with lora_r=0. Leave lora_alpha out, or change"),
+        (
+            LoraArguments,
+            {"use_rslora": True},
+            "use_rslora=True has no effect with lora_r=0. Leave use_rslora out, or change",
+        ),
         (LoraArguments, {"lora_target_modules": "query"}, "lora_target_modules='query' has no effect with lora_r=0"),
         (
             images.ImageArguments,
