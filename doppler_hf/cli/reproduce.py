@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epsilons", nargs="+", type=float, metavar="ε", help="other budgets than the study's")
     parser.add_argument("--tune-seeds", type=int, default=3, metavar="S", help="how many choose (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, metavar="S", help="how many are reported (default: %(default)s)")
-    parser.add_argument("--data-dir", metavar="DIR", help="mnist/, cifar10/ and glue/TASK/ as parquet; default: the hub")
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help="mnist/, cifar10/, cifar100/ and glue/TASK/ as parquet; default: the hub"
+    )
     parser.add_argument(
         "--encoder",
         default=ENCODER,
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     from filelock import FileLock, Timeout
 
     from doppler_hf.reproduce.data import Sources
-    from doppler_hf.reproduce.studies import STUDIES
+    from doppler_hf.reproduce.frozen_layers import check_encoder
+    from doppler_hf.reproduce.studies import STUDIES, fits
     from doppler_hf.reproduce.tasks import TASKS
     from doppler_hf.reproduce.tuning import Seeds, run_study
 
@@ -82,6 +85,14 @@ def run(args: argparse.Namespace) -> int:
         folder = task.load.folder
         if args.data_dir is not None and folder is not None and not Path(args.data_dir, folder).is_dir():
             raise ValueError(f"--data-dir must have {folder} for the task {name}, got {args.data_dir} without it. Add it.")
+        if task.is_pretrained:
+            check_encoder(args.encoder)
+        for label, method in study.methods.items() if args.methods else ():
+            if not fits(method, task):
+                raise ValueError(
+                    f"--methods must fit all --tasks, got {label!r}, which trains a part of a pretrained network, for "
+                    f"{name}, which has none. Leave one of the two out."
+                )
     out = args.out / args.study
     if (out / "runs.jsonl").exists() and not args.resume:
         raise ValueError(f"{out} holds runs already. Add --resume to go on with them, or give another --out.")

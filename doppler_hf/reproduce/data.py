@@ -27,7 +27,8 @@ class Sources:
     """Where data and pretrained models come from.
 
     Attributes:
-        data_dir: A folder with mnist/, cifar10/ and glue/TASK/, each with its splits as parquet files; None for the hub.
+        data_dir: A folder with mnist/, cifar10/, cifar100/ and glue/TASK/, each with its splits as parquet files; None for
+            the hub.
         encoder: Hub name or folder of a BERT-like encoder.
         cache_dir: Where what is computed once is kept: outputs of frozen layers, and scattering coefficients.
     """
@@ -98,6 +99,10 @@ class Rows(Dataset[dict[str, Any]]):
         rows = self._rows[list(indices)]
         pairs = zip(self._inputs_of(rows), self._labels[rows], strict=True)
         return [{"inputs": values, "labels": label} for values, label in pairs]
+
+    def select(self, indices: Sequence[int]) -> "Rows":
+        """Return some of them, as a `datasets.Dataset` does."""
+        return Rows(self._inputs_of, self._labels, self._rows[list(indices)])
 
 
 def apart(num_examples: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:

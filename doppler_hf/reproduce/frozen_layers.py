@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from doppler_hf.reproduce.data import Data, Loader, Sources, apart, digest_of, kept
 from doppler_hf.reproduce.networks import TopLayers
@@ -74,6 +74,19 @@ def outputs_of(
             for row, own in zip(rows, hidden, strict=True):
                 vectors[ends[row] - lengths[row] : ends[row]] = own[: lengths[row]].half()
     return vectors, ends
+
+
+def check_encoder(encoder: str) -> None:
+    """Check that an encoder can be loaded, before work that comes to it late.
+
+    Args:
+        encoder: Its hub name or folder.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    with hub_or_folder(encoder, "--encoder"):
+        AutoConfig.from_pretrained(encoder)
 
 
 def sentences(task_name: str, *, layers: int, held_out: int) -> Loader:

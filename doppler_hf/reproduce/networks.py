@@ -1,4 +1,4 @@
-"""The networks of the tasks: classifiers that return logits, as `DopplerTrainer` expects of a model of one's own."""
+"""The networks of the tasks: classifiers that return logits, to which `StudyTrainer` gives a loss per example."""
 
 import itertools
 from typing import Any, Final, Literal

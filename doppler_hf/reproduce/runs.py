@@ -29,7 +29,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 @dataclass(frozen=True)
 class Run:
-    """All that determines a run's result.
+    """All that determines a run's result, but the code.
 
     Attributes:
         task: Its name.

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.reproduce.networks import Trained
+from doppler_hf.reproduce.tasks import FULL, Task
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Method:
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trained: Trained | None = None
+
+
+def fits(method: Method, task: Task) -> bool:
+    """Return whether a task has such a method: of a network from scratch all weights are trained."""
+    return task.is_pretrained or method.trained is None
 
 
 @dataclass(frozen=True)
@@ -40,33 +46,35 @@ class Study:
     epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)
 
 
-PLAIN: Final = {"low_pass_filter": "none", "noise_shape": "white"}
+FIRST_ORDER: Final = "first-order-v1"
 # A decay to zero averages the weights by itself.
-ON_WEIGHTS: Final = {"weight_filter": "momentum:beta=0.97", "lr_scheduler_type": "constant"}
+ON_WEIGHTS: Final[Mapping[str, Any]] = {"weight_filter": "momentum:beta=0.97", "lr_scheduler_type": "constant"}
 
 
-def shaped(low_pass_filter: str, noise_shape: str, **more: Any) -> Method:
+def shaped(low_pass_filter: str, noise_shape: str, *, trained: Trained | None = None, **more: Any) -> Method:
     """Return DP-AdamBC, unless `more` has another base, with a filter and a shape of the noise."""
-    return Method({"low_pass_filter": low_pass_filter, "noise_shape": noise_shape, **more})
+    return Method({"low_pass_filter": low_pass_filter, "noise_shape": noise_shape, **more}, trained=trained)
 
 
 SHAPES: Final[Mapping[str, Method]] = {
     "white, none": shaped("none", "white"),
-    "white, first-order-v1": shaped("first-order-v1", "white"),
+    "white, first-order-v1": shaped(FIRST_ORDER, "white"),
     "white, second-order": shaped("second-order", "white"),
     "white, momentum": shaped("momentum:beta=0.85", "white"),
     "white, on weights": shaped("none", "white", **ON_WEIGHTS),
     "auto, none": shaped("none", "auto"),
-    "auto, first-order-v1": shaped("first-order-v1", "auto"),
+    "auto, first-order-v1": shaped(FIRST_ORDER, "auto"),
     "auto, auto": shaped("auto", "auto"),
     "auto, on weights": shaped("none", "auto", **ON_WEIGHTS),
-    "banded:bands=4, first-order-v1": shaped("first-order-v1", "banded:bands=4"),
+    "banded:bands=4, first-order-v1": shaped(FIRST_ORDER, "banded:bands=4"),
     "SGD: white, none": shaped("none", "white", base_optimizer="sgd"),
     "SGD: white, auto": shaped("auto", "white", base_optimizer="sgd"),
     "SGD: auto, auto": shaped("auto", "auto", base_optimizer="sgd"),
 }
-GALORE: Final = {"optim_target_modules": "all-linear", "optim_args": "rank=16,update_proj_gap=50,scale=1.0"}
-FIRST_ORDER: Final = "first-order-v1"
+GALORE: Final[Mapping[str, Any]] = {
+    "optim_target_modules": "all-linear",
+    "optim_args": "rank=16,update_proj_gap=50,scale=1.0",
+}
 # The paper's algorithms, each without its filter and with it.
 ALGORITHMS: Final[Mapping[str, Method]] = {
     "DPSGD": shaped("none", "white", base_optimizer="sgd"),
@@ -79,13 +87,13 @@ ALGORITHMS: Final[Mapping[str, Method]] = {
 # As their own papers have them: clipping, base optimizer and what is trained.
 PEERS: Final[Mapping[str, Method]] = {
     "auto, auto": shaped("auto", "auto"),
-    "DP-SGD, vanilla (Opacus)": shaped("none", "white", base_optimizer="sgd"),
-    "DP-Adam, vanilla (Opacus, dp-transformers)": shaped("none", "white", base_optimizer="adam"),
+    "DP-SGD, vanilla (Opacus)": shaped("none", "white", base_optimizer="sgd", clipping="vanilla"),
+    "DP-Adam, vanilla (Opacus, dp-transformers)": shaped("none", "white", base_optimizer="adam", clipping="vanilla"),
     "DP-Adam, automatic (fastDP)": shaped("none", "white", base_optimizer="adam", clipping="automatic"),
-    "DP-Adam, automatic, biases alone (fastDP's BiTFiT)": Method(
-        {**PLAIN, "base_optimizer": "adam", "clipping": "automatic"}, trained="bitfit"
+    "DP-Adam, automatic, biases alone (fastDP's BiTFiT)": shaped(
+        "none", "white", base_optimizer="adam", clipping="automatic", trained="bitfit"
     ),
-    "DP-Adam, head alone": Method({**PLAIN, "base_optimizer": "adam"}, trained="head"),
+    "DP-Adam, head alone": shaped("none", "white", base_optimizer="adam", trained="head"),
     "DP-AdamBC": shaped("none", "white"),
     "LP-DPSGD": ALGORITHMS["LP-DPSGD"],
     "LP-DPAdamBC": ALGORITHMS["LP-DPAdamBC"],
@@ -101,7 +109,7 @@ CLIPPINGS: Final = tuple((clipping, kind) for clipping in ("automatic", "vanilla
 FLOORS: Final = (0.3, 0.003, 0.01, 0.03, 0.1, 1.0, 3.0, 10.0)
 
 FROM_SCRATCH: Final = ("mnist", "mnist-perceptron", "digits")
-FULL_SCALE: Final = ("mnist", "cifar10", "cifar100", "cifar10-vit", "cifar10-efficientnet", "cifar10-resnet")
+FULL_SCALE: Final = tuple(FULL)
 
 STUDIES: Final[Mapping[str, Study]] = {
     "paper": Study(

@@ -96,3 +96,14 @@ FULL: Final[Mapping[str, Task]] = {
 
 Scale = Literal["small", "full"]
 TASKS: Final[Mapping[Scale, Mapping[str, Task]]] = {"small": SMALL, "full": FULL}
+
+
+def small_task(name: str) -> Task:
+    """Look up a small task.
+
+    Raises:
+        ValueError: If there is no such task.
+    """
+    if name not in SMALL:
+        raise ValueError(f"--tasks must be of {', '.join(SMALL)}, got {name!r}.")
+    return SMALL[name]

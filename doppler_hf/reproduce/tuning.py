@@ -16,7 +16,7 @@ import numpy as np
 from doppler_hf.reproduce.data import Sources
 from doppler_hf.reproduce.log import Log, say
 from doppler_hf.reproduce.runs import Run, train
-from doppler_hf.reproduce.studies import Study
+from doppler_hf.reproduce.studies import Study, fits
 from doppler_hf.reproduce.tables import Line, table
 from doppler_hf.reproduce.tasks import Task
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -49,7 +49,7 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
         centres = dict(FIRST_RATES)
         data = task.load(sources)
         log = Log(path, functools.partial(train, data=data))
-        methods = {label: method for label, method in study.methods.items() if task.is_pretrained or method.trained is None}
+        methods = {label: method for label, method in study.methods.items() if fits(method, task)}
         left = len(study.epsilons) * len(methods)
         took: list[float] = []
         for epsilon in study.epsilons:

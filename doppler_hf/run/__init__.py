@@ -11,6 +11,7 @@
 - sharded_states: what is saved and loaded of them
 - in_step: as many passes on each of these
 - replicas: the same terms, weights and outcomes on every process
+- whole_draw: the pieces of a draw, each as it was drawn
 - halving: micro-batches that do not fit into memory
 - engine: the engine of per-sample gradients, attached to the model
 - start_check: its comparison with plain autograd before the first step

@@ -19,7 +19,7 @@ from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampl
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
-from doppler_hf.privacy.batching.micro_batches import AsDrawn, MicroBatch, PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probes
 from doppler_hf.privacy.batching.same_data import KnownExamples, known_to_all
 from doppler_hf.privacy.batching.sampling import OfStep
@@ -41,6 +41,7 @@ from doppler_hf.run.replicas import (
     refuse_processes_that_draw_alone,
 )
 from doppler_hf.run.start_check import CheckLoss
+from doppler_hf.run.whole_draw import WholeDraw
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -49,9 +50,9 @@ from doppler_hf.training_args import DopplerTrainingArguments
 class PrivateRun:
     """Statement, sampler, mechanism, engine and ledger of one private training.
 
-    In the order of use: `attach` the engine to the model, `begin` the ledger, then for every step `begin_draw`, and for each
-    of its pieces `begin_piece`, `add` the micro-batches and `end_piece`. A `with` statement around all of it takes the
-    engine off the model and ends the mechanism.
+    In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger, in every epoch
+    `begin_epoch`, then for every step `begin_draw`, and for each of its pieces `begin_piece`, `add` the micro-batches and
+    `end_piece`. A `with` statement around all of it takes the engine off the model and ends the mechanism.
 
     Args:
         args: The arguments.
@@ -94,7 +95,7 @@ class PrivateRun:
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
         self._draw: Halving | None = None
-        self._pieces_left: list[AsDrawn] = []
+        self._pieces = WholeDraw(args.gradient_accumulation_steps)
         self._loader: PrivateLoader | None = None
         self._collate: Callable[..., Any] | None = None  # the loader's, as it was made
         self._is_released = False
@@ -189,7 +190,6 @@ class PrivateRun:
             max_tokens=self._args.max_tokens_per_micro_batch,
             fill=self.fill_generators,
             views=self.statement.augmentation_multiplicity,
-            clip_unit_mean=self.statement.clip_unit_mean,
             num_workers=self._args.dataloader_num_workers,
             pin_memory=self._args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self._args.dataloader_persistent_workers,
@@ -350,27 +350,13 @@ class PrivateRun:
             step: Optimizer step, counted from 0.
 
         Raises:
-            ValueError: If they are not as many as those into which the sampler cuts a draw, processes have come that the
-                sampler does not know, or examples no longer have their numbers.
+            ValueError: If `WholeDraw.begin` refuses them, processes have come that the sampler does not know, or examples no
+                longer have their numbers.
             RuntimeError: If they were drawn for another step.
         """
         assert self._draw is not None
         refuse_processes_that_draw_alone(self._args.world_size)
-        # Sensitivity: a release is about one draw, whole and alone. Part of another would let an example count twice, and a
-        # piece for a draw would let an example move the others between pieces.
-        if len(pieces) not in (0, self.sampler.micro_batches):
-            raise ValueError(
-                f"gradient_accumulation_steps must stay {self.sampler.micro_batches} during a private run, got "
-                f"{len(pieces)} pieces of a draw. Set it before train()."
-            )
-        # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
-        # next. A draw at another step than its own would bring it back too early.
-        for piece in pieces:
-            if piece.step != step:
-                raise RuntimeError(
-                    f"A draw for step {piece.step} was taken at step {step}, so that a unit could take part more often than "
-                    "is accounted for. Leave the order of steps to the trainer."
-                )
+        self._pieces.begin(pieces, step=step)
         # Here, since callbacks that shuffle may run after ours at the beginning of an epoch.
         if self._begins_epoch and self._known_examples is not None:
             self._known_examples.refuse_moved()
@@ -379,22 +365,10 @@ class PrivateRun:
         self._is_released = False
         if self.private_loss is not None:
             self.private_loss.reset()
-        self._pieces_left = [AsDrawn(piece) for piece in reversed(pieces)]
 
     def begin_piece(self, piece: Sequence[MicroBatch]) -> None:
-        """Take the next piece of the draw.
-
-        Raises:
-            ValueError: If it is another one, or was changed since it was drawn.
-        """
-        # Sensitivity: the checks before the first step see what the collator makes, and from there on. What is mixed after
-        # it would couple examples, and a micro-batch that comes twice, also after an error, would count twice.
-        if not self._pieces_left or not self._pieces_left.pop().are(piece):
-            raise ValueError(
-                "DopplerTrainer.training_step must be handed the micro-batches of a draw as they were drawn, each once and "
-                "unchanged, got others, which no check has seen. Change them in the data_collator, _prepare_inputs or "
-                "compute_per_sample_loss."
-            )
+        """Take the next piece of the draw; see `WholeDraw.take`."""
+        self._pieces.take(piece)
 
     def add(self, micro_batch: MicroBatch, *, losses_of: Losses) -> Float[Tensor, " rows"]:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw; see `Halving.add`.
@@ -425,7 +399,7 @@ class PrivateRun:
             The private training loss of the step, or None if there is none, or not yet.
         """
         # Counted here: accelerate's own flag is every callback's to change.
-        if self._pieces_left:
+        if not self._pieces.is_complete:
             return None
         assert self._clipped is not None
         assert self._draw is not None

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from doppler_hf.reproduce.data import Data, Sources
 from doppler_hf.reproduce.runs import Run, train
 from doppler_hf.reproduce.studies import shaped
-from doppler_hf.reproduce.tasks import SMALL
+from doppler_hf.reproduce.tasks import small_task
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line
 
@@ -99,7 +99,7 @@ def lowest(at_none: float, at_one: float, at_two: float) -> float:
 def one(name: str, data: Data, args: FeedbackArguments, *, noise: str, schedule: str, seed: int, is_told: bool) -> float:
     """Return the accuracy of a run on the reported part, in %."""
     method = shaped("auto", noise, lr_scheduler_type=schedule)
-    run = Run.of(name, SMALL[name], data, method, args.epsilon, None, seed)
+    run = Run.of(name, small_task(name), data, method, args.epsilon, None, seed)
     some = np.random.default_rng(1).choice(len(data.train), min(EXAMPLES, len(data.train)), replace=False)
     feedback = FreeFeedback(data.collator([data.train[int(index)] for index in some]), every=args.every)
     result = train(run, data=data, callbacks=[feedback] if is_told else [])
@@ -112,8 +112,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train every combination, and print a line for each."""
     with one_line_errors():
         (args,) = parse_args(FeedbackArguments, argv=argv)
-    for name in args.tasks:
-        data = SMALL[name].load(Sources(args.data_dir, "", Path("out")))
+        tasks = {name: small_task(name) for name in args.tasks}
+    for name, task in tasks.items():
+        data = task.load(Sources(args.data_dir, "", Path("out/reproduce")))
         for noise in ("auto", "white"):
             for schedule, is_told in (("linear", False), ("linear", True), ("constant", True)):
                 found = [

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Subset
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.reproduce.data import Data, Sources
 from doppler_hf.reproduce.runs import Run, train
 from doppler_hf.reproduce.studies import Method
-from doppler_hf.reproduce.tasks import SMALL
+from doppler_hf.reproduce.tasks import small_task
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line
@@ -47,7 +46,7 @@ def one(name: str, data: Data, *, epsilon: float, epochs: int, seeds: Sequence[i
     batch_size = min(BATCH_SIZE, num_examples // 2)
     steps = epochs * math.ceil(num_examples / batch_size)
     method = Method({"per_device_train_batch_size": batch_size, "max_steps": steps})
-    results = [train(Run.of(name, SMALL[name], data, method, epsilon, None, seed), data=data) for seed in seeds]
+    results = [train(Run.of(name, small_task(name), data, method, epsilon, None, seed), data=data) for seed in seeds]
     first = results[0]
     noise = averaged_noise(
         first["noise_multiplier"], NoiseShape.parse(first["noise_shape"]), batch_size=batch_size, steps=steps
@@ -63,11 +62,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train every combination, and print a line for each, the noisiest first."""
     with one_line_errors():
         (args,) = parse_args(FewArguments, argv=argv)
-    for name in args.tasks:
-        data = SMALL[name].load(Sources(args.data_dir, "", Path("out")))
+        tasks = {name: small_task(name) for name in args.tasks}
+    for name, task in tasks.items():
+        data = task.load(Sources(args.data_dir, "", Path("out/reproduce")))
         rows = []
         for some, epsilon, epochs in itertools.product(args.examples, args.epsilons, args.epochs):
-            few = data._replace(train=Subset(data.train, range(some)))
+            few = data._replace(train=data.train.select(range(some)))
             rows.append(one(name, few, epsilon=epsilon, epochs=epochs, seeds=args.seeds))
             append_json_line(rows[-1], args.output)
         print(name)

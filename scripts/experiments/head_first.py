@@ -17,7 +17,7 @@ from torch import nn
 from doppler_hf.reproduce.data import Data, Sources
 from doppler_hf.reproduce.runs import Run, train
 from doppler_hf.reproduce.studies import shaped
-from doppler_hf.reproduce.tasks import SMALL
+from doppler_hf.reproduce.tasks import small_task
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line
 
@@ -73,13 +73,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train every combination, and print a line for each."""
     with one_line_errors():
         (args,) = parse_args(HeadFirstArguments, argv=argv)
-    for name in args.tasks:
-        data = SMALL[name].load(Sources(args.data_dir, args.encoder, Path(args.cache_dir)))
+        tasks = {name: small_task(name) for name in args.tasks}
+    for name, task in tasks.items():
+        data = task.load(Sources(args.data_dir, args.encoder, Path(args.cache_dir)))
         starts = {"new": data, "fitted": beginning_with(data, fitted_head(data))}
         for rate in args.rates:
             for start, begun in starts.items():
                 for seed in args.seeds:
-                    run = Run.of(name, SMALL[name], data, shaped("auto", "auto"), args.epsilon, rate, seed)
+                    run = Run.of(name, task, data, shaped("auto", "auto"), args.epsilon, rate, seed)
                     result = train(run, data=begun)
                     append_json_line({"task": name, "head": start, "rate": rate, "seed": seed} | result, args.output)
                     chosen, reported = (100 * result[part] for part in ("tuning", "report"))

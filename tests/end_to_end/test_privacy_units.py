@@ -190,17 +190,15 @@ def test_shares_stay_with_their_examples(max_tokens):
     counts = np.array([4] * 4 + [2] * 4 + [1] * 2)
     order = sorted(range(10), key=lambda index: (counts[index], len(data[index]["input_ids"])))
     for examples in (data, data.to_list()):
-        drawn = DrawnExamples(examples, counts, fill=lambda: None)
-        batches = collate_piece(
-            drawn.__getitems__(OfStep(order, step=5)), collator=pad, max_tokens=max_tokens, is_counted=True
-        )
+        drawn = DrawnExamples(examples, counts, fill=lambda: None, numbers=set())
+        batches = collate_piece(drawn.__getitems__(OfStep(order, step=5)), collator=pad, max_tokens=max_tokens)
         assert batches.step == 5
         shares = [share_of(count) for count in counts[order].tolist()]
         assert [batch.weight for batch in batches for _ in range(batch.size)] == shares
         assert {batch.rows_each for batch in batches} == {1}
         assert torch.cat([batch.inputs["labels"] for batch in batches]).tolist() == [data[i]["labels"] for i in order]
         assert len(batches) == 3 if max_tokens is None else len(batches) > 3
-    assert collate_piece(OfStep([], step=0), collator=pad, max_tokens=max_tokens, is_counted=True) == []
+    assert collate_piece(OfStep([], step=0), collator=pad, max_tokens=max_tokens) == []
 
 
 @pytest.mark.parametrize("max_tokens", [None, 40, 80])
@@ -211,9 +209,7 @@ def test_a_unit_whose_mean_is_clipped_is_in_one_micro_batch(max_tokens, views):
         num_examples=24, expected_batch_size=12, micro_batches=2, lengths=lengths_of(data), units=users_of, seed=0,
         keeps_units_whole=True,
     )  # fmt: skip
-    loader = PrivateLoader(
-        data, sampler=sampler, collator=numbered, max_tokens=max_tokens, fill=lambda: None, views=views, clip_unit_mean=True
-    )
+    loader = PrivateLoader(data, sampler=sampler, collator=numbered, max_tokens=max_tokens, fill=lambda: None, views=views)
     seen = []
     for batch in itertools.chain.from_iterable(loader):
         assert batch.weight == 1.0

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +24,9 @@ from doppler_hf.reproduce import frozen_layers, runs, tuning
 from doppler_hf.reproduce.data import Sources, apart, kept
 from doppler_hf.reproduce.networks import Classifier, TopLayers, mnist_cnn, perceptron, with_trained
 from doppler_hf.reproduce.runs import Run, StudyTrainer, train
-from doppler_hf.reproduce.studies import STUDIES
+from doppler_hf.reproduce.studies import STUDIES, fits
 from doppler_hf.reproduce.tables import Line, table
-from doppler_hf.reproduce.tasks import FULL, SMALL
+from doppler_hf.reproduce.tasks import FULL, SMALL, TASKS
 from doppler_hf.reproduce.tuning import best_on_grid
 from doppler_hf.workloads.scattering import Scattering
 from tests.support.folders import write_bert, write_glue, write_gpt2, write_mnist
@@ -290,6 +291,21 @@ def test_networks_have_the_sizes_that_they_say():
     assert sum(p.numel() for p in mnist_cnn().parameters()) == 26_010
 
 
+@pytest.mark.parametrize("scale", TASKS)
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_methods_of_a_study_differ_on_each_of_its_tasks(name, scale):
+    """Or one run would stand in two lines, under two names."""
+    study = STUDIES[name]
+    for label in study.tasks if scale == "small" else study.full_tasks:
+        task = TASKS[scale][label]
+        runs = [
+            Run.of(label, task, SimpleNamespace(digest=label), method, 3.0, 0.1, 0)
+            for method in study.methods.values()
+            if fits(method, task)
+        ]
+        assert len(set(runs)) == len(runs) > 1
+
+
 @pytest.mark.parametrize("name", further([*STUDIES["peers"].methods], quick=["DP-Adam, head alone"]))
 def test_every_peer_trains(sources, small, name):
     task = SMALL["sst2"]
@@ -392,6 +408,7 @@ def test_a_classifier_returns_what_the_trainer_evaluates():
             "'cola'",
         ),
         (["--methods", "best"], "got 'best'"),
+        (["--tasks", "sst2", "--encoder", "nowhere"], "Cannot load 'nowhere' ("),
         (["--seeds", "1"], "--seeds 2 to 100, got 1 and 1. Of one run there is no standard error."),
         (["--seeds", "101"], "got 1 and 101"),
         (["--epsilons", "3", "-1"], "must be positive numbers, got -1"),
@@ -409,6 +426,12 @@ def test_mistakes_are_one_line(sources, capsys, more, message):
 def test_a_study_that_there_is_not_is_named(capsys):
     assert main(["reproduce", "everything"]) == 2
     assert f"NAME must be one of {', '.join(STUDIES)}, got 'everything'." in capsys.readouterr().err
+
+
+def test_methods_that_a_task_cannot_have_are_refused_if_they_are_named(sources, capsys):
+    named = ["reproduce", "peers", "--data-dir", sources.data_dir, "--tasks", "mnist", "--methods", "DP-Adam, head alone"]
+    assert main(named) == 2
+    assert "got 'DP-Adam, head alone', which trains a part of a pretrained network, for mnist" in capsys.readouterr().err
 
 
 def test_where_nothing_is_learnt_at_any_rate_the_first_is_kept():

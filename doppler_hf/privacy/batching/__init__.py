@@ -8,9 +8,10 @@
 - same_data: whether examples keep their numbers, on all processes and in every epoch
 - same_distribution: whether rows of random data are as likely whatever other examples are beside them
 - probe: a few examples for the checks before the first step
-- fetching: examples, each by itself
+- fetching: examples, each as it is by itself
 - collators: batches of them, from which no example is read off for all
 - micro_batches: the loader that cuts and collates a draw
+- token_budget: micro-batches within a budget of tokens
 """
 
 from doppler_hf.privacy.batching.sampling import PoissonSampler

@@ -1,6 +1,5 @@
-"""Examples of the training set, each fetched by itself."""
+"""Examples of the training set, each fetched as it is by itself."""
 
-import functools
 from collections.abc import Callable, Sequence, Set
 from typing import Any, Final
 
@@ -8,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 from torch.utils.data import Dataset
 
-from doppler_hf.privacy.batching.columns import columns_of_numbers, is_stored
+from doppler_hf.privacy.batching.columns import is_stored
 from doppler_hf.privacy.batching.sampling import OfStep
 
 # The formats of `datasets` that convert number by number, without code of the user's.
@@ -16,13 +15,13 @@ _OF_NUMBERS: Final = ("numpy", "torch")
 
 
 def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None], numbers: Set[str] = frozenset()) -> list[Any]:
-    """Return some examples, each from random numbers of its own.
+    """Return some examples, each as it is alone, and from random numbers of its own.
 
     Args:
         examples: The data set.
         indices: Which of them.
         fill: Fills the global generators; called before each example that is not just read from a table.
-        numbers: The data set's `columns_of_numbers`. Of none, all that are converted to arrays are, one by one.
+        numbers: The data set's `columns_of_numbers`.
 
     Raises:
         ValueError: If the data set makes more or fewer rows than one of an example.
@@ -63,30 +62,36 @@ def fetch_one(examples: Any, index: int) -> Any:
 
 
 class DrawnExamples(Dataset[Any]):
-    """A data set whose examples come in views, with the sizes of their units, and in lists that know the step of their draw.
+    """A data set of an example's views, with the size of its unit, in lists that know the step of their draw.
 
     Args:
         examples: The training set.
         counts: How many examples are drawn with the unit of each, shape (num_examples,); None if each is a unit.
         fill: Fills the global generators; see `fetch`.
+        numbers: The data set's `columns_of_numbers`.
         views: How often each example is fetched.
     """
 
     def __init__(
-        self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, fill: Callable[[], None], views: int = 1
+        self,
+        examples: Any,
+        counts: Int[np.ndarray, " num_examples"] | None,
+        *,
+        fill: Callable[[], None],
+        numbers: Set[str],
+        views: int = 1,
     ) -> None:
         self._examples, self._counts, self._views = examples, counts, views
-        self._fetch = functools.partial(fetch, examples, fill=fill, numbers=columns_of_numbers(examples))
+        self._fill, self._numbers = fill, numbers
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return len(self._examples)
 
     def __getitems__(self, indices: OfStep) -> OfStep:
-        """Return all views of several examples, with the sizes of their units."""
+        """Return all views of several examples side by side, each with how many examples are drawn with its unit."""
         # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
         rows = [index for index in indices for _ in range(self._views)]
-        examples = self._fetch(rows)
-        if self._counts is not None:
-            examples = list(zip(examples, self._counts[rows].tolist(), strict=True))
-        return OfStep(examples, step=indices.step)
+        examples = fetch(self._examples, rows, fill=self._fill, numbers=self._numbers)
+        counts = [1] * len(rows) if self._counts is None else self._counts[rows].tolist()
+        return OfStep(zip(examples, counts, strict=True), step=indices.step)

@@ -186,7 +186,8 @@ def sizes_of(loader: PrivateLoader) -> tuple[np.ndarray, np.ndarray]:
         if sizes and time.monotonic() > until:
             break
         with filled_generators(0):
-            examples = fetch(loader.examples, part, fill=functools.partial(fill_generators, 0))
+            fill = functools.partial(fill_generators, 0)
+            examples = fetch(loader.examples, part, fill=fill, numbers=loader.numbers)
         sizes.update(zip(part, map(size_of, examples), strict=True))
     known = sorted(sizes)
     return np.array(known), np.array([sizes[index] for index in known])

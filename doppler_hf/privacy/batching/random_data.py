@@ -39,7 +39,7 @@ def drawn_and_counted(loader: PrivateLoader, indices: Sequence[int], *, trial: i
     """Return a batch, and how many numbers were drawn for it: by examples that are fetched together, and by the collator."""
     fill, made = functools.partial(fill_generators, trial), []
     with filled_generators(trial):
-        of_examples = numbers_drawn(lambda: made.extend(fetch(loader.examples, indices, fill=fill)))
+        of_examples = numbers_drawn(lambda: made.extend(fetch(loader.examples, indices, fill=fill, numbers=loader.numbers)))
         fill()
         examples, batches = list(made), []
         of_collator = numbers_drawn(lambda: batches.append(loader.collator(examples)))
@@ -106,7 +106,8 @@ def refuse_own_generators(loader: PrivateLoader, indices: Sequence[int]) -> None
         return
     if culprit is None:
         with filled_generators(0):
-            examples = fetch(loader.examples, indices, fill=functools.partial(fill_generators, 0))
+            fill = functools.partial(fill_generators, 0)
+            examples = fetch(loader.examples, indices, fill=fill, numbers=loader.numbers)
             collated = []
             for _ in range(2):
                 fill_generators(0)

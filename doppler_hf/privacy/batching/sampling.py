@@ -71,7 +71,7 @@ class PoissonSampler(Sampler[list[int]]):
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
         counts: How many examples are drawn with the unit of each example, shape (num_examples,); None if every example is
             a unit.
-        keeps_units_whole: As given.
+        keeps_units_whole: As given, if examples have units.
 
     Raises:
         ValueError: If the expected batch size is outside [1, N/b], `lengths` or `units` have another size than the data set,
@@ -110,7 +110,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.expected_batch_size = expected_batch_size
         self.micro_batches = micro_batches
         self.max_examples_per_unit = max_examples_per_unit
-        self.keeps_units_whole = keeps_units_whole
+        self.keeps_units_whole = keeps_units_whole and units is not None
         self.lengths = None if lengths is None else np.asarray(lengths)
         self.units = None if units is None else np.asarray(units)
         self.num_units, self.counts = num_examples, None
@@ -189,7 +189,8 @@ class PoissonSampler(Sampler[list[int]]):
             drawn = self._examples_of(drawn, step=step)
         # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
         keys = [key[drawn] for key in (self.lengths, self.counts) if key is not None]  # the last one counts first
-        if self.keeps_units_whole and self.units is not None and self.lengths is not None:
+        if self.keeps_units_whole and self.lengths is not None:
+            assert self.units is not None
             # The examples of a unit stand together already, and with one key for all of them they stay so.
             _, unit_of = np.unique(self.units[drawn], return_inverse=True)
             longest = np.zeros(len(drawn), dtype=self.lengths.dtype)
@@ -239,8 +240,9 @@ class PoissonSampler(Sampler[list[int]]):
 
     def _cut(self, drawn: np.ndarray) -> list[np.ndarray]:
         """Return a draw in its batches, of as many examples each, or as many whole units."""
-        if self.units is None or not self.keeps_units_whole:
+        if not self.keeps_units_whole:
             return np.array_split(drawn, self.micro_batches)
+        assert self.units is not None
         begins = np.flatnonzero(np.diff(self.units[drawn], prepend=-1))
         ends = np.cumsum([len(part) for part in np.array_split(begins, self.micro_batches)])[:-1]
         return np.split(drawn, np.append(begins, len(drawn))[ends])

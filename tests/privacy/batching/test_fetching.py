@@ -1,13 +1,14 @@
 """Of what is fetched with it, an example does not depend on the others."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from datasets import Array2D, Dataset, Features, LargeList, List, Value
 
 from doppler_hf.privacy.batching.columns import columns_of_numbers
-from doppler_hf.privacy.batching.fetching import DrawnExamples, fetch
-from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.batching.fetching import fetch
 
 # Three rows of each kind: type, rows, and whether a whole column is converted number by number.
 COLUMNS = {
@@ -50,7 +51,8 @@ def is_same(one, other):
 def test_a_null_of_one_example_does_not_round_the_numbers_of_others(form):
     """`datasets` makes floats of all integers that it converts at once, if one of them is missing."""
     data = Dataset.from_dict({"seen": [[2**24 + 1, 1], [None, 2], [5, 6]], "at": [2**24 + 1, None, 5]}).with_format(form)
-    alone, beside = (fetch(data, indices, fill=lambda: None)[0] for indices in ([0], [0, 1, 2]))
+    numbers = columns_of_numbers(data)
+    alone, beside = (fetch(data, indices, fill=lambda: None, numbers=numbers)[0] for indices in ([0], [0, 1, 2]))
     for name in ("seen", "at"):
         assert np.asarray(beside[name]).dtype == np.asarray(alone[name]).dtype
         assert np.array_equal(beside[name], alone[name])
@@ -63,28 +65,29 @@ def test_a_row_is_what_it_is_alone_and_numbers_are_read_together(name, form, mon
     assert columns_of_numbers(data) == ({name} if together else set())
     calls, read = [], Dataset.__getitems__
     monkeypatch.setattr(Dataset, "__getitems__", lambda self, keys: calls.append(keys) or read(self, keys))
-    found = DrawnExamples(data, None, fill=lambda: None).__getitems__(OfStep([2, 0, 1, 0], step=1))
+    found = fetch(data, [2, 0, 1, 0], fill=lambda: None, numbers=columns_of_numbers(data))
     assert calls == ([[2, 0, 1, 0]] if together else [[2], [0], [1], [0]])
     for index, row in zip([2, 0, 1, 0], found, strict=True):
-        assert is_same(row, fetch(data, [index], fill=lambda: None)[0])
+        assert is_same(row, fetch(data, [index], fill=lambda: None, numbers=set())[0])
 
 
 def test_a_row_that_is_selected_away_may_miss_a_number():
     data = of_column("missing").select([0, 2]).with_format("torch")
     assert columns_of_numbers(data) == set()  # of the whole table, which is read at once
-    assert [row["missing"].item() for row in fetch(data, [1, 0], fill=lambda: None)] == [5, 2**24 + 1]
+    assert [row["missing"].item() for row in fetch(data, [1, 0], fill=lambda: None, numbers=set())] == [5, 2**24 + 1]
 
 
 def test_a_format_that_is_set_later_is_seen():
     """A transform would mix what it is given together, and other columns may have nulls."""
     data = Dataset.from_dict({"number": [1, 2, 3], "at": [2**24 + 1, None, 5]}).with_format("torch", columns=["number"])
-    drawn, filled = DrawnExamples(data, None, fill=lambda: filled.append(1)), []
-    drawn.__getitems__(OfStep([0, 1], step=1))
+    filled = []
+    fetched = functools.partial(fetch, data, fill=lambda: filled.append(1), numbers=columns_of_numbers(data))
+    fetched([0, 1])
     assert not filled
     data.set_format("torch")
-    assert drawn.__getitems__(OfStep([0, 1], step=1))[0]["at"].dtype == torch.int64
+    assert fetched([0, 1])[0]["at"].dtype == torch.int64
     data.set_transform(lambda rows: {"sum": [sum(rows["number"])] * len(rows["number"])})
-    assert drawn.__getitems__(OfStep([0, 1, 2], step=1)) == [{"sum": 1}, {"sum": 2}, {"sum": 3}]
+    assert fetched([0, 1, 2]) == [{"sum": 1}, {"sum": 2}, {"sum": 3}]
     assert len(filled) == 5
 
 
@@ -95,6 +98,6 @@ def test_a_subclass_that_makes_several_rows_of_one_is_refused():
 
     data = Dataset.from_dict({"number": [1, 1, 2]})
     data.__class__ = Pieces
-    assert fetch(data, [1, 0], fill=lambda: None) == [{"number": 1}] * 2
+    assert fetch(data, [1, 0], fill=lambda: None, numbers=set()) == [{"number": 1}] * 2
     with pytest.raises(ValueError, match="train_dataset must return one row for each example, got more or fewer"):
-        fetch(data, [0, 2], fill=lambda: None)
+        fetch(data, [0, 2], fill=lambda: None, numbers=set())

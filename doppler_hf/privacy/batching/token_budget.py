@@ -1,0 +1,81 @@
+"""Micro-batches within a budget of tokens, padding included."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, length_of
+
+
+def check_token_budget(
+    lengths: Sequence[int] | np.ndarray | None,
+    *,
+    max_tokens: int,
+    views: int = 1,
+    counts: Int[np.ndarray, " num_examples"] | None = None,
+) -> None:
+    """Refuse a budget of tokens that cannot be met by all rows of a clipped gradient, before the first step.
+
+    Args:
+        lengths: Lengths of the examples.
+        max_tokens: The budget.
+        views: How many views an example has.
+        counts: How many examples are clipped together with each; None if each is clipped by itself.
+
+    Raises:
+        ValueError: If there are no lengths, or an example is longer than the budget.
+    """
+    if lengths is None:
+        raise ValueError(
+            f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
+            "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size."
+        )
+    if np.max(np.asarray(lengths) * (1 if counts is None else counts)) * views > max_tokens:
+        # Neither which example nor how long it is: messages end in logs, and both are about one private example.
+        raise ValueError(
+            f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example"
+            + (f" times augmentation_multiplicity={views}" if views > 1 else "")
+            + (" times the examples of its unit, with clip_unit_mean=True" if counts is not None else "")
+            + ". Truncate the examples to that length when they are tokenized, "
+            + ("lower max_examples_per_unit, " if counts is not None else "")
+            + "or raise the budget."
+        )
+
+
+def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
+    """Cut consecutive examples so that each part, padded to its longest example, has at most `max_tokens` tokens.
+
+    Each part takes as many examples as fit. In ascending order of length this makes the fewest parts possible.
+
+    Args:
+        lengths: Lengths of the examples, in their order.
+        max_tokens: The budget; an example longer than that makes a part of its own.
+
+    Returns:
+        The parts, in order, none of them empty.
+
+    Example:
+        >>> cut_by_tokens([2, 2, 3, 7], max_tokens=8)
+        [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
+    """
+    parts, start, longest = [], 0, 0
+    for index, length in enumerate(lengths):
+        longest = max(longest, length)
+        if index > start and (index + 1 - start) * longest > max_tokens:
+            parts.append(slice(start, index))
+            start, longest = index, length
+    if len(lengths) > start:
+        parts.append(slice(start, len(lengths)))
+    return parts
+
+
+def parts_of(examples: Sequence[Any], *, max_tokens: int | None, rows_each: int) -> list[Sequence[Any]]:
+    """Return consecutive parts of the examples within a budget of tokens, without a budget one; of no examples, none."""
+    if max_tokens is None:
+        return [examples] if examples else []
+    lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
+    of_all_rows = [rows_each * max(lengths[start : start + rows_each]) for start in range(0, len(lengths), rows_each)]
+    parts = cut_by_tokens(of_all_rows, max_tokens=max_tokens)
+    return [examples[part.start * rows_each : part.stop * rows_each] for part in parts]
