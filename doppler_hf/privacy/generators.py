@@ -37,7 +37,15 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: i
         rank: This process's index; each has its own words, reproducible ones too.
         worker: Index of this worker of the data loader, counted from 1; 0 is the process itself.
         step: Number of this filling. Only reproducible words depend on it.
+
+    Raises:
+        ValueError: If NumPy's global generator is not its own: others keep less of a key, or a number from before.
     """
+    if not isinstance(kind := np.random.mtrand._rand._bit_generator, np.random.MT19937):
+        raise ValueError(
+            f"NumPy's global generator must be its own, MT19937, in a private run, got {type(kind).__name__}. Leave out "
+            "np.random.set_bit_generator, or draw from a generator that is made for each example."
+        )
     stream = bit_stream(seed, purpose=f"generators of worker {worker}", rank=rank)
     of_python, of_numpy, of_torch = np.split(stream.bits(_KEY + _WORDS // 2, step=step).view(np.uint32), [_KEY, 2 * _KEY])
     random.seed(int.from_bytes(of_python.tobytes(), "little"))

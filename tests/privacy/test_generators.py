@@ -76,6 +76,30 @@ def test_each_refill_has_its_own_words_and_an_equal_one_repeats_them():
     assert len({*numbers, *(drawn(secret) for _ in range(3))}) == 6
 
 
+def test_another_generator_in_the_place_of_numpys_is_refused():
+    """It may keep a normal number from before, or less of a key."""
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        with pytest.raises(ValueError, match="must be its own, MT19937, in a private run, got PCG64"):
+            fill_generators(None)
+    finally:
+        np.random.set_bit_generator(own)
+    fill_generators(None)
+
+
+def test_no_normal_number_is_left_from_before():
+    def drawn(before):
+        np.random.seed(7)
+        random.seed(7)
+        for _ in range(before):
+            np.random.normal(), random.gauss(0, 1), torch.randn(1)
+        fill_generators(5)
+        return np.random.normal(), random.gauss(0, 1), torch.randn(1).item()
+
+    assert drawn(0) == drawn(1)
+
+
 def test_the_callers_generators_come_back_even_after_an_error():
     torch.manual_seed(3)
     np.random.seed(3)

@@ -87,7 +87,10 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
         equal = compute.add(values, 0.0) if is_float else values
         return equal.dictionary_encode().combine_chunks().indices.to_numpy()
     except pyarrow.ArrowNotImplementedError as error:
-        raise ValueError(f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}).") from error
+        raise ValueError(
+            f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}). Make one of them with "
+            "datasets.Dataset.map."
+        ) from error
 
 
 def labels_of(dataset: Any) -> np.ndarray | None:
@@ -112,7 +115,17 @@ def columns_of_numbers(examples: Any) -> frozenset[str]:
     """
     if not is_stored(examples):
         return frozenset()
-    return frozenset(name for name in _names(examples) if all(map(_is_of_numbers, examples.data[name].chunks)))
+    plain = (name for name, feature in examples.features.items() if is_of_datasets(feature))
+    return frozenset(name for name in plain if all(map(_is_of_numbers, examples.data[name].chunks)))
+
+
+def is_of_datasets(feature: Any) -> bool:
+    """Return whether a column's type, and all in it, are of `datasets`: one's own may decode rows by code of its own."""
+    if isinstance(feature, Mapping):
+        return all(map(is_of_datasets, feature.values()))
+    if isinstance(feature, list):
+        return all(map(is_of_datasets, feature))
+    return type(feature).__module__.startswith("datasets.") and is_of_datasets(getattr(feature, "feature", []))
 
 
 def _is_of_numbers(rows: Any) -> bool:
@@ -133,10 +146,10 @@ def _is_of_numbers(rows: Any) -> bool:
 def is_stored(examples: Any) -> bool:
     """Return whether examples are read from a table as they stand there, as by `datasets` without a transform.
 
-    Not by a subclass, which may change them, or make several of one.
+    Not by a subclass or a method of the object's own, which may change them, or make several of one.
     """
-    is_of_datasets = type(examples).__module__ == "datasets.arrow_dataset"
-    return is_of_datasets and isinstance(form := examples.format, Mapping) and form.get("type") != "custom"
+    is_hosts = type(examples).__module__ == "datasets.arrow_dataset" and "__getitems__" not in vars(examples)
+    return is_hosts and isinstance(form := examples.format, Mapping) and form.get("type") != "custom"
 
 
 def _names(dataset: Any) -> list[str]:

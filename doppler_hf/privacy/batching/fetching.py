@@ -5,9 +5,10 @@ from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Int
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from doppler_hf.privacy.batching.columns import is_stored
+from doppler_hf.privacy.batching.columns import is_of_datasets, is_stored
 from doppler_hf.privacy.batching.sampling import OfStep
 
 # The formats of `datasets` that convert number by number, without code of the user's.
@@ -26,18 +27,38 @@ def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None], nu
     Raises:
         ValueError: If the data set makes more or fewer rows than one of an example.
     """
-    # Sensitivity: in Python's own format each value is converted by itself. Others convert a column at once: with a null in
-    # an example's integers, those of all that are fetched with it become floats, and are rounded. Without nulls each is what
-    # it is alone: whether there is one somewhere decides how rows are fetched, not what they are.
-    if is_stored(examples):
-        form = examples.format
-        if form["type"] is None or (form["type"] in _OF_NUMBERS and numbers >= {*form["columns"]}):
-            return list(examples.__getitems__(list(indices)))
+    if is_read_together(examples, numbers):
+        rows = examples.__getitems__(list(indices))
+        return [{name: _of_its_own(value) for name, value in row.items()} for row in rows]
     found = []
     for index in indices:
         fill()
         found.append(fetch_one(examples, index))
     return found
+
+
+def is_read_together(examples: Any, numbers: Set[str]) -> bool:
+    """Return whether rows that are read together are what each is alone, without code of the user's; see `fetch`."""
+    if not is_stored(examples):
+        return False
+    # Sensitivity: in Python's own format each value is converted by itself, unless a type decodes it by code of its own,
+    # which may seed. Others convert a column at once: with a null in an example's integers, those of all that are fetched
+    # with it become floats, and are rounded. Without nulls, and to the format's own types, each is what it is alone: whether
+    # there is a null somewhere decides how rows are fetched, not what they are. What a float becomes as an integer of
+    # another type, if it has no such value, depends on its place among the others.
+    form = examples.format
+    if form["type"] is None:
+        return is_of_datasets(examples.features)
+    columns = examples.column_names if form["output_all_columns"] else form["columns"]
+    return form["type"] in _OF_NUMBERS and not form["format_kwargs"] and numbers >= {*columns}
+
+
+def _of_its_own(value: Any) -> Any:
+    # Sensitivity: rows that are read together are views of one batch, or of the table itself. A collator that writes into
+    # one must reach neither another row nor what is read for later steps.
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def fetch_one(examples: Any, index: int) -> Any:

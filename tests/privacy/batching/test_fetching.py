@@ -1,6 +1,7 @@
 """Of what is fetched with it, an example does not depend on the others."""
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -69,6 +70,65 @@ def test_a_row_is_what_it_is_alone_and_numbers_are_read_together(name, form, mon
     assert calls == ([[2, 0, 1, 0]] if together else [[2], [0], [1], [0]])
     for index, row in zip([2, 0, 1, 0], found, strict=True):
         assert is_same(row, fetch(data, [index], fill=lambda: None, numbers=set())[0])
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+@pytest.mark.parametrize(
+    "rows", [[[1.0] * 4, [2.0] * 4, [3.0] * 5], [[1.0] * 4, [2.0] * 4, [3.0] * 4]], ids=["ragged", "equal"]
+)
+def test_whoever_writes_into_a_row_reaches_neither_others_nor_the_table(form, rows):
+    """Beside a row of another length, NumPy's are the table's memory; torch's are parts of one tensor."""
+    data = Dataset.from_dict({"x": rows}, features=Features({"x": List(Value("float32"))})).with_format(form)
+    for _ in range(2):
+        found = fetch(data, [0, 1, 0, 2], fill=lambda: None, numbers=columns_of_numbers(data))
+        first = torch.as_tensor(found[0]["x"])
+        assert first.tolist() == [1.0] * 4
+        first.sub_(50.0)
+        assert first.untyped_storage().nbytes() == 16
+        assert [row["x"].tolist() for row in found[1:]] == [rows[1], rows[0], rows[2]]
+
+
+class Doubled(Value):
+    """A type whose code runs when a row is read."""
+
+    def decode_example(self, value, token_per_repo_id=None):
+        return 2 * value
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy"])
+def test_rows_that_are_made_by_code_of_the_users_are_fetched_one_by_one(form):
+    data = Dataset.from_dict({"x": [1, 2, 3]}).with_format(form)
+    data.info.features["x"] = Doubled("int64")
+    filled = []
+    fetched = functools.partial(fetch, fill=lambda: filled.append(1), numbers=columns_of_numbers(data))
+    found = fetched(data, [2, 0, 1])
+    assert len(filled) == 3
+    assert found == [fetched(data, [index])[0] for index in (2, 0, 1)]
+    plain = Dataset.from_dict({"x": [1, 2, 3]}).with_format(form)
+    plain.__getitems__ = lambda keys: [{"x": sum(keys)}] * len(keys)
+    assert [row["x"] for row in fetched(plain, [2, 0, 1])] == [2, 0, 1]
+    assert columns_of_numbers(plain) == set()
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+def test_what_becomes_of_a_float_without_a_value_in_a_type_does_not_depend_on_its_place(form):
+    """Processors convert some at once and the rest one by one, and do not agree on what is out of range."""
+    kind = torch.uint32 if form == "torch" else "uint32"
+    data = Dataset.from_dict({"x": [-1e10] * 9}).with_format(form, dtype=kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        alone, *beside = (
+            fetch(data, range(count), fill=lambda: None, numbers=columns_of_numbers(data)) for count in range(1, 10)
+        )
+    assert {int(row["x"]) for rows in beside for row in rows} == {int(alone[0]["x"])}
+
+
+def test_columns_that_come_along_are_looked_at_too():
+    data = Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]}).with_format("torch", columns=["x"], output_all_columns=True)
+    filled = []
+    found = fetch(data, [1, 0], fill=lambda: filled.append(1), numbers=columns_of_numbers(data))
+    assert [row["text"] for row in found] == ["b", "a"]
+    assert len(filled) == 2
 
 
 def test_a_row_that_is_selected_away_may_miss_a_number():
