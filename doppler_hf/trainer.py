@@ -24,8 +24,8 @@ from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run import refusals
 from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
+from doppler_hf.run.ended import one_line_if_a_process_ends
 from doppler_hf.run.gradient_recorder import recorders_in
-from doppler_hf.run.in_step import one_line_if_a_process_ends
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, refuse_other_parameters
 from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns

@@ -10,6 +10,7 @@
 - sharding: weights in shards on several processes
 - sharded_states: what is saved and loaded of them
 - in_step: as many passes on each of these
+- ended: what the others are told when one process refuses or ends
 - replicas: the same terms, weights and outcomes on every process
 - whole_draw: the pieces of a draw, each as it was drawn
 - halving: micro-batches that do not fit into memory

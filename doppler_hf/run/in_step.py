@@ -19,9 +19,8 @@ contribution of an example stays one clipped gradient under numbers that are as 
 
 import contextlib
 import enum
-import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar, final
+from typing import Any, Literal, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
+from doppler_hf.run.ended import OthersKnow, one_line_if_a_process_ends, returned
 
 _Outcome = TypeVar("_Outcome")
-# What gloo says of a process that is no more, in messages without a class of their own.
-_OF_A_SOCKET: Final = re.compile("gloo|Connection closed by peer|Connection reset by peer")
 
 
 class Word(enum.IntEnum):
@@ -57,24 +55,6 @@ class Said(NamedTuple):
 
 class PassLeft(Exception):
     """Another process had not enough memory for this pass, which is made once more."""
-
-
-class OthersKnow(RuntimeError):
-    """An error that the other processes have too, or cannot be told of."""
-
-
-@contextlib.contextmanager
-def one_line_if_a_process_ends() -> Iterator[None]:
-    """Say in one line that another process has ended, where torch names a socket."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, OthersKnow) or not (isinstance(error, dist.DistError) or _OF_A_SOCKET.search(str(error))):
-            raise
-        raise OthersKnow(
-            "All processes of a training must run to its end, and another one has ended, so that this one ends too. What "
-            "that one has printed says why. Start all of them again with resume_from_checkpoint=True."
-        ) from error
 
 
 def out_of_step() -> OthersKnow:
@@ -246,10 +226,7 @@ class InStep:
                 self._root.reset_iter_state()
         with one_line_if_a_process_ends():
             dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if isinstance(outcome[0], ValueError):
-            raise outcome[0]
-        result: _Outcome = outcome[0]
-        return result
+        return returned(outcome[0])
 
     def _serve(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.privacy import PrivacyStatement
+from doppler_hf.run.ended import another_has_ended, one_line_if_a_process_ends, returned
 from doppler_hf.run.parameters import look_again_at_what_is_trained, parameters_digest
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -36,6 +37,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
 
     Raises:
         ValueError: If process 0 refused; on every process, so that none waits for it.
+        OthersKnow: If process 0 has ended with another error, on the others.
     """
     found: list[Any] = [None]
     if PartialState().is_main_process:
@@ -43,10 +45,12 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
             found = [action()]
         except ValueError as error:
             found = [error]
-    (outcome,) = broadcast_object_list(found)
-    if isinstance(outcome, ValueError):
-        raise outcome
-    result: _Outcome = outcome
+        except Exception:
+            broadcast_object_list([another_has_ended()])
+            raise
+    with one_line_if_a_process_ends():
+        (outcome,) = broadcast_object_list(found)
+    result: _Outcome = returned(outcome)
     return result
 
 
