@@ -6,6 +6,7 @@
 - choices: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
+- mechanisms: what a step releases, each beneath its noise
 - estimate: time and memory of a step, before there is one
 - sharding: weights in shards on several processes
 - sharded_states: what is saved and loaded of them

@@ -12,10 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from doppler_hf.filters import NoiseShape
-from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, PrivacyLedger
+from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
@@ -26,14 +24,14 @@ from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
 from doppler_hf.privacy.generators import Refill, filled_generators
-from doppler_hf.privacy.noise import AdaptiveClip, Mechanism, PrivateLoss, noise_source
-from doppler_hf.privacy.noise.adaptive_clip import COUNT_SENSITIVITY
+from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.choices import chosen_noise_shape
 from doppler_hf.run.engine import attached_engine
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
+from doppler_hf.run.mechanisms import mechanisms_of
 from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
 from doppler_hf.run.replicas import (
     compare_terms,
@@ -131,43 +129,11 @@ class PrivateRun:
             earlier=earlier,
             first_step=self._first_step,
         )
-        self.mechanism: Mechanism = self._gaussian(
-            self.statement.noise_multiplier,
-            args.per_sample_max_grad_norm,
-            shape=shape,
-            # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
-            draw_ahead=args.device.type != "cpu",
+        self.mechanism, self.private_loss, self.adaptive_clip = mechanisms_of(
+            args, self.statement, shape=shape, first_step=self._first_step, earlier=earlier
         )
-        self.private_loss: PrivateLoss | None = None
-        if self.statement.loss_noise_multiplier is not None:
-            assert args.per_sample_max_loss is not None
-            of_loss = self._gaussian(self.statement.loss_noise_multiplier, args.per_sample_max_loss)
-            self.private_loss = PrivateLoss(of_loss, device=args.device)
-        self.adaptive_clip: AdaptiveClip | None = None
-        if self.statement.count_noise_multiplier is not None:
-            of_count = self._gaussian(self.statement.count_noise_multiplier, COUNT_SENSITIVITY)
-            kept = None if earlier is None else earlier.max_grad_norm_at(self._first_step)
-            assert args.clipping_quantile is not None
-            first = args.per_sample_max_grad_norm
-            self.adaptive_clip = AdaptiveClip(of_count, quantile=args.clipping_quantile, first=first, max_grad_norm=kept)
-            self.mechanism.rescale(self.adaptive_clip.max_grad_norm)
         self.ledger: PrivacyLedger | None = None
         self.affordable_steps = 0
-
-    def _gaussian(
-        self, noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE, draw_ahead: bool = False
-    ) -> GaussianMechanism:
-        return GaussianMechanism(
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_norm,
-            expected_batch_size=self.sampler.expected_batch_size,
-            shape=shape,
-            first_step=self._first_step,
-            generator=self._args.noise_generator,
-            floating_point_safe=self._args.floating_point_safe,
-            draw_ahead=draw_ahead,
-            seed=self._args.noise_seed,
-        )
 
     def __enter__(self) -> Self:
         # After the initialization, which the user's seed fixes; before anything random touches an example.

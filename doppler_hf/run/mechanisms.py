@@ -1,0 +1,77 @@
+"""What a step of a run releases, each part beneath noise of its own: the gradient, and if asked for the loss and a count."""
+
+from typing import NamedTuple
+
+from doppler_hf.filters import NoiseShape
+from doppler_hf.filters.noise_shape import WHITE
+from doppler_hf.privacy import GaussianMechanism, PrivacyLedger, PrivacyStatement
+from doppler_hf.privacy.noise import AdaptiveClip, Mechanism, PrivateLoss
+from doppler_hf.privacy.noise.adaptive_clip import COUNT_SENSITIVITY
+from doppler_hf.training_args import DopplerTrainingArguments
+
+
+class Mechanisms(NamedTuple):
+    """The mechanisms of a run.
+
+    Attributes:
+        gradient: Turns clipped sums into private gradients.
+        loss: The private training loss; None if there is none.
+        clip: What moves the clip norm, by a private count; None if it stays.
+    """
+
+    gradient: Mechanism
+    loss: PrivateLoss | None
+    clip: AdaptiveClip | None
+
+
+def mechanisms_of(
+    args: DopplerTrainingArguments,
+    statement: PrivacyStatement,
+    *,
+    shape: NoiseShape,
+    first_step: int,
+    earlier: PrivacyLedger | None,
+) -> Mechanisms:
+    """Return the mechanisms of a run.
+
+    Args:
+        args: The arguments.
+        statement: The run's statement, which has the size of each noise.
+        shape: The shape of the gradient's.
+        first_step: The step at which the run begins.
+        earlier: The ledger that it continues, or None.
+    """
+
+    def gaussian(
+        noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE, draw_ahead: bool = False
+    ) -> GaussianMechanism:
+        return GaussianMechanism(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_norm,
+            expected_batch_size=statement.expected_batch_size,
+            shape=shape,
+            first_step=first_step,
+            generator=args.noise_generator,
+            floating_point_safe=args.floating_point_safe,
+            draw_ahead=draw_ahead,
+            seed=args.noise_seed,
+        )
+
+    # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
+    draw_ahead = args.device.type != "cpu"
+    of_gradient = gaussian(statement.noise_multiplier, args.per_sample_max_grad_norm, shape=shape, draw_ahead=draw_ahead)
+    loss: PrivateLoss | None = None
+    if statement.loss_noise_multiplier is not None:
+        assert args.per_sample_max_loss is not None
+        loss = PrivateLoss(gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss), device=args.device)
+    clip: AdaptiveClip | None = None
+    if statement.count_noise_multiplier is not None:
+        assert args.clipping_quantile is not None
+        clip = AdaptiveClip(
+            gaussian(statement.count_noise_multiplier, COUNT_SENSITIVITY),
+            quantile=args.clipping_quantile,
+            first=args.per_sample_max_grad_norm,
+            max_grad_norm=None if earlier is None else earlier.max_grad_norm_at(first_step),
+        )
+        of_gradient.rescale(clip.max_grad_norm)
+    return Mechanisms(of_gradient, loss, clip)
