@@ -165,7 +165,7 @@ def images(
     """
 
     def read(folder: str | None, sources: Sources) -> Data:
-        splits = load_images(name, folder)
+        splits = load_images(name, folder, flag="--data-dir")
         pixels, labels = (
             {split: torch.from_numpy(np.stack([np.asarray(each) for each in splits[split][column]])) for split in splits}
             for column in ("image", "label")
@@ -221,7 +221,7 @@ def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) ->
     def read(folder: str | None, sources: Sources) -> Data:
         from sklearn.feature_extraction.text import HashingVectorizer
 
-        splits = load_glue(task_name, folder)
+        splits = load_glue(task_name, folder, flag="--data-dir")
         (column,) = glue_task(task_name).text_columns
         counts = {name: HashingVectorizer(n_features=HASHED_WORDS).transform(splits[name][column]) for name in splits}
         labels = {name: torch.tensor(splits[name]["label"]) for name in splits}

@@ -103,7 +103,7 @@ def sentences(task_name: str, *, layers: int, held_out: int) -> Loader:
         from transformers import AutoModel, AutoTokenizer
 
         task = glue_task(task_name)
-        splits = load_glue(task_name, folder)
+        splits = load_glue(task_name, folder, flag="--data-dir")
         with hub_or_folder(sources.encoder, "--encoder"):
             tokenizer, encoder = AutoTokenizer.from_pretrained(sources.encoder), AutoModel.from_pretrained(sources.encoder)
         if not isinstance(getattr(getattr(encoder, "encoder", None), "layer", None), nn.ModuleList):

@@ -4,21 +4,24 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from transformers import TrainingArguments
+
+# Columns that the host's default collator calls `labels`.
+_RENAMED: Final = ("label", "label_ids")
 
 
 @contextlib.contextmanager
 def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
-    """Say what to set where a loss, a transform or a collator asks for a column that the host has removed.
+    """Say what to set where a loss, a transform or a collator asks for a column that the host has removed or renamed.
 
     Args:
         args: The arguments.
         dataset: The examples, as they were given.
 
     Raises:
-        ValueError: If the block raises a KeyError about a column of the data set.
+        ValueError: If the block raises a KeyError about a column of the data set, or labels that it has not.
     """
     try:
         yield
@@ -27,6 +30,16 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
         columns = getattr(dataset, "column_names", None)
         if columns is None:
             columns = dataset[0] if isinstance(dataset[0], Mapping) else ()
+        if name in _RENAMED and name in columns:
+            raise ValueError(
+                f"A loss must take inputs['labels'], got a KeyError for {name!r}: the host's default collator renames it. "
+                "Or give a data_collator of your own."
+            ) from error
+        if name == "labels" and columns and not {*columns} & {name, *_RENAMED}:
+            raise ValueError(
+                f"train_dataset must have a column 'labels' or 'label', or one that label_names names, got "
+                f"{', '.join(map(str, columns))}. Rename the column of the labels."
+            ) from error
         if not args.remove_unused_columns or name not in columns:
             raise
         raise ValueError(

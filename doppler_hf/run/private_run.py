@@ -33,6 +33,7 @@ from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.mechanisms import mechanisms_of
 from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
+from doppler_hf.run.refusals import warn_of_non_finite
 from doppler_hf.run.replicas import (
     compare_terms,
     give_all_the_weights_of_process_0,
@@ -96,7 +97,7 @@ class PrivateRun:
         self._pieces = WholeDraw(args.gradient_accumulation_steps)
         self._loader: PrivateLoader | None = None
         self._collate: Callable[..., Any] | None = None  # the loader's, as it was made
-        self._is_released = False
+        self._is_released = self._is_warned = False
         self._known_examples: KnownExamples | None = None  # where it matters that an example keeps its number
         self._begins_epoch = False
         self.fill_generators = Refill(args.noise_seed, rank=args.process_index)
@@ -370,6 +371,9 @@ class PrivateRun:
         assert self._clipped is not None
         assert self._draw is not None
         self._draw.complete()
+        if self._clipped.num_non_finite and self.statement.train_loss == "raw" and not self._is_warned:
+            self._is_warned = True
+            warn_of_non_finite()
         # Sensitivity: the noise covers contributions of norm C, of the same C.
         assert self._clipped.max_grad_norm == self.mechanism.max_grad_norm
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.

@@ -13,6 +13,7 @@ from transformers.trainer_utils import has_length
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy.batching.columns import LABELS, columns_with_gaps
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -81,12 +82,33 @@ def warn_of_training_data_in_evaluation(trainer: Any) -> None:
         )
 
 
+def warn_of_non_finite() -> None:
+    """Warn that examples contribute nothing, where what tells of private examples is shown anyway, as their raw loss is."""
+    warnings.warn(
+        "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in the "
+        "data, and for losses that overflow or divide by zero: fill them, or leave these examples out. The logged "
+        "loss leaves out micro-batches with such an example (logging_nan_inf_filter). As it is not private, nor is this "
+        "warning, which comes with report_train_loss='raw' alone.",
+        stacklevel=3,
+    )
+
+
 def refuse_another_optimizer(optimizer: Any) -> None:
     """Refuse what a `create_optimizer` of the user's own has made instead of the optimizer of the arguments."""
     if not isinstance(optimizer, DopplerOptimizer):
         raise ValueError(
             f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}, which would "
             "bypass low_pass_filter and base_optimizer. Let it return super().create_optimizer()."
+        )
+
+
+def refuse_missing_labels(train_dataset: Any) -> None:
+    """Refuse a table in which examples have no label: a loss of them would end the run in the middle, with ε spent."""
+    for name in columns_with_gaps(train_dataset, names=LABELS):
+        # Neither which nor how many: messages end in logs, and both are about private examples.
+        raise ValueError(
+            f"The column {name!r} of train_dataset must have a label for each example, got none for some. Leave them out: "
+            f"train_dataset.filter(lambda row: row[{name!r}] is not None)."
         )
 
 
@@ -113,6 +135,7 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset must have examples, got none. Look at what has filtered them out.")
+    refuse_missing_labels(train_dataset)
     # Sensitivity: which texts share a row depends on all of them, so that one text more changes many rows.
     if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
         raise ValueError(

@@ -73,7 +73,7 @@ def glue_task(task_name: str) -> GlueTask:
     return GLUE_TASKS[task_name]
 
 
-def load_glue(task_name: str, dataset_dir: str | None = None) -> "DatasetDict":
+def load_glue(task_name: str, dataset_dir: str | None = None, *, flag: str = "--dataset_dir") -> "DatasetDict":
     """Load the labelled splits of a GLUE task.
 
     Args:
@@ -81,6 +81,7 @@ def load_glue(task_name: str, dataset_dir: str | None = None) -> "DatasetDict":
         dataset_dir: A folder with `train.parquet` and `validation.parquet` (MNLI: `validation_matched.parquet`,
             `validation_mismatched.parquet` or both), or shards named as on the hub
             (`train-00000-of-00001.parquet`); by default the hub.
+        flag: The argument that takes such a folder, for messages.
 
     Returns:
         `train` and the validation splits, with the hub's columns.
@@ -89,7 +90,7 @@ def load_glue(task_name: str, dataset_dir: str | None = None) -> "DatasetDict":
         ValueError: If the task, a file or a column is missing, or the hub cannot be reached.
     """
     task = glue_task(task_name)
-    splits = _load(GLUE_HUB_NAME, task_name, dataset_dir=dataset_dir, evaluation_splits=task.validation_splits)
+    splits = _load(GLUE_HUB_NAME, task_name, dataset_dir=dataset_dir, evaluation_splits=task.validation_splits, flag=flag)
     from datasets import Value
 
     _require_columns(splits, (*task.text_columns, "label"))
@@ -97,13 +98,16 @@ def load_glue(task_name: str, dataset_dir: str | None = None) -> "DatasetDict":
     return splits.cast_column("label", Value("float32")) if task.is_regression else splits
 
 
-def load_images(dataset_name: str, dataset_dir: str | None = None, *, unit_column: str | None = None) -> "DatasetDict":
+def load_images(
+    dataset_name: str, dataset_dir: str | None = None, *, unit_column: str | None = None, flag: str = "--dataset_dir"
+) -> "DatasetDict":
     """Load a data set of labelled images.
 
     Args:
         dataset_name: `cifar10`, `cifar100` or `mnist` from the hub, or the built-in `digits`; no effect with a folder.
         dataset_dir: A folder with `train.parquet` and `test.parquet`, or shards named as on the hub.
         unit_column: The column of the training split whose equal values make one unit of privacy, or None.
+        flag: The argument that takes such a folder, for messages.
 
     Returns:
         `train` and `test` with the columns `image` (decoded to PIL images), `label` (classes with names) and that of units.
@@ -119,7 +123,7 @@ def load_images(dataset_name: str, dataset_dir: str | None = None, *, unit_colum
             "folder with --dataset_dir."
         )
     hub_name = IMAGE_HUB_NAMES.get(dataset_name, dataset_name)
-    return _as_images(_load(hub_name, dataset_dir=dataset_dir, evaluation_splits=("test",)), unit_column)
+    return _as_images(_load(hub_name, dataset_dir=dataset_dir, evaluation_splits=("test",), flag=flag), unit_column)
 
 
 def load_rows(
@@ -177,7 +181,12 @@ def load_texts(
 
 
 def _load(
-    hub_name: str, *config: str | None, dataset_dir: str | None, evaluation_splits: Sequence[str], **options: Any
+    hub_name: str,
+    *config: str | None,
+    dataset_dir: str | None,
+    evaluation_splits: Sequence[str],
+    flag: str = "--dataset_dir",
+    **options: Any,
 ) -> "DatasetDict":
     """Load `train` and `evaluation_splits` from the hub, or those of the latter that a folder has: at least one."""
     require("recipes")
@@ -185,7 +194,7 @@ def _load(
 
     if dataset_dir is not None:
         return load_dataset("parquet", data_files=_files_of(Path(dataset_dir), evaluation_splits))
-    with hub_or_folder(hub_name, "--dataset_dir"):
+    with hub_or_folder(hub_name, flag):
         splits = load_dataset(hub_name, *config, **options)
     return DatasetDict({name: splits[name] for name in ("train", *evaluation_splits)})
 

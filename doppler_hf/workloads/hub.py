@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -15,7 +16,7 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
         flag: The argument that takes a local folder instead.
 
     Raises:
-        ValueError: If the block raised an `OSError`.
+        ValueError: If the block raised an `OSError`, or `source` is a path where nothing is.
 
     Example:
         >>> with hub_or_folder("nyu-mll/glue", "--dataset_dir"):
@@ -23,6 +24,8 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
         Traceback (most recent call last):
         ValueError: Cannot load 'nyu-mll/glue' (offline). Without network access give a local folder with --dataset_dir.
     """
+    if Path(source).is_absolute() and not Path(source).exists():
+        raise ValueError(f"{flag} must be a folder that there is, or a name on the hub, got {source!r}. Look at its path.")
     try:
         yield
     except OSError as error:

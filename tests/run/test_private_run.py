@@ -2,10 +2,12 @@
 
 import inspect
 import itertools
+import warnings
 
 import pytest
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
+from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf import DopplerTrainer
@@ -428,3 +430,35 @@ def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, 
     with pytest.raises(ValueError, match=r"got 2 of which the arguments know 1, .* Start with `accelerate launch`"):
         trainer.train()
     assert len(recorder.gradients) == (0 if early else 1)
+
+
+def not_finite(rows=24):
+    """Rows of which the last third have values that are missing."""
+    values = [[float(index), 1.0 if index < 2 * rows // 3 else None] for index in range(rows)]
+    return Dataset.from_dict({"x": values, "labels": [index % 2 for index in range(rows)]}).with_format("torch")
+
+
+class OfNumbers(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return F.cross_entropy(model(inputs["x"]), inputs["labels"], reduction="none")
+
+
+@pytest.mark.parametrize("reported", ["raw", "private", "none"])
+def test_examples_without_a_finite_gradient_are_warned_of_where_the_raw_loss_is_shown(tmp_path, reported):
+    args = arguments(tmp_path, report_train_loss=reported, remove_unused_columns=False, noise_multiplier=1.0, max_steps=3)
+    collator = torch.utils.data.default_collate
+    trainer = OfNumbers(torch.nn.Linear(2, 2), args, collator, train_dataset=not_finite())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.train()
+    told = [str(warning.message) for warning in told if "not finite" in str(warning.message)]
+    assert len(told) == (reported == "raw")
+    assert all("Look for missing values" in each for each in told)
+
+
+def test_missing_labels_are_refused_before_anything_is_spent(tmp_path):
+    data = Dataset.from_dict({"x": [[0.0, 1.0]] * 24, "label": [0, None] * 12}).with_format("torch")
+    args = arguments(tmp_path, noise_multiplier=1.0, remove_unused_columns=False)
+    trainer = OfNumbers(model=torch.nn.Linear(2, 2), args=args, train_dataset=data)
+    with pytest.raises(ValueError, match=r"The column 'label' of train_dataset must have a label for each example, got"):
+        trainer.train()

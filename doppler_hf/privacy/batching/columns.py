@@ -105,6 +105,13 @@ def labels_of(dataset: Any) -> np.ndarray | None:
     return labels if labels.dtype.kind in "iub" else None  # where one has none, pyarrow makes them other numbers
 
 
+def columns_with_gaps(dataset: Any, *, names: Sequence[str]) -> list[str]:
+    """Return those columns of a table in which a row has no value; of another data set, which is not read, none."""
+    if not is_stored(dataset):
+        return []
+    return [name for name in names if name in _names(dataset) and any(part.null_count for part in _parts(dataset, name))]
+
+
 def columns_of_numbers(examples: Any) -> frozenset[str]:
     """Return the columns in which every row has a number, or a list or an array of numbers, and none of them is missing.
 

@@ -26,6 +26,11 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
             f"compute_per_sample_loss must return a tensor that is attached to the graph, got {kind}. Return one loss for "
             "each example, without detach(), item() or torch.no_grad()."
         )
+    if losses.ndim == 0:
+        raise ValueError(
+            f"The losses of {number} collated examples must have shape ({number},), got a single number. Return one loss "
+            "for each example, as reduction='none' gives: their mean would couple the examples."
+        )
     if losses.shape != (number,):
         raise ValueError(
             # Not their shape, which may hold the length of an example: messages end in logs.
