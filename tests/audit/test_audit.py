@@ -558,7 +558,8 @@ def test_scores_that_are_not_finite_count_as_nothing(tmp_path):
     trainer = mislabelled(LossAuditTrainer, tmp_path, max_steps=1, grad_sample_self_check=False)
     with torch.no_grad():
         trainer.model.classifier.bias[0] = float("nan")
-    result = trainer.audit()
+    with pytest.warns(UserWarning, match="gradient that is not finite, and contribute nothing"):
+        result = trainer.audit()
     assert np.isnan(trainer.scores).all()
     assert not result.scores.any()
     assert result.lower_bound == 0.0
