@@ -97,6 +97,7 @@ def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) ->
             eval_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
             remove_unused_columns=False,
             dataloader_pin_memory=torch.cuda.is_available(),
             **arguments,

@@ -123,6 +123,27 @@ def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
     assert train(run, data=data) | {"seconds": 0} == result | {"seconds": 0}
 
 
+def test_mixed_precision_is_of_the_network_and_in_the_log(sources, small, monkeypatch, capsys):
+    precisions = []
+    forward = Classifier.forward
+
+    def watched(self, inputs, labels=None):
+        precisions.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+        return forward(self, inputs, labels)
+
+    monkeypatch.setattr(Classifier, "forward", watched)
+    monkeypatch.setattr(tuning, "best_on_grid", lambda score, *, centre: centre)
+    more = ("--tasks", "mnist-perceptron", "--methods", "white, none", "--resume")
+    log = sources.cache_dir / "noise-shaping" / "runs.jsonl"
+    assert main(words(sources, *more)) == 0
+    full, held = set(precisions), len(log.read_text().splitlines())
+    assert main(words(sources, *more, "--bf16")) == 0
+    assert full == {False}
+    assert set(precisions) == {False, torch.bfloat16}  # the checks before the first step are in float32
+    rows = [json.loads(json.loads(line)["arguments"]) for line in log.read_text().splitlines()]
+    assert ["bf16" in row for row in rows] == [False] * held + [True] * held
+
+
 def test_users_have_ten_images_of_two_digits(sources, monkeypatch):
     folder = sources.cache_dir.parent / "of-users"
     folder.mkdir()
