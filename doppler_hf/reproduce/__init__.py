@@ -3,6 +3,7 @@
 - studies: what is compared on what
 - tasks: data, network, and the settings that all methods share
 - data: data in three parts
+- images, words: images, and sentences as counts of words
 - frozen_layers: texts as outputs of an encoder's frozen layers
 - networks: what is trained
 - runs: one training

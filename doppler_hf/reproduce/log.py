@@ -1,5 +1,7 @@
 """The log of all runs of a study, which survives an interruption at any moment."""
 
+import functools
+import hashlib
 import json
 import sys
 import time
@@ -9,6 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from doppler_hf.reproduce.runs import Run
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return 8 hexadecimal digits for the code of this package."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def say(line: str) -> None:
@@ -35,6 +46,8 @@ class Log:
         lines = written[:end].decode().splitlines()
         rows = map(json.loads, lines)
         self._results = {Run(**{each.name: row[each.name] for each in fields(Run)}): row for row in rows}
+        if others := sum(row["code"] != code_digest() for row in self._results.values()):
+            say(f"{others} of the {len(self)} runs of {path} are of other code. They are not run again.")
 
     def __len__(self) -> int:
         return len(self._results)
@@ -43,7 +56,7 @@ class Log:
         """Return a run's result. One that is missing is trained, and written as it ends."""
         if run not in self._results:
             start = time.perf_counter()
-            self._results[run] = asdict(run) | self._train(run)
+            self._results[run] = asdict(run) | self._train(run) | {"code": code_digest()}
             with self._path.open("a") as file:
                 file.write(json.dumps(self._results[run]) + "\n")
             result = self._results[run]

@@ -20,6 +20,7 @@ from doppler_hf.reproduce.studies import Study, fits
 from doppler_hf.reproduce.tables import Line, table
 from doppler_hf.reproduce.tasks import Task
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import without_rate_rule
 
 # Where the search for a learning rate begins.
 FIRST_RATES: Final[Mapping[str, float]] = {"sgd": 2.0, "adam": 4e-3, "adam_bc": 4e-3}
@@ -59,7 +60,7 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
                 begun, held = time.perf_counter(), len(log)
                 run_of = functools.partial(Run.of, name, task, data, method, epsilon)
                 base = method.arguments.get("base_optimizer", DEFAULT_BASE)
-                has_rule = base != "sgd" and "optim_target_modules" not in method.arguments
+                has_rule = without_rate_rule(base, method.arguments.get("optim_target_modules")) is None
                 line = line_of(log, label, run_of, centre=centres[base], seeds=seeds, has_rule=has_rule)
                 centres[base] = line.learning_rate  # where the next search begins
                 lines.append(line)

@@ -160,14 +160,21 @@ def check_ranges(args: TrainingArguments) -> None:
         )
 
 
+def without_rate_rule(base_optimizer: str, optim_target_modules: object) -> str | None:
+    """Return what of these has no rule for a learning rate that is left out, or None if there is one."""
+    if base_optimizer == "sgd":
+        return "base_optimizer='sgd'"
+    return "GaLore" if optim_target_modules else None
+
+
 def refuse_no_learning_rate(args: TrainingArguments) -> None:
     """Refuse a learning rate that is left out where there is no rule for it."""
-    for fits, what in ((args.base_optimizer != "sgd", "base_optimizer='sgd'"), (not args.optim_target_modules, "GaLore")):
-        if args.learning_rate is None and not fits:
-            raise ValueError(
-                f"learning_rate must be set with {what}, got None: the best one depends on the loss, and is chosen for Adam "
-                "alone. Set it, or leave that out."
-            )
+    what = without_rate_rule(args.base_optimizer, args.optim_target_modules)
+    if args.learning_rate is None and what is not None:
+        raise ValueError(
+            f"learning_rate must be set with {what}, got None: the best one depends on the loss, and is chosen for Adam "
+            "alone. Set it, or leave that out."
+        )
 
 
 def refuse_without_effect(args: TrainingArguments) -> None:

@@ -1,0 +1,91 @@
+"""A run trains, by every method and on every task, with the privacy that it says."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from doppler_hf.filters import LowPassFilter, NoiseShape
+from doppler_hf.privacy import default_delta
+from doppler_hf.privacy.accounting import Releases, get_total_epsilon
+from doppler_hf.reproduce import runs
+from doppler_hf.reproduce.runs import Run, StudyTrainer, train
+from doppler_hf.reproduce.studies import STUDIES
+from doppler_hf.reproduce.tasks import FULL, SMALL
+from tests.support.tiers import further, thorough
+
+# Of half a minute each: their layers are many.
+SLOW = {"cifar10-vit", "cifar10-resnet"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [*thorough(("mnist-perceptron", 269_322), ("mnist-scattering", 39_700), ("sst2", 1_792 + 34)), ("sst2-words", 131_170)],
+)
+def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
+    task, data = SMALL[name], SMALL[name].load(sources)
+    run = Run.of(name, task, data, STUDIES["noise-shaping"].methods["auto, auto"], 4.0, 0.01, 0)
+    result = train(run, data=data)
+    shape = NoiseShape.parse(result["noise_shape"])
+    turns = Releases.in_turns(result["noise_multiplier"], 10 / 40, 3, groups=shape.bands)
+    assert 3.99 < get_total_epsilon([turns], delta=default_delta(40), accountant="pld") <= 4.0
+    assert result["parameters"] == parameters
+    assert result["num_examples"] == 40
+    assert LowPassFilter.parse(result["low_pass_filter"])
+    for part in ("tuning", "report"):
+        assert result[part] * len(getattr(data, part)) == pytest.approx(round(result[part] * len(getattr(data, part))))
+    assert train(run, data=data) | {"seconds": 0} == result | {"seconds": 0}
+
+
+@pytest.mark.parametrize("name", further([*STUDIES["peers"].methods], quick=["DP-Adam, head alone"]))
+def test_every_peer_trains(sources, small, name):
+    task = SMALL["sst2"]
+    data = task.load(sources)
+    assert 0 <= train(Run.of("sst2", task, data, STUDIES["peers"].methods[name], 4.0, 0.01, 0), data=data)["report"] <= 1
+
+
+@pytest.mark.parametrize("name", further([*STUDIES["paper"].methods], quick=["LP-DPGaLore"]))
+def test_every_algorithm_of_the_paper_trains(sources, small, name):
+    task = SMALL["mnist-perceptron"]
+    data, method = task.load(sources), STUDIES["paper"].methods[name]
+    result = train(Run.of("mnist-perceptron", task, data, method, 4.0, 0.01, 0), data=data)
+    assert result["low_pass_filter"] == ("first-order-v1" if name.startswith("LP-") else "none")
+    assert result["noise_shape"] == "white"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.thorough) for name in FULL]
+)
+def test_every_task_at_full_scale_trains(sources, small, name):
+    settings = FULL[name].settings | {"per_device_train_batch_size": 10, "max_steps": 1}
+    task = dataclasses.replace(FULL[name], settings=settings)
+    data = task.load(sources)
+    assert data.train[0]["inputs"].shape == ((1, 28, 28) if name == "mnist" else (3, 32, 32))
+    assert 0 <= train(Run.of(name, task, data, STUDIES["paper"].methods["LP-DPSGD"], 4.0, 0.01, 0), data=data)["report"] <= 1
+
+
+@pytest.mark.thorough
+def test_a_floor_is_a_fraction_of_the_noises_variance(sources, small, monkeypatch):
+    """Nothing is learnt at a rate of 0, so that runs of a seed differ in nothing but the floor."""
+    seen = []
+
+    class Recorder(StudyTrainer):
+        def training_step(self, *args):
+            loss = super().training_step(*args)
+            gradients = [parameter.grad.clone() for parameter in self.model.parameters()]
+            optimizer = self.optimizer.optimizer
+            seen.append((optimizer.floor, optimizer.noise_std, gradients))
+            return loss
+
+    monkeypatch.setattr(runs, "StudyTrainer", Recorder)
+    task, methods = SMALL["sst2-words"], STUDIES["floor"].methods
+    data = task.load(sources)
+    for name, seed in (("0.003", 0), ("3", 0), ("3", 1)):
+        train(Run.of("sst2-words", task, data, methods[name], 4.0, 0.0, seed), data=data)
+    assert len(seen) == 9
+    for (floor, noise_std, _), fraction in zip(seen, 3 * [0.003] + 6 * [3.0]):
+        assert floor == pytest.approx(fraction * noise_std**2, rel=1e-12)
+    small_floor, large_floor, other_seed = ([gradients for *_, gradients in seen[at : at + 3]] for at in (0, 3, 6))
+    torch.testing.assert_close(small_floor, large_floor, rtol=0, atol=0)
+    assert not any(torch.allclose(first[0], second[0]) for first, second in zip(large_floor, other_seed))
+    assert not torch.allclose(small_floor[0][0], small_floor[1][0])  # another step, other noise
