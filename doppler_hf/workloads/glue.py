@@ -1,6 +1,9 @@
-"""Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head."""
+"""Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head or a prompt."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from transformers import AutoConfig, AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
 from transformers.hf_argparser import HfArg
@@ -10,6 +13,7 @@ from doppler_hf.workloads.data_sources import glue_task, load_glue
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
+from doppler_hf.workloads.prompt import Prompter, PromptForSequenceClassification
 from doppler_hf.workloads.workload import Workload, load_tokenizer, name_classes
 
 
@@ -25,8 +29,9 @@ class GlueArguments:
     pooling: str = HfArg(
         default="model",
         help="model: the architecture's own classification head; mean: a linear head on the mean of the token "
-        "vectors, which suits sentence encoders.",
-        metadata={"choices": ["model", "mean"]},
+        "vectors, which suits sentence encoders; prompt: the word that a masked language model puts into a gap, as "
+        "'It was <mask>.', which needs no new head.",
+        metadata={"choices": ["model", "mean", "prompt"]},
     )
     dropout: float | None = HfArg(
         default=None, help="Probability of every dropout of the model's config; by default what the config says."
@@ -78,19 +83,24 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
     splits = load_glue(args.task_name, args.dataset_dir)
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
         tokenizer = load_tokenizer(args.model_name_or_path)
-        load_model = (
-            AutoModelForSequenceClassification.from_pretrained
-            if args.pooling == "model"
-            else MeanPoolingForSequenceClassification.from_encoder
-        )
-        model = load_model(
-            args.model_name_or_path,
-            num_labels=task.num_labels,
-            problem_type="regression" if task.is_regression else "single_label_classification",
+        max_length = min(args.max_seq_length, tokenizer.model_max_length)
+        entries = {
+            "num_labels": task.num_labels,
+            "problem_type": "regression" if task.is_regression else "single_label_classification",
+        } | dropouts(args)
+        to_tokens: Callable[..., Any]
+        if args.pooling == "prompt":
+            to_tokens = prompter = Prompter(args.task_name, tokenizer, max_length=max_length)
+            model = PromptForSequenceClassification.from_masked_lm(args.model_name_or_path, prompter=prompter, **entries)
+        else:
+            to_tokens = partial(tokenizer, truncation=True, max_length=max_length)
+            load_model = (
+                AutoModelForSequenceClassification.from_pretrained
+                if args.pooling == "model"
+                else MeanPoolingForSequenceClassification.from_encoder
+            )
             # A checkpoint of another task has another head, which is replaced by a new one.
-            ignore_mismatched_sizes=True,
-            **dropouts(args),
-        )
+            model = load_model(args.model_name_or_path, ignore_mismatched_sizes=True, **entries)
     model.config.pad_token_id = tokenizer.pad_token_id
     label = splits["train"].features["label"]
     if isinstance(label, ClassLabel):
@@ -99,10 +109,9 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
 
     kept = ("label", training_args.privacy_unit_column)
     # No padding here: the trainer sorts the examples of a step by length, and the collator pads each micro-batch.
-    max_length = min(args.max_seq_length, tokenizer.model_max_length)
     with training_args.main_process_first(desc="tokenize"):
         tokenized = splits.map(
-            lambda rows: tokenizer(*(rows[column] for column in task.text_columns), truncation=True, max_length=max_length),
+            lambda rows: to_tokens(*(rows[column] for column in task.text_columns)),
             batched=True,
             remove_columns=[name for name in splits["train"].column_names if name not in kept],
         )

@@ -23,7 +23,7 @@ from doppler_hf.workloads.images import ImageArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
-from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
+from tests.support.folders import END, MASKED_LMS, write_bert, write_glue, write_gpt2, write_masked_lm, write_texts
 from tests.support.tiers import combined, thorough
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +102,18 @@ def test_glue_with_the_mean_head(tmp_path, bert_dir, data_dir):
     flags = (*PRIVATE, "--pooling=mean", "--lora_r=2", "--lora_target_modules=query,value")
     results = run_glue("stsb", data_dir("stsb"), bert_dir, tmp_path / "out", *flags)
     assert np.isfinite(results["eval_pearson"])
+
+
+@pytest.mark.parametrize(
+    "lora", [(), pytest.param(("--lora_r=2", "--lora_target_modules=all-linear"), marks=pytest.mark.thorough)]
+)
+def test_glue_with_a_prompt(tmp_path, data_dir, lora):
+    model = write_masked_lm(tmp_path / "model", MASKED_LMS["roberta"]())
+    out, data = tmp_path / "out", data_dir("qnli")
+    results = run_glue("qnli", data, model, out, *PRIVATE, "--pooling=prompt", *lora)
+    assert np.isfinite(results["eval_accuracy"])
+    if not lora:  # and it can be trained on
+        run_glue("qnli", data, out, tmp_path / "again", *PRIVATE, "--pooling=prompt")
 
 
 def test_glue_without_privacy(tmp_path, bert_dir, data_dir):

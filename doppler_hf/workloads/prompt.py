@@ -1,0 +1,198 @@
+"""A sequence classifier that asks a masked language model for the word in a gap.
+
+    logits_k = (head(h_gap))[word_k],    "a masterpiece. It was <mask>." with word_0 = terrible, word_1 = great
+
+Its head is pretrained, and a new one would get noise before it has learnt anything. The published figures of private
+fine-tuning on GLUE are of it (Li et al., ICLR 2022), with the templates and words of Gao et al. (ACL 2021, Table 1).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Final
+
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from doppler_hf.privacy.losses import classification_losses
+
+GAP: Final = "<gap>"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A template, and the word that stands for each class.
+
+    Attributes:
+        template: Sentences by their number, the gap, and what is said around them.
+        words: In the order of the labels.
+    """
+
+    template: tuple[int | str, ...]
+    words: tuple[str, ...]
+
+
+_PAIR: Final = (0, "?", GAP, ",", 1)
+PROMPTS: Final[Mapping[str, Prompt]] = {
+    "cola": Prompt((0, " This is", GAP, "."), ("incorrect", "correct")),
+    "mnli": Prompt(_PAIR, ("Yes", "Maybe", "No")),
+    "mrpc": Prompt((0, GAP, ",", 1), ("No", "Yes")),
+    "qnli": Prompt(_PAIR, ("Yes", "No")),
+    "qqp": Prompt((0, GAP, ",", 1), ("No", "Yes")),
+    "rte": Prompt(_PAIR, ("Yes", "No")),
+    "sst2": Prompt((0, " It was", GAP, "."), ("terrible", "great")),
+}
+
+
+class PromptForSequenceClassification(PreTrainedModel):
+    """A masked language model whose word in the gap tells the class.
+
+    Args:
+        config: The model's config with `mask_token_id`, the token of the gap, and `label_token_ids`, one for each class.
+        masked_lm: The model; by default a new one.
+
+    Example:
+        >>> model = PromptForSequenceClassification.from_masked_lm("FacebookAI/roberta-base", prompter=prompter)
+    """
+
+    config_class = PreTrainedConfig
+    base_model_prefix = "masked_lm"
+    accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
+
+    def __init__(self, config: PreTrainedConfig, masked_lm: PreTrainedModel | None = None) -> None:
+        super().__init__(config)
+        self.masked_lm = AutoModelForMaskedLM.from_config(config) if masked_lm is None else masked_lm
+        self._head()
+        self.post_init()
+
+    @classmethod
+    def from_masked_lm(
+        cls, name_or_path: str | PathLike[str], *, prompter: "Prompter", **config_kwargs: Any
+    ) -> "PromptForSequenceClassification":
+        """Load a pretrained masked language model, or a checkpoint of this class, from the hub or a folder.
+
+        Args:
+            name_or_path: Hub name or folder.
+            prompter: Names the gap and the words.
+            **config_kwargs: Entries of the config, such as `num_labels`.
+
+        Raises:
+            ValueError: If there is no pretrained head.
+        """
+        config = AutoConfig.from_pretrained(name_or_path, **config_kwargs)
+        config.mask_token_id, config.label_token_ids = prompter.mask_token_id, prompter.label_token_ids
+        if config.architectures == [cls.__name__]:
+            return cls.from_pretrained(name_or_path, config=config)
+        masked_lm, found = AutoModelForMaskedLM.from_pretrained(name_or_path, config=config, output_loading_info=True)
+        if found["missing_keys"]:
+            raise ValueError(
+                f"--pooling prompt needs a pretrained masked language model, got {name_or_path} without weights of "
+                f"{min(found['missing_keys'])}. Give one such as FacebookAI/roberta-base, or another --pooling."
+            )
+        return cls(config, masked_lm)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the layer of the words, to which no adapter is added."""
+        return self.masked_lm.get_output_embeddings()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch length"],
+        attention_mask: Int[Tensor, "batch length"] | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Return logits of shape (batch, num_labels), and the mean loss if there are labels."""
+        kwargs.pop("return_dict", None)
+        hidden = self.masked_lm.base_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        gaps = (input_ids == self.config.mask_token_id).int().argmax(dim=1)[:, None, None]
+        # The head reads the gap alone: the words of all tokens would take more memory than all layers.
+        words = self._head()(hidden.gather(1, gaps.expand(-1, 1, hidden.shape[-1]))).squeeze(1)
+        logits = words[:, self.config.label_token_ids]
+        loss = None
+        if labels is not None:
+            loss = classification_losses(logits, labels, problem_type=self.config.problem_type).mean()
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def _head(self) -> nn.Module:
+        for name in ("lm_head", "cls"):
+            if hasattr(self.masked_lm, name):
+                return getattr(self.masked_lm, name)
+        raise ValueError(
+            f"--pooling prompt needs a model with its head in lm_head or cls, as RoBERTa and BERT have, got a "
+            f"{type(self.masked_lm).__name__}. Give another --model_name_or_path, or another --pooling."
+        )
+
+
+class Prompter:
+    """Puts sentences into a template.
+
+    Args:
+        task_name: One of `PROMPTS`.
+        tokenizer: Of the model.
+        max_length: Sentences are cut, the longest first, so that the tokens are at most as many.
+
+    Raises:
+        ValueError: If there is no template for the task, the tokenizer has no gap, or does not know a word.
+    """
+
+    def __init__(self, task_name: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> None:
+        if task_name not in PROMPTS:
+            raise ValueError(
+                f"--pooling prompt must be for one of {', '.join(PROMPTS)}, got {task_name}, which has no template. Set "
+                "--pooling model."
+            )
+        if None in (tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id):
+            raise ValueError(
+                f"--pooling prompt needs a tokenizer with the tokens mask, cls and sep, got a {type(tokenizer).__name__} "
+                "without. Give a masked language model such as FacebookAI/roberta-base."
+            )
+        self._prompt, self._tokenizer = PROMPTS[task_name], tokenizer
+        self.mask_token_id: int = tokenizer.mask_token_id
+        self.label_token_ids = [self._one_token(word) for word in self._prompt.words]
+        self._around = [self._around_of(part) for part in self._prompt.template]
+        self._room = max_length - 2 - sum(map(len, self._around))
+        if self._room < 1:
+            raise ValueError(f"--max_seq_length must be longer than the template, got {max_length}. Set 128, say.")
+
+    def __call__(self, *sentences: Sequence[str]) -> dict[str, list[list[int]]]:
+        """Return `input_ids` and `attention_mask`.
+
+        Args:
+            *sentences: The first sentences of all examples, and the second where the task has pairs.
+        """
+        rows = [self._tokens_of(row) for row in zip(*sentences, strict=True)]
+        return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+
+    def _tokens_of(self, sentences: tuple[str, ...]) -> list[int]:
+        first, *others = (sentence.strip() for sentence in sentences)
+        if "?" in self._prompt.template:
+            first = first.rstrip(" .?!")
+        found = [self._encode(text) for text in (first, *(f" {text[:1].lower()}{text[1:]}" for text in others))]
+        while sum(map(len, found)) > self._room:
+            max(found, key=len).pop()
+        parts = [
+            found[part] if isinstance(part, int) else around
+            for part, around in zip(self._prompt.template, self._around, strict=True)
+        ]
+        return [self._tokenizer.cls_token_id, *(token for part in parts for token in part), self._tokenizer.sep_token_id]
+
+    def _around_of(self, part: int | str) -> list[int]:
+        if isinstance(part, int):
+            return []
+        return [self.mask_token_id] if part == GAP else self._encode(part)
+
+    def _encode(self, text: str) -> list[int]:
+        # A text that has the word for the gap in it has no gap.
+        return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+    def _one_token(self, word: str) -> int:
+        tokens = self._encode(f" {word}")
+        if len(tokens) != 1 or tokens[0] == self._tokenizer.unk_token_id:
+            raise ValueError(
+                f"--pooling prompt needs a tokenizer that has a token for {word!r}, got {len(tokens)} of the "
+                f"{type(self._tokenizer).__name__}. Set another --pooling."
+            )
+        return tokens[0]

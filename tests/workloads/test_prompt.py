@@ -1,0 +1,116 @@
+"""The word in the gap is the masked language model's own, and one gap is in every text."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertTokenizerFast,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+)
+
+from doppler_hf.workloads.prompt import PROMPTS, Prompter, PromptForSequenceClassification
+from tests.support.folders import MASKED_LMS, PROMPT_WORDS, SPECIAL_WORDS, write_gpt2, write_masked_lm
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return AutoTokenizer.from_pretrained(write_masked_lm(tmp_path / "words", MASKED_LMS["bert"]()))
+
+
+def test_words_are_those_of_the_classes():
+    """In the order of GLUE's labels."""
+    names = {
+        "cola": {"unacceptable": "incorrect", "acceptable": "correct"},
+        "mnli": {"entailment": "Yes", "neutral": "Maybe", "contradiction": "No"},
+        "mrpc": {"not_equivalent": "No", "equivalent": "Yes"},
+        "qnli": {"entailment": "Yes", "not_entailment": "No"},
+        "qqp": {"not_duplicate": "No", "duplicate": "Yes"},
+        "rte": {"entailment": "Yes", "not_entailment": "No"},
+        "sst2": {"negative": "terrible", "positive": "great"},
+    }
+    assert {name: prompt.words for name, prompt in PROMPTS.items()} == {
+        name: tuple(words.values()) for name, words in names.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("task_name", "sentences", "expected"),
+    [
+        ("sst2", [" a good film . "], "[CLS] a good film. it was [MASK]. [SEP]"),
+        ("cola", ["a good film."], "[CLS] a good film. this is [MASK]. [SEP]"),
+        ("qnli", ["is this a film?", "It was a good film."], "[CLS] is this a film? [MASK], it was a good film. [SEP]"),
+        ("qqp", ["is this a film?", "Was it?"], "[CLS] is this a film? [MASK], was it? [SEP]"),
+        ("sst2", ["a [MASK] film"], "[CLS] a [ mask ] film it was [MASK]. [SEP]"),
+    ],
+)
+def test_a_template_has_one_gap(tokenizer, task_name, sentences, expected):
+    prompter = Prompter(task_name, tokenizer, max_length=30)
+    found = prompter(*([sentence] for sentence in sentences))
+    (row,) = found["input_ids"]
+    assert tokenizer.decode(row) == expected
+    assert row.count(tokenizer.mask_token_id) == 1
+    assert found["attention_mask"] == [[1] * len(row)]
+
+
+def test_sentences_are_cut_and_the_template_is_not(tokenizer):
+    (row,) = Prompter("mnli", tokenizer, max_length=12)(["a " * 30], ["good " * 4])["input_ids"]
+    assert tokenizer.decode(row) == "[CLS] a a a? [MASK], good good good good [SEP]"
+    with pytest.raises(ValueError, match="--max_seq_length must be longer than the template, got 5"):
+        Prompter("mnli", tokenizer, max_length=5)
+
+
+@pytest.mark.parametrize("name", MASKED_LMS)
+def test_logits_are_those_of_the_words_in_the_gap(tmp_path, name):
+    folder = write_masked_lm(tmp_path / name, MASKED_LMS[name]())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompter = Prompter("mnli", tokenizer, max_length=30)
+    model = PromptForSequenceClassification.from_masked_lm(folder, prompter=prompter, num_labels=3).eval()
+    rows = prompter(["a good film", "bad", "this film"], ["it is", "this was a bad film", "no"])
+    batch = tokenizer.pad(rows, return_tensors="pt")
+    labels = torch.tensor([0, 1, 2])
+    with torch.no_grad():
+        output = model(**batch, labels=labels)
+        whole = AutoModelForMaskedLM.from_pretrained(folder).eval()(**batch).logits
+    words = tokenizer.convert_tokens_to_ids(["yes", "maybe", "no"])
+    gaps = [row.index(tokenizer.mask_token_id) for row in rows["input_ids"]]
+    expected = torch.stack([whole[row, gap, words] for row, gap in enumerate(gaps)])
+    torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(expected, labels), rtol=1e-5, atol=1e-5)
+
+
+def test_saves_and_loads_itself_with_its_tied_words(tmp_path):
+    folder = write_masked_lm(tmp_path / "bert", MASKED_LMS["bert"]())
+    prompter = Prompter("sst2", AutoTokenizer.from_pretrained(folder), max_length=30)
+    model = PromptForSequenceClassification.from_masked_lm(folder, prompter=prompter)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.add_(1.0)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = PromptForSequenceClassification.from_masked_lm(tmp_path / "saved", prompter=prompter)
+    assert loaded.get_output_embeddings().weight is loaded.masked_lm.get_input_embeddings().weight
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+
+
+def test_what_has_no_template_no_gap_or_no_word_is_refused(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"--pooling prompt must be for one of cola, .*, got stsb, which has no template"):
+        Prompter("stsb", tokenizer, max_length=30)
+    gpt2 = AutoTokenizer.from_pretrained(write_gpt2(tmp_path / "gpt2"))
+    with pytest.raises(ValueError, match="needs a tokenizer with the tokens mask, cls and sep, got a GPT2Tokenizer"):
+        Prompter("sst2", gpt2, max_length=30)
+    few = BertTokenizerFast(vocab={word: row for row, word in enumerate([*SPECIAL_WORDS, "terrible"])})
+    with pytest.raises(ValueError, match="needs a tokenizer that has a token for 'great'"):
+        Prompter("sst2", few, max_length=30)
+
+
+def test_a_model_without_a_pretrained_head_is_refused(tmp_path, tokenizer):
+    prompter = Prompter("sst2", tokenizer, max_length=30)
+    encoder = write_masked_lm(tmp_path / "encoder", MASKED_LMS["bert"]().bert)
+    with pytest.raises(
+        ValueError, match=r"--pooling prompt needs a pretrained masked language model, got .* without weights"
+    ):
+        PromptForSequenceClassification.from_masked_lm(encoder, prompter=prompter)
+    config = DistilBertConfig(vocab_size=len(PROMPT_WORDS), dim=16, n_layers=1, n_heads=2, hidden_dim=32)
+    other = write_masked_lm(tmp_path / "other", DistilBertForMaskedLM(config))
+    with pytest.raises(ValueError, match="as RoBERTa and BERT have, got a DistilBertForMaskedLM"):
+        PromptForSequenceClassification.from_masked_lm(other, prompter=prompter)
