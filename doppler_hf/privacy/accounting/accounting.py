@@ -155,8 +155,8 @@ def composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[Sa
             raise ValueError(f"steps must be at least 0, got {steps}.")
         if sample_rate == 1.0 and accountant == "prv":
             raise ValueError(
-                "sample_rate must be less than 1 with accountant='prv', got 1. Use accountant='pld' or 'rdp', or a smaller "
-                "batch."
+                "sample_rate, the expected batch size over the number of units, must be less than 1 with accountant='prv', "
+                "got 1. Use accountant='pld' or 'rdp', or a smaller batch."
             )
         if steps > 0:
             counts[noise_multiplier, sample_rate] = counts.get((noise_multiplier, sample_rate), 0) + steps
