@@ -1,0 +1,110 @@
+"""Overhead of a private step of a small network: `DopplerTrainer` against `Trainer`, in turn, in one process.
+
+    python -m scripts.bench.small_networks --tasks mnist,digits --dataset_dir DATA [--output out/bench.jsonl]
+
+The networks are those of the studies, from scratch, and a step is all of it: data, gradients, noise, filter, optimizer, and
+the private run's record of it. Its parts that do not grow with the network weigh most here.
+"""
+
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from doppler_hf import DopplerTrainingArguments
+from doppler_hf.reproduce.data import Data, Sources
+from doppler_hf.reproduce.runs import StudyTrainer
+from doppler_hf.reproduce.tasks import SMALL
+from doppler_hf.workloads.arguments import one_line_errors, parse_args
+from scripts.bench.measure import append_json_line, chosen, quartiles, settings
+
+# Of a run, until all that is computed once has been.
+UNTIMED = 5
+
+
+@dataclass
+class BenchArguments:
+    """The settings of the trainings."""
+
+    tasks: str = field(default="digits", metadata={"help": "Tasks of images of the studies, separated by commas."})
+    batch_size: int = field(default=64, metadata={"help": "Expected batch size."})
+    steps: int = field(default=40, metadata={"help": "Steps of a run that are timed."})
+    pairs: int = field(default=3, metadata={"help": "How many pairs of runs."})
+    dataset_dir: str | None = field(default=None, metadata={"help": "Folder with mnist/ as parquet; by default the hub's."})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
+    threads: int = field(default=1, metadata={"help": "torch's threads."})
+    output: str | None = field(default=None, metadata={"help": "File to which each result is added as a line of JSON."})
+
+
+class Clock(TrainerCallback):
+    """Notes the time after each step."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note it."""
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._marks.append(time.perf_counter())
+
+    def per_step(self) -> float:
+        """Return the seconds of a step."""
+        return (self._marks[-1] - self._marks[UNTIMED - 1]) / (len(self._marks) - UNTIMED)
+
+
+def train(data: Data, args: BenchArguments, *, private: bool) -> float:
+    """Train, and return the seconds of a step."""
+    clock = Clock()
+    set_seed(0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        common = {
+            "output_dir": folder,
+            "per_device_train_batch_size": args.batch_size,
+            "max_steps": UNTIMED + args.steps,
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "remove_unused_columns": False,
+            "use_cpu": args.device == "cpu",
+        }
+        trainer = (StudyTrainer if private else Trainer)(
+            model=data.network(),
+            args=DopplerTrainingArguments(**common, target_epsilon=3.0) if private else TrainingArguments(**common),
+            train_dataset=data.train,
+            data_collator=data.collator,
+            callbacks=[clock],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return clock.per_step()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train in turn, and print one line for each task."""
+    with one_line_errors():
+        (args,) = parse_args(BenchArguments, argv=argv)
+        tasks = {name: SMALL[name] for name in chosen("--tasks", args.tasks, SMALL)}
+    torch.set_num_threads(args.threads)
+    for name, task in tasks.items():
+        with tempfile.TemporaryDirectory() as folder:
+            data = task.load(Sources(args.dataset_dir, encoder="", cache_dir=Path(folder)))
+            pairs = np.array([[train(data, args, private=private) for private in (False, True)] for _ in range(args.pairs)])
+        q1, ratio, q3 = quartiles(pairs[:, 1] / pairs[:, 0])
+        plain_s, private_s = np.median(pairs, axis=0).tolist()
+        print(f"{name} time ×{ratio:.2f} ({q1:.2f} to {q3:.2f}): {1000 * plain_s:.4g} → {1000 * private_s:.4g} ms per step")
+        result = {"work": name, "ratio": ratio, "ratio_quartiles": [q1, q3], "plain_s": plain_s, "private_s": private_s}
+        append_json_line(result | settings(args), args.output)
+
+
+if __name__ == "__main__":
+    main()
