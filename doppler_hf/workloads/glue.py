@@ -1,16 +1,23 @@
 """Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head or a prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.workloads.data_sources import glue_task, load_glue
-from doppler_hf.workloads.hub import hub_or_folder
+from doppler_hf.workloads.hub import hub_or_folder, refuse_new_layers
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
 from doppler_hf.workloads.prompt import Prompter, PromptForSequenceClassification
@@ -59,6 +66,37 @@ def dropouts(args: GlueArguments) -> dict[str, float]:
     return found
 
 
+def load_model(
+    args: GlueArguments, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Callable[..., Mapping[str, Any]], PreTrainedModel]:
+    """Return what makes tokens of sentences, and the model.
+
+    Raises:
+        ValueError: If the model is not pretrained, or the tokenizer does not fit the head.
+    """
+    task, max_length = glue_task(args.task_name), min(args.max_seq_length, tokenizer.model_max_length)
+    entries: dict[str, Any] = {
+        "num_labels": task.num_labels,
+        "problem_type": "regression" if task.is_regression else "single_label_classification",
+        **dropouts(args),
+    }
+    if args.pooling == "prompt":
+        prompter = Prompter(args.task_name, tokenizer, max_length=max_length)
+        return prompter, PromptForSequenceClassification.from_masked_lm(
+            args.model_name_or_path, prompter=prompter, **entries
+        )
+    # A checkpoint of another task has another head, which is replaced by a new one.
+    entries["ignore_mismatched_sizes"] = True
+    to_tokens = partial(tokenizer, truncation=True, max_length=max_length)
+    if args.pooling == "mean":
+        return to_tokens, MeanPoolingForSequenceClassification.from_encoder(args.model_name_or_path, **entries)
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        args.model_name_or_path, output_loading_info=True, **entries
+    )
+    refuse_new_layers(found["missing_keys"], args.model_name_or_path, prefix=f"{model.base_model_prefix}.")
+    return to_tokens, model
+
+
 def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
     """Load the data and the model, and tokenize.
 
@@ -83,24 +121,7 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
     splits = load_glue(args.task_name, args.dataset_dir)
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
         tokenizer = load_tokenizer(args.model_name_or_path)
-        max_length = min(args.max_seq_length, tokenizer.model_max_length)
-        entries = {
-            "num_labels": task.num_labels,
-            "problem_type": "regression" if task.is_regression else "single_label_classification",
-        } | dropouts(args)
-        to_tokens: Callable[..., Any]
-        if args.pooling == "prompt":
-            to_tokens = prompter = Prompter(args.task_name, tokenizer, max_length=max_length)
-            model = PromptForSequenceClassification.from_masked_lm(args.model_name_or_path, prompter=prompter, **entries)
-        else:
-            to_tokens = partial(tokenizer, truncation=True, max_length=max_length)
-            load_model = (
-                AutoModelForSequenceClassification.from_pretrained
-                if args.pooling == "model"
-                else MeanPoolingForSequenceClassification.from_encoder
-            )
-            # A checkpoint of another task has another head, which is replaced by a new one.
-            model = load_model(args.model_name_or_path, ignore_mismatched_sizes=True, **entries)
+        to_tokens, model = load_model(args, tokenizer)
     model.config.pad_token_id = tokenizer.pad_token_id
     label = splits["train"].features["label"]
     if isinstance(label, ClassLabel):

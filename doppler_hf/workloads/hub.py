@@ -1,6 +1,6 @@
-"""The message when the Hugging Face hub cannot be reached: one line, with the argument that takes a local folder."""
+"""What is wrong with a name on the hub or a folder, in one line, with the argument that takes another."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,3 +33,23 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
         raise ValueError(
             f"Cannot load {source!r} ({reason}). Without network access give a local folder with {flag}."
         ) from error
+
+
+def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = "") -> None:
+    """Refuse a checkpoint that lacks weights of the model below its head, which would be trained from random ones.
+
+    Args:
+        missing: Names of all weights that it lacks.
+        source: Its hub name or folder.
+        prefix: Of the names below the head.
+
+    Raises:
+        ValueError: If it lacks some.
+    """
+    # A pooler is part of the head.
+    found = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
+    if found:
+        raise ValueError(
+            f"--model_name_or_path must have the weights of the model below its head, got {source} without {min(found)} and "
+            f"{len(found) - 1} more. Give another, or if it was trained with another --pooling, that one."
+        )

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.privacy.losses import classification_losses
+from doppler_hf.workloads.hub import refuse_new_layers
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):
@@ -24,6 +25,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
 
     Args:
         config: The encoder's config; `num_labels` sizes the head.
+        encoder: The encoder; by default a new one.
 
     Example:
         >>> model = MeanPoolingForSequenceClassification.from_encoder("sentence-transformers/all-MiniLM-L6-v2", num_labels=2)
@@ -31,11 +33,15 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
 
     config_class = PreTrainedConfig
     base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = True  # The model inside is made first, and decides.
     accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, encoder: PreTrainedModel | None = None) -> None:
+        if encoder is None:
+            encoder = AutoModel.from_config(config)
         super().__init__(config)
-        self.encoder = AutoModel.from_config(config)
+        self.encoder = encoder
         # The pooler reads the first token: it would get noise, and have no effect.
         if hasattr(self.encoder, "pooler"):
             self.encoder.pooler = None
@@ -56,9 +62,16 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
 
         Returns:
             The model; the head is new unless the checkpoint has one.
+
+        Raises:
+            ValueError: If there is no pretrained encoder.
         """
         config = AutoConfig.from_pretrained(name_or_path, **config_kwargs)
-        return cls.from_pretrained(name_or_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes)
+        if config.architectures == [cls.__name__]:
+            return cls.from_pretrained(name_or_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes)
+        encoder, found = AutoModel.from_pretrained(name_or_path, config=config, output_loading_info=True)
+        refuse_new_layers(found["missing_keys"], str(name_or_path))
+        return cls(config, encoder)
 
     def forward(
         self,

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, Pre
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.privacy.losses import classification_losses
+from doppler_hf.workloads.hub import refuse_new_layers
 
 GAP: Final = "<gap>"
 
@@ -59,11 +60,15 @@ class PromptForSequenceClassification(PreTrainedModel):
 
     config_class = PreTrainedConfig
     base_model_prefix = "masked_lm"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = True  # The model inside is made first, and decides.
     accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
 
     def __init__(self, config: PreTrainedConfig, masked_lm: PreTrainedModel | None = None) -> None:
+        if masked_lm is None:
+            masked_lm = AutoModelForMaskedLM.from_config(config)
         super().__init__(config)
-        self.masked_lm = AutoModelForMaskedLM.from_config(config) if masked_lm is None else masked_lm
+        self.masked_lm = masked_lm
         self._head()
         self.post_init()
 
@@ -79,18 +84,14 @@ class PromptForSequenceClassification(PreTrainedModel):
             **config_kwargs: Entries of the config, such as `num_labels`.
 
         Raises:
-            ValueError: If there is no pretrained head.
+            ValueError: If layers or head are not pretrained.
         """
         config = AutoConfig.from_pretrained(name_or_path, **config_kwargs)
         config.mask_token_id, config.label_token_ids = prompter.mask_token_id, prompter.label_token_ids
         if config.architectures == [cls.__name__]:
             return cls.from_pretrained(name_or_path, config=config)
         masked_lm, found = AutoModelForMaskedLM.from_pretrained(name_or_path, config=config, output_loading_info=True)
-        if found["missing_keys"]:
-            raise ValueError(
-                f"--pooling prompt needs a pretrained masked language model, got {name_or_path} without weights of "
-                f"{min(found['missing_keys'])}. Give one such as FacebookAI/roberta-base, or another --pooling."
-            )
+        refuse_new_layers(found["missing_keys"], str(name_or_path))
         return cls(config, masked_lm)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -191,8 +192,9 @@ class Prompter:
     def _one_token(self, word: str) -> int:
         tokens = self._encode(f" {word}")
         if len(tokens) != 1 or tokens[0] == self._tokenizer.unk_token_id:
+            found = self._tokenizer.convert_ids_to_tokens(tokens)
             raise ValueError(
-                f"--pooling prompt needs a tokenizer that has a token for {word!r}, got {len(tokens)} of the "
-                f"{type(self._tokenizer).__name__}. Set another --pooling."
+                f"--pooling prompt needs a tokenizer with one token for {word!r}, got {found} of the "
+                f"{type(self._tokenizer).__name__}. Set --pooling model."
             )
         return tokens[0]

@@ -287,7 +287,10 @@ def test_examples_without_a_finite_gradient_keep_their_weights_apart():
 @pytest.mark.parametrize("weights", [[0.5], [0.5, 1.1], [-0.1, 0.5], [0.5, math.nan]])
 def test_bad_weights_are_refused(weights):
     model = torch.nn.Linear(1, 1)
-    with ClippedGradients(model) as clipped, pytest.raises(ValueError, match=r"weights must be 2 numbers in \[0, 1\]"):
+    with (
+        ClippedGradients(model) as clipped,
+        pytest.raises(ValueError, match=r"weights must be one number in \[0, 1\] per example"),
+    ):
         clipped.backward(model(torch.ones(2, 1)).squeeze(1), weights=torch.tensor(weights))
 
 

@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     RobertaConfig,
     RobertaForMaskedLM,
+    RobertaTokenizerFast,
 )
 
 from doppler_hf.workloads.data_sources import GLUE_TASKS
@@ -53,6 +54,20 @@ def write_masked_lm(folder, model: PreTrainedModel):
     BertTokenizerFast(vocab={word: row for row, word in enumerate(PROMPT_WORDS)}).save_pretrained(folder)
     model.save_pretrained(folder)
     return folder
+
+
+def byte_tokenizer():
+    """A tokenizer of RoBERTa's kind, for which a word after a space or with a capital letter is another one."""
+    merged = ["Ġgreat", "Ġterrible", "ĠYes", "ĠMaybe", "ĠNo", "ĠIt", "Ġwas", "Ġit", "ĠThis", "Ġis"]
+    vocab, merges = {}, []
+    for piece in ["<pad>", "<unk>", "<s>", "</s>", "<mask>", *sorted(set("".join(merged)) | set("abcdefgh.,?T"))]:
+        vocab.setdefault(piece, len(vocab))
+    for word in merged:
+        for end in range(1, len(word)):
+            if word[: end + 1] not in vocab:
+                merges.append((word[:end], word[end]))
+                vocab[word[: end + 1]] = len(vocab)
+    return RobertaTokenizerFast(vocab=vocab, merges=merges)
 
 
 def write_gpt2(folder):

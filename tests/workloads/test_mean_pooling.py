@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from transformers import BertModel, RobertaConfig, RobertaModel
+from transformers import AutoTokenizer, BertModel, DebertaV2Config, DebertaV2Model, RobertaConfig, RobertaModel
 
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification, masked_mean
+from doppler_hf.workloads.prompt import Prompter, PromptForSequenceClassification
+from tests.support.folders import MASKED_LMS, write_masked_lm
 from tests.support.tiny import pad, text_data, tiny_bert
 
 
@@ -33,6 +35,36 @@ def test_encoder_is_loaded_and_the_head_reads_its_mean(folder):
         torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
     assert expected.shape == (1, 3)
     assert not any("pooler" in name for name, _ in model.named_parameters())
+
+
+def test_a_checkpoint_with_another_head_gives_its_encoder(tmp_path):
+    masked_lm = MASKED_LMS["bert"]()
+    masked_lm.save_pretrained(tmp_path)
+    model = MeanPoolingForSequenceClassification.from_encoder(tmp_path, num_labels=2)
+    found = model.encoder.state_dict()
+    assert all(torch.equal(found[name], weights) for name, weights in masked_lm.bert.state_dict().items())
+
+
+def test_a_checkpoint_without_the_layers_is_refused(tmp_path):
+    write_masked_lm(tmp_path / "bert", MASKED_LMS["bert"]())
+    prompter = Prompter("sst2", AutoTokenizer.from_pretrained(tmp_path / "bert"), max_length=30)
+    prompt = PromptForSequenceClassification.from_masked_lm(tmp_path / "bert", prompter=prompter)
+    prompt.save_pretrained(tmp_path / "prompt")
+    with pytest.raises(ValueError, match=r"below its head, got .*prompt without embeddings\..* more\. Give another, or"):
+        MeanPoolingForSequenceClassification.from_encoder(tmp_path / "prompt")
+
+
+def test_its_attention_is_the_encoders_and_activations_can_be_computed_again(folder, tmp_path):
+    fresh = MeanPoolingForSequenceClassification.from_encoder(folder)
+    fresh.save_pretrained(tmp_path / "saved")
+    for model in (fresh, MeanPoolingForSequenceClassification.from_encoder(tmp_path / "saved")):
+        assert model.encoder.config._attn_implementation == "sdpa"
+        model.activation_checkpointing_enable()
+        assert model.is_activation_checkpointing
+    config = DebertaV2Config(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    DebertaV2Model(config).save_pretrained(tmp_path / "deberta")
+    other = MeanPoolingForSequenceClassification.from_encoder(tmp_path / "deberta")
+    assert other.encoder.config._attn_implementation == "eager"
 
 
 def test_padding_changes_nothing(folder):

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from doppler_hf.workloads.prompt import PROMPTS, Prompter, PromptForSequenceClassification
-from tests.support.folders import MASKED_LMS, PROMPT_WORDS, SPECIAL_WORDS, write_gpt2, write_masked_lm
+from tests.support.folders import MASKED_LMS, PROMPT_WORDS, SPECIAL_WORDS, byte_tokenizer, write_gpt2, write_masked_lm
 
 
 @pytest.fixture
@@ -54,6 +54,22 @@ def test_a_template_has_one_gap(tokenizer, task_name, sentences, expected):
     assert found["attention_mask"] == [[1] * len(row)]
 
 
+@pytest.mark.parametrize(
+    ("task_name", "sentences", "expected"),
+    [
+        ("sst2", ["bad"], ["<s>", "b", "a", "d", "ĠIt", "Ġwas", "<mask>", ".", "</s>"]),
+        ("mnli", ["bad?", "It bad"], ["<s>", "b", "a", "d", "?", "<mask>", ",", "Ġit", "Ġ", "b", "a", "d", "</s>"]),
+    ],
+)
+def test_spaces_and_capital_letters_are_those_of_running_text(task_name, sentences, expected):
+    tokenizer = byte_tokenizer()
+    prompter = Prompter(task_name, tokenizer, max_length=30)
+    (row,) = prompter(*([sentence] for sentence in sentences))["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(row) == expected
+    words = [f"Ġ{word}" for word in PROMPTS[task_name].words]
+    assert tokenizer.convert_ids_to_tokens(prompter.label_token_ids) == words
+
+
 def test_sentences_are_cut_and_the_template_is_not(tokenizer):
     (row,) = Prompter("mnli", tokenizer, max_length=12)(["a " * 30], ["good " * 4])["input_ids"]
     assert tokenizer.decode(row) == "[CLS] a a a? [MASK], good good good good [SEP]"
@@ -90,6 +106,10 @@ def test_saves_and_loads_itself_with_its_tied_words(tmp_path):
     loaded = PromptForSequenceClassification.from_masked_lm(tmp_path / "saved", prompter=prompter)
     assert loaded.get_output_embeddings().weight is loaded.masked_lm.get_input_embeddings().weight
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+    for each in (model, loaded):
+        assert each.masked_lm.config._attn_implementation == "sdpa"
+        each.activation_checkpointing_enable()
+        assert each.is_activation_checkpointing
 
 
 def test_what_has_no_template_no_gap_or_no_word_is_refused(tmp_path, tokenizer):
@@ -99,7 +119,7 @@ def test_what_has_no_template_no_gap_or_no_word_is_refused(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="needs a tokenizer with the tokens mask, cls and sep, got a GPT2Tokenizer"):
         Prompter("sst2", gpt2, max_length=30)
     few = BertTokenizerFast(vocab={word: row for row, word in enumerate([*SPECIAL_WORDS, "terrible"])})
-    with pytest.raises(ValueError, match="needs a tokenizer that has a token for 'great'"):
+    with pytest.raises(ValueError, match=r"needs a tokenizer with one token for 'great', got \['\[UNK\]'\]"):
         Prompter("sst2", few, max_length=30)
 
 
@@ -107,7 +127,7 @@ def test_a_model_without_a_pretrained_head_is_refused(tmp_path, tokenizer):
     prompter = Prompter("sst2", tokenizer, max_length=30)
     encoder = write_masked_lm(tmp_path / "encoder", MASKED_LMS["bert"]().bert)
     with pytest.raises(
-        ValueError, match=r"--pooling prompt needs a pretrained masked language model, got .* without weights"
+        ValueError, match=r"--model_name_or_path must have the weights of the model below its head, got .* without cls\."
     ):
         PromptForSequenceClassification.from_masked_lm(encoder, prompter=prompter)
     config = DistilBertConfig(vocab_size=len(PROMPT_WORDS), dim=16, n_layers=1, n_heads=2, hidden_dim=32)

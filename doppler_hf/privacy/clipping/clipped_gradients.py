@@ -190,8 +190,8 @@ class ClippedGradients:
         if weights is not None and (weights.shape != (batch_size,) or not bool(((weights >= 0) & (weights <= 1)).all())):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
             raise ValueError(
-                f"weights must be {batch_size} numbers in [0, 1], one per example, got another shape or a "
-                "number outside [0, 1]."
+                "weights must be one number in [0, 1] per example, got another shape or a number outside [0, 1]. Return the "
+                "weights of the losses."
             )
         self._refuse_other_parameters()
         if len(losses) == 0:
