@@ -1,5 +1,6 @@
 """Data sets of images: their pixels, their scattering coefficients, or the images of users."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -54,7 +55,8 @@ def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loa
 
     def read(folder: str | None, sources: Sources) -> Data:
         data = pixels(name, Images(name, folder), network, held_out=held_out)
-        return data._replace(train=in_table(data.train))
+        shape = data.train[0]["inputs"].shape
+        return data._replace(train=in_table(data.train), collator=functools.partial(collated, shape=shape))
 
     return loader(name, read)
 
@@ -133,13 +135,22 @@ def shared_out(labels: np.ndarray, *, per_user: int) -> np.ndarray:
 
 
 def in_table(rows: Rows) -> Any:
-    """Return a `datasets.Dataset` of rows, of which the private loader reads many at once."""
+    """Return a `datasets.Dataset` of rows, of which the private loader reads many at once.
+
+    Inputs are flat lists of one length in it, which are read five times as fast as arrays of more dimensions.
+    """
     import datasets
 
     batch = default_collate(rows.__getitems__(range(len(rows))))
-    kinds = {"inputs": datasets.Array3D(tuple(batch["inputs"].shape[1:]), "float32"), "labels": datasets.Value("int64")}
-    columns = {name: values.numpy() for name, values in batch.items()}
-    return datasets.Dataset.from_dict(columns, datasets.Features(kinds)).with_format("torch")
+    inputs, labels = batch["inputs"].flatten(1).numpy(), batch["labels"].numpy()
+    kinds = {"inputs": datasets.List(datasets.Value("float32"), length=inputs.shape[1]), "labels": datasets.Value("int64")}
+    return datasets.Dataset.from_dict({"inputs": inputs, "labels": labels}, datasets.Features(kinds)).with_format("torch")
+
+
+def collated(examples: list[Any], *, shape: tuple[int, ...]) -> Any:
+    """Return a batch of examples, whose inputs have a shape again."""
+    batch = default_collate(examples)
+    return batch | {"inputs": batch["inputs"].view(-1, *shape)}
 
 
 def of_users(rows: Rows, users: np.ndarray) -> Any:

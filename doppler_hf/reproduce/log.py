@@ -14,10 +14,10 @@ from doppler_hf.reproduce.runs import Run
 
 
 @functools.cache
-def code_digest() -> str:
-    """Return 8 hexadecimal digits for the code of this package."""
+def code_digest(package: Path = Path(__file__).parents[1]) -> str:
+    """Return 8 hexadecimal digits for the code of a package: this one, by default."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+    for file in sorted(package.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:8]
 
@@ -46,8 +46,11 @@ class Log:
         lines = written[:end].decode().splitlines()
         rows = map(json.loads, lines)
         self._results = {Run(**{each.name: row[each.name] for each in fields(Run)}): row for row in rows}
-        if others := sum(row["code"] != code_digest() for row in self._results.values()):
-            say(f"{others} of the {len(self)} runs of {path} are of other code. They are not run again.")
+        if others := sum(row.get("code") != code_digest() for row in self._results.values()):
+            say(
+                f"{others} of the {len(self)} runs of {path} are of other code, and are not run again. Give another --out "
+                "for runs by this code."
+            )
 
     def __len__(self) -> int:
         return len(self._results)

@@ -23,6 +23,7 @@ from doppler_hf.privacy.batching.same_data import KnownExamples, known_to_all
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
+from doppler_hf.privacy.clipping.writes import Untouched
 from doppler_hf.privacy.generators import Refill, filled_generators
 from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
@@ -92,6 +93,8 @@ class PrivateRun:
         self._args, self._earlier, self.checkpoint, self.train_dataset = args, earlier, checkpoint, train_dataset
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
+        self._model: nn.Module | None = None
+        self._weights: Untouched | None = None  # of the piece that is being added
         self._clipped: ClippedGradients | None = None
         self._draw: Halving | None = None
         self._pieces = WholeDraw(args.gradient_accumulation_steps)
@@ -143,7 +146,7 @@ class PrivateRun:
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
-        self._clipped = self._draw = None
+        self._clipped = self._draw = self._model = self._weights = None
         self.mechanism.close()
 
     # --- before the first step ----------------------------------------------------------------------------------------
@@ -218,6 +221,7 @@ class PrivateRun:
             in_step=in_step,
             sharded_sums=sharded_sums,
         )
+        self._model = model
         self._clipped, rows = self._resources.enter_context(engine)
         self._clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
         # A single example, for passes in which others have a micro-batch and this process has none.
@@ -335,7 +339,9 @@ class PrivateRun:
 
     def begin_piece(self, piece: Sequence[MicroBatch]) -> None:
         """Take the next piece of the draw; see `WholeDraw.take`."""
+        assert self._model is not None
         self._pieces.take(piece)
+        self._weights = Untouched(self._model)
 
     def add(self, micro_batch: MicroBatch, *, losses_of: Losses) -> Float[Tensor, " rows"]:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw; see `Halving.add`.
@@ -364,7 +370,12 @@ class PrivateRun:
 
         Returns:
             The private training loss of the step, or None if there is none, or not yet.
+
+        Raises:
+            ValueError: If the passes of the piece have written into what is trained.
         """
+        assert self._weights is not None
+        self._weights.check()
         # Counted here: accelerate's own flag is every callback's to change.
         if not self._pieces.is_complete:
             return None

@@ -3,7 +3,8 @@
     python -m scripts.bench.small_networks --tasks mnist,digits --dataset_dir DATA [--output out/bench.jsonl]
 
 The networks are those of the studies, from scratch, and a step is all of it: data, gradients, noise, filter, optimizer, and
-the private run's record of it. Its parts that do not grow with the network weigh most here.
+the private run's record of it. Its parts that do not grow with the network weigh most here. A run is planned for `planned`
+steps and is stopped when enough of them were timed, since the record is kept a hundred times a run.
 """
 
 import contextlib
@@ -26,6 +27,8 @@ from doppler_hf.reproduce.tasks import SMALL
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line, chosen, quartiles, settings
 
+# Tasks whose unit of privacy is an image.
+IMAGES = ("digits", "mnist", "mnist-perceptron")
 # Of a run, until all that is computed once has been.
 UNTIMED = 5
 
@@ -34,9 +37,12 @@ UNTIMED = 5
 class BenchArguments:
     """The settings of the trainings."""
 
-    tasks: str = field(default="digits", metadata={"help": "Tasks of images of the studies, separated by commas."})
+    tasks: str = field(
+        default="digits", metadata={"help": f"Tasks of the studies, of {', '.join(IMAGES)}, with commas between."}
+    )
     batch_size: int = field(default=64, metadata={"help": "Expected batch size."})
     steps: int = field(default=40, metadata={"help": "Steps of a run that are timed."})
+    planned: int = field(default=1000, metadata={"help": "Steps for which a run is planned."})
     pairs: int = field(default=3, metadata={"help": "How many pairs of runs."})
     dataset_dir: str | None = field(default=None, metadata={"help": "Folder with mnist/ as parquet; by default the hub's."})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
@@ -45,16 +51,21 @@ class BenchArguments:
 
 
 class Clock(TrainerCallback):
-    """Notes the time after each step."""
+    """Notes the time after each step, and stops after the last that is to be timed.
 
-    def __init__(self) -> None:
-        self._marks: list[float] = []
+    Args:
+        steps: How many are timed.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._marks = steps, list[float]()
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Note it."""
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         self._marks.append(time.perf_counter())
+        control.should_training_stop = len(self._marks) == UNTIMED + self._steps
 
     def per_step(self) -> float:
         """Return the seconds of a step."""
@@ -63,13 +74,13 @@ class Clock(TrainerCallback):
 
 def train(data: Data, args: BenchArguments, *, private: bool) -> float:
     """Train, and return the seconds of a step."""
-    clock = Clock()
+    clock = Clock(args.steps)
     set_seed(0)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         common = {
             "output_dir": folder,
             "per_device_train_batch_size": args.batch_size,
-            "max_steps": UNTIMED + args.steps,
+            "max_steps": args.planned,
             "logging_strategy": "no",
             "save_strategy": "no",
             "report_to": "none",
@@ -93,12 +104,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train in turn, and print one line for each task."""
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
-        tasks = {name: SMALL[name] for name in chosen("--tasks", args.tasks, SMALL)}
-    torch.set_num_threads(args.threads)
-    for name, task in tasks.items():
+        if not (args.steps >= 1 and args.pairs >= 1 and args.planned >= UNTIMED + args.steps):
+            raise ValueError(
+                f"--steps and --pairs must be at least 1, and --planned {UNTIMED} more than --steps, got {args.steps}, "
+                f"{args.pairs} and {args.planned}. Leave them out."
+            )
+        tasks = chosen("--tasks", args.tasks, IMAGES)
         with tempfile.TemporaryDirectory() as folder:
-            data = task.load(Sources(args.dataset_dir, encoder="", cache_dir=Path(folder)))
-            pairs = np.array([[train(data, args, private=private) for private in (False, True)] for _ in range(args.pairs)])
+            sources = Sources(args.dataset_dir, encoder="", cache_dir=Path(folder))
+            loaded = {name: SMALL[name].load(sources) for name in tasks}
+    torch.set_num_threads(args.threads)
+    for name, data in loaded.items():
+        pairs = np.array([[train(data, args, private=private) for private in (False, True)] for _ in range(args.pairs)])
         q1, ratio, q3 = quartiles(pairs[:, 1] / pairs[:, 0])
         plain_s, private_s = np.median(pairs, axis=0).tolist()
         print(f"{name} time ×{ratio:.2f} ({q1:.2f} to {q3:.2f}): {1000 * plain_s:.4g} → {1000 * private_s:.4g} ms per step")

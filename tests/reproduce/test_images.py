@@ -27,7 +27,7 @@ def test_users_have_ten_images_of_two_digits(sources, monkeypatch):
     users = units_of(shared.train, column="user")
     assert np.bincount(users).tolist() == [10] * 90
     images = default_collate(shared.train.remove_columns("user").__getitems__([*range(900)]))
-    expected = default_collate([*whole.train])
+    expected = whole.collator([*whole.train])
     assert torch.equal(images["inputs"], expected["inputs"])
     assert torch.equal(images["labels"], expected["labels"])
     labels = images["labels"].numpy()
@@ -39,7 +39,7 @@ def test_images_are_scattered_once(sources, small, monkeypatch):
     of_pixels, of_coefficients = (SMALL[name].load(sources) for name in ("mnist", "mnist-scattering"))
     assert of_pixels.digest != of_coefficients.digest
     for part in ("train", "tuning", "report"):
-        rows, labels = default_collate([*getattr(of_pixels, part)]).values()
+        rows, labels = of_pixels.collator([*getattr(of_pixels, part)]).values()
         found = default_collate([*getattr(of_coefficients, part)])
         torch.testing.assert_close(found["inputs"], Scattering(28)(rows).half().float(), rtol=1e-3, atol=1e-3)
         assert torch.equal(found["labels"], labels)

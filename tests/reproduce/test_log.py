@@ -6,6 +6,7 @@ import numpy as np
 
 from doppler_hf.cli import main
 from doppler_hf.reproduce import tuning
+from doppler_hf.reproduce.log import code_digest
 from tests.support.studies import made_up, words
 
 
@@ -38,6 +39,21 @@ def test_runs_of_other_code_are_named(sources, small, monkeypatch, capsys):
     assert "other code" not in capsys.readouterr().err
     path = sources.cache_dir / "noise-shaping" / "runs.jsonl"
     first, *rest = path.read_text().splitlines()
-    path.write_text("\n".join([json.dumps(json.loads(first) | {"code": "01234567"}), *rest, ""]))
-    assert main([*arguments, "--resume"]) == 0
-    assert f"1 of the {len(rest) + 1} runs of {path} are of other code." in capsys.readouterr().err
+    row = json.loads(first)
+    assert row.pop("code") == code_digest()
+    for other in (row, row | {"code": "01234567"}):
+        path.write_text("\n".join([json.dumps(other), *rest, ""]))
+        assert main([*arguments, "--resume"]) == 0
+        assert f"1 of the {len(rest) + 1} runs of {path} are of other code, and are not run again. Give another" in (
+            capsys.readouterr().err
+        )
+
+
+def test_code_is_known_by_each_of_its_bytes(tmp_path):
+    (tmp_path / "inside").mkdir()
+    digests = []
+    for name, code in (("a.py", "1"), ("a.py", "2"), ("inside/b.py", ""), ("inside/b.py", "3"), ("c.txt", "4")):
+        (tmp_path / name).write_text(code)
+        digests.append(code_digest.__wrapped__(tmp_path))
+    assert len(set(digests)) == 3  # neither an empty file nor another text is code
+    assert digests[3] == digests[4]

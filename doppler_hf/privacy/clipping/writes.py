@@ -1,8 +1,8 @@
-"""What a forward pass writes into a model: buffers and frozen parameters, which neither clipping nor noise would cover."""
+"""What a forward pass writes into a model: buffers and parameters, which neither clipping nor noise would cover."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,9 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
         again: A function that calls the model with inputs of the same shapes and other content.
 
     Raises:
-        ValueError: If a buffer or a frozen parameter holds something else after the block, by its name.
+        ValueError: If a buffer or a parameter holds something else after the block, by its name.
     """
-    frozen, before = frozen_sums(model), buffers_of(model)
+    trained, frozen, before = Untouched(model), frozen_sums(model), buffers_of(model)
     yield
     after = buffers_of(model)
     written = [name for name in after if name not in before or not same(after[name], before[name])]
@@ -37,11 +37,60 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
     sums = frozen_sums(model)
     written += [name for name in frozen if sums[name] != frozen[name]]
     if written:
-        kind = "frozen parameter" if written[0] in frozen else "buffer"
-        raise ValueError(
-            f"The forward pass writes the {kind} {written[0]!r}, which would keep statistics of the data that are neither "
-            "clipped nor noised. Replace the layer by one that keeps none."
-        )
+        raise _of_written("frozen parameter" if written[0] in frozen else "buffer", written[0])
+    trained.check()
+
+
+def _of_written(kind: str, name: str) -> ValueError:
+    return ValueError(
+        f"The forward pass writes the {kind} {name!r}, which would keep statistics of the data that are neither clipped nor "
+        "noised. Replace the layer by one that keeps none."
+    )
+
+
+# By the size of a number, integers of its size.
+_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@final
+class Untouched:
+    """Tells whether trained parameters are what they were: neither written in place, nor other bits in sum.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self._versions, self._sums = self._marks()
+
+    def check(self) -> None:
+        """Refuse parameters that have changed since then.
+
+        Raises:
+            ValueError: If one has, by its name.
+        """
+        versions, sums = self._marks()
+        # Sensitivity: of what a forward pass writes into a weight no noise is in what is published. One comparison of all,
+        # since each waits for the device.
+        if versions != self._versions or not torch.equal(sums, self._sums):
+            changed = (sums != self._sums).tolist()
+            name = next(
+                name
+                for name, is_other, version, before in zip(self._trained, changed, versions, self._versions, strict=True)
+                if is_other or version != before
+            )
+            raise _of_written("trained parameter", name)
+
+    def _marks(self) -> tuple[list[int], Tensor]:
+        parts = [part_here(value).detach() for value in self._trained.values()]
+        sums = [_words_of(part).sum(dtype=torch.int64) for part in parts]
+        return [value._version for value in self._trained.values()], torch.stack([each.to(sums[0].device) for each in sums])
+
+
+def _words_of(values: Tensor) -> Tensor:
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.view(_WORDS[values.element_size()])
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
