@@ -5,17 +5,18 @@ By its place in the files, tables or data sets below, not by its content: equal 
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 # Numbers of rows; those of all in their order are a range, which takes no memory.
 Places = np.ndarray | range
 # Of a list the objects that are rows, and of their own; numbers and words need not be.
-_ROWS: Final = (Mapping, list, tuple)
+_ROWS: Final = (Mapping, list, tuple, Tensor, np.ndarray)
 
 
 def has_repeats(dataset: Any) -> bool:
@@ -37,7 +38,7 @@ def has_repeats(dataset: Any) -> bool:
             others[id(source)].append(rows)
             for key, places in _in_tensors(source, rows):
                 others[key].append(places)
-            if isinstance(source, list | tuple):
+            if isinstance(source, list | tuple | Mapping) or (isinstance(source, np.ndarray) and source.dtype == object):
                 others["objects"].append(_objects(source, rows))
     # Sensitivity: rows of two data sets that lie in the same numbers of one column are one record, whatever else they hold.
     return any(map(_are_repeated, others.values())) or any(map(_overlap, columns.values()))
@@ -53,6 +54,14 @@ def sources(dataset: Any, rows: Places) -> Iterator[tuple[Any, Places]]:
         for part, end in zip(dataset.datasets, ends, strict=True):
             size = len(part)  # type: ignore[arg-type]
             yield from sources(part, _within(rows, end - size, end))
+    elif isinstance(dataset, StackDataset):
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        # Two columns may be of the same rows of one data set, which are no other rows for that.
+        known: list[tuple[Any, Places]] = []
+        for source, places in itertools.chain.from_iterable(sources(part, rows) for part in parts):
+            if not any(source is other and np.array_equal(places, others) for other, others in known):
+                known.append((source, places))
+                yield source, places
     else:
         rows = _from_start(rows, len(dataset))
         chosen = getattr(dataset, "_indices", None) if _table_of(dataset) is not None else None
@@ -145,8 +154,8 @@ def _in_tensors(source: Any, rows: Places) -> Iterator[tuple[tuple[int, int], Pl
             )
 
 
-def _objects(source: Sequence[Any], rows: Places) -> Places:
-    """Return the addresses of those rows of a list that are objects of their own."""
+def _objects(source: Any, rows: Places) -> Places:
+    """Return the addresses of those rows of a list, a mapping or an array that are objects of their own."""
     return np.array([id(source[row]) for row in rows if isinstance(source[row], _ROWS)], dtype=int)
 
 

@@ -1,11 +1,19 @@
 """Rows that a data set has more than once are found by their places, and equal rows of others are not."""
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets, interleave_datasets, load_dataset, load_from_disk
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from doppler_hf.privacy.batching.repeats import has_repeats
+
+
+def in_array(rows):
+    found = np.empty(len(rows), dtype=object)
+    found[:] = rows
+    return found
+
 
 ONCE = {
     "as they stand": lambda data: data,
@@ -25,6 +33,11 @@ ONCE = {
     "a list of words": lambda data: ["a", "b", "a", None, None],
     "a list of equal rows": lambda data: [{"a": 1}, {"a": 1}],
     "none": lambda data: data.select([]),
+    "columns of some rows": lambda data: StackDataset(first=Subset(data, [2, 1]), second=Subset(data, [2, 1])),
+    "columns of two sets": lambda data: StackDataset(data, [*range(len(data))]),
+    "a mapping": lambda data: dict(enumerate(data)),
+    "an array": lambda data: in_array([*data]),
+    "a list of tensors": lambda data: [torch.tensor(1), torch.tensor(1)],
 }
 MORE = {
     "repeat": lambda data: data.repeat(2),
@@ -41,6 +54,11 @@ MORE = {
     "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([2, 3])]),
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 2])]),
     "a list": lambda data: (rows := [*data]) + rows[:1] * 2,
+    "columns of repeated rows": lambda data: StackDataset(first=Subset(data, [1, 2, 1]), second=[0, 1, 0]),
+    "columns that are a row apart": lambda data: StackDataset(Subset(data, [0, 1]), Subset(data, [1, 2])),
+    "a mapping": lambda data: dict(enumerate((rows := [*data]) + rows[:1])),
+    "an array": lambda data: in_array((rows := [*data]) + rows[:1]),
+    "a list of tensors": lambda data: 3 * [torch.tensor(1)],
     "two lists": lambda data: ConcatDataset([rows := [*data], rows[2:3]]),
     "two subsets of a list": lambda data: ConcatDataset([Subset(rows := [*data], [0, 2]), Subset(rows, [1, 2 - len(data)])]),
 }
