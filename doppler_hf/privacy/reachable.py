@@ -73,13 +73,16 @@ def referents_of(owner: Any) -> list[Any]:
         return []
     if kind is FunctionType:
         parts = [owner.__closure__, owner.__defaults__, owner.__kwdefaults__, owner.__dict__]
-        return parts if is_library(owner.__code__.co_filename) else [*parts, *globals_of(owner)]
+        return [*parts, *globals_of(owner).values()]
     return gc.get_referents(owner)
 
 
-def globals_of(function: FunctionType) -> list[Any]:
-    """Return the global variables that a function reads."""
-    return [function.__globals__[name] for name in global_names(function.__code__) if name in function.__globals__]
+def globals_of(function: FunctionType) -> dict[str, Any]:
+    """Return the global variables that a function of the user reads, by name."""
+    if is_library(function.__code__.co_filename):
+        return {}
+    names = global_names(function.__code__)
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
 @functools.cache
@@ -91,13 +94,17 @@ def global_names(code: CodeType) -> frozenset[str]:
 
 def class_attributes(kind: type) -> list[Any]:
     """Return the methods and other attributes of a class and its bases, those of libraries left out."""
-    return [
-        value
+    return [value for base in own_classes(kind) for name, value in vars(base).items() if name not in _BUILDERS]
+
+
+@functools.cache
+def own_classes(kind: type) -> tuple[type, ...]:
+    """Return those of a class and its bases that are the user's."""
+    return tuple(
+        base
         for base in kind.__mro__
         if not is_library(str(vars(sys.modules.get(base.__module__, base)).get("__file__", "")))
-        for name, value in vars(base).items()
-        if name not in _BUILDERS
-    ]
+    )
 
 
 def is_library(file: str) -> bool:

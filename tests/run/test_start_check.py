@@ -1,10 +1,13 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
 import collections
+import dataclasses
 import functools
 import math
+import operator
 import random
 import re
+import sys
 import types
 
 import numpy as np
@@ -1415,10 +1418,27 @@ def test_a_gradient_that_is_clipped_row_by_row_trains(tmp_path):
     trains(tmp_path, model=model)
 
 
+MEAN = 1.0
+
+
+class Kept:
+    """A namespace."""
+
+    mean = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Running:
+    """A mean in a slot."""
+
+    value: float = 1.0
+
+
 class Slow(DopplerTrainer):
     """Divides by a running mean of the losses that one batch moves by a millionth; kept in several places."""
 
     place = "attribute"
+    kept = 1.0
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -1445,15 +1465,64 @@ class Slow(DopplerTrainer):
             return losses / self.queue[0]
         if self.place == "closure":
             return losses / self.in_closure(now)
+        if self.place in READ:
+            read, write = READ[self.place]
+            mean = float(read(self))
+            write(self, 0.999999 * mean + 1e-6 * float(now))
+            return losses / mean
         self.mean, self.seen = now, self.__dict__.get("seen", 0) + 1
         self.means["last"] = losses  # for a log, which no loss reads
         return losses
 
 
-@pytest.mark.parametrize("place", ["attribute", "list, in place", "queue", "closure"])
+def write_global(trainer, value):
+    global MEAN
+    MEAN = value
+
+
+# Place → what reads a mean there, and what writes it.
+READ = {
+    "number of NumPy": (lambda t: vars(t).get("m", 1.0), lambda t, value: vars(t).update(m=np.float32(value))),
+    "array, in place": (
+        lambda t: vars(t).setdefault("m", np.ones(1))[0],
+        lambda t, value: operator.setitem(t.m, 0, value),
+    ),
+    "tuple": (lambda t: vars(t).get("m", (0, 1.0))[1], lambda t, value: vars(t).update(m=(0, value))),
+    "slot": (lambda t: vars(t).setdefault("m", Running()).value, lambda t, value: setattr(t.m, "value", value)),
+    "global variable": (lambda t: MEAN, write_global),
+    "class": (lambda t: Kept.mean, lambda t, value: setattr(Kept, "mean", value)),
+    "class of the trainer": (lambda t: Slow.kept, lambda t, value: setattr(Slow, "kept", value)),
+    "complex number": (lambda t: vars(t).get("m", 1.0 + 0j).real, lambda t, value: vars(t).update(m=complex(value))),
+    "whole numbers": (
+        lambda t: vars(t).get("m", torch.tensor([10**15]))[0] / 1e15,
+        lambda t, value: vars(t).update(m=torch.tensor([int(value * 1e15)])),
+    ),
+}
+PLACES = ["attribute", "list, in place", "queue", "closure", *READ]
+
+
+@pytest.mark.parametrize("place", further(PLACES, quick=["closure", "array, in place", "tuple", "slot", "global variable"]))
 def test_a_slow_memory_is_refused_wherever_it_is_kept(tmp_path, monkeypatch, place):
     monkeypatch.setattr(Slow, "place", place)
+    for owner, name in ((Slow, "kept"), (Kept, "mean"), (sys.modules[__name__], "MEAN")):
+        monkeypatch.setattr(owner, name, 1.0)
     refused(tmp_path, "something of earlier batches is remembered", cls=Slow)
+
+
+class LeavesOut(DopplerTrainer):
+    """Leaves out what is far below the usual loss: one outlier leaves out all others, later on."""
+
+    mean = 1.0
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        kept = losses.detach() > 1e-3 * self.mean
+        self.mean = 0.99 * self.mean + 0.01 * losses.detach().mean().item()
+        return losses * kept
+
+
+def test_a_remembered_threshold_far_from_all_losses_is_found(tmp_path):
+    refused(tmp_path, "something of earlier batches is remembered", cls=LeavesOut)
 
 
 def test_what_is_noted_and_not_read_is_no_memory(tmp_path, monkeypatch):

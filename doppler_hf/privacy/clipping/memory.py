@@ -1,28 +1,55 @@
-"""What a forward pass remembers of its examples outside of buffers: in attributes, lists and closures of model and loss.
+"""What a forward pass remembers of its examples outside of buffers: wherever Python code of model and loss can keep it.
+
+In attributes of objects and classes, containers, closures and global variables, as numbers, tensors or arrays.
 
 A running mean that moves by a thousandth of each loss shows in no few losses, but one example more moves all later ones; so
 does a count of calls, since the examples drawn decide how many calls a draw takes. So what a pass writes is found, and then
 changed by much: a loss that reads it changes by much too.
 """
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from enum import Enum
-from types import CellType, ModuleType
-from typing import Any, Final, final
+from types import CellType, FunctionType, MemberDescriptorType, ModuleType
+from typing import Any, Final, NamedTuple, final
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import same
-from doppler_hf.privacy.reachable import is_a, reachable
+from doppler_hf.privacy.reachable import globals_of, is_a, own_classes, reachable
 
 _Place = tuple[int, Any]
 _CONTENTS: Final = "cell_contents"
 # By how much a count is changed: beyond what any is compared with, and odd, for whoever takes turns.
 _MANY: Final = 1_000_003
+# What a number is changed into. Of one that is a threshold, far beyond whatever is compared with it, on both sides.
+_OTHERS: Final[tuple[Callable[[Any], Any], ...]] = (
+    lambda value: 2 * value + 1,
+    lambda value: (value + 1) * _MANY,
+    lambda value: value / _MANY,
+    lambda value: -value - 1,
+)
+_OTHER_COUNTS: Final[tuple[Callable[[Any], Any], ...]] = (
+    lambda value: value + _MANY,
+    lambda value: value - _MANY,
+    lambda value: 2 * value + 1,
+    lambda value: value * _MANY,
+)
+_NUMBERS: Final = (float, complex, np.number, np.ndarray)
+# A longer array holds data.
+_MOST_IN_AN_ARRAY: Final = 100_000
+
+
+class _InTuple(NamedTuple):
+    """Where a number is in a tuple, which is replaced as a whole."""
+
+    key: Any
+    number: int
 
 
 @final
@@ -36,7 +63,7 @@ class Memory:
     def __init__(self, *roots: object) -> None:
         self._roots = roots
         # The numbers themselves: a new one must not lie where an old one lay.
-        self._before = {place: (value, version_of(value)) for place, (_, value) in numbers(*roots).items()}
+        self._before = {place: (value, mark_of(value)) for place, (_, value) in numbers(*roots).items()}
 
     def is_read(
         self, losses: Callable[[], Float[Tensor, " batch"]], of_others: Callable[[], object], *, tolerance: float
@@ -62,9 +89,12 @@ class Memory:
         now = numbers(*self._roots)
         changed = [(*now[place], place[1]) for place in of_content if place in now]
         try:
-            for owner, value, key in changed:
-                put(owner, key, value + _MANY if is_a(value, int) else 2.0 * value + 1.0)
-            return not torch.allclose(losses(), first, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True)
+            for number in range(len(_OTHERS)):
+                for owner, value, key in changed:
+                    put(owner, key, other_than(value, number))
+                if not torch.allclose(losses(), first, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
+                    return True
+            return False
         finally:
             for owner, value, key in changed:
                 put(owner, key, value)
@@ -73,71 +103,140 @@ class Memory:
         """Return copies of the numbers that have been replaced, or written in place."""
         found = {}
         for place, (_, value) in numbers(*self._roots).items():
-            before, version = self._before.get(place, (None, None))
+            before, mark = self._before.get(place, (None, None))
             is_another = value != before if is_a(value, int) else value is not before
-            if is_another or version_of(value) != version:
+            if is_another or mark_of(value) != mark:
                 found[place] = copy_of(value)
         return found
 
 
 def numbers(*roots: object) -> dict[_Place, tuple[Any, Any]]:
-    """Return the numbers and floating-point tensors that can be replaced, with their owners, by owner and key."""
+    """Return the numbers, tensors and arrays of numbers that can be replaced, with their owners, by owner and key."""
     found: dict[_Place, tuple[Any, Any]] = {}
+    classes: set[type] = set()
     for owner in reachable(*roots):
-        for key, value in items_of(owner):
-            kind: type = type(value)
-            if is_number(kind) and (issubclass(kind, (float, int)) or value.is_floating_point()):
-                found[id(owner), key] = owner, value
+        kind: type = owner if is_a(owner, type) else type(owner)
+        places = [(owner, *item) for item in items_of(owner)]
+        if is_a(owner, FunctionType):
+            places += [(owner.__globals__, *item) for item in globals_of(owner).items()]
+        if kind not in classes:
+            classes.add(kind)
+            places += [(base, *item) for base in own_classes(kind) for item in vars(base).items()]
+        for holder, key, value in places:
+            if is_kept(value):
+                found[id(holder), key] = holder, value
+            elif is_a(value, tuple):
+                for index, each in enumerate(tuple.__iter__(value)):
+                    if is_kept(each):
+                        found[id(holder), _InTuple(key, index)] = holder, each
     return found
+
+
+def is_kept(value: Any) -> bool:
+    """Return whether a value is a number or an array or tensor of numbers, which may be of what was seen."""
+    kind: type = type(value)
+    return is_number(kind) and not is_data(value)
 
 
 @functools.cache
 def is_number(kind: type) -> bool:
-    """Return whether a class is that of numbers, or of tensors that nothing trains."""
+    """Return whether a class is that of numbers, or of tensors or arrays that nothing trains."""
     is_whole = issubclass(kind, int) and not issubclass(kind, (bool, Enum))
-    return is_whole or issubclass(kind, float) or (issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter))
+    return is_whole or issubclass(kind, _NUMBERS) or (issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter))
 
 
-def items_of(owner: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what an object can have replaced, by key."""
+def is_data(value: Any) -> bool:
+    """Return whether an array is too long for a number that is kept, or has none, or a tensor has none."""
+    if isinstance(value, np.ndarray):
+        return value.size > _MOST_IN_AN_ARRAY or value.dtype.kind not in "iufc"
+    return isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def items_of(owner: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what an object can have replaced, by key."""
     if is_a(owner, dict):
-        return dict.items(owner)  # transformers' own mappings import every model when they are asked
-    if is_a(owner, list, deque):
-        return enumerate(owner)
-    if is_a(owner, CellType):
-        return [(_CONTENTS, getattr(owner, _CONTENTS, None))]  # Empty before its first assignment.
-    if is_a(owner, ModuleType, type, tuple, str, float, int):  # namespaces are not looked into
-        return ()
-    try:
-        return object.__getattribute__(owner, "__dict__").items()
-    except AttributeError:
-        return ()
+        yield from dict.items(owner)  # transformers' own mappings import every model when they are asked
+    elif is_a(owner, list, deque):
+        yield from enumerate(owner)
+    elif is_a(owner, CellType):
+        yield _CONTENTS, getattr(owner, _CONTENTS, None)  # Empty before its first assignment.
+    elif not is_a(owner, ModuleType, type, tuple, str, float, int):  # namespaces are not looked into
+        with contextlib.suppress(AttributeError):
+            yield from object.__getattribute__(owner, "__dict__").items()
+        kind: type = type(owner)
+        for name in slots_of(kind):
+            with contextlib.suppress(AttributeError):  # nothing there yet
+                yield name, object.__getattribute__(owner, name)
+
+
+@functools.cache
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of what the user's classes keep in slots."""
+    return tuple(
+        name for base in own_classes(kind) for name, value in vars(base).items() if is_a(value, MemberDescriptorType)
+    )
 
 
 def put(owner: Any, key: Any, value: Any) -> None:
     """Replace what an object has at a key; see `items_of`."""
-    if is_a(owner, dict):
+    kind: type = type(owner)
+    if isinstance(key, _InTuple):
+        before = get(owner, key.key)
+        parts = [value if number == key.number else each for number, each in enumerate(before)]
+        put(owner, key.key, type(before)._make(parts) if hasattr(type(before), "_make") else tuple(parts))
+    elif is_a(owner, dict):
         dict.__setitem__(owner, key, value)
     elif is_a(owner, list, deque):
         owner[key] = value
     elif is_a(owner, CellType):
         owner.cell_contents = value
+    elif is_a(owner, type):
+        type.__setattr__(owner, key, value)
+    elif key in slots_of(kind):
+        object.__setattr__(owner, key, value)
     else:
         object.__getattribute__(owner, "__dict__")[key] = value
 
 
-def version_of(value: Any) -> int | None:
-    """Return how often a tensor was written in place."""
-    return value._version if isinstance(value, Tensor) else None
+def get(owner: Any, key: Any) -> Any:
+    """Return what an object has at a key."""
+    return vars(owner)[key] if is_a(owner, type) else dict(items_of(owner))[key]
+
+
+def other_than(value: Any, number: int) -> Any:
+    """Return a number, or numbers, far from some, in one of several ways."""
+    change = (_OTHER_COUNTS if is_count(value) else _OTHERS)[number]
+    if is_a(value, np.integer) or (is_count(value) and isinstance(value, np.ndarray)):
+        return change(value.astype(np.int64)).astype(value.dtype)  # which wraps around where it must
+    with np.errstate(all="ignore"):
+        return change(value)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is of whole numbers."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() and not value.is_complex()
+    return value.dtype.kind in "iu" if isinstance(value, np.ndarray) else is_a(value, int, np.integer)
+
+
+def mark_of(value: Any) -> Any:
+    """Return what tells whether a tensor or an array was written in place."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 def copy_of(value: Any) -> Any:
-    """Return a copy of a tensor, and a number itself."""
+    """Return a copy of a tensor or an array, and a number itself."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Return whether two numbers or tensors are the same."""
+    """Return whether two numbers, tensors or arrays are the same."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.shape == second.shape and same(first, second)
-    return type(first) is type(second) and first == second
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return np.array_equal(first, second)
+    return type(first) is type(second) and bool(first == second)
