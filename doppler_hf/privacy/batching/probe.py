@@ -134,6 +134,7 @@ class Probes:
         """
         for place in np.flatnonzero([small, large]):
             self._pair[place] = next(self._candidates[place])
+        self._seed = fresh_seed()  # with the same one a collator masks the same places of another example
 
     def probe(self) -> Probe:
         """Return the examples, collated."""

@@ -164,11 +164,10 @@ class BookKeepingEngine:
         if book.failed:
             first = next(iter(book.failed.values()))
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
-            # Not the error's own words, which may have the size of the draw.
             raise ValueError(
                 f"The layers {listed(book.failed)} ({kinds}) must have a rule, or a forward that functorch can map over "
-                f"examples, got a {type(first).__name__}. Freeze them with requires_grad_(False), set their dropout to 0 if "
-                "they have one, or train adapters of another kind, such as LoRA."
+                f"examples, got an error. {first} Freeze them with requires_grad_(False), set their dropout to 0 if they "
+                "have one, or train adapters of another kind, such as LoRA."
             ) from first
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:

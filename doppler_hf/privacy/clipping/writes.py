@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +48,12 @@ def _of_written(kind: str, name: str) -> ValueError:
     )
 
 
-# By the size of a number, integers of its size.
-_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 @final
 class Untouched:
-    """Tells whether trained parameters are what they were: neither written in place, nor other bits in sum.
+    """Tells whether trained parameters are what they were: neither written in place, nor of other bits.
+
+    The bits are known by their exclusive or, and by the sum of all words of 64: of numbers that move by as much to either
+    side the one stays as it is, of two equal ones the other.
 
     Args:
         model: The model.
@@ -74,7 +73,7 @@ class Untouched:
         # Sensitivity: of what a forward pass writes into a weight no noise is in what is published. One comparison of all,
         # since each waits for the device.
         if versions != self._versions or not torch.equal(sums, self._sums):
-            changed = (sums != self._sums).tolist()
+            changed = (sums != self._sums).any(dim=1).tolist()
             name = next(
                 name
                 for name, is_other, version, before in zip(self._trained, changed, versions, self._versions, strict=True)
@@ -83,14 +82,20 @@ class Untouched:
             raise _of_written("trained parameter", name)
 
     def _marks(self) -> tuple[list[int], Tensor]:
-        parts = [part_here(value).detach() for value in self._trained.values()]
-        sums = [_words_of(part).sum(dtype=torch.int64) for part in parts]
-        return [value._version for value in self._trained.values()], torch.stack([each.to(sums[0].device) for each in sums])
+        marks = [_bits_of(part_here(value).detach()) for value in self._trained.values()]
+        return [value._version for value in self._trained.values()], torch.stack(
+            [each.to(marks[0].device) for each in marks]
+        )
 
 
-def _words_of(values: Tensor) -> Tensor:
+def _bits_of(values: Tensor) -> Tensor:
+    """Return the exclusive or of all numbers, the sum of all words of eight bytes, and that of the bytes after them."""
     values = torch.view_as_real(values) if values.is_complex() else values
-    return values.view(_WORDS[values.element_size()])
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    whole = len(flat) // 8 * 8
+    words = flat[:whole].clone() if flat.storage_offset() % 8 else flat[:whole]
+    either = torch.hash_tensor(values).view(torch.int64) if values.numel() else words.new_zeros((), dtype=torch.int64)
+    return torch.stack([either, words.view(torch.int64).sum(), flat[whole:].sum(dtype=torch.int64)])
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,14 @@ def behind_autograd(weight):
     weight.data[0] += 0.01
 
 
+def to_either_side(weight):
+    weight.data.view(-1)[:2] = torch.tensor([0.30, -0.30], dtype=weight.dtype)  # as many steps of rounding up as down
+
+
+def two_zeros(weight):
+    weight.data.view(-1)[-2:] = 0.01
+
+
 def in_other_places(weight):
     with torch.no_grad():
         weight.copy_(weight.flip(0))
@@ -26,9 +34,14 @@ def replaced(weight):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("write", [written_in_place, behind_autograd, in_other_places, replaced])
+@pytest.mark.parametrize(
+    "write",
+    [written_in_place, behind_autograd, to_either_side, two_zeros, in_other_places, replaced],
+)
 def test_a_written_weight_is_named(write, dtype):
     model = nn.ModuleDict({name: nn.Linear(3, 2) for name in ("first", "second")}).to(dtype)
+    with torch.no_grad():
+        model["second"].weight.view(-1)[:] = torch.tensor([0.29, -0.29, 0.5, -0.7, 0.0, 0.0])
     untouched = Untouched(model)
     untouched.check()
     write(model["second"].weight)
