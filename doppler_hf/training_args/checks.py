@@ -40,6 +40,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
         (f"be a finite number ≥ {SMALLEST_CLIP_NORM:g}", lambda value: SMALLEST_CLIP_NORM <= value < math.inf),
         "Usual is 1; far below that, gradients that are nothing but the rounding of a model would count as much as others.",
     ),
+    "learning_rate": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Leave it out for one that fits."),
     "clipping_quantile": (_UNIT_INTERVAL, "Usual is 0.5."),
     "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each example."),
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
@@ -147,7 +148,7 @@ def check_ranges(args: TrainingArguments) -> None:
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
         raise ValueError(
             f"Exactly one of target_epsilon and noise_multiplier must be set, got {args.target_epsilon} and "
-            f"{args.noise_multiplier}. To train without privacy set disable_dp=True."
+            f"{args.noise_multiplier}. Set target_epsilon=3, say; to train without privacy disable_dp=True."
         )
     for name, ((words, holds), mend) in _RANGES.items():
         value = getattr(args, name)

@@ -13,7 +13,14 @@ from typing import Any, Final
 
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.privacy.losses import classification_losses
@@ -90,8 +97,18 @@ class PromptForSequenceClassification(PreTrainedModel):
         config.mask_token_id, config.label_token_ids = prompter.mask_token_id, prompter.label_token_ids
         if config.architectures == [cls.__name__]:
             return cls.from_pretrained(name_or_path, config=config)
+        if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+            raise ValueError(
+                f"--pooling prompt needs a masked language model, got {name_or_path} of the type {config.model_type!r}. "
+                "Give one such as FacebookAI/roberta-base, or set --pooling model."
+            )
         masked_lm, found = AutoModelForMaskedLM.from_pretrained(name_or_path, config=config, output_loading_info=True)
-        refuse_new_layers(found["missing_keys"], str(name_or_path))
+        refuse_new_layers(found["missing_keys"], str(name_or_path), prefix=f"{masked_lm.base_model_prefix}.")
+        if found["missing_keys"]:
+            raise ValueError(
+                f"--pooling prompt needs a masked language model with its head, got {name_or_path} without "
+                f"{min(found['missing_keys'])}. Give one such as FacebookAI/roberta-base, or set --pooling mean."
+            )
         return cls(config, masked_lm)
 
     def get_output_embeddings(self) -> nn.Module:

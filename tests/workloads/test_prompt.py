@@ -126,10 +126,10 @@ def test_what_has_no_template_no_gap_or_no_word_is_refused(tmp_path, tokenizer):
 def test_a_model_without_a_pretrained_head_is_refused(tmp_path, tokenizer):
     prompter = Prompter("sst2", tokenizer, max_length=30)
     encoder = write_masked_lm(tmp_path / "encoder", MASKED_LMS["bert"]().bert)
-    with pytest.raises(
-        ValueError, match=r"--model_name_or_path must have the weights of the model below its head, got .* without cls\."
-    ):
+    with pytest.raises(ValueError, match=r"needs a masked language model with its head, got .* without cls\."):
         PromptForSequenceClassification.from_masked_lm(encoder, prompter=prompter)
+    with pytest.raises(ValueError, match=r"needs a masked language model, got .*gpt2 of the type 'gpt2'\. Give one such as"):
+        PromptForSequenceClassification.from_masked_lm(write_gpt2(tmp_path / "gpt2"), prompter=prompter)
     config = DistilBertConfig(vocab_size=len(PROMPT_WORDS), dim=16, n_layers=1, n_heads=2, hidden_dim=32)
     other = write_masked_lm(tmp_path / "other", DistilBertForMaskedLM(config))
     with pytest.raises(ValueError, match="as RoBERTa and BERT have, got a DistilBertForMaskedLM"):
