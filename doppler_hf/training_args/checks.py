@@ -148,7 +148,7 @@ def check_ranges(args: TrainingArguments) -> None:
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
         raise ValueError(
             f"Exactly one of target_epsilon and noise_multiplier must be set, got {args.target_epsilon} and "
-            f"{args.noise_multiplier}. Set target_epsilon=3, say; to train without privacy disable_dp=True."
+            f"{args.noise_multiplier}. Set target_epsilon=3, say, or disable_dp=True to train without privacy."
         )
     for name, ((words, holds), mend) in _RANGES.items():
         value = getattr(args, name)

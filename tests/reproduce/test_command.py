@@ -70,6 +70,7 @@ def test_a_study_at_full_scale_has_tasks_of_its_own(sources, small, monkeypatch,
     assert "--scale must be small for floor, got full. It has no tasks of that scale." in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_mixed_precision_is_of_the_network_and_in_the_log(sources, small, monkeypatch, capsys):
     precisions = []
     forward = Classifier.forward

@@ -60,7 +60,8 @@ def test_every_task_at_full_scale_trains(sources, small, name):
     settings = FULL[name].settings | {"per_device_train_batch_size": 10, "max_steps": 1}
     task = dataclasses.replace(FULL[name], settings=settings)
     data = task.load(sources)
-    assert data.train[0]["inputs"].shape == ((1, 28, 28) if name == "mnist" else (3, 32, 32))
+    batch = data.collator([data.train[0], data.train[1]])
+    assert batch["inputs"].shape == ((2, 1, 28, 28) if name == "mnist" else (2, 3, 32, 32))
     assert 0 <= train(Run.of(name, task, data, STUDIES["paper"].methods["LP-DPSGD"], 4.0, 0.01, 0), data=data)["report"] <= 1
 
 
