@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from torch.utils.data import default_collate
 from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
     BertForMultipleChoice,
     BertForSequenceClassification,
     BertTokenizer,
@@ -30,6 +32,7 @@ from transformers import (
     ConvBertForSequenceClassification,
     CpmAntConfig,
     CpmAntForCausalLM,
+    DataCollatorForLanguageModeling,
     DataCollatorForMultipleChoice,
     DataCollatorWithPadding,
     DefaultDataCollator,
@@ -59,6 +62,7 @@ from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy.batching import probe, random_data, same_distribution
 from doppler_hf.run import start_check
+from tests.support.folders import MASKED_LMS, write_masked_lm
 from tests.support.models import build
 from tests.support.tiers import combined, further, thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
@@ -1628,3 +1632,18 @@ def test_a_refusal_names_no_length_of_an_example(tmp_path, case):
         trainer.train()
     for number in ("31", "62", "93", "7,", "14"):
         assert number not in str(refusal.value)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("start", range(4))
+def test_short_texts_that_are_often_masked_nowhere_train(tmp_path, start):
+    """One of three words is, half of the time; another example must not be masked as the one before it."""
+    folder = write_masked_lm(tmp_path / "model", MASKED_LMS["bert"]())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    words = random.Random(0)
+    texts = [" ".join(words.choices(["good", "bad", "film", "plot"], k=words.randint(2, 8))) for _ in range(40)]
+    data = Dataset.from_dict(tokenizer(texts, return_token_type_ids=False).data)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.2)
+    trainer = trainer_of(tmp_path / "out", model=AutoModelForMaskedLM.from_pretrained(folder), data=data, max_steps=2)
+    trainer.data_collator = collator
+    assert trained(trainer).state.global_step == 2
