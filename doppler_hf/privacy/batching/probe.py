@@ -37,6 +37,8 @@ from doppler_hf.privacy.shared_coins import refuse_order_in_collation, refuse_sh
 # Of at least so many examples, evenly spaced, sizes are taken if they are not known of all; and so many small and large ones
 # are tried until one of each has a gradient.
 _LOOKED_AT = 16
+# How often those that are random are tried again.
+_AGAIN = 4
 # The most of which sizes are sorted: more would take long, and not be looked at.
 _SORTED = 1 << 17
 # So long sizes of further examples are taken, in a random order: all of some thousands that are tokenized on the fly.
@@ -88,10 +90,11 @@ class Probes:
         smaller, larger = halves(indices, sizes)
         self._knows_all_sizes = loader.lengths is not None or len(indices) == len(loader.examples)
         # Not the smallest first: the loss of a single token may be none at all.
-        self._candidates = [
-            iter([*evenly(smaller[len(smaller) // 5 :]), *evenly(larger)]),
-            iter([*evenly(larger[::-1]), *evenly(smaller[::-1])]),
+        candidates = [
+            [*evenly(smaller[len(smaller) // 5 :]), *evenly(larger)],
+            [*evenly(larger[::-1]), *evenly(smaller[::-1])],
         ]
+        self._candidates = [itertools.chain(each) for each in candidates]
         self._pair = [next(candidates) for candidates in self._candidates]
         self._middling = int(smaller[-1])
         # Short ones cost less; where only a few were looked at, any.
@@ -109,6 +112,11 @@ class Probes:
             refuse_shared_in_collation(copies_of(loader, self._pair[0]))
         self.is_random = is_random_data(loader, self._pair)
         if self.is_random:
+            # One that was masked nowhere may be masked when it comes again.
+            self._candidates = [
+                itertools.chain(left, *itertools.repeat(again, _AGAIN))
+                for left, again in zip(self._candidates, candidates, strict=True)
+            ]
             refuse_random_mixing(loader, self._pair, self._middling, others=self._crowd)
             refuse_order_in_collation(copies_of(loader, self._middling))
             rows = [self._middling, *no_wider(loader, self._crowd, than=self._middling)]
