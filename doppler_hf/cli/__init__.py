@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             `--batch-size` are the same flag.
 
     Returns:
-        The exit code: 0 for success, 1 for a check that failed, and 2 for arguments that cannot be carried out, with one
-        line on standard error that says why.
+        The exit code: 0 for success, 1 for a check that failed, 2 for arguments that cannot be carried out, with one line
+        on standard error that says why, and 130 for an interruption from the keyboard.
     """
     parser = argparse.ArgumentParser(
         prog="doppler-hf",
@@ -73,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # 128 and the number of the signal, as shells have it
 
 
 def _hyphenated(word: str) -> str:

@@ -178,6 +178,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         is_target = accountant == facts["accountant"]
         note = " (solved for)" if solved == "epsilon" else f" (target {facts['target_epsilon']:g})"
         table.add_row(f"ε by {accountant}", f"{epsilon:.4g}" + (note if is_target else ""))
+    table.add_row("noise_shape", "white, as in the next table; for 'auto' see below")
     table.add_row("filter", facts["low_pass_filter"])
     table.add_row("its noise gain Σκ²", f"{facts['noise_gain']:.4g} (noise_std {facts['filtered_noise_std']:.4g} after it)")
     table.add_row("its delay", f"{facts['delay_steps']:.4g} steps, {facts['delay_share_of_steps']:.2%} of T")

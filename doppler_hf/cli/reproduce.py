@@ -10,6 +10,7 @@ it ends; with --resume those that it holds are not run again. The tables are pri
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"# {study.question}\n", flush=True)
             for table in run_study(study, out / "runs.jsonl", tasks, Sources(args.data_dir, args.encoder, args.out), seeds):
                 print(table, flush=True)
+    except KeyboardInterrupt:
+        print(f"interrupted; --resume goes on with the runs that {out} holds", file=sys.stderr)
+        return 130
     except Timeout:
         raise ValueError(f"{out} is being written to by another study. Give another --out, or wait for it.") from None
     return 0

@@ -67,7 +67,7 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
             that of the running program.
 
     Returns:
-        One instance of each of `dataclass_types`, in their order.
+        One instance of each of `dataclass_types`, in their order; the host's `do_train` and `do_eval` are on by default.
 
     Raises:
         ValueError: If the recipe cannot be read, or a name is no field; the message has the closest fields.
@@ -119,7 +119,8 @@ def _parse(
         # An abbreviation that is unique today may mean another field after an upgrade of transformers.
         allow_abbrev=False,
     )
-    parser.set_defaults(**structured)
+    # A script trains and evaluates unless it is told not to.
+    parser.set_defaults(**{name: True for name in ("do_train", "do_eval") if name in fields}, **structured)
     words = [*(f"--{name}={value}" for name, value in scalars.items()), *flags]
 
     # Before any dataclass is built: a misspelt flag must not be reported as a missing one.
@@ -127,7 +128,10 @@ def _parse(
     # argparse returns a misspelt flag together with its value; a value alone is a stray word.
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
     _refuse(names or unknown, fields, where="The command line")
-    return tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
+    parsed = tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
+    if any(getattr(args, "do_predict", False) for args in parsed):
+        raise ValueError("do_predict=True has no effect: only labelled examples are read. Leave it out.")
+    return parsed
 
 
 def _refuse_null(names: Sequence[str], dataclass_types: Sequence[type], *, recipe: Path) -> None:

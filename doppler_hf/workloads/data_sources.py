@@ -25,35 +25,42 @@ class GlueTask:
 
     Attributes:
         text_columns: One or two columns of sentences, in the order in which the model reads them.
+        classes: Their names on the hub, in the order of the labels; none for a regression.
         metrics: GLUE's scores of the task (Wang et al., *GLUE*, ICLR 2019, Table 1).
-        num_labels: The number of classes; 1 means regression.
         validation_splits: The labelled splits to evaluate on.
     """
 
     text_columns: tuple[str, ...]
+    classes: tuple[str, ...]
     metrics: tuple[str, ...] = ("accuracy",)
-    num_labels: int = 2
     validation_splits: tuple[str, ...] = ("validation",)
 
     @property
     def is_regression(self) -> bool:
         """Whether the label is a number and not a class."""
-        return self.num_labels == 1
+        return not self.classes
+
+    @property
+    def num_labels(self) -> int:
+        """The number of outputs: of classes, or 1."""
+        return len(self.classes) or 1
 
 
 GLUE_HUB_NAME = "nyu-mll/glue"
 GLUE_TASKS: dict[str, GlueTask] = {
-    "cola": GlueTask(("sentence",), metrics=("matthews_correlation",)),
+    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), metrics=("matthews_correlation",)),
     "mnli": GlueTask(
-        ("premise", "hypothesis"), num_labels=3, validation_splits=("validation_matched", "validation_mismatched")
+        ("premise", "hypothesis"),
+        ("entailment", "neutral", "contradiction"),
+        validation_splits=("validation_matched", "validation_mismatched"),
     ),
-    "mrpc": GlueTask(("sentence1", "sentence2"), metrics=("accuracy", "f1")),
-    "qnli": GlueTask(("question", "sentence")),
-    "qqp": GlueTask(("question1", "question2"), metrics=("accuracy", "f1")),
-    "rte": GlueTask(("sentence1", "sentence2")),
-    "sst2": GlueTask(("sentence",)),
-    "stsb": GlueTask(("sentence1", "sentence2"), metrics=("pearson", "spearmanr"), num_labels=1),
-    "wnli": GlueTask(("sentence1", "sentence2")),
+    "mrpc": GlueTask(("sentence1", "sentence2"), ("not_equivalent", "equivalent"), metrics=("accuracy", "f1")),
+    "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment")),
+    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), metrics=("accuracy", "f1")),
+    "rte": GlueTask(("sentence1", "sentence2"), ("entailment", "not_entailment")),
+    "sst2": GlueTask(("sentence",), ("negative", "positive")),
+    "stsb": GlueTask(("sentence1", "sentence2"), (), metrics=("pearson", "spearmanr")),
+    "wnli": GlueTask(("sentence1", "sentence2"), ("not_entailment", "entailment")),
 }
 
 IMAGE_HUB_NAMES: dict[str, str] = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100", "mnist": "ylecun/mnist"}
@@ -87,15 +94,30 @@ def load_glue(task_name: str, dataset_dir: str | None = None, *, flag: str = "--
         `train` and the validation splits, with the hub's columns.
 
     Raises:
-        ValueError: If the task, a file or a column is missing, or the hub cannot be reached.
+        ValueError: If the task, a file or a column is missing, the labels are another task's, or the hub cannot be reached.
     """
     task = glue_task(task_name)
     splits = _load(GLUE_HUB_NAME, task_name, dataset_dir=dataset_dir, evaluation_splits=task.validation_splits, flag=flag)
     from datasets import Value
 
     _require_columns(splits, (*task.text_columns, "label"))
+    for split in splits.values():
+        _refuse_labels_of_another_task(split.features["label"], task_name)
     # The loss of a regression needs floating targets, whichever numbers a file holds.
     return splits.cast_column("label", Value("float32")) if task.is_regression else splits
+
+
+def _refuse_labels_of_another_task(label: Any, task_name: str) -> None:
+    """Several tasks have the same columns of text. Classes that GLUE does not have are a user's own."""
+    task, names = glue_task(task_name), tuple(getattr(label, "names", ()))
+    of = [name for name, other in GLUE_TASKS.items() if names and other.classes == names]
+    if (of and names != task.classes) or (not task.is_regression and "float" in str(getattr(label, "dtype", ""))):
+        found = f"{', '.join(names)}, those of {' and '.join(of)}" if of else f"numbers of type {label.dtype}"
+        wanted = ", ".join(task.classes) or "a number"
+        raise ValueError(
+            f"The labels of {task_name} must be {wanted}, got {found}. Give the folder of {task_name}, or set --task_name "
+            "to the task of this one."
+        )
 
 
 def load_images(

@@ -42,16 +42,18 @@ def train_and_evaluate(
     """Train, save model and state, and evaluate. The metrics are printed, and saved beside the model.
 
     Args:
-        trainer: The trainer; with `args.resume_from_checkpoint` it continues from there.
+        trainer: The trainer; with `args.resume_from_checkpoint` it continues from there. With `args.do_train` off it
+            neither trains nor saves, and with `args.do_eval` off it does not evaluate.
         eval_datasets: The data sets to evaluate on, by the prefix of their metrics' names; None for the trainer's own.
         complete: A function that adds derived metrics to those of an evaluation.
     """
-    train_result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", train_result.metrics)
-    trainer.save_metrics("train", train_result.metrics)
-    for prefix, dataset in eval_datasets.items():
+    if trainer.args.do_train:
+        train_result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        trainer.save_model()
+        trainer.save_state()
+        trainer.log_metrics("train", train_result.metrics)
+        trainer.save_metrics("train", train_result.metrics)
+    for prefix, dataset in eval_datasets.items() if trainer.args.do_eval else ():
         metrics = trainer.evaluate(dataset, metric_key_prefix=prefix)
         if complete is not None:
             complete(metrics)

@@ -93,6 +93,8 @@ class Recorder:
             raise ValueError("bad_word is bad: give another")
         if args.word == "broken":
             raise RuntimeError("a defect")
+        if args.word == "stopped":
+            raise KeyboardInterrupt
         self.got = (args.two_words, args.word)
         return 1
 
@@ -127,3 +129,8 @@ def test_mistakes_end_with_one_line_and_defects_with_a_traceback(recorder, capsy
     assert captured.out == ""
     with pytest.raises(RuntimeError):
         main(["record", "broken"])
+
+
+def test_an_interruption_has_no_traceback(recorder, capsys):
+    assert main(["record", "stopped"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -104,6 +104,7 @@ def test_tables_show_the_numbers_of_the_json(capsys):
         "ε by prv": f"{plan['epsilon']['prv']:.4g}",
         "ε by rdp": f"{plan['epsilon']['rdp']:.4g} (target 3)",
         "ε by pld": f"{plan['epsilon']['pld']:.4g}",
+        "noise_shape": "white, as in the next table; for 'auto' see below",
         "filter": "first-order-v1",
         "its noise gain Σκ²": f"{plan['noise_gain']:.4g} (noise_std {plan['filtered_noise_std']:.4g} after it)",
         "its delay": "5 steps, 16.67% of T",

@@ -21,6 +21,21 @@ def test_a_folder_has_one_writer(sources, small, capsys):
     assert "is being written to by another study" in capsys.readouterr().err
 
 
+def test_an_interruption_says_how_to_go_on(sources, small, monkeypatch, capsys):
+    runs = iter(range(3))
+
+    def interrupted(*args, **options):
+        if next(runs) == 2:
+            raise KeyboardInterrupt
+        return made_up(*args, **options)
+
+    monkeypatch.setattr(tuning, "train", interrupted)
+    assert main(words(sources, "--tasks", "mnist")) == 130
+    folder = sources.cache_dir / "noise-shaping"
+    assert capsys.readouterr().err.splitlines()[-1] == (f"interrupted; --resume goes on with the runs that {folder} holds")
+    assert len((folder / "runs.jsonl").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

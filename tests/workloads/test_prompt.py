@@ -10,6 +10,7 @@ from transformers import (
     DistilBertForMaskedLM,
 )
 
+from doppler_hf.workloads.data_sources import GLUE_TASKS
 from doppler_hf.workloads.prompt import PROMPTS, Prompter, PromptForSequenceClassification
 from tests.support.folders import MASKED_LMS, PROMPT_WORDS, SPECIAL_WORDS, byte_tokenizer, write_gpt2, write_masked_lm
 
@@ -21,17 +22,22 @@ def tokenizer(tmp_path):
 
 def test_words_are_those_of_the_classes():
     """In the order of GLUE's labels."""
-    names = {
-        "cola": {"unacceptable": "incorrect", "acceptable": "correct"},
-        "mnli": {"entailment": "Yes", "neutral": "Maybe", "contradiction": "No"},
-        "mrpc": {"not_equivalent": "No", "equivalent": "Yes"},
-        "qnli": {"entailment": "Yes", "not_entailment": "No"},
-        "qqp": {"not_duplicate": "No", "duplicate": "Yes"},
-        "rte": {"entailment": "Yes", "not_entailment": "No"},
-        "sst2": {"negative": "terrible", "positive": "great"},
+    words = {
+        "unacceptable": "incorrect",
+        "acceptable": "correct",
+        "entailment": "Yes",
+        "neutral": "Maybe",
+        "contradiction": "No",
+        "not_entailment": "No",
+        "not_equivalent": "No",
+        "equivalent": "Yes",
+        "not_duplicate": "No",
+        "duplicate": "Yes",
+        "negative": "terrible",
+        "positive": "great",
     }
     assert {name: prompt.words for name, prompt in PROMPTS.items()} == {
-        name: tuple(words.values()) for name, words in names.items()
+        name: tuple(words[each] for each in GLUE_TASKS[name].classes) for name in PROMPTS
     }
 
 
