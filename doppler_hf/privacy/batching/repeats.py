@@ -81,7 +81,8 @@ def _held(dataset: Any) -> Any:
 
 def _holds_rows(value: Any) -> bool:
     if isinstance(value, list):  # of rows, not of labels, which many rows may have as one object
-        return bool(value) and isinstance(value[0], Mapping)
+        first = value[0] if value else None
+        return isinstance(first, Mapping) or (isinstance(first, tuple) and any(isinstance(each, _ROWS) for each in first))
     return _table_of(value) is not None or (isinstance(value, Dataset) and hasattr(value, "__len__"))
 
 
@@ -148,10 +149,19 @@ def _in_tensors(source: Any, rows: Places) -> Iterator[tuple[tuple[int, int], Pl
     for number, tensor in enumerate(source.tensors if isinstance(source, TensorDataset) else ()):
         # Where rows lie at one place they share numbers that are of none of them.
         if tensor.layout is torch.strided and tensor.numel() and tensor.stride(0):
-            yield (
-                (number, tensor.untyped_storage().data_ptr()),
-                _spread(rows, tensor.stride(0), int(tensor.storage_offset())),
-            )
+            places = _spread(rows, tensor.stride(0), int(tensor.storage_offset()))
+            for _ in range(2 if _reach_into_each_other(tensor, rows) else 1):
+                yield (number, tensor.untyped_storage().data_ptr()), places
+
+
+def _reach_into_each_other(tensor: Tensor, rows: Places) -> bool:
+    """Return whether some of these rows of a tensor have numbers in common, as windows of `unfold` do."""
+    apart = rows.step if isinstance(rows, range) else int(np.diff(np.sort(rows)).min(initial=len(tensor)))
+    by = apart * tensor.stride(0)
+    return len(rows) > 1 and any(
+        stride > 0 and by % stride == 0 and by <= (size - 1) * stride
+        for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    )
 
 
 def _objects(source: Any, rows: Places) -> Places:

@@ -98,6 +98,9 @@ def test_repeats_are_found_in_the_only_data_set_that_another_one_holds():
     once += [Wrapped(TensorDataset(torch.arange(2), torch.arange(2))), Wrapped([*"four"], labels=[[0, 1]] * 4)]
     more = [Wrapped(data.select([1, 1])), Wrapped(rows + rows[:2], labels=[0] * 10), Wrapped(Wrapped(Subset(data, [0, 0])))]
     more += [Subset(Wrapped(rows + rows[:2]), [0, 1, 8]), ConcatDataset([Wrapped(data), Wrapped(data)])]
+    pairs = [(torch.ones(2), label) for label in (0, 1, 1)]
+    once += [Wrapped(pairs), Wrapped([(0, 1)] * 3)]
+    more += [Wrapped(pairs + pairs[:1]), Wrapped(pairs + pairs[:1], labels=[0] * 4)]
     assert [*map(has_repeats, once)] == [False] * len(once)
     assert [*map(has_repeats, more)] == [True] * len(more)
 
@@ -137,6 +140,17 @@ def test_rows_of_tensors_that_two_data_sets_share_are_found():
     once += [ConcatDataset([TensorDataset(numbers), TensorDataset(numbers.clone())])]
     more = [ConcatDataset([TensorDataset(numbers[:6], labels[:6]), TensorDataset(numbers[4:], labels[4:])])]
     more += [ConcatDataset([TensorDataset(numbers, labels), TensorDataset(numbers.clone(), labels)])]
+    assert [*map(has_repeats, once)] == [False] * len(once)
+    assert [*map(has_repeats, more)] == [True] * len(more)
+
+
+def test_windows_of_a_series_that_overlap_are_found():
+    series = torch.arange(24.0)
+    apart = [series.unfold(0, 3, 3), series.unfold(0, 3, 4), series.view(4, 6).T, series.view(2, 3, 4).permute(2, 0, 1)]
+    once = [*map(TensorDataset, apart)]
+    once += [Subset(TensorDataset(series.unfold(0, 3, 1)), rows) for rows in ([0, 3, 9], [6], [])]
+    more = [TensorDataset(series.unfold(0, 3, step)) for step in (1, 2)]
+    more += [Subset(more[0], [9, 0, 2]), TensorDataset(series.view(4, 6).unfold(0, 2, 1))]
     assert [*map(has_repeats, once)] == [False] * len(once)
     assert [*map(has_repeats, more)] == [True] * len(more)
 
