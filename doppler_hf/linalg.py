@@ -1,4 +1,4 @@
-"""What files share about tensors: the side that a subspace belongs to, the precision of products, and equal numbers.
+"""What files share about tensors: the side that a subspace belongs to, the precision of products, equal numbers and bits.
 
 A gradient G of shape (m, n) is read in a subspace of its *shorter* side, with P of shape (min(m, n), rank):
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 
@@ -56,6 +56,15 @@ def in_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def same(first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."]) -> bool:
     """Return whether two tensors hold the same numbers, of which some may be NaN."""
     return first.shape == second.shape and bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def sums_of_bytes(values: Shaped[Tensor, "..."]) -> Int64[Tensor, "2"]:
+    """Return the sum of the whole words of eight bytes of a tensor, modulo 2⁶⁴, and that of the bytes after them."""
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    whole = len(flat) // 8 * 8
+    # A view into a larger tensor may begin within a word.
+    words = flat[:whole].clone() if flat.storage_offset() % 8 else flat[:whole]
+    return torch.stack([words.view(torch.int64).sum(), flat[whole:].sum(dtype=torch.int64)])
 
 
 @contextlib.contextmanager

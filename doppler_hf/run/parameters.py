@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from doppler_hf.linalg import sums_of_bytes
 from doppler_hf.privacy.ledger.record import ModelDigests
 
 # By the part of a weight that is on this process: a description of the whole, and the sum of the part when it was cut.
@@ -82,7 +82,7 @@ def remember_whole(shard: DTensor, whole: tuple[Any, ...]) -> None:
 
     Gathering it would take all processes, which one that asks alone would wait for.
     """
-    _WHOLE[shard] = whole, _sum_of_bytes(shard.to_local())
+    _WHOLE[shard] = whole, sums_of_bytes(shard.to_local()).tolist()
 
 
 def look_again(parameters: Iterable[Tensor]) -> None:
@@ -103,16 +103,6 @@ def described(value: Any) -> tuple[Any, ...]:
         return (repr(value),)
     if isinstance(value, DTensor):
         whole, before = _WHOLE[value]
-        now = _sum_of_bytes(value.to_local().detach())
+        now = sums_of_bytes(value.to_local().detach()).tolist()
         return whole if now == before else (*whole, *now)
-    return str(value.dtype), list(value.shape), _sum_of_bytes(value.detach())
-
-
-def _sum_of_bytes(values: Tensor) -> tuple[int, int]:
-    """Return the sum of the whole words of eight bytes, and that of the bytes after them."""
-    flat = values.contiguous().view(-1).view(torch.uint8)
-    whole = len(flat) // 8 * 8
-    words = flat[:whole]
-    # A view into a larger tensor may begin within a word.
-    words = words.clone() if words.storage_offset() % 8 else words
-    return int(words.view(torch.int64).sum()), int(flat[whole:].sum())
+    return str(value.dtype), list(value.shape), sums_of_bytes(value.detach()).tolist()

@@ -94,7 +94,7 @@ class PrivateRun:
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._model: nn.Module | None = None
-        self._weights: Untouched | None = None  # of the piece that is being added
+        self._weights: Untouched | None = None  # of the draw that is being added
         self._clipped: ClippedGradients | None = None
         self._draw: Halving | None = None
         self._pieces = WholeDraw(args.gradient_accumulation_steps)
@@ -333,6 +333,7 @@ class PrivateRun:
             self._known_examples.refuse_moved()
         self._begins_epoch = False
         self._draw.begin()
+        self._weights = None
         self._is_released = False
         if self.private_loss is not None:
             self.private_loss.reset()
@@ -341,7 +342,8 @@ class PrivateRun:
         """Take the next piece of the draw; see `WholeDraw.take`."""
         assert self._model is not None
         self._pieces.take(piece)
-        self._weights = Untouched(self._model)
+        # Of a later piece they are as after the one before: looking at them once more would be a quarter of a short piece.
+        self._weights = self._weights or Untouched(self._model)
 
     def add(self, micro_batch: MicroBatch, *, losses_of: Losses) -> Float[Tensor, " rows"]:
         """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw; see `Halving.add`.
@@ -372,7 +374,8 @@ class PrivateRun:
             The private training loss of the step, or None if there is none, or not yet.
 
         Raises:
-            ValueError: If the passes of the piece have written into what is trained.
+            ValueError: If the passes of the piece have written into what is trained, or something else has since the piece
+                before.
         """
         assert self._weights is not None
         self._weights.check()

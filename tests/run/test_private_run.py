@@ -171,12 +171,36 @@ def test_a_draw_that_the_host_leaves_half_done_never_reaches_the_next_one(tmp_pa
 
     left = []
     trainer, recorder = full_batch(
-        tmp_path, hooks={"on_substep_end": lambda *some: left.append(1) or (leave(*some) if len(left) == 1 else None)}
+        tmp_path,
+        hooks={"on_substep_end": lambda *some: left.append(1) or (leave(*some) if len(left) == 1 else None)},
+        report_train_loss="private",
+        logging_steps=1,
     )
     trainer.train()
     assert len(recorder.gradients) == trainer.state.global_step >= 2
     for gradient in recorder.gradients[1:]:
         torch.testing.assert_close(gradient, recorder.gradients[0], rtol=1e-5, atol=1e-7)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(losses) == len(recorder.gradients)
+    assert losses[1:] == pytest.approx(losses[:1] * (len(losses) - 1), abs=1e-4)
+
+
+@pytest.mark.parametrize("piece", [1, 2])
+def test_what_is_trained_stays_as_it_is_within_a_draw(tmp_path, piece):
+    """What a callback writes between two pieces would be of no release."""
+    pieces = []
+
+    def write(args, state, control):
+        pieces.append(1)
+        if len(pieces) == piece:
+            trainer.model.classifier.bias.data += 1e-6
+
+    trainer, recorder = full_batch(
+        tmp_path, hooks={"on_substep_end": write}, per_device_train_batch_size=8, gradient_accumulation_steps=3
+    )
+    with pytest.raises(ValueError, match=r"writes the trained parameter 'classifier\.bias'"):
+        trainer.train()
+    assert recorder.gradients == []
 
 
 @pytest.mark.parametrize(("flag", "pieces"), [(True, 2), *thorough((False, 1))])
@@ -257,6 +281,13 @@ class MixingInPlace(DopplerTrainer):
         return super().training_step(model, inputs, *args)
 
 
+class MixingInDictionary(DopplerTrainer):
+    def training_step(self, model, inputs, *args):
+        for micro_batch in inputs:
+            micro_batch.inputs["input_ids"] = cut_mix(micro_batch).inputs["input_ids"]
+        return super().training_step(model, inputs, *args)
+
+
 class MixingSamples(DopplerTrainer):
     def get_batch_samples(self, *args):
         pieces, number = super().get_batch_samples(*args)
@@ -291,7 +322,10 @@ class TryingAgain(DopplerTrainer):
             return super().training_step(*args)
 
 
-@pytest.mark.parametrize("cls", [Mixing, MixingInPlace, MixingSamples, Doubling, LeavingOut, TryingAgain])
+CHANGING = [Mixing, MixingInPlace, MixingInDictionary, MixingSamples, Doubling, LeavingOut, TryingAgain]
+
+
+@pytest.mark.parametrize("cls", CHANGING)
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_a_step_is_of_the_micro_batches_as_they_were_drawn(tmp_path, cls, pieces):
     sizes = {"per_device_train_batch_size": 24 // pieces, "gradient_accumulation_steps": pieces, "accountant": "rdp"}

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from doppler_hf.linalg import same
+from doppler_hf.linalg import same, sums_of_bytes
 from doppler_hf.shards import part_here
 
 
@@ -89,13 +89,11 @@ class Untouched:
 
 
 def _bits_of(values: Tensor) -> Tensor:
-    """Return the exclusive or of all numbers, the sum of all words of eight bytes, and that of the bytes after them."""
+    """Return the exclusive or of all numbers, and the sums of all bytes."""
     values = torch.view_as_real(values) if values.is_complex() else values
-    flat = values.contiguous().view(-1).view(torch.uint8)
-    whole = len(flat) // 8 * 8
-    words = flat[:whole].clone() if flat.storage_offset() % 8 else flat[:whole]
-    either = torch.hash_tensor(values).view(torch.int64) if values.numel() else words.new_zeros((), dtype=torch.int64)
-    return torch.stack([either, words.view(torch.int64).sum(), flat[whole:].sum(dtype=torch.int64)])
+    sums = sums_of_bytes(values)
+    either = torch.hash_tensor(values).view(torch.int64) if values.numel() else sums.new_zeros(())
+    return torch.cat([either.view(1), sums])
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -178,7 +178,7 @@ class NoiseAhead:
         """End the thread and clear the store. From then on nothing is prepared."""
         self._closed = True
         if os.getpid() != self._process:
-            return  # the thread and its lock are the parent's
+            self._begin()  # the normals, the thread and its lock are the parent's
         with self._changed:
             self._store.clear()
             self.prepared = 0

@@ -49,6 +49,17 @@ def test_a_written_weight_is_named(write, dtype):
         untouched.check()
 
 
+def test_a_weight_may_begin_within_a_word():
+    """As a view into a larger tensor does."""
+    model = nn.Linear(3, 3, bias=False)
+    model.weight = nn.Parameter(torch.arange(10.0)[1:].view(3, 3))
+    untouched = Untouched(model)
+    untouched.check()
+    model.weight.data[2, 2] += 1.0
+    with pytest.raises(ValueError, match="writes the trained parameter 'weight'"):
+        untouched.check()
+
+
 def test_what_is_no_number_is_itself():
     model = nn.Linear(2, 2)
     with torch.no_grad():

@@ -307,6 +307,32 @@ def test_a_forked_process_has_noise_of_its_own():
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_that_closes_the_store_first_has_noise_of_its_own():
+    size = 5000
+    with gaussian() as mechanism:
+        mechanism.privatize({"w": torch.zeros(size)}, step=0)
+        wait_until_full(mechanism._ahead)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.set_num_threads(1)  # OpenMP's threads are not forked, and would be waited for
+                mechanism.close()
+                os.write(writer, mechanism.privatize({"w": torch.zeros(size)}, step=1)["w"].numpy().tobytes())
+                os._exit(0)
+            finally:
+                os._exit(1)
+        ours = mechanism.privatize({"w": torch.zeros(size)}, step=1)["w"].numpy()
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            theirs = np.frombuffer(pipe.read(), dtype=np.float32)
+        assert os.waitpid(child, 0)[1] == 0
+    assert len(theirs) == size
+    assert np.all(theirs != 0)
+    assert len(np.intersect1d(ours, theirs)) < 20  # Poisson(0.7): below 1e-20
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_that_only_ends_does_not_wait_for_its_parents_thread():
     with gaussian() as mechanism:
         mechanism.privatize({"w": torch.zeros(100)}, step=0)
