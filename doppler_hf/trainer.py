@@ -27,7 +27,7 @@ from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.ended import one_line_if_a_process_ends
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
-from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, refuse_other_parameters
+from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
 from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.parameters import look_again
@@ -278,7 +278,7 @@ class DopplerTrainer(AroundSteps):
         # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
         own = getattr(self.optimizer, "optimizer", self.optimizer)
         refusals.refuse_another_optimizer(own)
-        refuse_other_parameters(own, trained)
+        refusals.refuse_other_parameters(own, trained)
         own.noise_std = run.settled_noise_std
         rate = first_learning_rate(own)
         self.args.note_learning_rate(rate)

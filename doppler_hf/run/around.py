@@ -11,10 +11,12 @@ from torch import nn
 from transformers import Trainer
 
 from doppler_hf.disk import space_for
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.run import refusals
 from doppler_hf.run.checkpoints import begin_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.model_card import with_columns_in_one_order
 from doppler_hf.run.own_loss import mean_and_outputs
 from doppler_hf.run.parameters import look_again_at_what_is_trained
 from doppler_hf.run.private_run import PrivateRun
@@ -29,7 +31,13 @@ def with_privacy_section(of_host: Callable[..., None]) -> Callable[..., None]:
 
     def create_model_card(self: "AroundSteps", *args: Any, **kwargs: Any) -> None:
         """Write the host's model card, with the optimizer in use and a section on privacy."""
-        of_host(self, *args, **kwargs)
+        history = self.state.log_history
+        # The host writes a row of its table in the order of its own keys, which those of a checkpoint have been sorted by.
+        self.state.log_history = with_columns_in_one_order(history)
+        try:
+            of_host(self, *args, **kwargs)
+        finally:
+            self.state.log_history = history
         if self.is_world_process_zero():
             self._ledger_keeper.complete_card(self.args, model=self.model)
 
@@ -147,6 +155,12 @@ class AroundSteps(Trainer, ABC):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: the host's count depends on the lengths of the examples drawn, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Count the units of a private run: the host logs and saves this, and how many rows a unit has is private."""
+        if isinstance(dataloader, PrivateLoader):
+            return self.private_run.sampler.num_units
+        return super().num_examples(dataloader)
 
     create_model_card = with_privacy_section(Trainer.create_model_card)
 

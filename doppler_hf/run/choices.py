@@ -51,15 +51,17 @@ def chosen_filter(
     )
 
 
-def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSampler, num_trained: int) -> NoiseShape:
+def chosen_noise_shape(
+    args: DopplerTrainingArguments, *, sampler: PoissonSampler, num_trained: int, resumed: PrivacyStatement | None = None
+) -> NoiseShape:
     """Return the shape of the noise of a run.
-
-    `auto` chooses for the whole of the planned run, also where only a part of it is ahead: a resumed run has the same shape.
 
     Args:
         args: The arguments.
         sampler: A sampler of the run's units, whose groups do not matter.
         num_trained: The number of weights that are trained.
+        resumed: The statement of the run that is resumed, if one is. `auto` keeps its shape, whatever is ahead, since it
+            keeps its filter too and they belong together; unless larger draws leave a unit no turn in so many steps.
     """
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
@@ -68,6 +70,8 @@ def chosen_noise_shape(args: DopplerTrainingArguments, *, sampler: PoissonSample
     is_optimal_fir = args.low_pass_filter.startswith("optimal-fir")
     if args.target_epsilon is None or args.optim_target_modules or is_optimal_fir or args.clipping_quantile is not None:
         return WHITE
+    if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:
+        return kept
     steps = planned_steps(args, sampler)
     # Only shapes are compared, so that the quickest accountant will do: PLD and PRV agree in four digits.
     noise_multiplier_of = functools.partial(

@@ -67,7 +67,10 @@ def attached_engine(
 
         # Of trained weights in shards each process moves the rows that it has.
         with moved(model) if sharded_sums is not None and args.grad_sample_self_check else contextlib.nullcontext():
-            rows, clipped.is_checked = check() if in_step is None else in_step.on_process_0(check)
+            if in_step is None:
+                rows, _ = check()
+            else:
+                rows, clipped.is_checked = in_step.on_process_0(check)
         if in_step is not None and not clipped.is_checked:
             # One with a finite loss alone would make more passes later on than those of the others.
             raise ValueError(
@@ -78,7 +81,7 @@ def attached_engine(
 
 
 def refuse_trainable(model: nn.Module) -> None:
-    """Refuse a model of which nothing is trained, or whose trained parameters have too small a range."""
+    """Refuse a model of which nothing is trained, or whose trained parameters are complex or have too small a range."""
     trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ValueError("The model must have a trainable parameter, got none. Set requires_grad for some.")
@@ -87,6 +90,14 @@ def refuse_trainable(model: nn.Module) -> None:
         raise ValueError(
             f"Trained parameters must not be in float16, got {half!r}: gradients of single examples leave its range. Load "
             "the model with dtype=torch.float32, or torch.bfloat16."
+        )
+
+    # Sensitivity: noise of real numbers would leave the imaginary parts as they are.
+    complex_name = next((name for name, dtype in trainable.items() if dtype.is_complex), None)
+    if complex_name is not None:
+        raise ValueError(
+            f"Trained parameters must be real numbers, got {complex_name!r} of type {trainable[complex_name]}. Keep its "
+            "real and its imaginary part in the last dimension of a real one, and use torch.view_as_complex in the forward."
         )
 
 

@@ -6,6 +6,7 @@ hyper-parameters.
 
 import re
 from pathlib import Path
+from typing import Any
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words
@@ -37,6 +38,12 @@ def privacy_section(ledger: PrivacyLedger) -> str:
         f"    {ledger.head}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def with_columns_in_one_order(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a trainer's logs, those of evaluations with the same names in the same order; what one lacks is empty there."""
+    names = dict.fromkeys(name for row in log_history if "eval_loss" in row for name in row)
+    return [{name: row.get(name, "") for name in names} if "eval_loss" in row else row for row in log_history]
 
 
 def complete_card(

@@ -77,20 +77,6 @@ def optimizer_of(
     )
 
 
-def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that was made of other parameters, as before FSDP has cut them: it would train nothing.
-
-    Raises:
-        ValueError: If a parameter of it is none of the model's.
-    """
-    known = {*model.parameters()}
-    if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(
-            "The optimizer must be of the model's parameters, got one that was made of others, perhaps before FSDP cut "
-            "them. Leave create_optimizer() to train(), or make a new trainer."
-        )
-
-
 def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter | OptimalFIR) -> str:
     """Return one line for the start-up summary: the filter, whether it was chosen, and its noise gain."""
     if isinstance(low_pass_filter, OptimalFIR):

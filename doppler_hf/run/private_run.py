@@ -34,7 +34,7 @@ from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.mechanisms import mechanisms_of
 from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
-from doppler_hf.run.refusals import warn_of_non_finite
+from doppler_hf.run.refusals import refuse_other_parameters, warn_of_non_finite
 from doppler_hf.run.replicas import (
     compare_terms,
     give_all_the_weights_of_process_0,
@@ -117,7 +117,8 @@ class PrivateRun:
             keeps_units_whole=args.clip_unit_mean,
             seed=args.noise_seed,
         )
-        shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained)
+        resumed = earlier.statement if checkpoint is not None and earlier is not None else None
+        shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
         if recorders:
             refuse_other_noise(shape, clipping_quantile=args.clipping_quantile)
         self.sampler.take_turns(shape.bands)
@@ -375,7 +376,7 @@ class PrivateRun:
 
         Raises:
             ValueError: If the passes of the piece have written into what is trained, or something else has since the piece
-                before.
+                before, or the optimizer trains what is no parameter of the model.
         """
         assert self._weights is not None
         self._weights.check()
@@ -384,6 +385,8 @@ class PrivateRun:
             return None
         assert self._clipped is not None
         assert self._draw is not None
+        # Sensitivity: gradients of others, such as learned weights of a loss, are the ordinary ones, without noise.
+        refuse_other_parameters(optimizer, model)
         self._draw.complete()
         if self._clipped.num_non_finite and self.statement.train_loss == "raw" and not self._is_warned:
             self._is_warned = True

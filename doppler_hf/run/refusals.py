@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -164,6 +165,21 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
             "train_dataset must have each row once, got one with rows that are repeated, as by select, repeat, Subset or "
             "interleave_datasets, or have numbers in common, as by unfold: ε is for a row, and a record of several rows has "
             "several. Leave out the repeats, or name what they share with privacy_unit_column."
+        )
+
+
+def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of other parameters: of those before FSDP has cut them, or of a loss, which get no noise.
+
+    Raises:
+        ValueError: If a parameter of it is none of the model's.
+    """
+    known = {*model.parameters()}
+    if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "The optimizer must be of the model's parameters, got one that has others. Let what is trained be part of the "
+            "model (such as weights of a loss), and leave create_optimizer() to train(), or make a new trainer (after FSDP "
+            "cut the parameters)."
         )
 
 

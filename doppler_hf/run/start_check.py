@@ -226,7 +226,7 @@ class StartCheck:
             return is_random(self._losses_of, probe.together)
 
     def _refuse_crowd(self, probe: Probe, still: Still, tolerance: float, *, is_of_torch: bool) -> Still:
-        """Compare losses in a larger batch: with every coin held at its mean and no attribute changed, if all can be.
+        """Compare losses in a larger batch: with every coin held at and off its mean and no attribute changed, if all can.
 
         What is set to zero for its name may be no probability, but say how much of a batch is left out.
 
@@ -239,6 +239,11 @@ class StartCheck:
             try:
                 with HeldCoins() as held:
                     comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+                # Sensitivity: noise whose size follows the longest example, or the spread of a batch, is none at its mean.
+                if held.has_numbers:
+                    with HeldCoins(off_mean=True):
+                        comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+                        comparison.refuse_difference(comparison.expected(), tolerance=tolerance)
                 return still
             except ValueError:
                 if held.are_all_held:

@@ -7,6 +7,7 @@ new is noticed.
 
 import copy
 import json
+import logging
 import re
 
 import pytest
@@ -147,6 +148,29 @@ def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, c
     assert set().union(*state["log_history"]) <= IN_LOGS | recorded | also | {"step"}
     clocks = {name for name in CLOCKS if name.startswith("train_")}
     assert one["returned"].keys() == {"epoch", "epsilon"} | clocks | (also & {"train_loss"})
+
+
+@pytest.mark.parametrize("users", [True, False])
+def test_how_many_rows_users_have_is_told_nowhere(tmp_path, caplog, users):
+    """Of runs whose length is given in epochs the host logs the number of rows, and their number in a second."""
+    told = []
+    hosts = logging.getLogger("transformers")
+    hosts.addHandler(caplog.handler)
+    try:
+        for each in (2, 5):
+            rows = [*examples(0)] * each
+            data = Dataset.from_list(rows).add_column("user", [number // each for number in range(24 * each)])
+            data = data if users else data.remove_columns("user").select(range(24))
+            caplog.clear()
+            with caplog.at_level(logging.INFO, logger="transformers"):
+                unit = {"privacy_unit_column": "user"} if users else {}
+                trainer = trainer_of(tmp_path / str(each), data=data, num_train_epochs=2, max_steps=-1, **unit)
+                metrics = trainer.train().metrics
+            told += [re.search(r"Num examples = (\d+)", caplog.text)[1]]
+            assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(48, rel=0.01)
+    finally:
+        hosts.removeHandler(caplog.handler)
+    assert told == ["24", "24"]
 
 
 @pytest.mark.parametrize(

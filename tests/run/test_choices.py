@@ -10,6 +10,7 @@ from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multipli
 from doppler_hf.privacy.accounting import Releases
 from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
+from tests.support.ledgers import statement
 from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import Recorder, StopAt, arguments, text_data, trained, trainer_of
@@ -113,6 +114,23 @@ def test_auto_stands_in_the_summary_and_the_ledger_and_a_resumed_run_keeps_it(tm
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
     again = resumed.private_run.statement
     assert (again.noise_shape, again.noise_multiplier) == (shape, trainer.private_run.statement.noise_multiplier)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "sampler", "expected"),
+    [
+        ("white", SAMPLER, "white"),
+        ("banded:bands=3", SAMPLER, "banded:bands=3"),
+        # A third of all units in a draw can take turns in no more than three steps.
+        ("banded:bands=4", PoissonSampler(num_examples=30, expected_batch_size=10), None),
+    ],
+)
+def test_auto_keeps_the_shape_of_the_run_that_is_resumed(tmp_path, resumed, sampler, expected):
+    """Its filter is kept too, for which another shape may be worse than white noise."""
+    args = arguments(tmp_path, **(SHAPED | dict(target_epsilon=30.0, max_steps=2000)), low_pass_filter="auto")
+    assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000).bands > 3
+    found = chosen_noise_shape(args, sampler=sampler, num_trained=1000, resumed=statement(noise_shape=resumed))
+    assert found.bands <= 3 if expected is None else found == NoiseShape.parse(expected)
 
 
 def test_auto_filters_stand_in_the_summary(tmp_path, capsys):

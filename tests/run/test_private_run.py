@@ -185,6 +185,32 @@ def test_a_draw_that_the_host_leaves_half_done_never_reaches_the_next_one(tmp_pa
     assert losses[1:] == pytest.approx(losses[:1] * (len(losses) - 1), abs=1e-4)
 
 
+class WithWeightsOfItsOwn(DopplerTrainer):
+    """Trains a factor of the loss, which is no parameter of the model."""
+
+    def create_optimizer(self, model=None):
+        is_first = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_first:
+            optimizer.add_param_group({"params": [self.factor], "lr": 1e-3})
+        return optimizer
+
+    def compute_per_sample_loss(self, model, inputs):
+        return self.factor.exp() * super().compute_per_sample_loss(model, inputs) - self.factor
+
+
+def test_what_is_no_parameter_of_the_model_is_not_trained(tmp_path):
+    """Its gradients are ordinary ones, neither clipped nor with noise."""
+    WithWeightsOfItsOwn.factor = torch.nn.Parameter(torch.zeros(()))
+    trainer, recorder = full_batch(tmp_path, hooks={}, cls=WithWeightsOfItsOwn)
+    with pytest.raises(
+        ValueError, match=r"must be of the model's parameters, got one that has others\. Let what is trained"
+    ):
+        trainer.train()
+    assert recorder.gradients == []
+    assert WithWeightsOfItsOwn.factor.item() == 0.0
+
+
 @pytest.mark.parametrize("piece", [1, 2])
 def test_what_is_trained_stays_as_it_is_within_a_draw(tmp_path, piece):
     """What a callback writes between two pieces would be of no release."""

@@ -113,6 +113,30 @@ def test_a_model_in_float16_is_refused_for_its_range(tmp_path):
     )
 
 
+class Waves(torch.nn.Module):
+    """Weights of a Fourier layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (torch.fft.fft(x) @ self.weight).real
+
+
+class LinearLoss(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return model(inputs["x"]).mean(dim=1)
+
+
+def test_complex_weights_are_refused_since_noise_is_of_real_numbers(tmp_path):
+    data = Dataset.from_dict({"x": torch.randn(24, 64).tolist()})
+    refused(
+        tmp_path, r"must be real numbers, got 'weight' of type torch\.complex64\. Keep .* and use torch\.view_as_complex",
+        model=Waves(), cls=LinearLoss, data=data, collator=default_data_collator, remove_unused_columns=False,
+    )  # fmt: skip
+
+
 def test_a_frozen_part_may_be_in_float16(tmp_path):
     model = tiny_bert()
     model.bert.requires_grad_(False).embeddings.word_embeddings.half()
@@ -446,6 +470,33 @@ class BatchMean(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         losses = super().compute_per_sample_loss(model, inputs)
         return losses / len(losses)
+
+
+def as_neftune(module, args, output):
+    """Noise that is the smaller, the longer the longest example of a batch is."""
+    size = 5.0 / math.sqrt(output.shape[1] * output.shape[2])
+    return output + torch.empty_like(output).uniform_(-size, size)
+
+
+def as_wide_as_the_batch(module, args, output):
+    return output + 0.3 * output.detach().std() * torch.randn_like(output)
+
+
+def of_each_row(module, args, output):
+    return output + 0.3 * output.detach().std(dim=-1, keepdim=True) * torch.randn_like(output)
+
+
+@pytest.mark.parametrize("noise", [as_neftune, as_wide_as_the_batch])
+def test_noise_of_a_forward_whose_size_follows_the_batch_is_refused(tmp_path, noise):
+    model = tiny_bert()
+    model.bert.embeddings.word_embeddings.register_forward_hook(noise)
+    refused(tmp_path, "loss of an example", model=model)
+
+
+def test_noise_of_a_forward_may_follow_its_own_row(tmp_path):
+    model = tiny_bert()
+    model.bert.embeddings.word_embeddings.register_forward_hook(of_each_row)
+    trains(tmp_path, model=model)
 
 
 @pytest.mark.parametrize(
@@ -1503,11 +1554,17 @@ READ = {
         lambda t: vars(t).get("m", torch.tensor([10**15]))[0] / 1e15,
         lambda t, value: vars(t).update(m=torch.tensor([int(value * 1e15)])),
     ),
+    "parameter that nothing trains": (
+        lambda t: vars(t).setdefault("m", nn.Parameter(torch.ones(()), requires_grad=False)).item(),
+        lambda t, value: t.m.fill_(value),
+    ),
 }
 PLACES = ["attribute", "list, in place", "queue", "closure", *READ]
 
 
-@pytest.mark.parametrize("place", further(PLACES, quick=["closure", "array, in place", "tuple", "slot", "global variable"]))
+@pytest.mark.parametrize(
+    "place", further(PLACES, quick=["closure", "array, in place", "tuple", "slot", "parameter that nothing trains"])
+)
 def test_a_slow_memory_is_refused_wherever_it_is_kept(tmp_path, monkeypatch, place):
     monkeypatch.setattr(Slow, "place", place)
     for owner, name in ((Slow, "kept"), (Kept, "mean"), (sys.modules[__name__], "MEAN")):

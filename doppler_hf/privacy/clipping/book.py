@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -27,8 +27,10 @@ class Book:
             its views, its choices, its windows. Its gradient is their sum.
         uses: Parameter → its per-sample gradient from each use, filled by the backward pass.
         repeated: Names of layers whose output has no batch and was repeated for each example.
-        only_example: In a check, the one example whose loss is differentiated; gradients are then compared, not kept.
-        coupled: Parameters at which that loss has a gradient in the place of another example.
+        called: Names of the layers that were called in the forward pass.
+        examined: In a check, whether each example is among those whose losses are differentiated, shape (examples,);
+            gradients are then compared, not kept.
+        coupled: Parameters at which these losses have a gradient in the places of other examples.
         failed: Layers without a rule, and why functorch does not fit them.
         is_conclusive: Whether all gradients in the places of others were finite in the check.
         is_in_forward: Whether the model is in a forward pass whose gradient is wanted.
@@ -63,7 +65,8 @@ class Book:
         self.num_examples = 1
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}
         self.repeated: list[str] = []
-        self.only_example: int | None = None
+        self.called: set[str] = set()
+        self.examined: Bool[Tensor, " examples"] | None = None
         self.coupled: set[Tensor] = set()
         self.failed: dict[str, Exception] = {}
         self.is_conclusive = True
@@ -71,17 +74,16 @@ class Book:
     def passing(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the weight for the gradient of a layer's input: in a check, noise in place of a weight of zeros."""
         # Of most weights the first row tells, and all of them need not be read.
-        if self.only_example is None or weight[:1].any() or weight.any():
+        if self.examined is None or weight[:1].any() or weight.any():
             return weight
         return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
 
     def note(self, parameter: Tensor, gradient: PerSampleGradient) -> None:
-        """Note one use of a parameter, or in a check compare it with the one example that has a loss."""
-        if self.only_example is None:
+        """Note one use of a parameter, or in a check look for others than those that have a loss."""
+        if self.examined is None:
             self.uses.setdefault(parameter, []).append(gradient)
             return
-        others = torch.arange(self.num_examples, device=parameter.device) != self.only_example
-        of_others = gradient.of_examples(others).in_float64().norms()
+        of_others = gradient.of_examples(~self.examined.to(parameter.device)).in_float64().norms()
         finite = of_others.is_finite()
         self.is_conclusive &= bool(finite.all())
         # Between what a norm of zero may be off by in float64, and the smallest product of float32 numbers.

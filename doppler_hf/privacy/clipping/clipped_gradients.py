@@ -224,6 +224,8 @@ class ClippedGradients:
     def is_checked(self, value: bool) -> None:
         assert self._engine is not None
         self._engine.is_checked = value
+        if value:
+            self._engine.checked_layers |= {name for name, _ in self._model.named_modules()}
 
     @contextlib.contextmanager
     def unclipped(self) -> Iterator[None]:

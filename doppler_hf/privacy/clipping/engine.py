@@ -53,6 +53,7 @@ class BookKeepingEngine:
 
     Attributes:
         is_checked: Whether a batch has shown that examples are apart; see `_check_that_examples_are_apart`.
+        checked_layers: Names of the layers that were called with such a batch.
 
     Raises:
         ValueError: If a layer mixes examples, by name, or the model is compiled.
@@ -66,6 +67,7 @@ class BookKeepingEngine:
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
         self.is_checked = False
+        self.checked_layers: set[str] = set()
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
@@ -133,10 +135,14 @@ class BookKeepingEngine:
         named = self._model.named_parameters()
         trainable = {name: gathered(parameter) for name, parameter in named if parameter.requires_grad}
         try:
-            if not self.is_checked and len(losses) > 1:
+            # Sensitivity: a layer that is called with some examples alone, such as an expert of a rare token, may have as
+            # many rows as there are examples by chance.
+            if len(losses) > 1 and not (self.is_checked and book.called <= self.checked_layers):
                 self._check_that_examples_are_apart(losses, trainable)
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
-                self.is_checked = book.is_conclusive
+                if book.is_conclusive:
+                    self.is_checked = True
+                    self.checked_layers |= book.called
             # Sensitivity: all rows of an example are summed up before they are clipped. Its views stand together; so do its
             # choices, since the model flattens (batch, choices, length), its windows, and the rows of one loss.
             book.num_examples = len(losses) // views
@@ -174,19 +180,28 @@ class BookKeepingEngine:
             raise ValueError(self._unexplained(unexplained))
 
     def _check_that_examples_are_apart(self, losses: Float[Tensor, " batch"], trainable: Mapping[str, Tensor]) -> None:
-        """Check that the losses of the first and the last example have no gradient in other examples' rows of any layer.
+        """Check that the losses of some examples have no gradient in other examples' rows of any layer.
 
         A first dimension that equals the batch size need not be the batch, and a loss may depend on the whole batch. Both
-        would assign gradients to the wrong example, and both are found exactly, because zeros stay zeros. One check
-        suffices, because the layout of a model's tensors does not change, whatever their sizes. `Book.passing` lets the
-        gradient pass weights that begin at zero, such as those of adapters.
+        would assign gradients to the wrong example, and both are found exactly, because zeros stay zeros. One check of a
+        layer suffices, because the layout of a model's tensors does not change, whatever their sizes. `Book.passing` lets
+        the gradient pass weights that begin at zero, such as those of adapters.
+
+        At first the examples are the first and the last. A layer that is called later than others may be so for a single
+        example: each two are told apart by a digit of their numbers.
         """
         book = self._book
         book.num_examples = len(losses)
+        numbers = torch.arange(len(losses))
+        if self.is_checked:
+            digits = [(numbers >> digit) % 2 == 1 for digit in range((len(losses) - 1).bit_length())]
+            examined = [mask for digit in digits for mask in (digit, ~digit)]
+        else:
+            examined = [numbers == 0, numbers == len(losses) - 1]
         with kept_gradients(leaves_of(losses)):
-            for book.only_example in (0, len(losses) - 1):
-                self._back_propagate(losses[book.only_example], trainable, retain_graph=True)
-        book.only_example = None
+            for book.examined in examined:
+                self._back_propagate(losses[book.examined.to(losses.device)].sum(), trainable, retain_graph=True)
+        book.examined = None
         coupled = [name for name, parameter in trainable.items() if parameter in book.coupled]
         if coupled:
             raise ValueError(
@@ -251,7 +266,11 @@ class BookKeepingEngine:
             if not self._book.is_watching:
                 return original(*args, **kwargs)
             if self._book.batch_size is None:
-                raise ValueError(f"The layer {name!r} was called on its own. Call the model as a whole.")
+                raise ValueError(
+                    f"The layer {name!r} was called on its own, as by a method of the model other than its forward. Call "
+                    "model(...) as a whole, once, and let its forward return what the loss needs."
+                )
+            self._book.called.add(name)
             return watched(*args, **kwargs)
 
         return forward

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from doppler_hf.linalg import same
 from doppler_hf.privacy.reachable import globals_of, is_a, own_classes, reachable
@@ -140,9 +140,9 @@ def is_kept(value: Any) -> bool:
 
 @functools.cache
 def is_number(kind: type) -> bool:
-    """Return whether a class is that of numbers, or of tensors or arrays that nothing trains."""
+    """Return whether a class is that of numbers, or of tensors or arrays of them."""
     is_whole = issubclass(kind, int) and not issubclass(kind, (bool, Enum))
-    return is_whole or issubclass(kind, _NUMBERS) or (issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter))
+    return is_whole or issubclass(kind, (*_NUMBERS, Tensor))
 
 
 def is_data(value: Any) -> bool:

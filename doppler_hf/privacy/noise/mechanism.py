@@ -253,8 +253,8 @@ class GaussianMechanism:
             other subspaces.
 
         Raises:
-            ValueError: If a subspace is of no parameter or of another shape, or the columns of a P are not orthonormal, by
-                name. No sum has been modified then, and no noise drawn.
+            ValueError: If a sum is not of real numbers, a subspace is of no parameter or of another shape, or the columns of
+                a P are not orthonormal, by name. No sum has been modified then, and no noise drawn.
             RuntimeError: If the thread that draws ahead has failed, or steps of shaped noise do not follow each other.
                 Nothing must be released then.
         """
@@ -262,6 +262,13 @@ class GaussianMechanism:
             raise RuntimeError(
                 f"Steps of shaped noise must follow each other: the next one is {self._next_step}, got {step}. Make a new "
                 "mechanism for a new run."
+            )
+        # Sensitivity: the noise is of real numbers, and would leave imaginary parts as they are.
+        other = next((name for name, total in sums.items() if not total.is_floating_point()), None)
+        if other is not None:
+            raise ValueError(
+                f"Sums must be of floating-point numbers, got {other!r} of type {sums[other].dtype}. Keep the real and the "
+                "imaginary part in a real tensor (torch.view_as_real)."
             )
         # Sensitivity: adding or removing one example changes the sum over all processes by a Δ of at most C in the joint
         # ℓ₂ norm, because each example is on one process only and contributes one clipped gradient. In a subspace

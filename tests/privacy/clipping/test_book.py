@@ -16,7 +16,7 @@ def test_the_places_of_others_are_chosen_on_the_device_of_the_parameter():
             return Dense(torch.zeros(1, 2))
 
     book = Book(norm_rule="auto")
-    book.num_examples, book.only_example = 2, 0
+    book.num_examples, book.examined = 2, torch.tensor([True, False])
     book.note(torch.empty(2, device="meta"), Noting(torch.zeros(2, 2)))
     assert chosen == ["meta"]
     assert not book.coupled

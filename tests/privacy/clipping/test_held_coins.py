@@ -1,5 +1,7 @@
 """What torch draws is at its mean, and what cannot be is told."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -33,6 +35,24 @@ def test_numbers_are_held_at_their_mean(name):
     draw, expected = HELD[name]
     with HeldCoins() as held:
         torch.testing.assert_close(draw(), expected)
+    assert held.are_all_held
+
+
+OFF = {
+    "uniform": torch.full((2,), 1.25),
+    "rand": torch.full((2,), 0.75),
+    "rand_like": 0.5 + 0.25 * torch.tensor([1.0, math.cos(1.0), math.cos(2.0)]).expand(4, 3),
+    "randn": torch.ones(2),
+    "normal": torch.full((2,), 4.0),
+    "exponential": torch.full((2,), 4.0),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_numbers_are_held_off_their_mean_and_coins_at_it(name):
+    draw, expected = HELD[name]
+    with HeldCoins(off_mean=True) as held:
+        torch.testing.assert_close(draw(), OFF.get(name, expected))
     assert held.are_all_held
 
 

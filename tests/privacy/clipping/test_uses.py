@@ -265,6 +265,51 @@ def test_a_batch_that_is_not_finite_does_not_hide_that_examples_are_mixed():
             clipped.backward((y - y.mean(dim=0)).square().sum(dim=1))
 
 
+RARE = -9.0
+
+
+def with_a_rare_layer():
+    """Rows that hold a certain number are given to a layer of their own, wherever they are."""
+
+    def run(net, x):
+        rare = (x == RARE).all(dim=2)
+        h = net.common(x)
+        if rare.any():
+            h = h.index_put((rare,), h[rare] + net.rare(x[rare]))
+        return h.sum(dim=1)
+
+    return ready(Net(run, common=nn.Linear(3, 4), rare=nn.Linear(3, 4)))
+
+
+@pytest.mark.parametrize("of", [0, 2, 5])
+def test_rows_of_a_layer_that_is_called_later_are_not_taken_for_examples_if_they_are_as_many(of):
+    """As those of an expert of rare tokens, all of which are one example's."""
+    net, batch = with_a_rare_layer(), 6
+    usual = draw(batch, 6, 3)
+    unusual = usual.clone()
+    unusual[of] = RARE
+    with book_keeping(net) as clipped:
+        clipped.backward(net(usual).sum(dim=1))
+        with pytest.raises(ValueError, match=r"in the places of others at the parameters 'rare\.(weight|bias)"):
+            clipped.backward(net(unusual).sum(dim=1))
+
+
+def test_a_layer_that_is_called_later_is_looked_at_once():
+    passes = []
+    net = ready(Net(lambda n, x: n.one(x) + (n.two(x) if x[0, 0] > 0 else 0.0), one=nn.Linear(3, 4), two=nn.Linear(3, 4)))
+    with book_keeping(net) as clipped:
+        back_propagate = clipped._engine._back_propagate
+        clipped._engine._back_propagate = lambda *args, **more: passes.append(1) or back_propagate(*args, **more)
+        counts = []
+        for first in (-1.0, -1.0, 1.0, 1.0, -1.0):
+            x = draw(5, 3)
+            x[0, 0] = first
+            clipped.backward(net(x).sum(dim=1))
+            counts.append(len(passes))
+            passes.clear()
+    assert counts == [3, 1, 7, 1, 1]  # that of the sum, and of the first and the last, or for each of three digits two
+
+
 def test_batch_norm_is_refused_even_frozen():
     net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
     for frozen in (False, True):

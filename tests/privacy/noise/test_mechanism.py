@@ -70,6 +70,20 @@ def test_an_empty_draw_is_released_as_pure_noise():
     assert np.all(released(mechanism)[0] != 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+@pytest.mark.parametrize("draw_ahead", [False, True])
+def test_sums_of_other_than_real_numbers_are_refused(dtype, draw_ahead):
+    sums = {"a": torch.zeros(3), "b": torch.zeros(3, dtype=dtype)}
+    with (
+        GaussianMechanism(
+            noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1, draw_ahead=draw_ahead
+        ) as mechanism,
+        pytest.raises(ValueError, match=f"floating-point numbers, got 'b' of type {dtype}"),
+    ):
+        mechanism.privatize(sums, step=0)
+    assert not any(total.any() for total in sums.values())
+
+
 def test_same_step_twice_gets_fresh_noise():
     mechanism = GaussianMechanism(noise_multiplier=SIGMA, max_grad_norm=C, expected_batch_size=B)
     first, second = (mechanism.privatize({"w": torch.zeros(9)}, step=0)["w"] for _ in range(2))
