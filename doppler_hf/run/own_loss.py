@@ -6,6 +6,7 @@ examples: in the mean of a single one class weights cancel out.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -93,12 +94,18 @@ def mean_and_outputs(
         inputs: The batch.
 
     Returns:
-        The mean, and the outputs: a mapping, or behind a first place for the loss.
+        The mean, and the outputs: a mapping, or behind a first place for the loss. None where the model was not called once.
     """
     found: list[Any] = []
     with model.register_forward_hook(lambda module, args, outputs: found.append(outputs)):
         mean = losses_of(model, dict(inputs)).mean()
-    outputs = found[-1] if found else ()
+    outputs = found[0] if len(found) == 1 else ()
+    if len(found) != 1:
+        warnings.warn(
+            f"Evaluations have no predictions: compute_per_sample_loss calls the model {len(found)} times for a batch, not "
+            "once, so that it is not known what they are. Call model(...) once, or for metrics override prediction_step.",
+            stacklevel=2,
+        )
     if isinstance(outputs, dict):
         return mean, outputs
     return mean, (mean, *(outputs if isinstance(outputs, tuple) else (outputs,)))

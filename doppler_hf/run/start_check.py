@@ -39,6 +39,8 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # Relative, of gradients: batches of one and of three are rounded differently.
 ROUNDING, ROUNDING_BF16 = 1e-3, 0.1
+# The most rows of a batch in which losses are compared.
+MOST_ROWS = 256
 # Refuses a model whose own loss of a batch is another one, by more than a share of it.
 CheckLoss = Callable[[dict[str, Any], float], None]
 # Puts a model into a state without chance for a block.
@@ -234,11 +236,16 @@ class StartCheck:
             How the model was held still where that is by names.
         """
         comparison = self._comparison(probe)
+        crowds = [(probe.crowd, probe.of_crowd)]
+        # Sensitivity: what a loss does in batches from some size on, as to keep the hardest examples but at least so many.
+        if self._usual_rows > CROWD:
+            crowds.append(self._probes.larger_crowd(min(self._usual_rows, MOST_ROWS)))
         if is_of_torch:
             self._model.train()
             try:
                 with HeldCoins() as held:
-                    comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+                    for whole, parts in crowds:
+                        comparison.refuse_crowd(whole, parts, tolerance=tolerance)
                 # Sensitivity: noise whose size follows the longest example, or the spread of a batch, is none at its mean.
                 if held.has_numbers:
                     with HeldCoins(off_mean=True):
@@ -250,14 +257,16 @@ class StartCheck:
                     raise
         try:
             with still(self._model):
-                comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+                for whole, parts in crowds:
+                    comparison.refuse_crowd(whole, parts, tolerance=tolerance)
             return still
         except ValueError:
             # Of a few examples the coins may have fallen alike, so that the model seemed to be still.
             if still is without_dropout or not self._is_random_in(still, probe):
                 raise
         with without_dropout(self._model):
-            comparison.refuse_crowd(probe.crowd, probe.of_crowd, tolerance=tolerance)
+            for whole, parts in crowds:
+                comparison.refuse_crowd(whole, parts, tolerance=tolerance)
         return without_dropout
 
     def _refuse_another_order(self, probe: Probe, still: Still) -> None:

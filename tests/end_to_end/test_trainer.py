@@ -309,6 +309,21 @@ def test_an_evaluation_reports_the_loss_that_is_trained(tmp_path):
     assert stock["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-5)
 
 
+class Pairs(DopplerTrainer):
+    """Calls the model once for each of two texts."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        first, second = (model(**inputs).logits for _ in range(2))
+        return (first - second).square().sum(dim=1)
+
+
+def test_an_evaluation_whose_loss_calls_the_model_twice_has_no_predictions_and_says_so(tmp_path):
+    with pytest.warns(UserWarning, match="Evaluations have no predictions: compute_per_sample_loss calls the model 2 times"):
+        found = trainer_of(tmp_path, cls=Pairs).predict(text_data(6))
+    assert found.predictions in (None, ())
+    assert found.metrics["test_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
 class ToTarget(DopplerTrainer):
     """Of a module that knows nothing of its target."""
 

@@ -472,6 +472,19 @@ class BatchMean(DopplerTrainer):
         return losses / len(losses)
 
 
+class HardestAlone(DopplerTrainer):
+    """Keeps the sixteen largest losses of a batch."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        return losses * (losses >= losses.topk(min(16, len(losses))).values[-1])
+
+
+def test_losses_that_are_coupled_in_large_batches_alone_are_refused(tmp_path):
+    options = {"per_device_train_batch_size": 40, "gradient_accumulation_steps": 1, "data": text_data(80)}
+    refused(tmp_path, "The loss of one example changes with the examples beside it", cls=HardestAlone, **options)
+
+
 def as_neftune(module, args, output):
     """Noise that is the smaller, the longer the longest example of a batch is."""
     size = 5.0 / math.sqrt(output.shape[1] * output.shape[2])
@@ -490,7 +503,7 @@ def of_each_row(module, args, output):
 def test_noise_of_a_forward_whose_size_follows_the_batch_is_refused(tmp_path, noise):
     model = tiny_bert()
     model.bert.embeddings.word_embeddings.register_forward_hook(noise)
-    refused(tmp_path, "loss of an example", model=model)
+    refused(tmp_path, "The gradient of one example changes with the examples beside it", model=model)
 
 
 def test_noise_of_a_forward_may_follow_its_own_row(tmp_path):

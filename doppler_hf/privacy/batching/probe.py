@@ -161,6 +161,15 @@ class Probes:
             of_crowd = [drawn(self._loader, self._crowd[part], trial=self._seed) for part in parts]
         return crowd, of_crowd
 
+    def larger_crowd(self, rows: int) -> tuple[Inputs, list[Inputs]]:
+        """Return a batch of so many rows, which are those of the crowd again and again, and batches of few of them."""
+        indices = list(itertools.islice(itertools.cycle(self._crowd), rows))
+        parts = [slice(start, start + CROWD) for start in range(0, rows, CROWD)]
+        whole = drawn(self._loader, indices, trial=self._seed)
+        if self.is_random:
+            return whole, [some_rows(whole, part, number=rows) for part in parts]
+        return whole, [drawn(self._loader, indices[part], trial=self._seed) for part in parts]
+
     def crowd_in_batches(self, rows: int) -> Iterator[Inputs]:
         """Return the crowd in batches of so many rows, one after another, and in none of them sorted by length."""
         crowd = self._crowd[::-1]
