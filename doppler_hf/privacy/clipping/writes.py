@@ -79,7 +79,11 @@ class Untouched:
                 for name, is_other, version, before in zip(self._trained, changed, versions, self._versions, strict=True)
                 if is_other or version != before
             )
-            raise _of_written("trained parameter", name)
+            raise ValueError(
+                f"A forward pass, or a callback between two pieces of a draw, writes the trained parameter {name!r}, which "
+                "would keep statistics of the data that are neither clipped nor noised. Replace the layer by one that keeps "
+                "none, or let the callback write at the end of a step."
+            )
 
     def _marks(self) -> tuple[list[int], Tensor]:
         marks = [_bits_of(part_here(value).detach()) for value in self._trained.values()]
