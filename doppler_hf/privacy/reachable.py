@@ -63,7 +63,13 @@ def is_opaque(kind: type) -> bool:
     """
     if issubclass(kind, torch.nn.Module):
         return False
-    return issubclass(kind, _NOT_LOOKED_INTO) or kind.__module__.startswith(("doppler_hf.privacy.", "torch.distributed."))
+    return issubclass(kind, _NOT_LOOKED_INTO) or is_ours(kind)
+
+
+def is_ours(kind: type) -> bool:
+    """Return whether a class is this package's own of noise and gradients, or torch's of several processes; no module is."""
+    packages = "doppler_hf.privacy.", "torch.distributed."
+    return kind.__module__.startswith(packages) and not issubclass(kind, torch.nn.Module)
 
 
 def referents_of(owner: Any) -> list[Any]:

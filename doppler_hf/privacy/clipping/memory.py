@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from doppler_hf.linalg import same
-from doppler_hf.privacy.reachable import globals_of, is_a, own_classes, reachable
+from doppler_hf.privacy.reachable import globals_of, is_a, is_ours, own_classes, reachable
 
 _Place = tuple[int, Any]
 _CONTENTS: Final = "cell_contents"
@@ -114,8 +114,13 @@ def numbers(*roots: object) -> dict[_Place, tuple[Any, Any]]:
     """Return the numbers, tensors and arrays of numbers that can be replaced, with their owners, by owner and key."""
     found: dict[_Place, tuple[Any, Any]] = {}
     classes: set[type] = set()
+    # What a pass writes into parameters of the model is looked at elsewhere; in shards they are written with each use.
+    modules = (module for root in roots if isinstance(root, nn.Module) for module in root.modules())
+    of_model = {id(module._parameters) for module in modules}
     for owner in reachable(*roots):
         kind: type = owner if is_a(owner, type) else type(owner)
+        if id(owner) in of_model or is_ours(kind):
+            continue
         places = [(owner, *item) for item in items_of(owner)]
         if is_a(owner, FunctionType):
             places += [(owner.__globals__, *item) for item in globals_of(owner).items()]
