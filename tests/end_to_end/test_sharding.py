@@ -816,7 +816,7 @@ ENDED = "OthersKnow: All processes of a training must run to its end, got proces
         ("error-all", ENDED, "ZeroDivisionError: in a"),
         ("taps", *["ValueError: low_pass_filter='optimal-fir:taps=4' cannot be used with trained weights in shards"] * 2),
         ("recorder", *["ValueError: GradientRecorder must have whole gradients, got trained weights in shards"] * 2),
-        ("early", *["ValueError: The optimizer must be of the model's parameters, got one that was made of others"] * 2),
+        ("early", *["ValueError: The optimizer must be of the model's parameters, got one that has others"] * 2),
         ("passes", *["OthersKnow: All processes must gather the same weights in the same order under FSDP, got diff"] * 2),
         ("batch", *["ValueError: The loss of one example has a gradient in the places of others"] * 2),
         ("weight", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
