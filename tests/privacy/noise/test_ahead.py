@@ -275,60 +275,55 @@ def test_a_failure_of_the_thread_surfaces_before_anything_is_released(where, mon
 # --- processes and threads ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_has_noise_of_its_own():
-    size = 5000
+def drawn_at(mechanism, *steps, size=5000):
+    return torch.cat([mechanism.privatize({"w": torch.zeros(size)}, step=step)["w"] for step in steps]).numpy()
+
+
+def drawn_by_a_child_and_here(draw, here):
+    """Fork when the store is full; return the noise of both processes."""
     with gaussian() as mechanism:
-        mechanism.privatize({"w": torch.zeros(size)}, step=0)
+        drawn_at(mechanism, 0)
         wait_until_full(mechanism._ahead)
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             try:
                 torch.set_num_threads(1)  # OpenMP's threads are not forked, and would be waited for
-                store = mechanism._ahead
-                drawn = [mechanism.privatize({"w": torch.zeros(size)}, step=step)["w"] for step in (1, 2)]
-                wait_until_full(store)
-                drawn.append(mechanism.privatize({"w": torch.zeros(size)}, step=3)["w"])
-                mechanism.close()
-                os.write(writer, torch.cat(drawn).numpy().tobytes())
+                os.write(writer, draw(mechanism).tobytes())
                 os._exit(0)
             finally:
                 os._exit(1)
-        ours = torch.cat([mechanism.privatize({"w": torch.zeros(size)}, step=step)["w"] for step in (1, 2, 3)]).numpy()
+        ours = here(mechanism)
         os.close(writer)
         with open(reader, "rb") as pipe:
             theirs = np.frombuffer(pipe.read(), dtype=np.float32)
         assert os.waitpid(child, 0)[1] == 0
-    assert len(theirs) == 3 * size
+    assert len(theirs) == len(ours)
     assert np.all(theirs != 0)
+    return theirs, ours
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_noise_of_its_own():
+    def draw(mechanism):
+        first = drawn_at(mechanism, 1, 2)
+        wait_until_full(mechanism._ahead)
+        last = drawn_at(mechanism, 3)
+        mechanism.close()
+        return np.concatenate([first, last])
+
+    theirs, ours = drawn_by_a_child_and_here(draw, lambda mechanism: drawn_at(mechanism, 1, 2, 3))
     # 15,000 float32 normals each, of which two independent sets share about 15,000²·2.8e-8 ≈ 6 by chance.
     assert len(np.intersect1d(ours, theirs)) < 60  # Poisson(6): below 1e-30
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_that_closes_the_store_first_has_noise_of_its_own():
-    size = 5000
-    with gaussian() as mechanism:
-        mechanism.privatize({"w": torch.zeros(size)}, step=0)
-        wait_until_full(mechanism._ahead)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                torch.set_num_threads(1)  # OpenMP's threads are not forked, and would be waited for
-                mechanism.close()
-                os.write(writer, mechanism.privatize({"w": torch.zeros(size)}, step=1)["w"].numpy().tobytes())
-                os._exit(0)
-            finally:
-                os._exit(1)
-        ours = mechanism.privatize({"w": torch.zeros(size)}, step=1)["w"].numpy()
-        os.close(writer)
-        with open(reader, "rb") as pipe:
-            theirs = np.frombuffer(pipe.read(), dtype=np.float32)
-        assert os.waitpid(child, 0)[1] == 0
-    assert len(theirs) == size
-    assert np.all(theirs != 0)
+    def draw(mechanism):
+        mechanism.close()
+        return drawn_at(mechanism, 1)
+
+    theirs, ours = drawn_by_a_child_and_here(draw, lambda mechanism: drawn_at(mechanism, 1))
     assert len(np.intersect1d(ours, theirs)) < 20  # Poisson(0.7): below 1e-20
 
 
