@@ -119,9 +119,14 @@ def digits_vit() -> nn.Module:
     return OfPixels(ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_labels=10)))
 
 
-def cifar_cnn(num_labels: int) -> nn.Module:
-    """Return a CNN of five layers for 32 x 32 images: four convolutions, each with GroupNorm and a pool, and a head."""
-    widths = (3, 64, 128, 256, 512)
+def cifar_cnn(num_labels: int, *, width: int = 64) -> nn.Module:
+    """Return a CNN of five layers for 32 x 32 images: four convolutions, each with GroupNorm and a pool, and a head.
+
+    Args:
+        num_labels: Classes.
+        width: Channels of the first convolution, a multiple of 16; each has twice those of the one before.
+    """
+    widths = (3, width, 2 * width, 4 * width, 8 * width)
     blocks = (
         (nn.Conv2d(before, width, 3, padding=1), nn.GroupNorm(16, width), nn.ReLU(), nn.AvgPool2d(2))
         for before, width in itertools.pairwise(widths)

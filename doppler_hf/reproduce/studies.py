@@ -108,7 +108,7 @@ CLIPPINGS: Final = tuple((clipping, kind) for clipping in ("automatic", "vanilla
 # The default first.
 FLOORS: Final = (0.3, 0.003, 0.01, 0.03, 0.1, 1.0, 3.0, 10.0)
 
-FROM_SCRATCH: Final = ("mnist", "mnist-perceptron", "digits")
+FROM_SCRATCH: Final = ("mnist", "mnist-perceptron", "digits", "cifar10")
 FULL_SCALE: Final = tuple(FULL)
 
 STUDIES: Final[Mapping[str, Study]] = {
@@ -147,7 +147,18 @@ STUDIES: Final[Mapping[str, Study]] = {
     "noise-shaping": Study(
         "What is shaped noise worth, and which filter belongs to it?",
         SHAPES,
-        ("digits", "mnist", "mnist-perceptron", "sst2-words", "sst2-words-long", "sst2", "sst2-full", "qnli"),
+        (
+            "digits",
+            "mnist",
+            "mnist-perceptron",
+            "cifar10",
+            "sst2-words",
+            "sst2-words-long",
+            "sst2",
+            "sst2-full",
+            "qnli",
+            "mnli",
+        ),
         FULL_SCALE,
     ),
     "peers": Study(
@@ -157,12 +168,14 @@ STUDIES: Final[Mapping[str, Study]] = {
             "mnist",
             "mnist-perceptron",
             "mnist-scattering",
+            "cifar10",
             "cifar10-scattering",
             "cifar10-scattering-long",
             "sst2-words",
             "sst2-words-long",
             "sst2",
             "qnli",
+            "mnli",
         ),
         FULL_SCALE,
     ),

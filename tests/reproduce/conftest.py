@@ -14,8 +14,8 @@ def sources(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     write_mnist(tmp_path / "mnist", train=60, test=30)
     (tmp_path / "glue").mkdir()
-    write_glue(tmp_path / "glue" / "sst2", "sst2", train=60)
-    write_glue(tmp_path / "glue" / "qnli", "qnli", train=60)
+    for name in ("sst2", "qnli", "mnli"):
+        write_glue(tmp_path / "glue" / name, name, train=60)
     for name in ("cifar10", "cifar100"):
         write_mnist(tmp_path / name, train=60, test=30, shape=(32, 32, 3))
     return Sources(str(tmp_path), str(write_bert(tmp_path / "bert", num_hidden_layers=3)), tmp_path / "out")

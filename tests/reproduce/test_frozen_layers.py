@@ -16,7 +16,7 @@ from doppler_hf.reproduce.tasks import SMALL
 from tests.support.folders import write_bert, write_glue, write_gpt2
 
 
-@pytest.mark.parametrize("task_name", ["sst2", "qnli"])
+@pytest.mark.parametrize("task_name", ["sst2", "qnli", "mnli"])
 def test_frozen_and_trained_layers_together_are_the_encoder(sources, task_name):
     data = frozen_layers.sentences(task_name, layers=2, held_out=20)(sources)
     encoder = AutoModel.from_pretrained(sources.encoder).eval()
