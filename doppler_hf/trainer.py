@@ -27,6 +27,7 @@ from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.ended import one_line_if_a_process_ends
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.moments import moments_of
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
 from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
@@ -164,6 +165,7 @@ class DopplerTrainer(AroundSteps):
                 rows_per_loss=self.rows_per_loss,
                 in_step=self._sharding.in_step,
                 sharded_sums=self._sharding.sharded_sums,
+                moments=moments_of(self, steps=values[-1], epochs=values[0]),
             )
         return values
 

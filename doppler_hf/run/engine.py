@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.halving import Rows
 from doppler_hf.run.in_step import InStep
-from doppler_hf.run.start_check import CheckLoss, StartCheck
+from doppler_hf.run.start_check import CheckLoss, Moment, StartCheck
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -33,6 +33,7 @@ def attached_engine(
     rows_per_loss: int,
     in_step: InStep | None,
     sharded_sums: ShardedSums | None,
+    moments: Sequence[Moment],
 ) -> Iterator[tuple[ClippedGradients, Rows | None]]:
     """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
 
@@ -60,7 +61,8 @@ def attached_engine(
         rows_per_loss=rows_per_loss,
         sharded_sums=sharded_sums,
     ) as clipped:
-        start = StartCheck(clipped, model, losses_of, probes, in_step, usual_rows=args.per_device_train_batch_size)
+        usual_rows = args.per_device_train_batch_size
+        start = StartCheck(clipped, model, losses_of, probes, in_step, usual_rows=usual_rows, moments=moments)
 
         def check() -> tuple[Rows | None, bool]:
             return start.run(args, check_loss), clipped.is_checked

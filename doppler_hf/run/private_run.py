@@ -40,7 +40,7 @@ from doppler_hf.run.replicas import (
     give_all_the_weights_of_process_0,
     refuse_processes_that_draw_alone,
 )
-from doppler_hf.run.start_check import CheckLoss
+from doppler_hf.run.start_check import CheckLoss, Moment
 from doppler_hf.run.whole_draw import WholeDraw
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -180,6 +180,7 @@ class PrivateRun:
         rows_per_loss: int,
         in_step: InStep | None,
         sharded_sums: ShardedSums | None,
+        moments: Sequence[Moment],
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
 
@@ -191,6 +192,7 @@ class PrivateRun:
             rows_per_loss: As in `ClippedGradients`.
             in_step: The meetings of processes that share the model's weights; None if each has all of them.
             sharded_sums: As in `ClippedGradients`.
+            moments: As in `StartCheck`.
 
         Raises:
             ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault, or processes
@@ -221,6 +223,7 @@ class PrivateRun:
             rows_per_loss=rows_per_loss,
             in_step=in_step,
             sharded_sums=sharded_sums,
+            moments=moments,
         )
         self._model = model
         self._clipped, rows = self._resources.enter_context(engine)

@@ -7,7 +7,7 @@ import contextlib
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -43,6 +43,8 @@ ROUNDING, ROUNDING_BF16 = 1e-3, 0.1
 MOST_ROWS = 256
 # Refuses a model whose own loss of a batch is another one, by more than a share of it.
 CheckLoss = Callable[[dict[str, Any], float], None]
+# Puts the trainer into the state that it has at a step of the training, for a block.
+Moment = Callable[[], contextlib.AbstractContextManager[None]]
 # Puts a model into a state without chance for a block.
 Still = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
@@ -81,6 +83,7 @@ class StartCheck:
         probes: Examples of the training set.
         in_step: The meetings of processes that share the model's weights; None if this one has all of them.
         usual_rows: How many rows a batch usually has in training, whose gradients fit into memory.
+        moments: The start of the training, and later ones at which the losses may be others.
     """
 
     def __init__(
@@ -92,9 +95,11 @@ class StartCheck:
         in_step: InStep | None,
         *,
         usual_rows: int,
+        moments: Sequence[Moment],
     ) -> None:
         self._clipped, self._model, self._losses_of, self._probes = clipped, model, losses_of, probes
         self._usual_rows = usual_rows
+        self._at_start, *self._later = moments
         self._gathered_in_float32 = contextlib.nullcontext if in_step is None else in_step.in_float32
 
     def run(self, args: DopplerTrainingArguments, check_loss: CheckLoss) -> Rows | None:
@@ -107,7 +112,13 @@ class StartCheck:
         model, probes = self._model, self._probes
         # Sensitivity: to TF32, which is cuDNN's default, a change by other examples of less than 1e-3 is a matter of
         # rounding.
-        with left_as_it_was(model), no_layer_replaced(model), highest_conv_precision(), highest_matmul_precision():
+        with (
+            left_as_it_was(model),
+            no_layer_replaced(model),
+            highest_conv_precision(),
+            highest_matmul_precision(),
+            self._at_start(),
+        ):
             dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
             in_bf16 = args.bf16 or dtype == torch.bfloat16
             if in_bf16 and args.clipping_quantile is not None:
@@ -214,6 +225,13 @@ class StartCheck:
                 comparison = self._comparison(probe)
                 comparison.refuse_difference(comparison.expected(), tolerance=tolerance)
         still = self._refuse_crowd(probe, still, tolerance, is_of_torch=drawn.is_of_torch)
+        # Sensitivity: a loss may have examples go by each other from some step on, as to leave out outliers.
+        for later in self._later:
+            with later():
+                state = self._refuse_crowd(probe, still, tolerance, is_of_torch=drawn.is_of_torch)
+                with state(model):
+                    comparison = self._comparison(probe)
+                    comparison.refuse_difference(comparison.expected(), tolerance=tolerance)
         # To bfloat16 a sum of several that nearly cancel is a matter of rounding. The order is the same in float32.
         if tolerance == ROUNDING:
             self._refuse_another_order(probe, still)
