@@ -71,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
     if mismatches:
         console.print(f"NOT VERIFIED: {len(mismatches)} of the checks failed.")
     else:
-        of_weights = f" Of the weights in {', '.join(weights)}." if weights else ""
-        console.print(f"VERIFIED: {guarantee_in_words(ledger)}{of_weights}", markup=False, soft_wrap=True)
+        none = "no weights, since none lie beside it: copy them there to have them checked"
+        of_weights = f"the weights in {', '.join(weights)}" if weights else none
+        console.print(f"VERIFIED: {guarantee_in_words(ledger)} Of {of_weights}.", markup=False, soft_wrap=True)
     for mismatch in mismatches:
         console.print(f"- {mismatch}", markup=False, soft_wrap=True)
     console.print(terms_table(ledger))
@@ -83,8 +84,6 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"The head is {ledger.head}", soft_wrap=True)
     if args.head is None:
         console.print("Without --head, a ledger that was cut off or rewritten as a whole goes unnoticed.")
-    if not weights:
-        console.print("No weights lie beside it, so that it is bound to none: copy them there to have them checked.")
     for line in other_trainings(ledger, path.parent):
         console.print(line, markup=False, soft_wrap=True)
     return 1 if mismatches else 0

@@ -360,5 +360,4 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
         assert re.match(r"VERIFIED: .*by prv\. Of the weights in model\.safetensors\. Privacy ledger", said(capsys))
     (tmp_path / "model.safetensors").unlink()
     assert check(tmp_path) == 0
-    assert "No weights lie beside it, so that it is bound to none" in (output := said(capsys))
-    assert re.match(r"VERIFIED: .*by prv\. Privacy ledger", output)
+    assert re.match(r"VERIFIED: .*by prv\. Of no weights, since none lie beside it: copy .*\. Privacy ledger", said(capsys))
