@@ -91,7 +91,7 @@ class AroundSteps(Trainer, ABC):
         """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
         if self._sharding.is_asked_for:
             self._prepare_model()
-        with self._ledger_keeper.evaluating(self.model), self._weight_filter.applied():
+        with self._ledger_keeper.evaluating(self.args, model=self.model), self._weight_filter.applied():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -210,12 +211,15 @@ class PrivacyCallback(TrainerCallback):
                 print(f"The last hash of {folder / LEDGER_NAME}, which speaks for the weights beside it, is {ledger.head}.")
 
     @contextlib.contextmanager
-    def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Speak for the model after the block as before: to evaluate it, the host may convert it, without training data."""
-        speaks = self.speaks_for(model)
+    def evaluating(self, args: DopplerTrainingArguments, *, model: nn.Module) -> Iterator[None]:
+        """Speak for the model after the block, too, if the host converts it to evaluate it, and nothing else changes."""
+        # During a training the host converts nothing.
+        converts = (args.bf16_full_eval or args.fp16_full_eval) and not self._is_running and self.speaks_for(model)
+        dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
+        converted = digests_of(model, dtype=dtype) if converts else None
         yield
-        if speaks:
-            look_again_at_what_is_trained(model)
+        # Privacy: what else an evaluation has written into a model, such as means of the training data, no noise covers.
+        if converted is not None and digests_of(model) == converted:
             self._leave(model)
 
     def _rounded_epsilon(self, *, is_last: bool) -> float:

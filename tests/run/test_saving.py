@@ -224,6 +224,36 @@ def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
 
 
+class InEvaluation(TrainerCallback):
+    """Changes a model within an evaluation."""
+
+    def __init__(self, fill):
+        self.fill = fill
+
+    def on_prediction_step(self, args, state, control, model=None, **kwargs):
+        self.fill(model)
+
+
+FILLED_IN_EVALUATION = FILLED | {"trained weight": lambda model: model.classifier.bias.data.add_(1.0)}
+
+
+@pytest.mark.parametrize(("converts", "what"), combined([False, True], FILLED_IN_EVALUATION, strength=1))
+def test_what_an_evaluation_fills_is_not_vouched_for(tmp_path, capsys, converts, what):
+    fill = InEvaluation(FILLED_IN_EVALUATION[what])
+    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill], bf16_full_eval=converts))
+    trainer.evaluate()
+    trainer.save_model()
+    assert "are not those that the private training left" in capsys.readouterr().out
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+
+
+@pytest.mark.parametrize("what", FILLED)
+def test_what_the_evaluation_after_the_last_step_fills_is_not_vouched_for(tmp_path, what):
+    more = dict(max_steps=-1, num_train_epochs=1, eval_strategy="epoch")
+    saved(trainer_of(tmp_path, model=with_prototypes(), callbacks=[InEvaluation(FILLED[what])], **more))
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+
+
 def test_a_run_that_continues_does_not_vouch_for_buffers_filled_before_it(tmp_path):
     trainer = trained(trainer_of(tmp_path, model=with_prototypes()))
     FILLED["buffer"](trainer.model)
