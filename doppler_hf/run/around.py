@@ -80,12 +80,19 @@ class AroundSteps(Trainer, ABC):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of a batch that is evaluated: as the host, or the mean of your own `compute_per_sample_loss`."""
+        """Return the loss of a batch: as the host, or the mean of your own `compute_per_sample_loss`.
+
+        It is called in evaluations, and with `disable_dp` in the training, too.
+        """
         own = type(self)
-        if self.args.disable_dp or own.compute_per_sample_loss is own.stock_per_sample_loss:
+        if own.compute_per_sample_loss is own.stock_per_sample_loss:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        mean, outputs = mean_and_outputs(self.compute_per_sample_loss, model, inputs)
-        return (mean, outputs) if return_outputs else mean
+        if return_outputs:
+            return mean_and_outputs(self.compute_per_sample_loss, model, inputs)
+        mean = self.compute_per_sample_loss(model, dict(inputs)).mean()
+        # The host takes a loss of a model that can count the items of all micro-batches to be a share of their mean.
+        is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        return mean / self.current_gradient_accumulation_steps if is_share else mean
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision
 from doppler_hf.privacy import ClippedGradients
@@ -26,8 +26,9 @@ from doppler_hf.privacy.clipping.as_in_training import (
     without_coins,
     without_dropout,
 )
+from doppler_hf.privacy.clipping.first_pass import FirstPass, first_pass_put_back
 from doppler_hf.privacy.clipping.held_coins import HeldCoins
-from doppler_hf.privacy.clipping.model_coins import is_random, refuse_neighbours, refuse_own_coins
+from doppler_hf.privacy.clipping.model_coins import is_random, losses_under, refuse_neighbours, refuse_own_coins
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.clipping.self_check import Comparison, Expected
@@ -113,11 +114,12 @@ class StartCheck:
         # Sensitivity: to TF32, which is cuDNN's default, a change by other examples of less than 1e-3 is a matter of
         # rounding.
         with (
+            self._at_start(),
             left_as_it_was(model),
+            first_pass_put_back(self._losses_of, model) as first_pass,
             no_layer_replaced(model),
             highest_conv_precision(),
             highest_matmul_precision(),
-            self._at_start(),
         ):
             dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
             in_bf16 = args.bf16 or dtype == torch.bfloat16
@@ -128,15 +130,42 @@ class StartCheck:
                     "Train in float32, or leave it out."
                 )
             if args.grad_sample_self_check:
+                self._refuse_what_is_kept(first_pass)
                 rows = self._rows_compared(in_bf16=in_bf16)
             else:
                 self._run_once()
+                first_pass.written()
             with without_coins(model), self._clipped.unwatched():
                 check_loss(probes.probe().crowd, (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
             if probes.views > 1 and not probes.is_random:
                 with self._clipped.unwatched():
                     self._warn_of_equal_views()
         return rows
+
+    def _refuse_what_is_kept(self, first_pass: FirstPass) -> None:
+        """Refuse a loss that reads what the first pass of all has kept, which is made here."""
+        crowd = self._probes.probe().crowd
+        self._model.train()
+        with self._clipped.unwatched(), torch.no_grad():
+            # What it writes into buffers at each pass is refused by their names.
+            with nothing_written(self._model, again=lambda: self._losses_of(of_other_content(crowd))):
+                losses = self._losses_of(dict(crowd))
+            first_pass.written()
+            first_pass.put_back()
+            if not isinstance(losses, Tensor):  # which is refused as the engine gets it
+                return
+            is_read = first_pass.is_read(
+                lambda: losses_under(0, self._losses_of, crowd),
+                lambda: losses_under(0, self._losses_of, of_other_content(crowd)),
+                tolerance=ROUNDING,
+            )
+        # Sensitivity: one example more in the first batch would change the gradients of all others in every later one.
+        if is_read:
+            raise ValueError(
+                "A loss must depend on its example alone, got another one after another first batch: something of earlier "
+                "batches is remembered (a running mean, a bank, or as in `if self.mean is None: self.mean = x.mean(0)`), "
+                "which neither clipping nor noise would cover. Set it beforehand, from public numbers."
+            )
 
     def _run_once(self) -> None:
         """Run the engine once as in training, so that a model that it cannot train is refused now."""

@@ -305,8 +305,27 @@ class TenTimes(DopplerTrainer):
 def test_an_evaluation_reports_the_loss_that_is_trained(tmp_path):
     found = [trainer_of(tmp_path, cls=cls).evaluate() for cls in (DopplerTrainer, TenTimes)]
     assert found[1]["eval_loss"] == pytest.approx(10 * found[0]["eval_loss"], rel=1e-5)
-    stock = trainer_of(tmp_path, cls=TenTimes, disable_dp=True, noise_multiplier=None).evaluate()
-    assert stock["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-5)
+
+
+class TenTimesOfHost(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = 10 * outputs.loss / (self.current_gradient_accumulation_steps if model.training else 1)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_without_privacy_the_mean_of_the_own_losses_is_trained(tmp_path, pieces):
+    without = dict(disable_dp=True, noise_multiplier=None, gradient_accumulation_steps=pieces, max_grad_norm=1e6)
+    ours = trained(trainer_of(tmp_path, cls=TenTimes, **without))
+    host = TenTimesOfHost(
+        model=tiny_bert(), args=ours.args, train_dataset=text_data(), eval_dataset=text_data(8, seed=1), data_collator=pad
+    )
+    host.train()
+    for name, value in ours.model.state_dict().items():
+        torch.testing.assert_close(value, host.model.state_dict()[name], msg=name)
+    assert ours.state.log_history[0]["loss"] == pytest.approx(host.state.log_history[0]["loss"], rel=1e-5)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(host.evaluate()["eval_loss"], rel=1e-5)
 
 
 class Pairs(DopplerTrainer):

@@ -41,8 +41,8 @@ def test_an_interruption_says_how_to_go_on(sources, small, monkeypatch, capsys):
     [
         (
             ["--tasks", "cola"],
-            "--tasks must be of digits; mnist; mnist-perceptron; cifar10; sst2-words; sst2-words-long; sst2; sst2-full; qnli; "
-            "mnli, got 'cola'",
+            "--tasks must be of digits; mnist; mnist-perceptron; cifar10; sst2-words; sst2-words-long; sst2; sst2-full; "
+            "qnli; mnli, got 'cola'",
         ),
         (["--methods", "best"], "got 'best'"),
         (["--tasks", "sst2", "--encoder", "nowhere"], "Cannot load 'nowhere' ("),

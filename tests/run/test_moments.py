@@ -83,19 +83,20 @@ class Growing(DopplerTrainer):
     """Each loss grows with the share of the training that is over, which is read off the state alone."""
 
     def compute_per_sample_loss(self, model, inputs):
-        self.seen = [*getattr(self, "seen", []), (self.state.global_step, self.state.epoch)]
+        with open(self.args.run_name, "a") as file:  # what is in a file no check puts back
+            print(self.state.global_step, self.state.epoch, file=file)
         share = self.state.global_step / self.state.max_steps + self.state.epoch / self.state.num_train_epochs
         return super().compute_per_sample_loss(model, inputs) * (1.0 + share)
 
 
 def test_a_loss_that_follows_the_step_trains(tmp_path):
-    trainer = trained(checked_trainer_of(tmp_path, cls=Growing))
+    trainer = trained(checked_trainer_of(tmp_path, cls=Growing, run_name=str(tmp_path / "seen")))
     assert trainer.state.global_step == 4
     # Three draws an epoch, and four steps: two epochs, as the host counts them. The check comes first.
     checked = [0, 2, 3]
-    seen = list(dict.fromkeys(trainer.seen))
-    assert [step for step, _ in seen[:3]] == checked
-    torch.testing.assert_close([epoch for _, epoch in seen[:3]], [0.0, 1.0, 1.5])
+    seen = [line.split() for line in dict.fromkeys((tmp_path / "seen").read_text().splitlines())]
+    assert [int(step) for step, _ in seen[:3]] == checked
+    torch.testing.assert_close([float(epoch) for _, epoch in seen[:3]], [0.0, 1.0, 1.5])
 
 
 def test_losses_of_the_library_are_compared_once(tmp_path):

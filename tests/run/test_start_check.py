@@ -153,7 +153,8 @@ class NotingPrecision(DopplerTrainer):
 
     def compute_per_sample_loss(self, model, inputs):
         switches = torch.backends.cudnn.conv, torch.backends.cuda.matmul
-        self.noted.setdefault(self.phase, set()).add(tuple(switch.fp32_precision for switch in switches))
+        with self.noted.open("a") as file:
+            print(self.phase, *(switch.fp32_precision for switch in switches), file=file)
         return super().compute_per_sample_loss(model, inputs)
 
 
@@ -162,11 +163,11 @@ def test_examples_are_compared_in_float32_whatever_is_allowed_in_training(tmp_pa
     before, switch.fp32_precision = switch.fp32_precision, "tf32"
     try:
         trainer = trainer_of(tmp_path, cls=NotingPrecision, max_steps=1)
-        trainer.noted = {}
+        trainer.noted = tmp_path / "noted"  # what is in a file no check puts back
         trainer.train()
     finally:
         switch.fp32_precision = before
-    assert trainer.noted == {"check": {("ieee", "ieee")}, "training": {("tf32", "tf32")}}
+    assert {*trainer.noted.read_text().splitlines()} == {"check ieee ieee", "training tf32 tf32"}
 
 
 class PlainSGD(DopplerTrainer):
@@ -1717,3 +1718,87 @@ def test_short_texts_that_are_often_masked_nowhere_train(tmp_path, start):
     trainer = trainer_of(tmp_path / "out", model=AutoModelForMaskedLM.from_pretrained(folder), data=data, max_steps=2)
     trainer.data_collator = collator
     assert trained(trainer).state.global_step == 2
+
+
+# --- what the first pass keeps --------------------------------------------------------------------------------------------
+
+
+class ScaledByFirst(DopplerTrainer):
+    """All losses are divided by the mean of the first ones ever."""
+
+    scale = None
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        if self.scale is None:
+            self.scale = losses.detach().mean()
+        return losses / self.scale
+
+
+class WeighedByFirst(DopplerTrainer):
+    """Labels are weighed by how many of each the first batch had."""
+
+    weights = None
+
+    def compute_per_sample_loss(self, model, inputs):
+        if self.weights is None:
+            self.weights = 1.0 / (1.0 + torch.bincount(inputs["labels"], minlength=2))
+        return super().compute_per_sample_loss(model, inputs) * self.weights[inputs["labels"]]
+
+
+class CenteredByFirst(nn.Module):
+    """Subtracts the mean of the first batch, which is no buffer that is saved."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.is_set = inner, False
+        self.register_buffer("mean", torch.zeros(16), persistent=False)
+
+    def forward(self, x):
+        if self.training and not self.is_set:
+            self.mean.copy_(x.detach().mean(dim=(0, 1)))
+            self.is_set = True
+        return self.inner(x - self.mean)
+
+
+def with_first_mean():
+    model = tiny_bert()
+    model.bert.encoder.layer[0].intermediate.dense = CenteredByFirst(model.bert.encoder.layer[0].intermediate.dense)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(cls=ScaledByFirst), dict(cls=WeighedByFirst), dict(model=with_first_mean)],
+    ids=["loss", "labels", "layer"],
+)
+def test_what_the_first_batch_sets_for_all_later_ones_is_refused(tmp_path, options):
+    made = options | ({"model": options["model"]()} if "model" in options else {})
+    refused(tmp_path, r"another first batch: something of earlier batches is remembered .*public numbers\.", **made)
+
+
+class NotesFirst(DopplerTrainer):
+    """Keeps the first losses, which no loss reads."""
+
+    first = None
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        if self.first is None:
+            self.first = losses.detach()
+        return losses
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_nothing_is_left_of_the_examples_of_the_check(tmp_path, checks):
+    trainer = trainer_of(tmp_path, cls=NotesFirst, grad_sample_self_check=checks, max_steps=1)
+    left = []
+
+    class AtBegin(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            left.append(trainer.first)
+
+    trainer.add_callback(AtBegin())
+    trainer.train()
+    assert left == [None]
+    assert trainer.first is not None

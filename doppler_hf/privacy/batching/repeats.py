@@ -144,14 +144,17 @@ def _start_in_file(block: Any) -> int:
     return sum(arguments[0] for name, arguments, _ in block.replays if name == "slice")
 
 
-def _in_tensors(source: Any, rows: Places) -> Iterator[tuple[tuple[int, int], Places]]:
-    """Yield the memory of the tensors of a data set of torch's, by number and address, and the places there of its rows."""
+def _in_tensors(source: Any, rows: Places) -> Iterator[tuple[tuple[int, str], Places]]:
+    """Yield the number and the device of the tensors of a data set of torch's, and the addresses there of its rows.
+
+    An array that is cut first and made a tensor then (`from_numpy(x[40:])`) has a memory of its own that begins within.
+    """
     for number, tensor in enumerate(source.tensors if isinstance(source, TensorDataset) else ()):
         # Where rows lie at one place they share numbers that are of none of them.
         if tensor.layout is torch.strided and tensor.numel() and tensor.stride(0):
-            places = _spread(rows, tensor.stride(0), int(tensor.storage_offset()))
+            addresses = _spread(rows, tensor.stride(0) * tensor.element_size(), tensor.data_ptr())
             for _ in range(2 if _reach_into_each_other(tensor, rows) else 1):
-                yield (number, tensor.untyped_storage().data_ptr()), places
+                yield (number, str(tensor.device)), addresses
 
 
 def _reach_into_each_other(tensor: Tensor, rows: Places) -> bool:
@@ -170,13 +173,19 @@ def _objects(source: Any, rows: Places) -> Places:
 
 
 def _in_memory(column: Any, rows: Places) -> Iterator[tuple[int, Places]]:
-    """Yield the addresses of the numbers of a column, and the places there of some of its rows."""
+    """Yield the addresses of the numbers of a column, and the places there of some of its rows.
+
+    Of numbers of one size 0, and the addresses of the rows: parts of one pandas table begin within its memory.
+    """
+    from pyarrow import types
+
     for chunk, within in zip(column.chunks, _parts(rows, map(len, column.chunks)), strict=True):
         here = _spread(within, 1, chunk.offset)
         # Of lists and structs those of their parts are among them; the last ones are the values.
         addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size > 0]
+        size = chunk.type.bit_width // 8 if types.is_primitive(chunk.type) else 0  # none of bits
         if addresses and len(here):
-            yield addresses[-1], here
+            yield (0, _spread(here, size, addresses[-1])) if size else (addresses[-1], here)
 
 
 def _overlap(places: list[tuple[int, Places]]) -> bool:

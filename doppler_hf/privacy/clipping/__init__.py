@@ -18,6 +18,7 @@
 - held_coins: torch's random numbers at their mean, for what attributes do not switch off
 - model_coins: whether a loss depends on its example and on the global generators alone
 - memory: what it remembers outside of the model's tensors
+- first_pass: what the first pass keeps of its batch, outside of them
 - writes: what a forward pass writes into a model
 """
 

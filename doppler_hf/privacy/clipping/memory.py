@@ -9,8 +9,8 @@ changed by much: a loss that reads it changes by much too.
 
 import contextlib
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Final, NamedTuple, final
@@ -23,8 +23,11 @@ from torch import Tensor, nn
 from doppler_hf.linalg import same
 from doppler_hf.privacy.reachable import globals_of, is_a, is_ours, own_classes, reachable
 
-_Place = tuple[int, Any]
+# The number of an owner, and the key there.
+Place = tuple[int, Any]
 _CONTENTS: Final = "cell_contents"
+# Of a class that is made by Python code: others take no attributes.
+_CAN_BE_WRITTEN: Final = 1 << 9
 # By how much a count is changed: beyond what any is compared with, and odd, for whoever takes turns.
 _MANY: Final = 1_000_003
 # What a number is changed into. Of one that is a threshold, far beyond whatever is compared with it, on both sides.
@@ -85,21 +88,9 @@ class Memory:
         of_content = [place for place, value in written.items() if place not in now or not equal(now[place][1], value)]
         if not of_content:
             return False
-        first = losses()
-        now = numbers(*self._roots)
-        changed = [(*now[place], place[1]) for place in of_content if place in now]
-        try:
-            for number in range(len(_OTHERS)):
-                for owner, value, key in changed:
-                    put(owner, key, other_than(value, number))
-                if not torch.allclose(losses(), first, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
-                    return True
-            return False
-        finally:
-            for owner, value, key in changed:
-                put(owner, key, value)
+        return is_read_at(of_content, self._roots, losses, tolerance=tolerance)
 
-    def _written(self) -> dict[_Place, Any]:
+    def _written(self) -> dict[Place, Any]:
         """Return copies of the numbers that have been replaced, or written in place."""
         found = {}
         for place, (_, value) in numbers(*self._roots).items():
@@ -110,30 +101,76 @@ class Memory:
         return found
 
 
-def numbers(*roots: object) -> dict[_Place, tuple[Any, Any]]:
+def is_read_at(
+    places: Collection[Place],
+    roots: Sequence[object],
+    losses: Callable[[], Float[Tensor, " batch"]],
+    *,
+    tolerance: float,
+) -> bool:
+    """Return whether losses change with the numbers at some places, each of which is changed by much.
+
+    Args:
+        places: The places.
+        roots: The objects among which they are.
+        losses: As in `Memory.is_read`.
+        tolerance: As in `Memory.is_read`.
+    """
+    first = losses()
+    now = numbers(*roots)
+    changed = [(*now[place], place[1]) for place in places if place in now]
+    try:
+        for number in range(len(_OTHERS)):
+            for owner, value, key in changed:
+                put(owner, key, other_than(value, number))
+            if not torch.allclose(losses(), first, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
+                return True
+        return False
+    finally:
+        for owner, value, key in changed:
+            put(owner, key, value)
+
+
+def numbers(*roots: object) -> dict[Place, tuple[Any, Any]]:
     """Return the numbers, tensors and arrays of numbers that can be replaced, with their owners, by owner and key."""
-    found: dict[_Place, tuple[Any, Any]] = {}
+    found: dict[Place, tuple[Any, Any]] = {}
+    for number, (owner, items) in contents(*roots).items():
+        for key, value in items.items():
+            found |= {(number, place): (owner, each) for place, each in numbers_in(key, value)}
+    return found
+
+
+def numbers_in(key: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a value if it is a number, or an array or tensor of numbers, and those in a tuple, each with its key."""
+    if is_kept(value):
+        yield key, value
+    elif is_a(value, tuple):
+        yield from ((_InTuple(key, index), each) for index, each in enumerate(tuple.__iter__(value)) if is_kept(each))
+
+
+def contents(*roots: object) -> dict[int, tuple[Any, dict[Any, Any]]]:
+    """Return what some objects refer to that can be replaced: by the number of each owner the owner, and values by key."""
+    found: dict[int, tuple[Any, dict[Any, Any]]] = {}
     classes: set[type] = set()
     # What a pass writes into parameters of the model is looked at elsewhere; in shards they are written with each use.
     modules = (module for root in roots if isinstance(root, nn.Module) for module in root.modules())
     of_model = {id(module._parameters) for module in modules}
+
+    def add(owner: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        found.setdefault(id(owner), (owner, {}))[1].update(items)
+
     for owner in reachable(*roots):
         kind: type = owner if is_a(owner, type) else type(owner)
         if id(owner) in of_model or is_ours(kind):
             continue
-        places = [(owner, *item) for item in items_of(owner)]
+        add(owner, items_of(owner))
         if is_a(owner, FunctionType):
-            places += [(owner.__globals__, *item) for item in globals_of(owner).items()]
+            add(owner.__globals__, globals_of(owner).items())
         if kind not in classes:
             classes.add(kind)
-            places += [(base, *item) for base in own_classes(kind) for item in vars(base).items()]
-        for holder, key, value in places:
-            if is_kept(value):
-                found[id(holder), key] = holder, value
-            elif is_a(value, tuple):
-                for index, each in enumerate(tuple.__iter__(value)):
-                    if is_kept(each):
-                        found[id(holder), _InTuple(key, index)] = holder, each
+            for base in own_classes(kind):
+                if base.__flags__ & _CAN_BE_WRITTEN:
+                    add(base, vars(base).items())
     return found
 
 
@@ -189,6 +226,8 @@ def put(owner: Any, key: Any, value: Any) -> None:
         before = get(owner, key.key)
         parts = [value if number == key.number else each for number, each in enumerate(before)]
         put(owner, key.key, type(before)._make(parts) if hasattr(type(before), "_make") else tuple(parts))
+    elif is_a(owner, OrderedDict):  # which has an order of its own
+        OrderedDict.__setitem__(owner, key, value)
     elif is_a(owner, dict):
         dict.__setitem__(owner, key, value)
     elif is_a(owner, list, deque):
@@ -201,6 +240,21 @@ def put(owner: Any, key: Any, value: Any) -> None:
         object.__setattr__(owner, key, value)
     else:
         object.__getattribute__(owner, "__dict__")[key] = value
+
+
+def remove(owner: Any, key: Any) -> None:
+    """Remove what an object has at a key, if it has not gone with the dictionary of its attributes; see `items_of`."""
+    kind: type = type(owner)
+    if is_a(owner, OrderedDict):
+        OrderedDict.pop(owner, key, None)
+    elif is_a(owner, dict):
+        dict.pop(owner, key, None)
+    elif is_a(owner, type):
+        type.__delattr__(owner, key)
+    elif key in slots_of(kind):
+        object.__delattr__(owner, key)
+    elif not is_a(owner, CellType):
+        object.__getattribute__(owner, "__dict__").pop(key, None)
 
 
 def get(owner: Any, key: Any) -> Any:

@@ -93,7 +93,7 @@ class Untouched:
 
 
 def _bits_of(values: Tensor) -> Tensor:
-    """Return the exclusive or of all numbers, and the sums of all bytes."""
+    """Return the exclusive or of all numbers, and the sums of `sums_of_bytes`."""
     values = torch.view_as_real(values) if values.is_complex() else values
     sums = sums_of_bytes(values)
     either = torch.hash_tensor(values).view(torch.int64) if values.numel() else sums.new_zeros(())
@@ -113,9 +113,14 @@ def frozen_sums(model: nn.Module) -> dict[str, float]:
 
 
 def of_other_content(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch of the same shapes, with other numbers: half of each, or for whole numbers the largest of all."""
+    """Return a batch of the same shapes, with other numbers: half of each, or for whole numbers the largest of all.
+
+    Labels that are one for each example are that of the first.
+    """
 
     def other(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim == 1 and "label" in name:
+            return value[:1].expand_as(value).clone()
         if not isinstance(value, Tensor) or value.ndim < 2 or "mask" in name:
             return value
         return value / 2 if value.is_floating_point() else value.max().expand_as(value).clone()

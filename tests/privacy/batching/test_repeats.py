@@ -1,6 +1,7 @@
 """Rows that a data set has more than once are found by their places, and equal rows of others are not."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets, interleave_datasets, load_dataset, load_from_disk
@@ -138,10 +139,24 @@ def test_rows_of_tensors_that_two_data_sets_share_are_found():
     ]
     once += [ConcatDataset([TensorDataset(numbers[:5]), TensorDataset(numbers[5:])])]
     once += [ConcatDataset([TensorDataset(numbers), TensorDataset(numbers.clone())])]
+    array = np.arange(20.0).reshape(10, 2)
+    once += [ConcatDataset([TensorDataset(torch.from_numpy(part)) for part in (array[:5], array[5:])])]
+    once += [ConcatDataset([TensorDataset(numbers[:, :1]), TensorDataset(numbers[:, 1:])])]
     more = [ConcatDataset([TensorDataset(numbers[:6], labels[:6]), TensorDataset(numbers[4:], labels[4:])])]
+    more += [ConcatDataset([TensorDataset(torch.from_numpy(part)) for part in (array[:6], array[4:])])]
     more += [ConcatDataset([TensorDataset(numbers, labels), TensorDataset(numbers.clone(), labels)])]
     assert [*map(has_repeats, once)] == [False] * len(once)
     assert [*map(has_repeats, more)] == [True] * len(more)
+
+
+def test_rows_of_parts_of_a_pandas_table_are_found():
+    table = pd.DataFrame({"number": np.arange(10.0)})
+
+    def parts(*ends):
+        return concatenate_datasets([Dataset.from_pandas(table.iloc[slice(*each)], preserve_index=False) for each in ends])
+
+    assert not has_repeats(parts((0, 5), (5, 10)))
+    assert has_repeats(parts((0, 6), (4, 10)))
 
 
 def test_windows_of_a_series_that_overlap_are_found():
