@@ -123,7 +123,9 @@ def tolerance(versions: Mapping[str, str]) -> float:
 def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     """Return whether the training was not private, or cost more than its target."""
     if not ledger.private:
-        return ["The training was not private: it had no noise, or its noise or draws can be reproduced."]
+        return [
+            "The training was not private: it had no noise, its noise or draws can be reproduced, or gradients were recorded without noise."
+        ]
     statement = ledger.statement
     spent = recompute(ledger.history, statement.accountant, private=True, delta=statement.target_delta)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)

@@ -79,7 +79,7 @@ class StepConstants:
         beta2: Decay of the second moment.
         step_size: lr / c_t, and √k_t times that where there is a second moment; k_t = 1 - β₂ᵗ.
         decay: 1 - lr·weight_decay.
-        noise_var: k_t times the variance of the noise.
+        noise_var: k_t times the mean variance of the noise so far, weighted as the second moment is.
         floor: k_t times the least squared denominator.
     """
 

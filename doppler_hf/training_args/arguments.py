@@ -108,8 +108,8 @@ class DopplerTrainingArguments(TrainingArguments):
         default="auto",
         help="Shape of the noise over the steps: white, or banded:bands=4, whose noise of one step takes back part of that "
         "of the three before, so that less of it stays in the weights. It keeps bands - 1 gradients of memory. auto: the "
-        "shape that leaves the least noise in the weights, by ε, steps, schedule and filter, of those that keep 2 GiB at "
-        "most; white with noise_multiplier, GaLore or an optimal-fir filter.",
+        "shape whose noise costs the least loss, by ε, steps, schedule and filter, of those that keep 2 GiB at most; white "
+        "with noise_multiplier, GaLore, clipping_quantile or an optimal-fir filter.",
     )
     low_pass_filter: str = HfArg(
         default="auto",

@@ -97,7 +97,7 @@ def test_another_mechanism_fits_in(tmp_path, monkeypatch):
     assert trainer.private_run.mechanism.closed
 
 
-def test_the_engine_leaves_the_model_and_the_thread_ends_whatever_happens(tmp_path):
+def test_the_engine_leaves_the_model_whatever_happens(tmp_path):
     model = tiny_bert()
     before = {name: module.forward for name, module in model.named_modules()}
 

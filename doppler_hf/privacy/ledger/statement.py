@@ -58,7 +58,7 @@ class PrivacyStatement:
         target_epsilon: The ε that was asked for, or None when σ was given.
         accountant: The accountant that bounds ε.
         steps_planned: T, counted from the first step of the training, also if it was resumed.
-        private: False if there is no noise, or noise or draws can be reproduced.
+        private: False if there is no noise, noise or draws can be reproduced, or gradients are recorded without noise.
         noise_source: The source of the noise, in one line.
     """
 

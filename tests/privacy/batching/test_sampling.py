@@ -1,12 +1,14 @@
 """The draws are Poisson, disjoint over processes, cut and never dropped. False-alarm rates are stated."""
 
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import scipy.stats
 
 from doppler_hf.privacy import PoissonSampler
+from doppler_hf.privacy.batching.sampling import share_of
 
 
 def draws(sampler, steps):
@@ -190,3 +192,13 @@ def test_units_and_groups_go_together():
 def test_groups_that_no_draw_can_fill_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         PoissonSampler(num_examples=100, expected_batch_size=20, **options)
+
+
+def test_the_shares_of_a_unit_add_up_to_at_most_one_in_float32():
+    """Of some numbers 1/count is rounded up, as of 3 · 2ⁿ: then the unit's contribution would be longer than C."""
+    for count in range(1, 3000):
+        share = share_of(count)
+        assert share == np.float32(share)
+        assert Fraction(share) * count <= 1
+        assert Fraction(share) * count > Fraction(999_999, 1_000_000)
+    assert any(Fraction(float(np.float32(1.0 / count))) * count > 1 for count in range(1, 3000))

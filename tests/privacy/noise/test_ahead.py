@@ -331,11 +331,22 @@ def test_a_forked_process_that_closes_the_store_first_has_noise_of_its_own():
 def test_a_forked_process_that_only_ends_does_not_wait_for_its_parents_thread():
     with gaussian() as mechanism:
         mechanism.privatize({"w": torch.zeros(100)}, step=0)
-        with mechanism._ahead._changed:  # held in the child for ever
-            child = os.fork()
-            if child == 0:
-                mechanism.close()
-                os._exit(0)
+        held, released = threading.Event(), threading.Event()
+
+        def hold():  # a thread that the child has not, which holds the lock there for ever
+            with mechanism._ahead._changed:
+                held.set()
+                released.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            mechanism.close()
+            os._exit(0)
+        released.set()
+        holder.join()
         deadline = time.monotonic() + 30
         while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -357,6 +368,28 @@ def test_close_ends_the_thread_and_may_be_repeated():
     assert torch.all(mechanism.privatize({"w": torch.zeros(100)}, step=1)["w"] != 0)  # drawn on the spot
     assert threads() == []
     gaussian().close()  # one that never began
+
+
+def test_a_block_that_the_thread_was_making_when_the_store_closed_is_cleared(monkeypatch):
+    begun, closing = threading.Event(), threading.Event()
+    right = module.gaussian_pieces
+
+    def slow(*args, **options):
+        begun.set()
+        closing.wait()
+        yield from right(*args, **options)
+
+    monkeypatch.setattr(module, "gaussian_pieces", slow)
+    mechanism = gaussian()
+    mechanism.privatize({"w": torch.zeros(100)}, step=0)
+    begun.wait()
+    closer = threading.Thread(target=mechanism.close)
+    closer.start()
+    while not mechanism._ahead._closed:
+        time.sleep(0.01)
+    closing.set()
+    closer.join()
+    assert len(mechanism._ahead._store) == 0
 
 
 def test_leaving_the_with_statement_ends_the_thread_even_by_an_exception():
