@@ -32,7 +32,8 @@ READING: Final = (
 )
 SHAPES: Final = (
     "Relative to white noise of equal ε: end, the noise of the sum of all gradients, which stays in the weights; step, that "
-    "of one step; loop, of the weights once the gradient pulls back through the filter, by which noise_shape='auto' chooses."
+    "of one step; loop, of the weights once the gradient pulls back through the filter, by which noise_shape='auto' "
+    "chooses, together with a filter of 'auto'."
 )
 MOST_PRINTED: Final = 8  # coefficients of a strategy
 FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
@@ -226,7 +227,9 @@ def shapes_table(shapes: list[ShapedRun], low_pass_filter: LowPassFilter) -> Tab
     filtered = low_pass_filter != PAPER_FILTERS["none"]
     names = ("σ", "end", "step", *(["filtered"] if filtered else []), "loop")
     columns = [Column("noise_shape"), *(Column(name, justify="right") for name in names)]
-    table = Table(*columns, title="Shapes of the noise", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(
+        *columns, title=f"Shapes of the noise, with the filter {low_pass_filter}", box=box.SIMPLE, padding=(0, 1, 0, 0)
+    )
     for each in shapes:
         numbers = (each.end, each.step, *([each.filtered] if filtered else []))
         loop = "unstable" if each.loop is None else f"{each.loop:.2f}"

@@ -124,7 +124,8 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     """Return whether the training was not private, or cost more than its target."""
     if not ledger.private:
         return [
-            "The training was not private: it had no noise, its noise or draws can be reproduced, or gradients were recorded without noise."
+            "The training was not private: it had no noise, its noise or draws can be reproduced, or gradients were "
+            "recorded without noise."
         ]
     statement = ledger.statement
     spent = recompute(ledger.history, statement.accountant, private=True, delta=statement.target_delta)

@@ -149,10 +149,11 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     logits = outputs.get("logits")
     if labels is None:
         raise ValueError(
-            f"There is no per-example loss for {type(base_model).__name__} without `labels`. Give each example labels, or "
-            "a collator that makes them, such as DataCollatorForLanguageModeling. The host removes those that the model's "
-            "forward does not name: set remove_unused_columns=False. For question answering give each start_positions and "
-            "end_positions. If the task's labels have another name, override compute_per_sample_loss."
+            f"There is no per-example loss for {type(base_model).__name__} without `labels`. Give each example labels, as "
+            "numbers and not as words, or a collator that makes them, such as DataCollatorForLanguageModeling. The host "
+            "removes those that the model's forward does not name: set remove_unused_columns=False. For question answering "
+            "give each start_positions and end_positions. If the task's labels have another name, override "
+            "compute_per_sample_loss."
         )
     if not isinstance(base_model, PreTrainedModel):
         raise ValueError(

@@ -1,6 +1,7 @@
 """What a `DopplerTrainer` does around its steps: where the model lies, and what is evaluated, saved and logged."""
 
 import contextlib
+import warnings
 from abc import ABC
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,21 @@ class AroundSteps(Trainer, ABC):
             self._prepare_model()
         with self._ledger_keeper.evaluating(self.args, model=self.model), self._weight_filter.applied():
             return super().evaluation_loop(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the host does, and before a training say if `metric_for_best_model` would not be found in it."""
+        metrics = super().evaluate(*args, **kwargs)
+        name = self.args.metric_for_best_model
+        # Of several data sets the host evaluates each by itself, with a prefix of its own.
+        is_whole = kwargs.get("metric_key_prefix", "eval") == "eval" and not args
+        is_before = not self.args.disable_dp and self._ledger_keeper.ledger is None
+        if is_before and is_whole and name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
+            warnings.warn(
+                f"metric_for_best_model={name!r} is none of what an evaluation returns, {', '.join(sorted(metrics))}: a "
+                "training would end at its first evaluation, with ε spent.",
+                stacklevel=2,
+            )
+        return metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the host does, with the filtered weights if there is a weight filter, and the ledger beside the model.

@@ -42,6 +42,12 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
             ) from error
         if not args.remove_unused_columns or name not in columns:
             raise
+        if getattr(dataset, "format", {}).get("type") == "custom":  # of set_transform, which may read it
+            raise ValueError(
+                f"remove_unused_columns must be False where a transform reads {name!r}, got True: the host removes "
+                "the columns that neither the model's forward nor label_names name. Set it, and let the transform return "
+                "what the model takes."
+            ) from error
         raise ValueError(
             f"label_names must have {name!r} if it is a label, got {args.label_names}: the host removes the columns that "
             f"neither the model's forward nor label_names name. Set label_names=[{name!r}], or for the input of a transform "

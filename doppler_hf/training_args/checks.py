@@ -31,6 +31,9 @@ _KINDS: Final[dict[type, tuple[type, str, str]]] = {
     str: (str, "a string", "Write it in quotes"),
 }
 
+# What is meant by None, where an argument is a word.
+_FOR_NONE: Final = {"low_pass_filter": "none", "noise_shape": "white"}
+
 # Argument → its range, and the mend.
 _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "target_epsilon": (_POSITIVE, "To train without noise set noise_multiplier=0 instead."),
@@ -53,6 +56,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
         ("be a whole number ≥ 1", lambda value: value >= 1 and value == int(value)),
         "Usual is 1.",
     ),
+    "per_device_train_batch_size": (_COUNT, "A hundred or more on average makes noise weigh less."),
     "max_steps": (("be positive, or -1", lambda value: value != 0), "Leave it out to train for num_train_epochs."),
 }
 
@@ -105,8 +109,8 @@ def default_of(args: TrainingArguments | AcceleratorConfig, name: str) -> Any:
 def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
     """Refuse a word that is not among an argument's choices, and a value of another kind, such as a number in quotes."""
     hints = get_type_hints(base)
-    redefined = [field for field in fields(base) if field.name in ("learning_rate", "max_grad_norm")]
-    for field in own_fields(base) + redefined:
+    hosts = ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "max_steps")
+    for field in own_fields(base) + [field for field in fields(base) if field.name in hosts]:
         hint, value = hints[field.name], getattr(args, field.name)
         if get_origin(hint) is Literal:
             if value not in get_args(hint):
@@ -115,6 +119,11 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
         kind, *none = get_args(hint) or (hint,)
         allowed, words, mend = _KINDS[kind]
         is_bool = isinstance(value, bool)  # which Python takes for a number
+        if value is None and field.name in _FOR_NONE:
+            raise ValueError(
+                f"{field.name} must be {words}, got None. Write {_FOR_NONE[field.name]!r} for none, or leave it out for "
+                f"{field.default!r}, which chooses."
+            )
         if not isinstance(value, (allowed, *none)) or (is_bool and kind is not bool):
             raise ValueError(f"{field.name} must be {words}, got {value!r}. {mend}, or leave it out for {field.default!r}.")
 

@@ -57,6 +57,6 @@ def test_what_a_transform_asks_for_is_named(tmp_path):
     rows = Dataset.from_list([{"text": [index + 1] * 4, "labels": index % 2} for index in range(12)])
     rows = rows.with_transform(lambda batch: {"input_ids": batch["text"], "labels": batch["labels"]})
     with pytest.raises(
-        ValueError, match=r"label_names must have 'text' .* transform or collator remove_unused_columns=False"
+        ValueError, match=r"remove_unused_columns must be False where a transform reads 'text', got True: .* Set it"
     ):
         trainer_of(tmp_path, data=rows, max_steps=1).train()
