@@ -53,6 +53,7 @@ TOO_BUSY = (
     "doppler_hf.optim.update",
     "doppler_hf.privacy.clipping.book",
     "doppler_hf.privacy.clipping.engine",
+    "doppler_hf.privacy.clipping.first_pass",
     "doppler_hf.privacy.clipping.ghost_norm",
     "doppler_hf.privacy.clipping.memory",
 )

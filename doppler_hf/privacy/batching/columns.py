@@ -168,3 +168,10 @@ def _parts(dataset: Any, column: str) -> Iterator[Any]:
     """Yield a column as stored, whatever the data set's format or transform, in arrays of pyarrow of some rows."""
     for table in dataset.with_format("arrow").select_columns([column]).iter(batch_size=_ROWS_AT_ONCE):
         yield from table[column].chunks
+
+
+def size_of_number(chunk: Any) -> int:
+    """Return how many bytes each row of a pyarrow array takes; 0 where that is not the same of all, or less than one."""
+    from pyarrow import types
+
+    return chunk.type.bit_width // 8 if types.is_primitive(chunk.type) else 0

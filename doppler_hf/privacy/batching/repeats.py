@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
+from doppler_hf.privacy.batching.columns import size_of_number
+
 # Numbers of rows; those of all in their order are a range, which takes no memory.
 Places = np.ndarray | range
 # Of a list the objects that are rows, and of their own; numbers and words need not be.
@@ -177,13 +179,11 @@ def _in_memory(column: Any, rows: Places) -> Iterator[tuple[int, Places]]:
 
     Of numbers of one size 0, and the addresses of the rows: parts of one pandas table begin within its memory.
     """
-    from pyarrow import types
-
     for chunk, within in zip(column.chunks, _parts(rows, map(len, column.chunks)), strict=True):
         here = _spread(within, 1, chunk.offset)
         # Of lists and structs those of their parts are among them; the last ones are the values.
         addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size > 0]
-        size = chunk.type.bit_width // 8 if types.is_primitive(chunk.type) else 0  # none of bits
+        size = size_of_number(chunk)
         if addresses and len(here):
             yield (0, _spread(here, size, addresses[-1])) if size else (addresses[-1], here)
 

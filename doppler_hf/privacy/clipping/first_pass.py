@@ -77,6 +77,8 @@ class FirstPass:
         losses()
         written = self.written()
         self.put_back()
+        if not written:
+            return False
         of_others()
         of_other = self.written()
         self.put_back()
@@ -111,15 +113,17 @@ class FirstPass:
                 for key in items.keys() - before.keys():
                     remove(owner, key)
                 for key, value in before.items():
-                    if key not in items or items[key] is not value:
-                        put(owner, key, value)
+                    if key not in items or not _is_same(items[key], value):
+                        # What Python code cannot write no pass of it has written.
+                        with contextlib.suppress(AttributeError, TypeError):
+                            put(owner, key, value)
             for key, value in before.items():
                 if not self._is_as_before(number, key, value):
                     _write(value, self._numbers[number, key][1])
 
     def _is_as_before(self, number: int, key: Any, value: Any) -> bool:
         before = self._before[number][1] if number in self._before else {}
-        if key not in before or before[key] is not value:
+        if key not in before or not _is_same(before[key], value):
             return False
         return (number, key) not in self._numbers or self._numbers[number, key][0] == mark_of(value)
 
@@ -135,6 +139,11 @@ class FirstPass:
             for key in changed:
                 found |= {(number, place): copy_of(each) for place, each in numbers_in(key, items[key])}
         return found
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Return whether two values are one object, or equal numbers or words, which may be made anew when asked for."""
+    return first is second or (type(first) is type(second) and is_a(first, int, float, str) and bool(first == second))
 
 
 def _size_of(value: Any) -> int:
