@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ def moments_of(trainer: Trainer, *, steps: int, epochs: int) -> list[Moment]:
         steps: How many the training has.
         epochs: How many, as the host rounds them.
     """
-    of_losses = [getattr(type(trainer), name) for name in _OF_LOSSES]
+    of_losses = [getattr(trainer, name) for name in _OF_LOSSES]
     is_own = any(not method.__module__.startswith(_NOT_OWN) for method in of_losses)
     later = sorted({steps // 2, steps - 1} - {0}) if is_own else []
     return [functools.partial(_at, trainer, step=step, steps=steps, epochs=epochs) for step in (0, *later)]
@@ -35,11 +36,23 @@ def _at(trainer: Any, *, step: int, steps: int, epochs: int) -> Iterator[None]:
     trainer.state = copy.copy(before)
     trainer.state.global_step, trainer.state.epoch = step, epochs * step / steps
     trainer.state.max_steps, trainer.state.num_train_epochs = steps, epochs
+    if step > 0:
+        logged = {"step": step, "epoch": trainer.state.epoch, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.0}
+        trainer.state.log_history = [*before.log_history, logged]
     try:
         yield
     except ValueError as error:
         if step == 0:
             raise
         raise ValueError(f"At step {step} of {steps}, though not at the first: {error}") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        if step == 0:
+            raise
+        # It may read what only a training has by then.
+        warnings.warn(
+            f"The loss cannot be looked at as at step {step} of {steps}, got a {type(error).__name__} from it: that it goes "
+            "by each example alone then is for you to see to.",
+            stacklevel=2,
+        )
     finally:
         trainer.state = before

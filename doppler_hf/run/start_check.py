@@ -164,7 +164,8 @@ class StartCheck:
             raise ValueError(
                 "A loss must depend on its example alone, got another one after another first batch: something of earlier "
                 "batches is remembered (a running mean, a bank, or as in `if self.mean is None: self.mean = x.mean(0)`), "
-                "which neither clipping nor noise would cover. Set it beforehand, from public numbers."
+                "which neither clipping nor noise would cover. Set it beforehand, from public numbers, and what is kept "
+                "of each example by itself as a column of train_dataset."
             )
 
     def _run_once(self) -> None:

@@ -1,9 +1,11 @@
 """A loss of one's own that follows the step of the training is checked at later steps, too, before the first one."""
 
 import functools
+import types
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.run.moments import moments_of
@@ -32,6 +34,12 @@ class BesideInWindow(DopplerTrainer):
         return losses * losses.detach().mean() if 1 <= self.state.global_step < 3 else losses
 
 
+class BesideOnceLogged(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        return losses * losses.detach().mean() if self.state.log_history else losses
+
+
 class MixedLater(DopplerTrainer):
     """From the last step on every example has its neighbour's tokens."""
 
@@ -58,6 +66,7 @@ class Hardest(DopplerTrainer):
         (Beside, {}, 3),
         (BesideInEpoch, {}, 3),
         (BesideInWindow, {}, 2),
+        (BesideOnceLogged, {}, 2),
         (MixedLater, {}, 3),
         (Hardest, {"per_device_train_batch_size": 20, "gradient_accumulation_steps": 1}, 2),
     ],
@@ -97,6 +106,41 @@ def test_a_loss_that_follows_the_step_trains(tmp_path):
     seen = [line.split() for line in dict.fromkeys((tmp_path / "seen").read_text().splitlines())]
     assert [int(step) for step, _ in seen[:3]] == checked
     torch.testing.assert_close([float(epoch) for _, epoch in seen[:3]], [0.0, 1.0, 1.5])
+
+
+def test_a_loss_that_is_set_on_the_trainer_is_seen_later_too(tmp_path):
+    trainer = checked_trainer_of(tmp_path)
+
+    def beside(self, model, inputs):
+        losses = DopplerTrainer.compute_per_sample_loss(self, model, inputs)
+        return losses * losses.detach().mean() if self.state.global_step >= 3 else losses
+
+    trainer.compute_per_sample_loss = types.MethodType(beside, trainer)
+    with pytest.raises(ValueError, match="At step 3 of 4, though not at the first"):
+        trainer.train()
+
+
+class OfWhatComesLater(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        return losses * self.weights[self.state.global_step] if self.state.global_step > 0 else losses
+
+
+class Weights(TrainerCallback):
+    def __init__(self):
+        self.weights = {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.weights[state.global_step] = 0.5
+
+
+def test_a_loss_that_reads_what_a_training_has_only_later_trains_and_is_told_of(tmp_path):
+    callback = Weights()
+    trainer = checked_trainer_of(tmp_path, cls=OfWhatComesLater, callbacks=[callback])
+    trainer.weights = callback.weights
+    with pytest.warns(UserWarning, match=r"cannot be looked at as at step [23] of 4, got a KeyError"):
+        trainer.train()
+    assert trainer.state.global_step == 4
 
 
 def test_losses_of_the_library_are_compared_once(tmp_path):

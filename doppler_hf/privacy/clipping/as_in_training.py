@@ -130,6 +130,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
                 if isinstance(held, dict) and (name == "_modules" or "_hooks" in name)
             ],
             [(name, tensor, None if tensor is None else tensor.clone()) for name, tensor in module._buffers.items()],
+            {name for name, parameter in module._parameters.items() if parameter is None},
+            {*module._parameters},
         )
         for module in model.modules()
     ]
@@ -137,7 +139,11 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for module, attributes, dictionaries, buffers in before:
+            for module, attributes, dictionaries, buffers, empty, parameters in before:
+                # Others may stand in their places in between, as those that FSDP gathers.
+                module._parameters.update(dict.fromkeys(empty))
+                for name in module._parameters.keys() - parameters:
+                    del module._parameters[name]
                 vars(module).clear()
                 vars(module).update(attributes)
                 for held, content in dictionaries:

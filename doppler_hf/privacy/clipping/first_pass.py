@@ -26,7 +26,7 @@ from doppler_hf.privacy.clipping.memory import (
     put,
     remove,
 )
-from doppler_hf.privacy.reachable import is_a
+from doppler_hf.privacy.reachable import is_a, reachable
 
 # A larger tensor holds data.
 _MOST: Final = 100_000
@@ -62,6 +62,8 @@ class FirstPass:
             for key, value in items.items()
             if is_a(value, Tensor, np.ndarray) and _size_of(value) <= _MOST
         }
+        # Of what a dictionary holds a set beside it may tell, so that both are put back.
+        self._sets = [(each, {*each}) for each in reachable(*roots) if is_a(each, set) and len(each) <= _MOST]
         self._touched: set[int] = set()
 
     def is_read(
@@ -102,8 +104,12 @@ class FirstPass:
 
     def put_back(self) -> None:
         """Put back what the objects had into which some first pass has written."""
+        for owner, content in self._sets:
+            if id(owner) in self._touched:
+                owner.clear()
+                owner.update(content)
         now = contents(*self._roots) if self._touched else {}
-        for number in self._touched:
+        for number in self._touched & self._before.keys():
             owner, before = self._before[number]
             if is_a(owner, list, deque):
                 owner.clear()
@@ -130,6 +136,7 @@ class FirstPass:
     def written(self) -> dict[Place, Any]:
         """Note into which objects a pass has written, to put them back, and return copies of the numbers among that."""
         found: dict[Place, Any] = {}
+        self._touched |= {id(owner) for owner, content in self._sets if owner != content}
         for number, (_, items) in contents(*self._roots).items():
             is_known = number in self._before
             before = self._before[number][1] if is_known else {}
@@ -153,7 +160,8 @@ def _size_of(value: Any) -> int:
 def _write(value: Any, content: Any) -> None:
     """Write numbers into a tensor or an array."""
     if isinstance(value, Tensor):
-        with torch.no_grad():
+        # Into a view whose elements are one number none can be written; what it is a view of is put back itself.
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
             value.copy_(content)
     else:
         value[...] = content

@@ -66,7 +66,7 @@ class Memory:
     def __init__(self, *roots: object) -> None:
         self._roots = roots
         # The numbers themselves: a new one must not lie where an old one lay.
-        self._before = {place: (value, mark_of(value)) for place, (_, value) in numbers(*roots).items()}
+        self._before = {place: (value, mark_of(value)) for place, value in self._now().items()}
 
     def is_read(
         self, losses: Callable[[], Float[Tensor, " batch"]], of_others: Callable[[], object], *, tolerance: float
@@ -90,10 +90,14 @@ class Memory:
             return False
         return is_read_at(of_content, self._roots, losses, tolerance=tolerance)
 
+    def _now(self) -> dict[Place, Any]:
+        # Not truth values: what is noted for later may change at any pass, and what the first one notes is looked at apart.
+        return {place: value for place, (_, value) in numbers(*self._roots).items() if not is_truth(value)}
+
     def _written(self) -> dict[Place, Any]:
         """Return copies of the numbers that have been replaced, or written in place."""
         found = {}
-        for place, (_, value) in numbers(*self._roots).items():
+        for place, value in self._now().items():
             before, mark = self._before.get(place, (None, None))
             is_another = value != before if is_a(value, int) else value is not before
             if is_another or mark_of(value) != mark:
@@ -182,16 +186,23 @@ def is_kept(value: Any) -> bool:
 
 @functools.cache
 def is_number(kind: type) -> bool:
-    """Return whether a class is that of numbers, or of tensors or arrays of them."""
-    is_whole = issubclass(kind, int) and not issubclass(kind, (bool, Enum))
+    """Return whether a class is that of numbers or truth values, or of tensors or arrays of them."""
+    is_whole = issubclass(kind, int) and not issubclass(kind, Enum)
     return is_whole or issubclass(kind, (*_NUMBERS, Tensor))
 
 
 def is_data(value: Any) -> bool:
     """Return whether an array is too long for a number that is kept, or has none, or a tensor has none."""
     if isinstance(value, np.ndarray):
-        return value.size > _MOST_IN_AN_ARRAY or value.dtype.kind not in "iufc"
-    return isinstance(value, Tensor) and value.dtype is torch.bool
+        return value.size > _MOST_IN_AN_ARRAY or value.dtype.kind not in "iufcb"
+    return False
+
+
+def is_truth(value: Any) -> bool:
+    """Return whether a value is of truth values."""
+    if isinstance(value, Tensor):
+        return value.dtype is torch.bool
+    return value.dtype.kind == "b" if isinstance(value, (np.ndarray, np.generic)) else is_a(value, bool)
 
 
 def items_of(owner: Any) -> Iterator[tuple[Any, Any]]:
@@ -264,6 +275,8 @@ def get(owner: Any, key: Any) -> Any:
 
 def other_than(value: Any, number: int) -> Any:
     """Return a number, or numbers, far from some, in one of several ways."""
+    if is_truth(value):
+        return not value if is_a(value, bool, np.bool_) else ~value
     change = (_OTHER_COUNTS if is_count(value) else _OTHERS)[number]
     if is_a(value, np.integer) or (is_count(value) and isinstance(value, np.ndarray)):
         return change(value.astype(np.int64)).astype(value.dtype)  # which wraps around where it must

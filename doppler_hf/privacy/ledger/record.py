@@ -127,7 +127,7 @@ class LedgerRecord:
 
     def history(self, steps_run: int) -> list[Releases]:
         """Return what was released, by mechanism, by the first `steps_run` steps of all runs."""
-        counts = [run.steps_counted for run in self.runs[:-1]] + [steps_run]
+        counts = [min(run.steps_counted, steps_run) for run in self.runs[:-1]] + [steps_run]
         history: list[Releases] = []
         for run, counted in zip(self.runs, counts, strict=True):
             releases = run.statement.releases(max(0, counted - run.steps_before))

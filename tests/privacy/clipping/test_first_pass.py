@@ -25,6 +25,8 @@ class Loss:
         self.place, self.mean, self.is_set, self.buffer = place, None, False, torch.zeros(3)
         self.array, self.items, self.means, self.slots = np.zeros(3), [], {}, Slots()
         self.queue, self.table, self.log = collections.deque(maxlen=2), None, []
+        self.made, self.one = set(), torch.zeros(1)
+        self.wide = self.one.expand(3)
         kept = None
 
         def in_closure(x):
@@ -95,7 +97,26 @@ class Loss:
         Loss.of_class = x.mean() if Loss.of_class is None else Loss.of_class
         return x / Loss.of_class
 
+    def truth(self, x):
+        self.mean = bool(x[0] > 2.0) if self.mean is None else self.mean
+        return x * 3.0 if self.mean else x
+
+    def truths(self, x):
+        self.mean = x > 2.0 if self.mean is None else self.mean
+        return x * self.mean
+
     # Of these nothing is kept of the content that a loss reads.
+
+    def table_beside_a_set(self, x):
+        if len(x) not in self.made:
+            self.means[len(x)] = torch.arange(1.0, len(x) + 1)
+            self.made.add(len(x))
+        return x / self.means[len(x)]
+
+    def counted_in_a_view(self, x):
+        self.buffer.zero_()
+        self.one += 1
+        return x + 0.0 * self.wide
 
     def positions(self, x):
         self.table = {"positions": torch.arange(1.0, len(x) + 1)} if self.table is None else self.table
@@ -131,10 +152,20 @@ def test_what_is_kept_of_the_first_batch_and_read_is_found_and_put_back(place):
     torch.testing.assert_close(loss(OTHERS), (OTHERS / OTHERS.mean()).to(loss(OTHERS)))
 
 
-@pytest.mark.parametrize("place", ["positions", "noted"])
+@pytest.mark.parametrize("place", ["truth", "truths"])
+def test_what_is_kept_as_a_truth_is_found(place):
+    loss = Loss(place)
+    assert is_read(loss)
+    assert loss.mean is None
+
+
+@pytest.mark.parametrize("place", ["positions", "noted", "table_beside_a_set", "counted_in_a_view"])
 def test_what_is_the_same_of_every_batch_or_not_read_is_none(place):
     loss = Loss(place)
     assert not is_read(loss)
     assert loss.table is None
+    assert (loss.made, loss.means, loss.one.item()) == (set(), {}, 0.0)
+    assert loss(HERE).shape == HERE.shape
+    loss = Loss(place)
     assert loss.mean is None
     assert loss.log == []
