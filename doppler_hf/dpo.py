@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer
 from doppler_hf import trl_checks
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
-from doppler_hf.privacy.clipping.as_in_training import left_as_it_was
+from doppler_hf.privacy.clipping.as_in_training import modes_kept
 from doppler_hf.privacy.pair_losses import PAIR_LOSSES, collate_pairs, lengths_of_answers, log_ratios, pair_losses
 from doppler_hf.run.around import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
@@ -152,7 +152,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
                 "save_to_disk(), and load it with load_from_disk()."
             )
         model = self.ref_model or self.model
-        with left_as_it_was(model):
+        with modes_kept(model):
             model.eval()  # a reference has no dropout
             # Sensitivity: a pair of the training set is computed alone. In a batch it would be padded, and rounded, by what
             # is beside it, and one pair more would shift all behind it. TRL keeps the results in a file that is named

@@ -27,7 +27,6 @@ from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.ended import one_line_if_a_process_ends
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
-from doppler_hf.run.moments import moments_of
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
 from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
@@ -163,9 +162,7 @@ class DopplerTrainer(AroundSteps):
                 check_loss=self._check_loss,
                 loader=dataloader,
                 rows_per_loss=self.rows_per_loss,
-                in_step=self._sharding.in_step,
-                sharded_sums=self._sharding.sharded_sums,
-                moments=moments_of(self, steps=values[-1], epochs=values[0]),
+                sharding=self._sharding,
             )
         return values
 
@@ -175,7 +172,7 @@ class DopplerTrainer(AroundSteps):
         """Return a loader of Poisson draws: `gradient_accumulation_steps` items a draw, each a list of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
-        refusals.refuse_seeded_collator(self.data_collator)
+        refusals.refuse_own_generators(self.train_dataset, self.data_collator)
         if self.is_in_train:
             refusals.refuse_another_dataset(self.train_dataset, of_run=self.private_run.train_dataset)
         dataset, collator = self.train_dataset, self._training_collator()
@@ -206,6 +203,7 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         run = self.private_run
+        run.fill_generators()
         # A finished run that is resumed inside an epoch: the host would make one step more before it looks whether to stop.
         pieces = list(itertools.islice(epoch_iterator, num_batches if run.affordable_steps > 0 else 0))
         run.begin_draw(pieces, step=self.state.global_step)
@@ -256,14 +254,13 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        run, piece = self.private_run, []
-        run.begin_piece(inputs)
-        for micro_batch in inputs:  # in halves, if it does not fit into memory
-            piece.append(run.add(micro_batch, losses_of=self._losses))
-        # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
-        private_loss = run.end_piece(self.model, self.optimizer.optimizer, step=self.state.global_step)
-        if piece and run.statement.train_loss == "raw":
-            return torch.cat(piece).float().mean() / self.current_gradient_accumulation_steps
+        run = self.private_run
+        losses = run.add_piece(inputs)
+        private_loss: Tensor | None = None
+        if run.is_complete:  # accelerate has wrapped the optimizer by now
+            private_loss = run.release(self.optimizer.optimizer, step=self.state.global_step)
+        if len(losses) and run.statement.train_loss == "raw":
+            return losses.float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 
     # --- right of the privacy boundary --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -74,36 +73,6 @@ def checked_arrays(arrays_are_checked_where_modules_are_tested):
 def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
     """Leave arrays to what functions themselves refuse, as outside of the tests, where nobody checks types first."""
     jaxtyping.config.update("jaxtyping_disable", True)
-
-
-@pytest.fixture(autouse=True)
-def few_trials(monkeypatch):
-    """Let the checks before the first step look at few examples, in few trials: a user's take up to three seconds."""
-    from tests.support.trials import take_few_trials
-
-    take_few_trials(monkeypatch.setattr)
-
-
-@pytest.fixture
-def usual_trials(few_trials, monkeypatch):
-    """Make as many trials as a user's training at least, where something random is refused."""
-    from doppler_hf.privacy.batching import random_data
-
-    monkeypatch.setattr(random_data, "_TRIALS", 16)
-
-
-@pytest.fixture
-def all_trials(few_trials, monkeypatch):
-    """Look as often as a user's training does at most, where what is seldom is the subject, or must not be refused.
-
-    However long it takes: on a slow processor the usual seconds are for a few dozen trials.
-    """
-    from doppler_hf.privacy.batching import same_distribution
-    from doppler_hf.privacy.clipping import model_coins
-
-    monkeypatch.undo()
-    for checks in (same_distribution, model_coins):
-        monkeypatch.setattr(checks, "_SECONDS", math.inf)
 
 
 @pytest.fixture

@@ -31,15 +31,15 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
-from doppler_hf.privacy.batching.fetching import fetch_one
+from doppler_hf.privacy.batching.fetching import fetch, fetch_one
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
-from doppler_hf.privacy.batching.random_data import drawn, is_random_data, refuse_own_generators
-from doppler_hf.privacy.clipping.as_in_training import left_as_it_was, without_coins, without_dropout
-from doppler_hf.privacy.clipping.model_coins import is_random
+from doppler_hf.privacy.batching.probe import Inputs
+from doppler_hf.privacy.clipping.as_in_training import is_random, without_coins, without_dropout
 from doppler_hf.privacy.clipping.plain_autograd import norm_of
-from doppler_hf.privacy.generators import fill_generators
+from doppler_hf.privacy.generators import fill_generators, filled_generators
 from doppler_hf.privacy.noise import Mechanism
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
@@ -129,10 +129,9 @@ def neighbour_distances(
         raise ValueError(f"draw_size must lie in [1, {number_of_units - 1}], below the number of units, got {size}.")
     loader = trainer.get_train_dataloader()
     ends = [0, len(loader.examples) - 1]
-    refuse_own_generators(loader, ends)
     is_held = is_random_data(loader, ends)
     held = trainer.private_run.loader(HeldExamples(loader.examples), loader.collator)
-    if is_held and is_random_data(held, ends, is_held=True):
+    if is_held and is_random_data(held, ends):
         raise ValueError(
             "data_collator must not be random in a neighbour test, in which all others keep their masks, got one that draws "
             "new ones for every batch. Take one that is not, or mask in the data set. Whether the random one mixes examples "
@@ -156,6 +155,21 @@ def neighbour_distances(
         expected_batch_size=trainer.private_run.sampler.expected_batch_size,
         tolerance=tolerance,
     )
+
+
+def is_random_data(loader: PrivateLoader, indices: list[int]) -> bool:
+    """Return whether random numbers show in a batch of some examples, which is made sixteen times."""
+    first, *others = (batch_of(loader, indices, seed=seed) for seed in range(16))
+    tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
+    return not all(same(value, batch[name]) for batch in others for name, value in tensors.items())
+
+
+def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
+    """Return a batch as in training, of which what is drawn at random depends on the seed alone."""
+    with filled_generators(seed):
+        examples = fetch(loader.examples, indices, numbers=loader.numbers)
+        fill_generators(seed)
+        return loader.collator(examples)
 
 
 def neighbouring_draws(
@@ -269,7 +283,7 @@ class ScriptedRun:
             def held_loader(dataset: Any, collator: Collator) -> PrivateLoader:
                 loader = load(HeldExamples(dataset, views=views), collator)
                 # To the checks before the first step an example is one row, and always the same.
-                loader.examples, loader.views = HeldExamples(dataset), 1
+                loader.examples = HeldExamples(dataset)
                 return loader
 
             run.loader = held_loader  # type: ignore[method-assign]
@@ -304,10 +318,10 @@ def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> Dopp
 @contextlib.contextmanager
 def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]:
     """Hold the model's coins: in training mode without dropout, or in evaluation mode if others are left."""
-    model, inputs = trainer.model, trainer._prepare_inputs(drawn(loader, [0, len(loader.examples) - 1]))
-    with left_as_it_was(model), without_coins(model):
+    model, inputs = trainer.model, trainer._prepare_inputs(batch_of(loader, [0, len(loader.examples) - 1], seed=0))
+    with without_coins(model):
         is_held = not is_random(trainer._losses, inputs)
-    with left_as_it_was(model), without_coins(model) if is_held else without_dropout(model):
+    with without_coins(model) if is_held else without_dropout(model):
         yield
 
 

@@ -5,19 +5,16 @@ would be public numbers: one example more shifts everybody's mask, and the sum t
 words, the masks of the others are as likely with the example as without it, so that a coupling leaves them unchanged and
 the sum moves by at most C.
 
-Data sets, collators, callbacks and models seed these generators too (`set_seed`, `torch.manual_seed(index)`). So they are
-filled anew before each example, each collation and each forward pass, and a seed reaches no further than to the next.
+Metrics, callbacks and other code seed these generators too (`set_seed`). So they are filled when a private run starts, in
+each worker of the data loader, and before the passes of each piece of a draw.
 """
 
 import contextlib
 import random
-import secrets
 from collections.abc import Iterator
-from typing import final
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from doppler_hf.privacy.bits import bit_stream
 
@@ -55,11 +52,6 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: i
         torch.get_device_module().manual_seed(int(stream.bits(1, step=step)[0] >> np.uint64(1)))
 
 
-def fresh_seed() -> int:
-    """Return a new seed for a trial before the first step: what is rare would be seen at no start from fixed ones."""
-    return secrets.randbits(62)
-
-
 def torch_state(words: np.ndarray) -> torch.Tensor:
     """Return a state of torch's CPU generator whose Mersenne twister holds `words`, uint32 of shape (624,)."""
     state = _TORCH_STATE.clone()
@@ -67,24 +59,9 @@ def torch_state(words: np.ndarray) -> torch.Tensor:
     return state
 
 
-@final
-class Refill:
-    """Fills the global generators with new words at each call, in the process itself and in workers of the data loader.
-
-    Args:
-        seed: As in `fill_generators`.
-        rank: This process's index.
-    """
-
-    def __init__(self, seed: int | None, *, rank: int = 0) -> None:
-        self._seed, self._rank, self._calls = seed, rank, 0
-
-    def __call__(self) -> None:
-        """Fill them."""
-        worker = get_worker_info()
-        number = 0 if worker is None else worker.id + 1
-        fill_generators(self._seed, rank=self._rank, worker=number, step=self._calls)
-        self._calls += 1
+def fill_in_worker(worker: int, *, seed: int | None, rank: int) -> None:
+    """Fill the generators of a worker of the data loader, as `worker_init_fn`."""
+    fill_generators(seed, rank=rank, worker=worker + 1)
 
 
 @contextlib.contextmanager

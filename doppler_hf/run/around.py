@@ -146,7 +146,7 @@ class AroundSteps(Trainer, ABC):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # The host's only method that all processes call before it saves on process 0 alone.
-        if self._sharding.in_step is not None:
+        if self._sharding.is_cut:
             state_dict = whole_state(self.model)
         super()._save(output_dir, state_dict=state_dict)
 

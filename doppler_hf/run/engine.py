@@ -1,89 +1,82 @@
-"""The engine of per-sample gradients in a run: what model it refuses, and that it is attached and checked."""
+"""What model a private run refuses before its engine is attached, and what of it no loss reaches."""
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Set
+from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from doppler_hf.privacy import ClippedGradients, PrivacyStatement
-from doppler_hf.privacy.batching.probe import Probes
-from doppler_hf.privacy.clipping.as_in_training import moved
-from doppler_hf.privacy.clipping.plain_autograd import Losses
-from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
-from doppler_hf.privacy.losses import without_adapters
-from doppler_hf.run.halving import Rows
-from doppler_hf.run.in_step import InStep
-from doppler_hf.run.start_check import CheckLoss, Moment, StartCheck
+from doppler_hf.privacy.batching.probe import Probe
+from doppler_hf.privacy.clipping.as_in_training import owners_of_options
+from doppler_hf.privacy.clipping.refused_layers import listed
 from doppler_hf.training_args import DopplerTrainingArguments
 
+ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
+# LayerDrop leaves out a layer of all rows, and SpecAugment rounds the number of its masks alike for all.
+_FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
 
-@contextlib.contextmanager
-def attached_engine(
-    model: Any,
-    args: DopplerTrainingArguments,
-    *,
-    statement: PrivacyStatement,
-    losses_of: Losses,
-    check_loss: CheckLoss,
-    probes: Probes,
-    rows_per_loss: int,
-    in_step: InStep | None,
-    sharded_sums: ShardedSums | None,
-    moments: Sequence[Moment],
-) -> Iterator[tuple[ClippedGradients, Rows | None]]:
-    """Attach the engine of `args` to a model for the duration of the block; see `PrivateRun.attach`.
 
-    Where the processes share the model's weights, process 0 makes the checks for all: model, data and code are the same.
-
-    Yields:
-        The engine, and what the check has found of the rows of a batch; None without a check.
+def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe) -> None:
+    """Refuse a model that cannot be trained privately, by what can be read of it.
 
     Raises:
-        ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
+        ValueError: If nothing is trained, trained parameters are complex or of too small a range, or positions or random
+            numbers depend on the other examples of a micro-batch.
     """
-    refuse_trainable(model)
-    refuse_unknown_lengths(model, probes)
-    base = without_adapters(model)
-    if isinstance(base, PreTrainedModel):
-        # The host sets it in the outer config, and a multimodal model reads the inner one. A layer that keeps its past in a
-        # cache computes something else at each call, and layers are called more than once.
-        base.config.get_text_config().use_cache = args.use_cache
-    with ClippedGradients(
-        model,
-        max_grad_norm=statement.per_sample_max_grad_norm,
-        clipping=statement.clipping,
-        granularity=statement.clipping_granularity,
-        engine=args.grad_sample_engine,
-        rows_per_loss=rows_per_loss,
-        sharded_sums=sharded_sums,
-    ) as clipped:
-        usual_rows = args.per_device_train_batch_size
-        start = StartCheck(clipped, model, losses_of, probes, in_step, usual_rows=usual_rows, moments=moments)
-
-        def check() -> tuple[Rows | None, bool]:
-            return start.run(args, check_loss), clipped.is_checked
-
-        # Of trained weights in shards each process moves the rows that it has.
-        with moved(model) if sharded_sums is not None and args.grad_sample_self_check else contextlib.nullcontext():
-            if in_step is None:
-                rows, _ = check()
-            else:
-                rows, clipped.is_checked = in_step.on_process_0(check)
-        if in_step is not None and not clipped.is_checked:
-            # One with a finite loss alone would make more passes later on than those of the others.
-            raise ValueError(
-                "Examples must have a finite gradient under FSDP, to check before the first step that they are apart, got "
-                "some without. Leave grad_sample_self_check out, with which others are looked for."
-            )
-        yield clipped, rows
+    _refuse_trainable(model, args)
+    _refuse_changing_positions(model, probe)
+    # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
+    small: list[Any] = [module for module in model.modules() if "moe_eval_capacity_token_fraction" in vars(module)]
+    if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
+        raise ValueError(
+            f"expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: experts "
+            "would leave out tokens by what other examples have. Load the model with "
+            f"from_pretrained(..., expert_capacity={ENOUGH_TOKENS})."
+        )
+    # Sensitivity: a draw is cut into micro-batches by what is in it, so that one example more moves the borders, and
+    # examples there would follow numbers that all rows of another micro-batch share.
+    configs = [owner for owner in owners_of_options(model) if not isinstance(owner, nn.Module)]
+    shared = {name for config in configs for name, value in vars(config).items() if isinstance(value, float) and value > 0}
+    shared = {name for name in shared if _FOR_ALL_ROWS.search(name)}
+    if shared:
+        raise ValueError(
+            f"{', '.join(sorted(shared))} must be 0 in the model's config in a private run: all rows of a micro-batch share "
+            f"these random numbers. Set {', '.join(f'model.config.{name} = 0.0' for name in sorted(shared))}."
+        )
 
 
-def refuse_trainable(model: nn.Module) -> None:
-    """Refuse a model of which nothing is trained, or whose trained parameters are complex or have too small a range."""
+def _refuse_changing_positions(model: nn.Module, probe: Probe) -> None:
+    # Sensitivity: such rotary embeddings change for every row of a batch with an example beyond the length of pretraining.
+    limits = [limit for module in model.modules() for limit in _limits_of(module)]
+    if not limits or probe.are_of_one_length:
+        return
+    if probe.longest_length is None:
+        raise ValueError(
+            "The lengths of all examples must be known for dynamic or long rotary embeddings, whose positions depend on "
+            "the longest example of a batch, got a train_dataset without them. Tokenize it beforehand, pad all examples to "
+            "one length, or take another rope_type."
+        )
+    if probe.longest_length > min(limits):
+        raise ValueError(
+            f"Examples must have at most {min(limits)} tokens with dynamic or long rotary embeddings, whose positions "
+            f"depend on the longest example of a batch, got longer ones. Truncate them to max_length={min(limits)}, pad "
+            "all examples to one length, or take another rope_type."
+        )
+
+
+def _limits_of(module: nn.Module) -> list[int]:
+    """Return up to which lengths the positions of a module's rotary embeddings stay, where they change beyond."""
+    config = vars(module).get("config")
+    if "rope_type" not in vars(module) or config is None:
+        return []
+    rope = config.rope_parameters  # of the model, or of each kind of layer
+    kinds = [rope] if "rope_type" in rope else [*rope.values()]
+    changing = [kind for kind in kinds if kind["rope_type"] in ("dynamic", "longrope")]
+    return [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in changing]
+
+
+def _refuse_trainable(model: nn.Module, args: DopplerTrainingArguments) -> None:
     trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ValueError("The model must have a trainable parameter, got none. Set requires_grad for some.")
@@ -93,7 +86,6 @@ def refuse_trainable(model: nn.Module) -> None:
             f"Trained parameters must not be in float16, got {half!r}: gradients of single examples leave its range. Load "
             "the model with dtype=torch.float32, or torch.bfloat16."
         )
-
     # Sensitivity: noise of real numbers would leave the imaginary parts as they are.
     complex_name = next((name for name, dtype in trainable.items() if dtype.is_complex), None)
     if complex_name is not None:
@@ -101,18 +93,51 @@ def refuse_trainable(model: nn.Module) -> None:
             f"Trained parameters must be real numbers, got {complex_name!r} of type {trainable[complex_name]}. Keep its "
             "real and its imaginary part in the last dimension of a real one, and use torch.view_as_complex in the forward."
         )
-
-
-def refuse_unknown_lengths(model: nn.Module, probes: Probes) -> None:
-    """Refuse positions that depend on the longest example of a batch, if the longest of all is not known."""
-    # Sensitivity: such rotary embeddings change for every row of a batch with an example beyond the length of pretraining.
-    # The comparison shows that only on such an example, of which there may be one in a million.
-    # A word, or one for each kind of layer.
-    kinds = [str(vars(module).get("rope_type")) for module in model.modules()]
-    changing = [kind for words in kinds for kind in re.findall(r"\w*dynamic\w*|longrope", words)]
-    if changing and not probes.knows_largest_batch:
+    if args.clipping_quantile is not None and computes_in_bf16(model, args):
         raise ValueError(
-            f"The lengths of all examples must be known for rope_type={changing[0]!r}, whose positions depend on the "
-            "longest example of a batch, got a train_dataset without them. Tokenize it beforehand, pad all examples to one "
-            "length, or take another rope_type."
+            f"clipping_quantile must be None in bfloat16, got {args.clipping_quantile}: the rounding of norms follows the "
+            "padding of a micro-batch, and the count of those within the clip norm would follow it. Train in float32, or "
+            "leave it out."
         )
+
+
+def computes_in_bf16(model: nn.Module, args: DopplerTrainingArguments) -> bool:
+    """Return whether a model computes in bfloat16, by autocast or by its first weights."""
+    first: Any = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return args.bf16 or first == torch.bfloat16
+
+
+def refuse_unreached(model: nn.Module, args: DopplerTrainingArguments, *, unreached: Set[str], by_some: Set[str]) -> None:
+    """Refuse trained parameters that no loss reaches: noise alone would move them.
+
+    Args:
+        model: The model.
+        args: The arguments.
+        unreached: Names of parameters that the losses of the looked-at examples do not reach.
+        by_some: Those of them that further examples reach.
+
+    Raises:
+        ValueError: If there are others, unless the arguments allow them.
+    """
+    never = unreached - by_some
+    if never and not args.train_unreached_parameters:
+        tops = sorted({_top_of(model, name, never) for name in never})
+        lines = "; ".join(f"model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
+        raise ValueError(
+            f"Trained parameters must be reached by a loss, got {listed(name for name, _ in tops)}, which no loss reaches: "
+            f"noise alone would move them. Freeze them before you make the trainer: {lines}. Or set "
+            "train_unreached_parameters=True, if noise is wanted there."
+        )
+    if by_some:
+        print(f"Only some examples reach {listed(sorted(by_some))}. Noise moves them in every step.")
+
+
+def _top_of(model: nn.Module, name: str, never: Set[str]) -> tuple[str, str]:
+    """Return the outermost module around a parameter of which no trained one is reached, or the parameter itself."""
+    trained = [other for other, parameter in model.named_parameters() if parameter.requires_grad]
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        prefix = ".".join(parts[:end])
+        if all(other in never for other in trained if other.startswith(f"{prefix}.")):
+            return prefix, "submodule"
+    return name, "parameter"

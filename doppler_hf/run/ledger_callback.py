@@ -93,6 +93,7 @@ class PrivacyCallback(TrainerCallback):
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         refusals.refuse_another_optimizer(optimizer)
+        refusals.refuse_other_parameters(optimizer, kwargs["model"])
         self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
         self._rate_words = learning_rate_in_words(args, optimizer)
         args.note_learning_rate(first_learning_rate(optimizer))  # a checkpoint's is its own

@@ -5,12 +5,14 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger
@@ -18,32 +20,33 @@ from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
-from doppler_hf.privacy.batching.probe import Probes
-from doppler_hf.privacy.batching.same_data import KnownExamples, known_to_all
+from doppler_hf.privacy.batching.probe import Probe
+from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.clipping.as_in_training import without_coins
 from doppler_hf.privacy.clipping.plain_autograd import Losses
-from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
-from doppler_hf.privacy.clipping.writes import Untouched
-from doppler_hf.privacy.generators import Refill, filled_generators
+from doppler_hf.privacy.generators import fill_generators, fill_in_worker, filled_generators
+from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.choices import chosen_noise_shape
-from doppler_hf.run.engine import attached_engine
+from doppler_hf.run.engine import computes_in_bf16, refuse_model, refuse_unreached
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
-from doppler_hf.run.halving import Halving, Spare, weights_of
-from doppler_hf.run.in_step import InStep
 from doppler_hf.run.mechanisms import mechanisms_of
 from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
-from doppler_hf.run.refusals import refuse_other_parameters, warn_of_non_finite
+from doppler_hf.run.refusals import warn_of_non_finite
 from doppler_hf.run.replicas import (
     compare_terms,
     give_all_the_weights_of_process_0,
     refuse_processes_that_draw_alone,
 )
-from doppler_hf.run.start_check import CheckLoss, Moment
-from doppler_hf.run.whole_draw import WholeDraw
+from doppler_hf.run.sharding import Sharding
+from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training, reached_by_some
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
+
+# Refuses a model whose own loss of a batch is another one, by more than a share of it.
+CheckLoss = Callable[[dict[str, Any], float], None]
 
 
 @final
@@ -51,8 +54,8 @@ class PrivateRun:
     """Statement, sampler, mechanism, engine and ledger of one private training.
 
     In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger, in every epoch
-    `begin_epoch`, then for every step `begin_draw`, and for each of its pieces `begin_piece`, `add` the micro-batches and
-    `end_piece`. A `with` statement around all of it takes the engine off the model and ends the mechanism.
+    `begin_epoch`, then for every step `begin_draw`, for each of its pieces `add_piece`, and `release`. A `with` statement
+    around all of it takes the engine off the model and ends the mechanism.
 
     Args:
         args: The arguments.
@@ -73,7 +76,6 @@ class PrivateRun:
         adaptive_clip: What moves the clip norm; None if it stays.
         ledger: The record of what was spent; None before `begin`.
         affordable_steps: The number of further steps that the budget allows.
-        fill_generators: Fills the global generators with secret words, before each forward pass.
 
     Raises:
         ValueError: If no noise reaches the target, or the budget is spent.
@@ -93,22 +95,16 @@ class PrivateRun:
         self._args, self._earlier, self.checkpoint, self.train_dataset = args, earlier, checkpoint, train_dataset
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
-        self._model: nn.Module | None = None
-        self._weights: Untouched | None = None  # of the draw that is being added
         self._clipped: ClippedGradients | None = None
-        self._draw: Halving | None = None
-        self._pieces = WholeDraw(args.gradient_accumulation_steps)
         self._loader: PrivateLoader | None = None
-        self._collate: Callable[..., Any] | None = None  # the loader's, as it was made
         self._is_released = self._is_warned = False
-        self._known_examples: KnownExamples | None = None  # where it matters that an example keeps its number
-        self._begins_epoch = False
-        self.fill_generators = Refill(args.noise_seed, rank=args.process_index)
+        self._pieces_left = self._idle_passes = self._fillings = 0
         column = args.privacy_unit_column
         self.sampler = PoissonSampler(
             num_examples=len(train_dataset),
             expected_batch_size=expected_batch_size,
             micro_batches=args.gradient_accumulation_steps,
+            micro_batch_size=max(1, args.per_device_train_batch_size // args.augmentation_multiplicity),
             rank=args.process_index,
             world_size=args.world_size,
             lengths=lengths_of(train_dataset),
@@ -147,27 +143,29 @@ class PrivateRun:
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
-        self._clipped = self._draw = self._model = self._weights = None
+        self._clipped = None
         self.mechanism.close()
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
     def loader(self, dataset: Any, collator: Collator) -> PrivateLoader:
         """Return a loader of this run's draws; see `PrivateLoader`."""
+        args = self._args
+        fill = functools.partial(fill_in_worker, seed=args.noise_seed, rank=args.process_index)
         self._loader = PrivateLoader(
             dataset,
             sampler=self.sampler,
             collator=collator,
-            max_tokens=self._args.max_tokens_per_micro_batch,
-            fill=self.fill_generators,
+            max_rows=args.per_device_train_batch_size,
+            max_tokens=args.max_tokens_per_micro_batch,
             views=self.statement.augmentation_multiplicity,
-            num_workers=self._args.dataloader_num_workers,
-            pin_memory=self._args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=self._args.dataloader_persistent_workers,
-            multiprocessing_context=self._args.dataloader_multiprocessing_context,
-            prefetch_factor=self._args.dataloader_prefetch_factor,
+            worker_init_fn=fill,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            prefetch_factor=args.dataloader_prefetch_factor,
         )
-        self._collate = self._loader.collate_fn
         return self._loader
 
     def attach(
@@ -178,9 +176,7 @@ class PrivateRun:
         check_loss: CheckLoss,
         loader: Any,
         rows_per_loss: int,
-        in_step: InStep | None,
-        sharded_sums: ShardedSums | None,
-        moments: Sequence[Moment],
+        sharding: Sharding,
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
 
@@ -190,47 +186,53 @@ class PrivateRun:
             check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
             loader: The private loader, of whose examples some are used for the check.
             rows_per_loss: As in `ClippedGradients`.
-            in_step: The meetings of processes that share the model's weights; None if each has all of them.
-            sharded_sums: As in `ClippedGradients`.
-            moments: As in `StartCheck`.
+            sharding: Where the weights lie.
 
         Raises:
             ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault, or processes
                 would not draw each from its share.
         """
-        # Sensitivity: what a wrapper or another collate_fn makes of a draw, no check sees.
-        if self._loader is None or loader is not self._loader or loader.collate_fn is not self._collate:
+        args, statement = self._args, self.statement
+        if self._loader is None or loader is not self._loader:
             raise ValueError(
-                "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one, "
-                "or one that collates otherwise. Return super().get_train_dataloader(), made anew for each training, and "
-                "change batches in the data_collator."
+                "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
+                "Return super().get_train_dataloader(), made anew for each training, and change batches in data_collator."
             )
-        refuse_processes_that_draw_alone(self._args.world_size)
-        if self._args.world_size > 1:
-            compare_terms(self.statement, self._args, model)
-            self._known_examples = known_to_all(loader.examples, self.sampler)
+        refuse_processes_that_draw_alone(args.world_size)
+        if args.world_size > 1:
+            compare_terms(statement, args, model, data=digest_of_data(loader.examples, self.sampler))
             give_all_the_weights_of_process_0(model)
-        elif self.sampler.units is not None or self.sampler.groups > 1:
-            self._known_examples = KnownExamples(loader.examples)
-        probes = Probes(loader)
-        engine = attached_engine(
+        probe = Probe(loader)
+        refuse_model(model, args, probe)
+        base = without_adapters(model)
+        if isinstance(base, PreTrainedModel):
+            # A layer that keeps its past in a cache computes something else at each call.
+            base.config.get_text_config().use_cache = args.use_cache
+        clipped = ClippedGradients(
             model,
-            self._args,
-            statement=self.statement,
-            losses_of=losses_of,
-            check_loss=check_loss,
-            probes=probes,
+            max_grad_norm=statement.per_sample_max_grad_norm,
+            clipping=statement.clipping,
+            granularity=statement.clipping_granularity,
+            engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,
-            in_step=in_step,
-            sharded_sums=sharded_sums,
-            moments=moments,
+            sharded_sums=sharding.sharded_sums,
         )
-        self._model = model
-        self._clipped, rows = self._resources.enter_context(engine)
-        self._clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
-        # A single example, for passes in which others have a micro-batch and this process has none.
-        spare = None if in_step is None else Spare(in_step, probes.copies(1), losses_of)
-        self._draw = Halving(self._clipped, fill=self.fill_generators, rows=rows, spare=spare)
+        self._clipped = self._resources.enter_context(clipped)
+        self._losses_of, self._sharding = losses_of, sharding
+        self._spare = probe.collated([probe.longest])
+        if args.grad_sample_self_check:
+            in_bf16 = computes_in_bf16(model, args)
+            reached = check_before_training(clipped, model, losses_of, probe, in_bf16=in_bf16)
+            with clipped.unwatched():
+                unreached = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - reached
+                short = probe.collated(probe.short)
+                by_some = reached_by_some(model, losses_of, short, names=unreached) if unreached else set()
+                refuse_unreached(model, args, unreached=unreached, by_some=by_some)
+                with without_coins(model):
+                    check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
+        if sharding.is_asked_for:
+            clipped.hold_apart()
+        clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
@@ -312,85 +314,111 @@ class PrivateRun:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, *, step: int) -> None:
-        """Tell the sampler at which step its next draw is; of a resumed run the host drops those before the checkpoint."""
+        """Tell the sampler at which step its next draw is; a resumed run drops those before the checkpoint."""
         dropped = step % self.sampler.steps_per_epoch if step == self._first_step else 0
         self.sampler.begin_at(step - dropped)
-        self._begins_epoch = True
+
+    def fill_generators(self) -> None:
+        """Fill the global generators with secret words, whatever has seeded them."""
+        self._fillings += 1
+        fill_generators(self._args.noise_seed, rank=self._args.process_index, step=self._fillings)
 
     def begin_draw(self, pieces: Sequence[OfStep], *, step: int) -> None:
-        """Begin a draw; what was added for one that the host left half done is dropped, and never released.
+        """Begin a draw; what was added for one that was left half done is dropped, and never released.
 
         Args:
-            pieces: Its pieces, as the host has taken them from the loader; none at its end.
+            pieces: Its pieces, as they come from the loader; none at its end.
             step: Optimizer step, counted from 0.
 
         Raises:
-            ValueError: If `WholeDraw.begin` refuses them, processes have come that the sampler does not know, or examples no
-                longer have their numbers.
+            ValueError: If they are not as many as a draw has, or torch has processes that the sampler does not know.
             RuntimeError: If they were drawn for another step.
         """
-        assert self._draw is not None
+        assert self._clipped is not None
         refuse_processes_that_draw_alone(self._args.world_size)
-        self._pieces.begin(pieces, step=step)
-        # Here, since callbacks that shuffle may run after ours at the beginning of an epoch.
-        if self._begins_epoch and self._known_examples is not None:
-            self._known_examples.refuse_moved()
-        self._begins_epoch = False
-        self._draw.begin()
-        self._weights = None
+        # Sensitivity: part of another draw would let an example count twice.
+        if len(pieces) not in (0, self.sampler.micro_batches):
+            raise ValueError(
+                f"gradient_accumulation_steps must stay {self.sampler.micro_batches} during a private run, got "
+                f"{len(pieces)} pieces of a draw. Set it before train()."
+            )
+        # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
+        # next.
+        other = next((piece.step for piece in pieces if piece.step != step), step)
+        if other != step:
+            raise RuntimeError(
+                f"A draw for step {other} was taken at step {step}, so that a unit could take part more often than is "
+                "accounted for. Leave the order of steps to the trainer."
+            )
+        passes = sum(map(len, pieces))
+        self._pieces_left = len(pieces)
+        self._idle_passes = self._sharding.most_passes(passes) - passes
+        self._clipped.reset()
         self._is_released = False
         if self.private_loss is not None:
             self.private_loss.reset()
 
-    def begin_piece(self, piece: Sequence[MicroBatch]) -> None:
-        """Take the next piece of the draw; see `WholeDraw.take`."""
-        assert self._model is not None
-        self._pieces.take(piece)
-        # Of a later piece they are as after the one before: looking at them once more would be a quarter of a short piece.
-        self._weights = self._weights or Untouched(self._model)
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pieces of the draw were added. Counted here: accelerate's own flag is every callback's to change."""
+        return self._pieces_left == 0
 
-    def add(self, micro_batch: MicroBatch, *, losses_of: Losses) -> Float[Tensor, " rows"]:
-        """Clip the gradient of each example of a micro-batch, and add it to the sum of the draw; see `Halving.add`.
+    def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:
+        """Clip the gradient of each example of the next piece, and add it to the sum of the draw.
 
         Args:
-            micro_batch: The micro-batch; where several rows are clipped together, their loss is the mean.
-            losses_of: A function that returns one loss per row, attached to the graph.
+            piece: Its micro-batches; where several rows are clipped together, their loss is the mean.
 
         Returns:
             The losses, shape (rows,), detached.
-        """
-        assert self._draw is not None
-        losses = self._draw.add(micro_batch, losses_of=losses_of)
-        if self.private_loss is not None:
-            means = losses.unflatten(0, (-1, micro_batch.rows_each)).mean(dim=1)
-            self.private_loss.add(means, weights=weights_of(micro_batch, like=losses))
-        return losses
 
-    def end_piece(self, model: nn.Module, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
-        """After the last piece of a draw, turn the sum into the private gradient in `p.grad`.
+        Raises:
+            ValueError: If there are more or fewer losses than rows.
+            RuntimeError: If the draw has no further piece.
+        """
+        if self.is_complete:
+            raise RuntimeError(
+                "Each piece of a draw must be added once, got one more. Call super().training_step once in yours, or "
+                "override compute_per_sample_loss instead."
+            )
+        self._pieces_left -= 1  # first: a piece that has failed half-way is not added again
+        self.fill_generators()
+        losses = [self._add(micro_batch) for micro_batch in piece]
+        return torch.cat(losses) if losses else torch.zeros(0, device=self._args.device)
+
+    def _add(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
+        assert self._clipped is not None
+        losses = self._losses_of(micro_batch.inputs)
+        # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
+        if len(losses) != micro_batch.size:
+            # Not their numbers: the size of a draw is private, and messages end in logs.
+            raise ValueError(
+                "The losses of a micro-batch must be one for each of its examples, got "
+                f"{'more' if len(losses) > micro_batch.size else 'fewer'}. Let the collator return one row for each "
+                "example, and compute_per_sample_loss one loss."
+            )
+        size, weights = micro_batch.size // micro_batch.rows_each, None
+        if micro_batch.weight != 1.0:
+            weights = torch.full((size,), micro_batch.weight, device=losses.device)
+        self._clipped.backward(losses, weights=weights, views=micro_batch.rows_each)
+        if self.private_loss is not None:
+            self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=weights)
+        return losses.detach()
+
+    def release(self, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
+        """Turn the sum of the draw into the private gradient in `p.grad`.
 
         Args:
-            model: The model, without wrappers.
-            optimizer: Its optimizer, which is told the size of the noise.
+            optimizer: The optimizer, which is told the size of the noise.
             step: Optimizer step, counted from 0.
 
         Returns:
-            The private training loss of the step, or None if there is none, or not yet.
-
-        Raises:
-            ValueError: If the passes of the piece have written into what is trained, or something else has since the piece
-                before, or the optimizer trains what is no parameter of the model.
+            The private training loss of the step, or None if there is none.
         """
-        assert self._weights is not None
-        self._weights.check()
-        # Counted here: accelerate's own flag is every callback's to change.
-        if not self._pieces.is_complete:
-            return None
         assert self._clipped is not None
-        assert self._draw is not None
-        # Sensitivity: gradients of others, such as learned weights of a loss, are the ordinary ones, without noise.
-        refuse_other_parameters(optimizer, model)
-        self._draw.complete()
+        for _ in range(self._idle_passes):  # others have more micro-batches, and all gather the weights
+            # Sensitivity: this example is in no draw. Its gradient is dropped before it is clipped, and no sum is touched.
+            self._clipped.drop(self._losses_of(dict(self._spare)))
         if self._clipped.num_non_finite and self.statement.train_loss == "raw" and not self._is_warned:
             self._is_warned = True
             warn_of_non_finite()
@@ -398,17 +426,14 @@ class PrivateRun:
         assert self._clipped.max_grad_norm == self.mechanism.max_grad_norm
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.
             recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
-        # A gradient that the optimizer reads in a subspace only needs no more noise than that has coordinates. The
-        # subspaces are computed from the gradients of earlier steps, which are private.
-        parameters, subspaces = dict(model.named_parameters()), optimizer.subspaces()
-        bases = {name: subspaces[parameter] for name, parameter in parameters.items() if parameter in subspaces}
-        private = self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases, places=self._clipped.places)
+        private = self.mechanism.privatize(self._clipped.sums, step=step, places=self._clipped.places)
         for name, gradient in private.items():
-            parameters[name].grad = in_shards(gradient.to(parameters[name].dtype), like=parameters[name])
+            parameter = self._clipped.parameters[name]
+            parameter.grad = in_shards(gradient.to(parameter.dtype), like=parameter)
         optimizer.noise_std = self.mechanism.noise_std(step)
         if self.adaptive_clip is not None:
             self.mechanism.rescale(self.adaptive_clip.release(self._clipped.num_within.to(self._args.device), step=step))
             self._clipped.max_grad_norm = self.mechanism.max_grad_norm
         self._is_released = True
-        self._draw.begin()
+        self._clipped.reset()
         return None if self.private_loss is None else self.private_loss.release(step=step)

@@ -3,11 +3,14 @@
 Each message has the value, the reason and the mend.
 """
 
+import random
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -29,6 +32,7 @@ _NOT_CALLED: Final = {
         "Leave it out, set base_optimizer, and override create_scheduler",
     ),
 }  # fmt: skip
+_GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
 
 
@@ -113,8 +117,21 @@ def refuse_missing_labels(train_dataset: Any) -> None:
         )
 
 
-def refuse_seeded_collator(collator: Any) -> None:
-    """Refuse a collator with a seed of its own, such as that of masked language modeling."""
+def refuse_own_generators(dataset: Any, collator: Any) -> None:
+    """Refuse a collator with a seed, and generators that are attributes of data set, transform or collator."""
+    for name, owner in (("train_dataset", dataset), ("data_collator", collator)):
+        attributes = [*vars(owner).values()] if hasattr(owner, "__dict__") else []
+        # A transform is an attribute of the data set, or of `datasets` among the options of its format.
+        attributes += [each for options in attributes if isinstance(options, dict) for each in options.values()]
+        inner = [value for each in attributes if hasattr(each, "__dict__") for value in vars(each).values()]
+        found = next((value for value in (*attributes, *inner) if isinstance(value, _GENERATORS)), None)
+        # Sensitivity: its numbers follow the order of the draw, so that one example more changes those of the others.
+        if found is not None and found is not torch.default_generator:
+            raise ValueError(
+                f"{name} must draw all random numbers from the global generators of torch, NumPy or Python, which are "
+                f"secret in a private run, got a {type(found).__name__} of its own. Draw from the global ones, and delete "
+                "this one."
+            )
     if getattr(collator, "seed", None) is not None:
         raise ValueError(
             f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: what it draws would "

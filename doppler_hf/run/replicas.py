@@ -73,8 +73,8 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
         )
 
 
-def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, model: nn.Module) -> None:
-    """Refuse to train with processes that draw, clip, noise or move weights by other terms than process 0.
+def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, model: nn.Module, *, data: str) -> None:
+    """Refuse to train with processes that draw, clip, noise or move weights by other terms or data than process 0.
 
     All processes call it.
 
@@ -87,6 +87,7 @@ def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, m
         **{name: getattr(args, name) for name in _GIVEN},
         **asdict(statement),
         "what is trained of the model": f"{len(trained)} parameters ({digest})",
+        "train_dataset, with its order": data,
     }
     terms: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(terms, own)

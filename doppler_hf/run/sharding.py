@@ -11,7 +11,7 @@ Sensitivity: a gathered weight has the bits that it had before it was cut, and n
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final, final
 
@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 
 from doppler_hf.privacy.clipping.sharded_sums import ShardedSums, remember_keeper
 from doppler_hf.privacy.losses import without_adapters
-from doppler_hf.run.in_step import InStep
 from doppler_hf.run.parameters import described, remember_whole
 from doppler_hf.run.replicas import give_all_the_weights_of_process_0
 from doppler_hf.run.sharded_states import cut_what_is_loaded, embeddings_of
@@ -92,11 +91,6 @@ def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingA
         is_fit = not isinstance(value, CPUOffloadPolicy) if name == "cpu_offload" else value == only
         if not is_fit:
             raise ValueError(f"FSDP must have {name}={only} in a private run, got {value}: {reason}. {mend}.")
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise ValueError(
-            f"FSDP must be that of torch 2.13 or later in a private run, got torch {torch.__version__}, which cannot go on "
-            f"behind a pass that did not fit into memory. Install torch 2.13, or {_DDP}."
-        )
     if args.world_size == 1:
         raise ValueError(
             "FSDP must have several processes, got one, which would have all weights. Start several with `accelerate "
@@ -125,14 +119,18 @@ class Sharding:
 
     Attributes:
         is_asked_for: Whether there is a plugin.
-        in_step: The meetings of the processes; None if each has all weights, or before they are cut.
         sharded_sums: How the sums of what is trained are added up; None if what is trained is whole.
     """
 
     def __init__(self, plugin: FullyShardedDataParallelPlugin | None, *, device: torch.device) -> None:
         self._plugin, self._device, self.is_asked_for = plugin, device, plugin is not None
-        self.in_step: InStep | None = None
+        self._group: dist.ProcessGroup | None = None
         self.sharded_sums: ShardedSums | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether weights lie in shards."""
+        return self._group is not None
 
     def cut(self, model: nn.Module) -> None:
         """Give each process its part of the weights of process 0, and all of what is trained if that is little (in place).
@@ -153,10 +151,9 @@ class Sharding:
             )
         if isinstance(model, FSDPModule):
             return
-        # The model is on the processor still, where it fits as a whole, and words are numbers of it: to read one must not
-        # wait for a device.
-        group = dist.new_group(backend="gloo")
-        give_all_the_weights_of_process_0(model, group=group)
+        # The model is on the processor still, where it fits as a whole.
+        self._group = dist.new_group(backend="gloo")
+        give_all_the_weights_of_process_0(model, group=self._group)
         uncut = {*shared_by_layers(model), *(value for value in model.parameters() if value.ndim == 0)}
         if not is_much_trained(model):
             uncut |= {value for value in model.parameters() if value.requires_grad}
@@ -182,13 +179,10 @@ class Sharding:
         assert isinstance(model, FSDPModule)
         # So that between two passes all weights are in pieces, and none is taken for a whole one.
         model.set_reshard_after_forward(True)
-        groups = groups_of(model)
-        in_step = InStep(model, [*groups.values()], group=group, set_float32=gathered_in_float32(list(groups)))
-        self.in_step = in_step
         # Sensitivity: ordinary gradients are neither clipped nor noised. They stay on their process, where they are dropped.
         model.set_requires_gradient_sync(False)
-        if layers := trained_layers(model, list(groups)):
-            self.sharded_sums = ShardedSums(layers, meet=in_step.before_reducing, is_alone=lambda: in_step.is_alone)
+        if layers := trained_layers(model, groups_of(model)):
+            self.sharded_sums = ShardedSums(layers)
         model.register_load_state_dict_pre_hook(cut_what_is_loaded)
         if hasattr(model, "generate"):  # of adapters, whose own `generate` calls the model inside of them
             register_fsdp_forward_method(model, "generate")
@@ -196,6 +190,14 @@ class Sharding:
             if isinstance(module, PreTrainedModel):
                 # So that all processes generate equally many tokens.
                 module._is_fsdp_managed_module = True
+
+    def most_passes(self, number: int) -> int:
+        """Return the most passes of a process in a draw, given those of this one; called by every process."""
+        if not self.is_asked_for:
+            return number
+        most = torch.tensor(number, device="cpu")
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        return int(most)
 
     def _as_accelerator(self) -> Any:
         """Return what `fsdp2_prepare_model` reads of an accelerator, which has no FSDP on a CPU."""
@@ -245,12 +247,11 @@ def kinds_of_layers(model: nn.Module) -> list[str]:
 # --- torch's own parts, for which it has no public names; tests pin them --------------------------------------------------
 
 
-def groups_of(model: Any) -> dict[Any, Any]:
-    """Return the groups of weights that are gathered together, each with a module that gathers it, in a fixed order."""
-    root = model._get_fsdp_state()
-    root._lazy_init()  # so that all can be brought back to a beginning, before a pass as behind one
+def groups_of(model: Any) -> list[Any]:
+    """Return the groups of weights that are gathered together, in a fixed order."""
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return {group: unit for unit in reversed(units) for group in unit._get_fsdp_state()._fsdp_param_groups}
+    model._get_fsdp_state()._lazy_init()
+    return [group for unit in reversed(units) for group in unit._get_fsdp_state()._fsdp_param_groups]
 
 
 def trained_layers(model: nn.Module, groups: list[Any]) -> list[dict[str, DTensor]]:
@@ -265,18 +266,3 @@ def trained_layers(model: nn.Module, groups: list[Any]) -> list[dict[str, DTenso
         if layer:
             layers.append(layer)
     return layers
-
-
-def gathered_in_float32(groups: list[Any]) -> Callable[[bool], None]:
-    """Return a function that lets weights of fewer bits be gathered in float32, or as they are."""
-
-    def set_float32(is_wide: bool) -> None:
-        for group in groups:
-            group.mp_policy = MixedPrecisionPolicy(param_dtype=torch.float32 if is_wide else None)
-            group._init_mp_dtypes()
-            for parameter in group.fsdp_params:
-                # Made anew by the next gathering, in the type of then.
-                parameter.all_gather_outputs = []
-                parameter.__dict__.pop("_unsharded_param", None)
-
-    return set_float32

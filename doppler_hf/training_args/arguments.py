@@ -95,14 +95,17 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     grad_sample_self_check: bool = HfArg(
         default=True,
-        help="Before the first step, compare the per-sample gradients of two examples with plain autograd, and stop "
-        "if they differ.",
+        help="Before the first step, compare losses and per-sample gradients of a few examples together and alone, and stop "
+        "if they differ, or if no loss reaches a trained parameter.",
+    )
+    train_unreached_parameters: bool = HfArg(
+        default=False, help="Train parameters that no loss reaches, too: noise alone moves them."
     )
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,
-        help="The most padded tokens, rows × longest length, in one forward pass: each of the "
-        "gradient_accumulation_steps pieces of a draw is cut further to fit. Lengths count before the collator rounds "
-        "them up (pad_to_multiple_of). Default: no limit, a piece is one forward pass.",
+        help="The most padded tokens, rows × longest length, in one forward pass, which has at most "
+        "per_device_train_batch_size rows in any case. Lengths count before the collator rounds them up "
+        "(pad_to_multiple_of). Default: no limit.",
     )
     noise_shape: str = HfArg(
         default="auto",

@@ -20,9 +20,7 @@ from tests.audit.neighbour_cases import (
     USUAL,
     VIEWS,
     cases,
-    collator_for,
     result_of,
-    trainer_for,
 )
 from tests.support.tiers import further, thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
@@ -194,21 +192,6 @@ def test_twice_the_clip_norm_contradicts_the_claim(tmp_path, monkeypatch):
     result = neighbour_distances(trainer_of(tmp_path, grad_sample_self_check=False), pairs=2)
     assert result.contradicts_claim
     assert result.distances.max() == pytest.approx(2.0, rel=0.05)
-
-
-def test_rows_in_another_order_give_no_unit_the_share_of_another(tmp_path):
-    """A collator that sorts its rows: were the shares of a user's examples assigned by row, they would land on others'."""
-    collate = collator_for("longest")
-
-    def backwards(examples):
-        return collate(sorted(examples, key=lambda example: example["input_ids"]))
-
-    case = USUAL | {"unit": "user", "clipping": "vanilla"}
-    result = neighbour_distances(
-        trainer_for(case, tmp_path, collator=backwards, grad_sample_self_check=False), pairs=4, tolerance=1e-6
-    )
-    assert result.distances.max() <= 1.0 + 1e-6
-    assert result.couplings.max() < 1e-12
 
 
 # --- the instrument -------------------------------------------------------------------------------------------------------

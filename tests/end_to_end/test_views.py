@@ -169,11 +169,7 @@ def test_users_and_budgets_of_tokens_count_as_with_one_view(tmp_path):
             noise_multiplier=0.0, augmentation_multiplicity=views, max_tokens_per_micro_batch=tokens,
             privacy_unit_column="user", per_device_train_batch_size=3, max_steps=2, remove_unused_columns=False,
         )  # fmt: skip
-        if views == 1:
-            trainer.train()
-        else:
-            with pytest.warns(UserWarning, match="augmentation_multiplicity=2 takes the same view"):
-                trainer.train()
+        trainer.train()
         ends.append(torch.stack(recorder.gradients))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-12, rtol=1e-9)  # views that are all the same change nothing
     torch.testing.assert_close(ends[2], ends[0], atol=1e-12, rtol=1e-9)
@@ -200,7 +196,6 @@ class Sorted:
         return self.collator(sorted(examples, key=self.key))
 
 
-@pytest.mark.usefixtures("usual_trials")
 @pytest.mark.parametrize("self_check", [True, False])
 @pytest.mark.parametrize("collator", [pad, hidden])
 @pytest.mark.parametrize("key", [lambda row: -row["labels"], lambda row: row["input_ids"][0]], ids=["label", "token"])
@@ -209,7 +204,7 @@ def test_a_collator_that_reorders_rows_is_refused(tmp_path, collator, key, self_
         tmp_path, augmentation_multiplicity=2, grad_sample_self_check=self_check, gradient_accumulation_steps=1
     )
     trainer.data_collator = Sorted(collator, key)
-    with pytest.raises(ValueError, match=r"the order of its examples|depends on that example alone|another order"):
+    with pytest.raises(ValueError, match="return for each example, in their order, the row that it makes"):
         trainer.train()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from doppler_hf.privacy.generators import Refill, fill_generators, filled_generators, torch_state
+from doppler_hf.privacy.generators import fill_generators, filled_generators, torch_state
 
 
 def states():
@@ -64,16 +64,6 @@ def test_a_seed_reproduces_and_every_rank_and_worker_has_its_own():
     first = [drawn(*case) for case in cases]
     assert [drawn(*case) for case in cases] == first
     assert len({number for numbers in first for number in numbers}) == 3 * len(cases)
-
-
-def test_each_refill_has_its_own_words_and_an_equal_one_repeats_them():
-    def drawn(refill):
-        refill()
-        return torch.rand(1).item()
-
-    one, other, secret = Refill(1), Refill(1), Refill(None)
-    assert [drawn(one) for _ in range(3)] == (numbers := [drawn(other) for _ in range(3)])
-    assert len({*numbers, *(drawn(secret) for _ in range(3))}) == 6
 
 
 def test_another_generator_in_the_place_of_numpys_is_refused():

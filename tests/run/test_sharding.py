@@ -14,9 +14,6 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.as_in_training import in_full_precision
-from doppler_hf.privacy.clipping.memory import Memory
-from doppler_hf.privacy.reachable import is_opaque
 from doppler_hf.run import sharded_states
 from doppler_hf.run.parameters import digests_of, look_again, parameters_digest, untrained_digest
 from doppler_hf.run.sharded_states import whole_state
@@ -79,12 +76,6 @@ def test_arguments_beside_it_are_refused(tmp_path, monkeypatch, options, message
         pass
 
 
-def test_an_older_torch_is_refused(tmp_path, monkeypatch):
-    monkeypatch.delattr(FSDPModule, "reset_iter_state")
-    with pytest.raises(ValueError, match=r"torch 2\.13 or later"), kept_from_host(asked(tmp_path, monkeypatch)):
-        pass
-
-
 def test_the_trainer_refuses_when_it_is_made(tmp_path, monkeypatch):
     """What a launcher asks for comes by the environment, and was trained with parts of what is trained before."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -136,9 +127,8 @@ def test_what_is_trained_stays_whole_and_all_else_is_cut():
     names = {name: value.requires_grad for name, value in model.named_parameters()}
     sharding = cut(model)
     assert {name: not isinstance(value, DTensor) for name, value in model.named_parameters()} == names
-    first = sharding.in_step
+    assert sharding.is_cut
     sharding.cut(model)  # nothing more
-    assert sharding.in_step is first is not None
     next(value for value in model.parameters() if isinstance(value, DTensor)).requires_grad_()
     with pytest.raises(ValueError, match=r"got 'base_model.* that was unfrozen since"):
         sharding.cut(model)
@@ -176,7 +166,7 @@ def tokens():
 def test_clipped_sums_of_gathered_weights_are_those_of_whole_ones():
     def found(model, **options):
         with ClippedGradients(model, max_grad_norm=0.1, **options) as clipped:
-            clipped.is_checked = True
+            clipped.hold_apart()
             for rows in (slice(None), slice(1), slice(1, None)):  # added to what is there
                 inputs = {name: value[rows] for name, value in tokens().items()}
                 norms = clipped.backward(model(**inputs).logits.square().sum(dim=1))
@@ -193,7 +183,7 @@ def test_clipped_sums_of_gathered_weights_are_those_of_whole_ones():
 def test_an_ordinary_gradient_of_a_gathered_weight_is_found():
     model = tiny_bert()
     with ClippedGradients(model, sharded_sums=cut(model).sharded_sums) as clipped:
-        clipped.is_checked = True
+        clipped.hold_apart()
         model.dropout.register_forward_hook(lambda module, inputs, output: output * model.classifier.bias.sum())
         with pytest.raises(ValueError, match=r"No per-sample gradient for .* 'classifier\.bias', used outside"):
             clipped.backward(model(**tokens()).logits.sum(dim=1))
@@ -271,26 +261,6 @@ def test_of_a_base_under_adapters_its_embeddings_are_saved_alone():
     assert all(".lora_" not in name and "modules_to_save" not in name for name in frozen)
 
 
-@pytest.mark.usefixtures("group")
-def test_weights_are_gathered_in_float32_while_that_is_asked_for():
-    model = lora(tiny_bert())
-    model = model.bfloat16()
-    sharding, seen = cut(model), []
-    layer = model.get_submodule("base_model.model.bert.encoder.layer.0.output.dense")
-    layer.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
-    batch = {"input_ids": torch.tensor([[5, 6, 7]])}
-
-    def look():
-        model(**batch)
-        with in_full_precision(model), sharding.in_step.in_float32():
-            model(**batch)
-        model(**batch)
-        return 7
-
-    assert sharding.in_step.on_process_0(look) == 7
-    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
-
-
 def test_weights_that_more_than_the_head_shares_stay_whole():
     sizes = dict(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     t5 = T5ForConditionalGeneration(T5Config(**sizes)).requires_grad_(False)
@@ -305,20 +275,6 @@ def test_layers_that_hold_the_embeddings_are_not_gathered_as_one():
     assert "BertEmbeddings" in tiny_bert()._no_split_modules
     assert kinds_of_layers(lora(tiny_bert())) == ["BertLayer"]
     assert kinds_of_layers(nn.Linear(2, 2)) == []
-
-
-@pytest.mark.usefixtures("group")
-def test_modules_of_fsdp_are_looked_into_and_its_own_objects_are_not():
-    model = lora(tiny_bert())
-    cut(model)
-    assert isinstance(model, FSDPModule)
-    assert not is_opaque(type(model))
-    assert is_opaque(type(model._get_fsdp_state()))
-    memory = Memory(lambda: None, model)
-    model(input_ids=torch.tensor([[5, 6, 7]]))
-    assert not memory._written()
-    model.bank = torch.ones(3)
-    assert {name for _, name in memory._written()} == {"bank"}
 
 
 def test_without_it_nothing_is_cut(tmp_path):

@@ -26,7 +26,6 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from tests.support.trials import take_few_trials
 
 
 def tiny_bert():
@@ -64,7 +63,6 @@ def train(dataset, output_dir):
 
 
 if __name__ == "__main__":
-    take_few_trials(setattr)
     train(ROWS, Path(sys.argv[1]) / "list")
     train(Examples(), Path(sys.argv[1]) / "torch")
     found = HIDDEN & {name.split(".")[0] for name in sys.modules}

@@ -11,12 +11,6 @@ from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
 
-def collated(examples: Sequence[Any], *, collator: Collator, fill: Callable[[], None]) -> dict[str, Any]:
-    """Return a batch of examples, collated from generators that were filled for it alone."""
-    fill()
-    return collator(examples)
-
-
 def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
     """Collate examples that all have the same columns, and as many choices.
 

@@ -1,6 +1,6 @@
 """Examples of the training set, each fetched as it is by itself."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, Final
 
 import numpy as np
@@ -15,13 +15,12 @@ from doppler_hf.privacy.batching.sampling import OfStep
 _OF_NUMBERS: Final = ("numpy", "torch")
 
 
-def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None], numbers: Set[str] = frozenset()) -> list[Any]:
-    """Return some examples, each as it is alone, and from random numbers of its own.
+def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] = frozenset()) -> list[Any]:
+    """Return some examples, each as it is alone.
 
     Args:
         examples: The data set.
         indices: Which of them.
-        fill: Fills the global generators; called before each example that is not just read from a table.
         numbers: The data set's `columns_of_numbers`.
 
     Raises:
@@ -30,22 +29,15 @@ def fetch(examples: Any, indices: Sequence[int], *, fill: Callable[[], None], nu
     if is_read_together(examples, numbers):
         rows = examples.__getitems__(list(indices))
         return [{name: _of_its_own(value) for name, value in row.items()} for row in rows]
-    found = []
-    for index in indices:
-        fill()
-        found.append(fetch_one(examples, index))
-    return found
+    return [fetch_one(examples, index) for index in indices]
 
 
 def is_read_together(examples: Any, numbers: Set[str]) -> bool:
     """Return whether rows that are read together are what each is alone, without code of the user's; see `fetch`."""
     if not is_stored(examples):
         return False
-    # Sensitivity: in Python's own format each value is converted by itself, unless a type decodes it by code of its own,
-    # which may seed. Others convert a column at once: with a null in an example's integers, those of all that are fetched
-    # with it become floats, and are rounded. Without nulls, and to the format's own types, each is what it is alone: whether
-    # there is a null somewhere decides how rows are fetched, not what they are. What a float becomes as an integer of
-    # another type, if it has no such value, depends on its place among the others.
+    # Sensitivity: Python's own format converts each value by itself. Others convert a whole column: one missing value turns
+    # the integers of all rows fetched with it into floats. Without missing values each row is what it is alone.
     form = examples.format
     if form["type"] is None:
         return is_of_datasets(examples.features)
@@ -54,8 +46,7 @@ def is_read_together(examples: Any, numbers: Set[str]) -> bool:
 
 
 def _of_its_own(value: Any) -> Any:
-    # Sensitivity: rows that are read together are views of one batch, or of the table itself. A collator that writes into
-    # one must reach neither another row nor what is read for later steps.
+    # Sensitivity: rows that are read together share memory. A collator that writes into one must not reach another.
     if isinstance(value, Tensor):
         return value.clone()
     return value.copy() if isinstance(value, np.ndarray) else value
@@ -69,8 +60,7 @@ def fetch_one(examples: Any, index: int) -> Any:
     """
     if getattr(examples, "__getitems__", None) is None:
         return examples[index]
-    # Sensitivity: alone, since a transform of many could mix them, or make several rows of one, which would contribute more
-    # than C, as would those behind it whose places they take.
+    # Sensitivity: alone, since a transform of many could mix them, or make several rows of one.
     rows = list(examples.__getitems__([index]))
     if len(rows) != 1:
         # Not their number: it is about a private example, and messages end in logs.
@@ -88,22 +78,14 @@ class DrawnExamples(Dataset[Any]):
     Args:
         examples: The training set.
         counts: How many examples are drawn with the unit of each, shape (num_examples,); None if each is a unit.
-        fill: Fills the global generators; see `fetch`.
         numbers: The data set's `columns_of_numbers`.
         views: How often each example is fetched.
     """
 
     def __init__(
-        self,
-        examples: Any,
-        counts: Int[np.ndarray, " num_examples"] | None,
-        *,
-        fill: Callable[[], None],
-        numbers: Set[str],
-        views: int = 1,
+        self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, numbers: Set[str], views: int = 1
     ) -> None:
-        self._examples, self._counts, self._views = examples, counts, views
-        self._fill, self._numbers = fill, numbers
+        self._examples, self._counts, self._views, self._numbers = examples, counts, views, numbers
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -113,6 +95,6 @@ class DrawnExamples(Dataset[Any]):
         """Return all views of several examples side by side, each with how many examples are drawn with its unit."""
         # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
         rows = [index for index in indices for _ in range(self._views)]
-        examples = fetch(self._examples, rows, fill=self._fill, numbers=self._numbers)
+        examples = fetch(self._examples, rows, numbers=self._numbers)
         counts = [1] * len(rows) if self._counts is None else self._counts[rows].tolist()
         return OfStep(zip(examples, counts, strict=True), step=indices.step)

@@ -1,9 +1,8 @@
 """The private data loader: how a draw is cut and collated.
 
-A draw is sorted by the size of the units and by length, and comes in `gradient_accumulation_steps` pieces of equal count,
-one for each item of the host's loop. A piece is collated as one micro-batch for each size, or, within a budget of tokens, as
-several. It is cut here rather than in the sampler, because a loader's item must be a flat list of indices, and because
-nothing but memory depends on the cut.
+A draw is sorted by the size of the units and by length, and comes in `gradient_accumulation_steps` pieces, one for each item
+of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_train_batch_size` rows, so that a large draw
+needs no more memory than an ordinary step, and within a budget of tokens. Nothing but memory depends on the cut.
 
 An example may come in several views, which a random data set or collator makes of it (`augmentation_multiplicity`), and the
 mean over all examples of a unit may be clipped once (`clip_unit_mean`). What is clipped together are rows of the batch that
@@ -13,12 +12,11 @@ stand together, and no cut parts them.
 import functools
 import itertools
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from doppler_hf.privacy.batching.collators import Collator, collated
+from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import columns_of_numbers
 from doppler_hf.privacy.batching.fetching import DrawnExamples
 from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler, share_of
@@ -47,6 +45,7 @@ def collate_piece(
     examples: OfStep,
     *,
     collator: Collator,
+    max_rows: int,
     max_tokens: int | None,
     views: int = 1,
     clip_unit_mean: bool = False,
@@ -56,7 +55,8 @@ def collate_piece(
     Args:
         examples: The piece as `DrawnExamples` returns it, in the order of the draw.
         collator: A function that makes a batch of a list of examples.
-        max_tokens: The most padded tokens of a micro-batch, or None for a single micro-batch of any size.
+        max_rows: The most rows of a micro-batch; those of one clipped gradient may be more.
+        max_tokens: The most padded tokens of a micro-batch, or None for no limit.
         views: How many views each example has.
         clip_unit_mean: Whether the mean over a unit is clipped, whose examples stand side by side, rather than each.
     """
@@ -66,7 +66,7 @@ def collate_piece(
         # the same size, one: that of all its rows, each once.
         weight, rows_each = (1.0, views * count) if clip_unit_mean else (share_of(count), views)
         rows = [example for example, _ in group]
-        for part in parts_of(rows, max_tokens=max_tokens, rows_each=rows_each):
+        for part in parts_of(rows, max_rows=max_rows, max_tokens=max_tokens, rows_each=rows_each):
             micro_batches.append(MicroBatch(collator(part), len(part), weight, rows_each))
     return OfStep(micro_batches, step=examples.step)
 
@@ -81,8 +81,8 @@ class PrivateLoader(DataLoader[Any]):
         dataset: The training set, in the sampler's order.
         sampler: The sampler.
         collator: A function that makes a batch of a list of examples.
+        max_rows: The most rows of a micro-batch.
         max_tokens: The most padded tokens of a micro-batch, or None for no limit.
-        fill: Fills the global generators; called before each example is fetched, and before each batch is collated.
         views: How many views each example has.
         **options: Further arguments of `DataLoader`, such as `num_workers`.
 
@@ -90,11 +90,7 @@ class PrivateLoader(DataLoader[Any]):
         examples: The training set.
         lengths: The sampler's.
         collator: As given.
-        views: As given.
         numbers: The training set's `columns_of_numbers`.
-        is_ordered: Whether what is clipped together is told by the places of the rows.
-        is_cut: Whether a draw may come in several micro-batches, by what is in it. By the size of units does not count: that
-            is the same in every draw.
 
     Raises:
         ValueError: If the budget of tokens cannot be met.
@@ -106,8 +102,8 @@ class PrivateLoader(DataLoader[Any]):
         *,
         sampler: PoissonSampler,
         collator: Collator,
+        max_rows: int,
         max_tokens: int | None,
-        fill: Callable[[], None],
         views: int = 1,
         **options: Any,
     ) -> None:
@@ -116,17 +112,15 @@ class PrivateLoader(DataLoader[Any]):
         if max_tokens is not None:
             counts = sampler.counts if clip_unit_mean else None
             check_token_budget(sampler.lengths, max_tokens=max_tokens, views=views, counts=counts)
-        self.is_ordered = views > 1 or clip_unit_mean
-        self.examples, self.lengths, self.collator, self.views = dataset, sampler.lengths, collator, views
+        self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
         self.numbers = columns_of_numbers(dataset)
-        self.is_cut = sampler.micro_batches > 1 or max_tokens is not None
-        filled = functools.partial(collated, collator=collator, fill=fill)
         super().__init__(
-            DrawnExamples(dataset, sampler.counts, fill=fill, numbers=self.numbers, views=views),
+            DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=views),
             batch_sampler=sampler,
             collate_fn=functools.partial(
                 collate_piece,
-                collator=filled,
+                collator=collator,
+                max_rows=max_rows,
                 max_tokens=max_tokens,
                 views=views,
                 clip_unit_mean=clip_unit_mean,
@@ -135,6 +129,6 @@ class PrivateLoader(DataLoader[Any]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell a data set that wants to know which epoch begins, as the host's loaders do."""
+        """Tell a data set that wants to know which epoch begins, as Transformers' loaders do."""
         if hasattr(self.examples, "set_epoch"):
             self.examples.set_epoch(epoch)

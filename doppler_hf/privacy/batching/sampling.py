@@ -51,6 +51,8 @@ class PoissonSampler(Sampler[list[int]]):
         num_examples: The size of the data set.
         expected_batch_size: B, the expected number of units in a draw over all processes; 1 ≤ B ≤ N.
         micro_batches: Number of batches into which each process cuts a draw.
+        micro_batch_size: The size within which these batches are cut further: their borders fit such a cut. None if they
+            are not.
         rank: This process's index.
         world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
         lengths: Optional length of every example, shape (num_examples,). A draw is then sorted by length, examples of units
@@ -89,6 +91,7 @@ class PoissonSampler(Sampler[list[int]]):
         num_examples: int,
         expected_batch_size: int,
         micro_batches: int = 1,
+        micro_batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         lengths: Sequence[int] | np.ndarray | None = None,
@@ -108,7 +111,7 @@ class PoissonSampler(Sampler[list[int]]):
             raise ValueError(f"max_examples_per_unit must be at least 1 and needs units, got {max_examples_per_unit}.")
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size
-        self.micro_batches = micro_batches
+        self.micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
         self.max_examples_per_unit = max_examples_per_unit
         self.keeps_units_whole = keeps_units_whole and units is not None
         self.lengths = None if lengths is None else np.asarray(lengths)
@@ -241,7 +244,9 @@ class PoissonSampler(Sampler[list[int]]):
     def _cut(self, drawn: np.ndarray) -> list[np.ndarray]:
         """Return a draw in its batches, of as many examples each, or as many whole units."""
         if not self.keeps_units_whole:
-            return np.array_split(drawn, self.micro_batches)
+            number, pieces = len(drawn), self.micro_batches
+            parts = pieces if self._micro_batch_size is None else max(pieces, -(-number // self._micro_batch_size))
+            return np.split(drawn, number * (parts * np.arange(1, pieces) // pieces) // parts)
         assert self.units is not None
         begins = np.flatnonzero(np.diff(self.units[drawn], prepend=-1))
         ends = np.cumsum([len(part) for part in np.array_split(begins, self.micro_batches)])[:-1]

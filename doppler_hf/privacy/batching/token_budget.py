@@ -1,5 +1,6 @@
-"""Micro-batches within a budget of tokens, padding included."""
+"""Micro-batches within a budget of rows, and of tokens with their padding."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,11 +72,22 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
     return parts
 
 
-def parts_of(examples: Sequence[Any], *, max_tokens: int | None, rows_each: int) -> list[Sequence[Any]]:
-    """Return consecutive parts of the examples within a budget of tokens, without a budget one; of no examples, none."""
-    if max_tokens is None:
-        return [examples] if examples else []
-    lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
-    of_all_rows = [rows_each * max(lengths[start : start + rows_each]) for start in range(0, len(lengths), rows_each)]
-    parts = cut_by_tokens(of_all_rows, max_tokens=max_tokens)
-    return [examples[part.start * rows_each : part.stop * rows_each] for part in parts]
+def parts_of(examples: Sequence[Any], *, max_rows: int, max_tokens: int | None, rows_each: int = 1) -> list[Sequence[Any]]:
+    """Return consecutive parts of the examples within a budget of rows and of tokens; of no examples, none.
+
+    Args:
+        examples: The examples, of which `rows_each` after another stay together.
+        max_rows: The most rows of a part; rows that stay together may be more.
+        max_tokens: The most padded tokens of a part, or None for no limit.
+        rows_each: How many rows stay together.
+    """
+    number = len(examples) // rows_each
+    parts = -(-number // max(1, max_rows // rows_each))
+    ends = [number * part // parts for part in range(parts + 1)]
+    slices = [slice(start, end) for start, end in itertools.pairwise(ends)]
+    if max_tokens is not None:
+        lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
+        longest = [rows_each * max(lengths[start : start + rows_each]) for start in range(0, len(lengths), rows_each)]
+        within = [(part.start, cut_by_tokens(longest[part], max_tokens=max_tokens)) for part in slices]
+        slices = [slice(start + cut.start, start + cut.stop) for start, cuts in within for cut in cuts]
+    return [examples[part.start * rows_each : part.stop * rows_each] for part in slices]

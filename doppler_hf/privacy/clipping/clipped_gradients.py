@@ -47,12 +47,12 @@ class ClippedGradients:
 
     Attributes:
         engine_name: `engine`.
+        parameters: The trainable parameters by name.
         num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity, or a norm
             above 2⁶⁴. They contribute nothing.
         max_grad_norm: As given; it may be set to another number when the sums are zero.
         num_within: Σ wᵢ(bᵢ − ½) over the examples since the last `reset`, with their weights wᵢ, where bᵢ falls from 1 to 0
             as ‖gᵢ‖ passes C: how many are not clipped, less half of all. Not private.
-        is_half_added: Whether a `backward` has failed while it added, so that its examples are in a part of `sums` only.
 
     Raises:
         ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, a layer has no
@@ -96,7 +96,7 @@ class ClippedGradients:
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
-        self._trainable, self._sharded_sums = trainable, sharded_sums
+        self.parameters, self._sharded_sums = trainable, sharded_sums
         # Sensitivity: of rows that are taken for a whole the norm would be too small, and the noise elsewhere.
         cut = [name for name, parameter in trainable.items() if isinstance(parameter, DTensor) and name not in self.places]
         if cut:
@@ -115,19 +115,10 @@ class ClippedGradients:
         """Parameter name → Σ clip(gᵢ) since the last `reset`, in float32 or better. Not private: it has no noise yet.
 
         Of this process's examples; of parameters in `places` the rows that are here, of those of all processes.
-
-        Raises:
-            RuntimeError: If examples are in a part of the sums only.
         """
-        # Sensitivity: who adds them once more would count them twice in that part.
-        if self.is_half_added:
-            raise RuntimeError(
-                "The sums must be of whole micro-batches, got one that was added in part when an error interrupted it. Call "
-                "reset(), and begin the draw anew."
-            )
-        for name in self._trainable.keys() - self._sums.keys():
+        for name in self.parameters.keys() - self._sums.keys():
             self._sums[name] = self._empty_sum(name).zero_()
-        return {name: self._sums[name] for name in self._trainable}
+        return {name: self._sums[name] for name in self.parameters}
 
     @property
     def places(self) -> dict[str, Place]:
@@ -209,36 +200,32 @@ class ClippedGradients:
         assert self._engine is not None
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             self._engine.per_sample_gradients(losses)
-        if (shared := self._shared) is not None:
+        if (shared := self._sharded_sums) is not None:
             shared.add_up(lambda name: None, names=(), sums=self._sums)
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether a batch has shown that examples are apart, which takes two more backward passes before that of its sum.
-
-        Set it where another process has seen that on the same model.
-        """
-        return self._engine is not None and self._engine.is_checked
-
-    @is_checked.setter
-    def is_checked(self, value: bool) -> None:
-        assert self._engine is not None
-        self._engine.is_checked = value
-        if value:
-            self._engine.checked_layers |= {name for name, _ in self._model.named_modules()}
 
     @contextlib.contextmanager
     def unclipped(self) -> Iterator[None]:
-        """Sum the gradients as they are, from zero to zero, for a comparison with ordinary ones."""
+        """Sum the gradients as they are, from zero to zero, for a comparison with ordinary ones.
+
+        The comparison shows that examples are apart in the layers that it calls, so that `backward` need not.
+        """
+        assert self._engine is not None
         before = self.max_grad_norm, self._clipping
         self.reset()
         try:
             # No norm reaches this bound, so nothing is clipped.
             self.max_grad_norm, self._clipping = 1e30, "vanilla"
+            self._engine.is_compared = True
             yield
         finally:
+            self._engine.is_compared = False
             self.max_grad_norm, self._clipping = before
             self.reset()
+
+    def hold_apart(self) -> None:
+        """Take examples to be apart in layers that no batch has called so far: all processes make the same passes then."""
+        assert self._engine is not None
+        self._engine.hold_apart()
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let the model compute as without the engine, so that a backward pass leaves ordinary gradients in `.grad`."""
@@ -250,25 +237,24 @@ class ClippedGradients:
         self._sums: dict[str, Tensor] = {}
         self.num_non_finite = 0
         self.num_within = torch.zeros((), dtype=torch.float64)
-        self.is_half_added = False
 
     def _refuse_other_parameters(self) -> None:
         # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
         now = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
-        if now != self._trainable.keys():
-            name = min(now ^ self._trainable.keys())
+        if now != self.parameters.keys():
+            name = min(now ^ self.parameters.keys())
             raise ValueError(
                 f"The trainable parameters must stay the same while per-sample gradients are computed, got {name!r} "
                 f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before the training begins."
             )
 
     def _sum_dtype(self, name: str) -> torch.dtype:
-        return torch.promote_types(self._trainable[name].dtype, torch.float32)
+        return torch.promote_types(self.parameters[name].dtype, torch.float32)
 
     def _empty_sum(self, name: str, *, is_whole: bool = False) -> Tensor:
         # Allocated when first written, like the gradients of ordinary training, so that it takes no memory in the forward.
-        parameter = self._trainable[name]
-        shape = parameter.shape if is_whole or self._shared is None else part_here(parameter).shape
+        parameter = self.parameters[name]
+        shape = parameter.shape if is_whole else part_here(parameter).shape
         return torch.empty(shape, dtype=self._sum_dtype(name), device=parameter.device)
 
     @torch.no_grad()
@@ -317,22 +303,14 @@ class ClippedGradients:
 
         within = num_within(whole.values, weights, max_grad_norm=self.max_grad_norm)
         now_within = self.num_within.to(within.device) + within
-        if (shared := self._shared) is not None:
-            shared.add_up(own, names=self._trainable, sums=self._sums)
+        if (shared := self._sharded_sums) is not None:
+            shared.add_up(own, names=self.parameters, sums=self._sums)
         else:
-            self.is_half_added = True
             for name in tuple(gradients):
                 is_first = name not in self._sums
                 if is_first:
                     self._sums[name] = self._empty_sum(name)
                 add_to(self._sums[name], name, 0 if is_first else 1)
-        # Sensitivity: who runs out of memory before all is counted adds nothing twice.
         self.num_within = now_within
         self.num_non_finite += num_non_finite
-        self.is_half_added = False
         return whole.values
-
-    @property
-    def _shared(self) -> ShardedSums | None:
-        """How sums are added up over the processes as they are formed; None if they are not."""
-        return None if self._sharded_sums is None or self._sharded_sums.is_alone() else self._sharded_sums

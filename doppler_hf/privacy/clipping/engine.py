@@ -34,7 +34,6 @@ from doppler_hf.privacy.clipping.host_layers import (
     without_checkpointing,
 )
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
-from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.sharded_sums import gathered
@@ -52,8 +51,7 @@ class BookKeepingEngine:
         rows_per_loss: As in `ClippedGradients`.
 
     Attributes:
-        is_checked: Whether a batch has shown that examples are apart; see `_check_that_examples_are_apart`.
-        checked_layers: Names of the layers that were called with such a batch.
+        is_compared: Whether gradients are being compared with autograd's, which shows that examples are apart.
 
     Raises:
         ValueError: If a layer mixes examples, by name, or the model is compiled.
@@ -66,8 +64,9 @@ class BookKeepingEngine:
         self._without_rule: dict[str, LayerWithoutRule] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
-        self.is_checked = False
-        self.checked_layers: set[str] = set()
+        self.is_compared = False
+        # Those that were called with a batch that has shown that examples are apart.
+        self._checked_layers: set[str] = set()
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
@@ -106,6 +105,10 @@ class BookKeepingEngine:
         """Let the layers compute without making notes for the duration of the block."""
         return self._book.unwatched()
 
+    def hold_apart(self) -> None:
+        """Take examples to be apart in all layers from now on."""
+        self._checked_layers |= {name for name, _ in self._model.named_modules()}
+
     def detach(self) -> None:
         """Restore the model's own forwards."""
         self._book.clear()
@@ -137,12 +140,12 @@ class BookKeepingEngine:
         try:
             # Sensitivity: a layer that is called with some examples alone, such as an expert of a rare token, may have as
             # many rows as there are examples by chance.
-            if len(losses) > 1 and not (self.is_checked and book.called <= self.checked_layers):
-                self._check_that_examples_are_apart(losses, trainable)
+            if len(losses) > 1 and not book.called <= self._checked_layers:
+                if not self.is_compared:
+                    self._check_that_examples_are_apart(losses, trainable)
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
                 if book.is_conclusive:
-                    self.is_checked = True
-                    self.checked_layers |= book.called
+                    self._checked_layers |= book.called
             # Sensitivity: all rows of an example are summed up before they are clipped. Its views stand together; so do its
             # choices, since the model flattens (batch, choices, length), its windows, and the rows of one loss.
             book.num_examples = len(losses) // views
@@ -193,7 +196,7 @@ class BookKeepingEngine:
         book = self._book
         book.num_examples = len(losses)
         numbers = torch.arange(len(losses))
-        if self.is_checked:
+        if self._checked_layers:
             digits = [(numbers >> digit) % 2 == 1 for digit in range((len(losses) - 1).bit_length())]
             examined = [mask for digit in digits for mask in (digit, ~digit)]
         else:
@@ -237,7 +240,7 @@ class BookKeepingEngine:
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
-            if not self._book.repeated or is_out_of_memory(error):
+            if not self._book.repeated or isinstance(error, torch.OutOfMemoryError):
                 raise
             layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
             raise ValueError(

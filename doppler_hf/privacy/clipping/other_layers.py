@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.as_in_training import modes_kept
 from doppler_hf.privacy.clipping.book import Book, output_per_example
-from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
 from doppler_hf.privacy.rows import has_rows
 
@@ -110,9 +109,9 @@ class LayerWithoutRule:
             try:
                 with substituted(self._module, per_example):
                     return self._forward(*args, **kwargs)
-            except LAYER_ERRORS as error:
-                if is_out_of_memory(error):
-                    raise
+            except torch.OutOfMemoryError:
+                raise
+            except LAYER_ERRORS:
                 # Copies do not fit all lengths, as of positions of which a part is taken.
                 self._copies[kind] = None
                 self.fallback = self._describe()
@@ -175,6 +174,8 @@ class LayerWithoutRule:
             try:
                 alone = [self._outputs(one, spec, parameters) for parameters in (own, other)]
                 together = self._outputs(two, spec, both)
+            except torch.OutOfMemoryError:
+                raise
             except LAYER_ERRORS:
                 return False
             return {len(together)} == {*map(len, alone)} != {0} and all(
@@ -258,9 +259,9 @@ class LayerWithoutRule:
             if not self._is_held_against_autograd:
                 self._hold_against_autograd(of_examples, own, args, kwargs, gradients)
             return of_examples
+        except torch.OutOfMemoryError:
+            raise
         except LAYER_ERRORS as error:
-            if is_out_of_memory(error):
-                raise
             self.book.failed[self._name] = error  # raised by the engine, for all such layers together
             return {}
 

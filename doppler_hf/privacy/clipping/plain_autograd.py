@@ -1,4 +1,4 @@
-"""Plain autograd: the losses and gradients that the engine is compared with before the first step."""
+"""Plain autograd: the gradients that the engine is compared with before the first step."""
 
 import math
 from collections.abc import Callable, Collection, Mapping

@@ -7,7 +7,7 @@ sum over the examples of this process is formed, and added to those of all other
 Sensitivity. An example is on one process, whose factors clip it by the norm over all layers before a sum is formed. The rows
 are added up, never averaged, in float32 or better, each once: the sum over all processes is that which one process would
 have, and one example moves its rows together by at most C. All processes take part for every layer in each pass, one with
-nothing to add with zeros. What a pass adds is kept only when it is complete on all processes; of one that was left, nothing.
+nothing to add with zeros.
 """
 
 import weakref
@@ -46,16 +46,10 @@ class ShardedSums:
 
     Args:
         layers: By name the trained weights that are gathered together, in the same order on every process.
-        meet: Waits for all processes before the sum of a layer, by its number, is reduced, and by the number of layers once
-            all are there. It raises an error where a process cannot go on.
-        is_alone: Returns whether this process computes alone for now, in the checks before the first step: its sums are
-            whole then, and no others are added.
     """
 
-    def __init__(
-        self, layers: Sequence[Mapping[str, DTensor]], *, meet: Callable[[int], None], is_alone: Callable[[], bool]
-    ) -> None:
-        self._layers, self._meet, self.is_alone = layers, meet, is_alone
+    def __init__(self, layers: Sequence[Mapping[str, DTensor]]) -> None:
+        self._layers = layers
         self._parameters = {name: parameter for layer in layers for name, parameter in layer.items()}
 
     @property
@@ -64,7 +58,7 @@ class ShardedSums:
         return {name: place_of(parameter) for name, parameter in self._parameters.items()}
 
     def add_up(self, own: Callable[[str], Tensor | None], *, names: Iterable[str], sums: dict[str, Tensor]) -> None:
-        """Add what a pass has found on all processes; all of it, or where it does not suffice somewhere nothing.
+        """Add what a pass has found on all processes.
 
         Args:
             own: Returns the whole sum of a parameter over the examples of this process, for which it is asked once; None
@@ -73,17 +67,13 @@ class ShardedSums:
             sums: By name, those of the passes before (modified in place).
         """
         found: dict[str, Tensor] = {}
-        for number, layer in enumerate(self._layers):
-            found |= self._rows_of_layer(number, layer, own)
+        for layer in self._layers:
+            found |= self._rows_of_layer(layer, own)
         found |= {name: total for name in names if name not in found and (total := own(name)) is not None}
-        self._meet(len(self._layers))
-        # Sensitivity: behind the last meeting of the pass nothing can fail, so that no process keeps of it what others drop.
         for name, total in found.items():
             sums[name] = sums[name].add_(total) if name in sums else total
 
-    def _rows_of_layer(
-        self, number: int, layer: Mapping[str, DTensor], own: Callable[[str], Tensor | None]
-    ) -> dict[str, Tensor]:
+    def _rows_of_layer(self, layer: Mapping[str, DTensor], own: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
         # Cut as torch cuts the weights: a process behind the last row has none, and the zeros for it are no coordinates.
         processes = dist.get_world_size()
         rows = {name: -(-len(parameter) // processes) for name, parameter in layer.items()}
@@ -96,8 +86,6 @@ class ShardedSums:
                 for to, part in zip(of_processes, total.split(rows[name]), strict=False):
                     to[: part.numel()] = part.flatten()
         mine = torch.empty_like(of_all[0])
-        # Behind all that can fail for want of memory: the others wait for this process.
-        self._meet(number)
         dist.reduce_scatter_single(mine, of_all.view(-1), op=dist.ReduceOp.SUM)
         parts = [part_here(parameter) for parameter in layer.values()]
         return {

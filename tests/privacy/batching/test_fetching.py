@@ -53,7 +53,7 @@ def test_a_null_of_one_example_does_not_round_the_numbers_of_others(form):
     """`datasets` makes floats of all integers that it converts at once, if one of them is missing."""
     data = Dataset.from_dict({"seen": [[2**24 + 1, 1], [None, 2], [5, 6]], "at": [2**24 + 1, None, 5]}).with_format(form)
     numbers = columns_of_numbers(data)
-    alone, beside = (fetch(data, indices, fill=lambda: None, numbers=numbers)[0] for indices in ([0], [0, 1, 2]))
+    alone, beside = (fetch(data, indices, numbers=numbers)[0] for indices in ([0], [0, 1, 2]))
     for name in ("seen", "at"):
         assert np.asarray(beside[name]).dtype == np.asarray(alone[name]).dtype
         assert np.array_equal(beside[name], alone[name])
@@ -66,10 +66,10 @@ def test_a_row_is_what_it_is_alone_and_numbers_are_read_together(name, form, mon
     assert columns_of_numbers(data) == ({name} if together else set())
     calls, read = [], Dataset.__getitems__
     monkeypatch.setattr(Dataset, "__getitems__", lambda self, keys: calls.append(keys) or read(self, keys))
-    found = fetch(data, [2, 0, 1, 0], fill=lambda: None, numbers=columns_of_numbers(data))
+    found = fetch(data, [2, 0, 1, 0], numbers=columns_of_numbers(data))
     assert calls == ([[2, 0, 1, 0]] if together else [[2], [0], [1], [0]])
     for index, row in zip([2, 0, 1, 0], found, strict=True):
-        assert is_same(row, fetch(data, [index], fill=lambda: None, numbers=set())[0])
+        assert is_same(row, fetch(data, [index], numbers=set())[0])
 
 
 @pytest.mark.parametrize("form", ["torch", "numpy"])
@@ -80,7 +80,7 @@ def test_whoever_writes_into_a_row_reaches_neither_others_nor_the_table(form, ro
     """Beside a row of another length, NumPy's are the table's memory; torch's are parts of one tensor."""
     data = Dataset.from_dict({"x": rows}, features=Features({"x": List(Value("float32"))})).with_format(form)
     for _ in range(2):
-        found = fetch(data, [0, 1, 0, 2], fill=lambda: None, numbers=columns_of_numbers(data))
+        found = fetch(data, [0, 1, 0, 2], numbers=columns_of_numbers(data))
         first = torch.as_tensor(found[0]["x"])
         assert first.tolist() == [1.0] * 4
         first.sub_(50.0)
@@ -96,13 +96,11 @@ class Doubled(Value):
 
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy"])
-def test_rows_that_are_made_by_code_of_the_users_are_fetched_one_by_one(form):
+def test_rows_that_are_made_by_code_of_the_users_are_fetched_alone(form):
     data = Dataset.from_dict({"x": [1, 2, 3]}).with_format(form)
     data.info.features["x"] = Doubled("int64")
-    filled = []
-    fetched = functools.partial(fetch, fill=lambda: filled.append(1), numbers=columns_of_numbers(data))
+    fetched = functools.partial(fetch, numbers=columns_of_numbers(data))
     found = fetched(data, [2, 0, 1])
-    assert len(filled) == 3
     assert found == [fetched(data, [index])[0] for index in (2, 0, 1)]
     plain = Dataset.from_dict({"x": [1, 2, 3]}).with_format(form)
     plain.__getitems__ = lambda keys: [{"x": sum(keys)}] * len(keys)
@@ -117,38 +115,31 @@ def test_what_becomes_of_a_float_without_a_value_in_a_type_does_not_depend_on_it
     data = Dataset.from_dict({"x": [-1e10] * 9}).with_format(form, dtype=kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        alone, *beside = (
-            fetch(data, range(count), fill=lambda: None, numbers=columns_of_numbers(data)) for count in range(1, 10)
-        )
+        alone, *beside = (fetch(data, range(count), numbers=columns_of_numbers(data)) for count in range(1, 10))
     assert {int(row["x"]) for rows in beside for row in rows} == {int(alone[0]["x"])}
 
 
 def test_columns_that_come_along_are_looked_at_too():
     data = Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]}).with_format("torch", columns=["x"], output_all_columns=True)
-    filled = []
-    found = fetch(data, [1, 0], fill=lambda: filled.append(1), numbers=columns_of_numbers(data))
+    found = fetch(data, [1, 0], numbers=columns_of_numbers(data))
     assert [row["text"] for row in found] == ["b", "a"]
-    assert len(filled) == 2
 
 
 def test_a_row_that_is_selected_away_may_miss_a_number():
     data = of_column("missing").select([0, 2]).with_format("torch")
     assert columns_of_numbers(data) == set()  # of the whole table, which is read at once
-    assert [row["missing"].item() for row in fetch(data, [1, 0], fill=lambda: None, numbers=set())] == [5, 2**24 + 1]
+    assert [row["missing"].item() for row in fetch(data, [1, 0], numbers=set())] == [5, 2**24 + 1]
 
 
 def test_a_format_that_is_set_later_is_seen():
     """A transform would mix what it is given together, and other columns may have nulls."""
     data = Dataset.from_dict({"number": [1, 2, 3], "at": [2**24 + 1, None, 5]}).with_format("torch", columns=["number"])
-    filled = []
-    fetched = functools.partial(fetch, data, fill=lambda: filled.append(1), numbers=columns_of_numbers(data))
+    fetched = functools.partial(fetch, data, numbers=columns_of_numbers(data))
     fetched([0, 1])
-    assert not filled
     data.set_format("torch")
     assert fetched([0, 1])[0]["at"].dtype == torch.int64
     data.set_transform(lambda rows: {"sum": [sum(rows["number"])] * len(rows["number"])})
     assert fetched([0, 1, 2]) == [{"sum": 1}, {"sum": 2}, {"sum": 3}]
-    assert len(filled) == 5
 
 
 def test_a_subclass_that_makes_several_rows_of_one_is_refused():
@@ -158,6 +149,6 @@ def test_a_subclass_that_makes_several_rows_of_one_is_refused():
 
     data = Dataset.from_dict({"number": [1, 1, 2]})
     data.__class__ = Pieces
-    assert fetch(data, [1, 0], fill=lambda: None, numbers=set()) == [{"number": 1}] * 2
+    assert fetch(data, [1, 0], numbers=set()) == [{"number": 1}] * 2
     with pytest.raises(ValueError, match="train_dataset must return one row for each example, got more or fewer"):
-        fetch(data, [0, 2], fill=lambda: None, numbers=set())
+        fetch(data, [0, 2], numbers=set())

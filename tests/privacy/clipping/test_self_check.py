@@ -147,18 +147,16 @@ def test_a_loss_that_looks_at_the_batch_is_found():
         logits = model(input_ids=row["input_ids"], attention_mask=row["attention_mask"]).logits
         return F.cross_entropy(logits - logits.mean(dim=0), row["labels"], reduction="none")
 
-    with pytest.raises(ValueError, match="depends on other examples"):
+    with pytest.raises(ValueError, match="the loss depends on the number of examples, or on what they are"):
         check(model, losses=losses)
 
 
-@pytest.mark.parametrize(("factor", "word"), [(0.5, "smaller"), (2.0, "larger")])
-def test_a_wrong_norm_is_found_although_the_sum_is_right(monkeypatch, factor, word):
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_wrong_norm_is_found_although_the_sum_is_right(monkeypatch, factor):
     for form in (Dense, OuterProducts):
         right = form.norms
         monkeypatch.setattr(form, "norms", lambda self, right=right: Norms(*(factor * numbers for numbers in right(self))))
-    with pytest.raises(
-        ValueError, match=f"must be that of autograd, got a {word} one from engine='book_keeping'"
-    ) as refusal:
+    with pytest.raises(ValueError, match=r"The per-sample gradients are wrong: .* not those of autograd") as refusal:
         check(build("roberta", torch.float32))
     assert not any(digit in str(refusal.value) for digit in "0123456789")  # the norm of an example is private
 
