@@ -398,11 +398,8 @@ class PrivateRun:
         assert self._clipped.max_grad_norm == self.mechanism.max_grad_norm
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.
             recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
-        # A gradient that the optimizer reads in a subspace only needs no more noise than that has coordinates. The
-        # subspaces are computed from the gradients of earlier steps, which are private.
-        parameters, subspaces = dict(model.named_parameters()), optimizer.subspaces()
-        bases = {name: subspaces[parameter] for name, parameter in parameters.items() if parameter in subspaces}
-        private = self.mechanism.privatize(self._clipped.sums, step=step, subspaces=bases, places=self._clipped.places)
+        parameters = dict(model.named_parameters())
+        private = self.mechanism.privatize(self._clipped.sums, step=step, places=self._clipped.places)
         for name, gradient in private.items():
             parameters[name].grad = in_shards(gradient.to(parameters[name].dtype), like=parameters[name])
         optimizer.noise_std = self.mechanism.noise_std(step)

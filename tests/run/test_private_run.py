@@ -57,8 +57,7 @@ class SteppedNoise:
     def noise_std(self, step):
         return 0.25 * (step + 1)
 
-    def privatize(self, sums, *, step, subspaces, places):
-        assert not subspaces
+    def privatize(self, sums, *, step, places):
         assert not places
         return {name: torch.full_like(total, self.noise_std(step)) for name, total in sums.items()}
 

@@ -61,7 +61,6 @@ class NoiseAhead:
         self._store: deque[Float[Tensor, " n"]] = deque()
         self.prepared = 0
         self._wanted = 0
-        self._last_need: int | None = None
         self._pinned = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -82,10 +81,7 @@ class NoiseAhead:
             self._begin()
         self._raise_failure()
         with self._changed:
-            # A step that needs more than its neighbours, as when GaLore updates its subspace, must not fill the memory
-            # with normals that the others take long to use.
-            self._wanted = min(coordinates, coordinates if self._last_need is None else self._last_need, MAX_PREPARED)
-            self._last_need = coordinates
+            self._wanted = min(coordinates, MAX_PREPARED)
             self._pinned = pinned
             self._changed.notify_all()
         if self._thread is None:

@@ -88,18 +88,6 @@ def test_what_it_remembers_is_b_minus_one_steps_and_cannot_be_saved(tmp_path):
         torch.save(mechanism, tmp_path / "mechanism.pt")
 
 
-def test_in_a_subspace_shaped_noise_fills_the_whole_matrix():
-    basis = torch.linalg.qr(torch.randn(8, 2, generator=torch.Generator().manual_seed(0)))[0]
-    mechanism = mechanism_of(NoiseShape.banded(2))
-    for step in range(2):
-        released = mechanism.privatize({"w": torch.zeros(8, 4000)}, step=step, subspaces={"w": basis})["w"]
-        assert torch.linalg.matrix_rank(released) == 8
-        projected = (basis.mT @ released).flatten().double().numpy() / mechanism.noise_std(step)
-        assert scipy.stats.kstest(projected, "norm").pvalue > 1e-7
-    with pytest.raises(ValueError, match="The subspace of 'w'"):
-        mechanism.privatize({"w": torch.zeros(8, 4000)}, step=2, subspaces={"w": torch.zeros(3, 1)})
-
-
 def test_units_that_come_back_too_early_are_refused_by_the_account():
     mechanism = mechanism_of(NoiseShape.banded(4))
     assert mechanism.releases(10, sample_rate=0.01, groups=4) == Releases(SIGMA, 0.04, 3)
