@@ -90,23 +90,23 @@ class NoiseAhead:
             self._thread = threading.Thread(target=self._prepare, args=(pinned,), name="noise-ahead", daemon=True)
             self._thread.start()
 
-    def add_to(self, values: Float[Tensor, "..."], *, scale: float) -> int:
+    def add_to(self, values: Float[Tensor, "..."], *, std: float) -> int:
         """Add prepared noise to the first coordinates, as many as there are normals in store (modified in place).
 
         Args:
             values: The values to privatize, contiguous, on any device.
-            scale: The factor of the noise, whose standard deviation becomes scale·std.
+            std: Standard deviation that the noise shall have in them.
 
         Returns:
             The number of coordinates that got noise. The others got none.
         """
         # A prepared normal has been rounded to float32. In a float64 sum, or times a factor in floating_point_safe mode,
         # the numbers that cannot occur would tell it from a shifted one, so that noise for these is drawn in the step.
-        exact = values.dtype != torch.float64 and (scale == 1.0 or not self._floating_point_safe)
+        exact = values.dtype != torch.float64 and (std == self._std or not self._floating_point_safe)
         flat, done = values.view(-1), 0
         while exact and len(noise := self._take(len(flat) - done)):
             part = flat[done : done + len(noise)]
-            part.add_(noise.to(part.device, part.dtype, non_blocking=True), alpha=scale)
+            part.add_(noise.to(part.device, part.dtype, non_blocking=True), alpha=std / self._std)
             done += len(noise)
         return done
 

@@ -41,11 +41,7 @@ class Mechanism(Protocol):
         """Return the standard deviation of the noise per coordinate of the mean gradient of step `step`, taken alone."""
 
     def privatize(
-        self,
-        sums: Mapping[str, Float[Tensor, "..."]],
-        *,
-        step: int,
-        places: Mapping[str, Place] = {},
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, places: Mapping[str, Place] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
 
@@ -119,25 +115,23 @@ class GaussianMechanism:
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
         self.shape = shape
-        # Of the white noise z at the first clip norm. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖
-        # times its own.
-        self._white_std = noise_multiplier * max_grad_norm * shape.norm
-        self._first_max_grad_norm = max_grad_norm
         self._first_step = self._next_step = first_step
         self._shaped = None if shape.is_white else ShapedNoise(shape)
-        self._generator: NoiseGenerator = generator
-        self._floating_point_safe = floating_point_safe
-        self._seed = seed
+        self._source = noise_source(generator, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = noise_stream(generator, seed=seed)
+        self._floating_point_safe, self._seed = floating_point_safe, seed
         self._ahead: NoiseAhead | None = None
         if draw_ahead and seed is None and noise_multiplier > 0.0:
-            self._ahead = NoiseAhead(
-                functools.partial(noise_stream, generator),
-                std=self._white_std,
-                floating_point_safe=floating_point_safe,
-            )
+            make_stream = functools.partial(noise_stream, generator)
+            self._ahead = NoiseAhead(make_stream, std=self._white_std, floating_point_safe=floating_point_safe)
             # The thread has a reference to the store only, so that a mechanism without references ends its thread.
             weakref.finalize(self, self._ahead.close)
+
+    @property
+    def _white_std(self) -> float:
+        """The standard deviation of the white noise z in the sum of the next step."""
+        # Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
+        return self.noise_multiplier * self.max_grad_norm * self.shape.norm
 
     @property
     def prepared(self) -> int:
@@ -206,7 +200,7 @@ class GaussianMechanism:
 
     def describe(self) -> str:
         """Return the source of the noise in one line."""
-        return noise_source(self._generator, floating_point_safe=self._floating_point_safe, seed=self._seed)
+        return self._source
 
     def reproducible(self, seed: int) -> "GaussianMechanism":
         """Return the same mechanism with noise that depends on a seed, for tests and audits."""
@@ -222,11 +216,7 @@ class GaussianMechanism:
 
     @torch.no_grad()
     def privatize(
-        self,
-        sums: Mapping[str, Float[Tensor, "..."]],
-        *,
-        step: int,
-        places: Mapping[str, Place] = {},
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, places: Mapping[str, Place] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`.
 
@@ -306,13 +296,7 @@ class GaussianMechanism:
             part.add_(whole[place.begin : place.begin + part.numel()])
             return
         # Sensitivity: C is that of this step, whatever it was when the noise was prepared.
-        scale = self.max_grad_norm / self._first_max_grad_norm
+        std, safe = self._white_std, self._floating_point_safe
         # Noise that is not prepared is drawn here, from another stream than the thread's: every coordinate gets its own.
-        prepared = 0 if self._ahead is None else self._ahead.add_to(part, scale=scale)
-        add_gaussian_noise(
-            part[prepared:],
-            std=self._white_std * scale,
-            stream=self._stream,
-            step=step,
-            floating_point_safe=self._floating_point_safe,
-        )
+        prepared = 0 if self._ahead is None else self._ahead.add_to(part, std=std)
+        add_gaussian_noise(part[prepared:], std=std, stream=self._stream, step=step, floating_point_safe=safe)

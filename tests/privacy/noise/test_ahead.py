@@ -60,9 +60,9 @@ def numbered(monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 2500)
 
 
-def taken(ahead, count, scale=1.0):
+def taken(ahead, count, std=1.0):
     values = torch.zeros(count)
-    done = ahead.add_to(values, scale=scale)
+    done = ahead.add_to(values, std=std)
     assert torch.all(values[done:] == 0)
     return values[:done].tolist()
 
@@ -88,7 +88,7 @@ def test_a_step_that_fails_loses_what_it_took(ahead):
     assert taken(ahead, 10) == list(range(1, 11))
     leaf = torch.zeros(20, requires_grad=True)  # torch refuses to add to it in place
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        ahead.add_to(leaf, scale=1.0)
+        ahead.add_to(leaf, std=1.0)
     assert taken(ahead, 5) == list(range(31, 36))
 
 
@@ -109,9 +109,9 @@ def test_a_double_precision_sum_gets_noise_of_its_own_precision(ahead):
     ahead.expect(1000, pinned=False)
     wait_until_full(ahead)
     values = torch.zeros(10, dtype=torch.float64)
-    assert ahead.add_to(values, scale=1.0) == 0
+    assert ahead.add_to(values, std=1.0) == 0
     assert torch.all(values == 0)
-    assert ahead.add_to(torch.zeros(10, dtype=torch.bfloat16), scale=1.0) == 10
+    assert ahead.add_to(torch.zeros(10, dtype=torch.bfloat16), std=1.0) == 10
 
 
 @pytest.mark.parametrize(("safe", "times"), [(False, 1), (True, 4)])
@@ -136,8 +136,8 @@ def test_in_floating_point_safe_mode_nothing_rounded_is_multiplied():
     ahead = NoiseAhead(SecretBits, std=1.0, floating_point_safe=True)
     ahead.expect(1000, pinned=False)
     wait_until_full(ahead)
-    assert ahead.add_to(torch.zeros(10), scale=1.0001) == 0
-    assert ahead.add_to(torch.zeros(10), scale=1.0) == 10
+    assert ahead.add_to(torch.zeros(10), std=1.0001) == 0
+    assert ahead.add_to(torch.zeros(10), std=1.0) == 10
     ahead.close()
 
 
