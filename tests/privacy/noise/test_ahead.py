@@ -108,14 +108,11 @@ def test_the_store_holds_a_step_and_no_more_than_a_block_beyond(ahead, monkeypat
 def test_a_double_precision_sum_gets_noise_of_its_own_precision(ahead):
     ahead.expect(1000, pinned=False)
     wait_until_full(ahead)
-    values = torch.zeros(10, dtype=torch.float64)
-    assert ahead.add_to(values, std=1.0) == 0
-    assert torch.all(values == 0)
+    assert ahead.add_to(torch.zeros(10, dtype=torch.float64), std=1.0) == 0
     assert ahead.add_to(torch.zeros(10, dtype=torch.bfloat16), std=1.0) == 10
 
 
-@pytest.mark.parametrize(("safe", "times"), [(False, 1), (True, 4)])
-def test_the_thread_takes_four_times_the_words_in_floating_point_safe_mode(safe, times):
+def test_in_floating_point_safe_mode_four_are_added_and_nothing_rounded_is_multiplied():
     words = []
 
     class Counted(BitStream):
@@ -125,17 +122,10 @@ def test_the_thread_takes_four_times_the_words_in_floating_point_safe_mode(safe,
             words.append(len(out))
             SecretBits().fill(out, step=step)
 
-    ahead = NoiseAhead(Counted, std=1.0, floating_point_safe=safe)
+    ahead = NoiseAhead(Counted, std=1.0, floating_point_safe=True)
     ahead.expect(1000, pinned=False)
     wait_until_full(ahead)
-    ahead.close()
-    assert words == [1000] * times
-
-
-def test_in_floating_point_safe_mode_nothing_rounded_is_multiplied():
-    ahead = NoiseAhead(SecretBits, std=1.0, floating_point_safe=True)
-    ahead.expect(1000, pinned=False)
-    wait_until_full(ahead)
+    assert words == [1000] * 4
     assert ahead.add_to(torch.zeros(10), std=1.0001) == 0
     assert ahead.add_to(torch.zeros(10), std=1.0) == 10
     ahead.close()
@@ -150,8 +140,7 @@ def gaussian(**overrides):
     )
 
 
-@pytest.mark.parametrize("safe", [False, True])
-@pytest.mark.parametrize("generator", ["csprng", "philox"])
+@pytest.mark.parametrize(("generator", "safe"), [("csprng", False), ("philox", True)])
 def test_the_noise_is_the_mechanisms_whether_prepared_or_not(generator, safe):
     """Steps of several sizes, with and without time to prepare: Kolmogorov–Smirnov and correlations at 1e-6 each."""
     with gaussian(generator=generator, floating_point_safe=safe) as mechanism:
@@ -181,38 +170,21 @@ def test_nothing_is_drawn_ahead_that_must_not_be(arguments):
     mechanism.close()
 
 
-def test_a_seed_gives_the_same_noise_with_and_without():
-    def noise(draw_ahead):
-        mechanism = gaussian(seed=3, draw_ahead=draw_ahead)
-        return torch.stack([mechanism.privatize({"w": torch.zeros(99)}, step=step)["w"] for step in range(3)])
-
-    # NumPy's logarithm and tangent in the thread, torch's without: a last bit of float64, which may decide that of float32.
-    torch.testing.assert_close(noise(False), noise(True), rtol=torch.finfo(torch.float32).eps, atol=0)
-
-
-def broken_stream():
-    raise OSError("no entropy")
-
-
 def broken_pieces(count, **others):
     yield torch.ones(count, dtype=torch.float64)[: count // 2]
     raise MemoryError("in the middle of a block")
 
 
-@pytest.mark.parametrize("where", ["stream", "pieces"])
-def test_a_failure_of_the_thread_surfaces_before_anything_is_released(where, monkeypatch):
+def test_a_failure_of_the_thread_surfaces_before_anything_is_released(monkeypatch):
     mechanism = gaussian()
-    if where == "stream":
-        mechanism._ahead._make_stream = broken_stream
-    else:
-        monkeypatch.setattr(module, "gaussian_pieces", broken_pieces)
+    monkeypatch.setattr(module, "gaussian_pieces", broken_pieces)
     mechanism._ahead.expect(99, pinned=False)
     wait_until(lambda: not mechanism._ahead._thread.is_alive())
     for step in range(2):  # and it does not heal
         sums = {"w": torch.ones(99)}
         with pytest.raises(RuntimeError, match="prepares noise ahead has failed") as raised:
             mechanism.privatize(sums, step=step)
-        assert isinstance(raised.value.__cause__, (OSError, MemoryError))
+        assert isinstance(raised.value.__cause__, MemoryError)
         assert torch.equal(sums["w"], torch.ones(99))
     mechanism.close()
 
@@ -272,15 +244,15 @@ def test_a_forked_process_that_closes_the_store_first_has_noise_of_its_own():
     assert len(np.intersect1d(ours, theirs)) < 20  # Poisson(0.7): below 1e-20
 
 
-def test_close_ends_the_thread_and_may_be_repeated():
-    mechanism = gaussian()
-    assert threads() == []
-    mechanism.privatize({"w": torch.zeros(100)}, step=0)
-    assert len(threads()) == 1
+def test_close_and_the_end_of_a_with_statement_end_the_thread_and_may_be_repeated():
+    with gaussian() as mechanism:
+        assert threads() == []
+        mechanism.privatize({"w": torch.zeros(100)}, step=0)
+        assert len(threads()) == 1
     for _ in range(2):
-        mechanism.close()
         assert threads() == []
         assert mechanism.prepared == 0
+        mechanism.close()
     assert torch.all(mechanism.privatize({"w": torch.zeros(100)}, step=1)["w"] != 0)  # drawn on the spot
     assert threads() == []
     gaussian().close()  # one that never began
@@ -306,18 +278,6 @@ def test_a_block_that_the_thread_was_making_when_the_store_closed_is_cleared(mon
     closing.set()
     closer.join()
     assert mechanism.prepared == 0
-
-
-def test_leaving_the_with_statement_ends_the_thread_even_by_an_exception():
-    def failing_step():
-        with gaussian() as mechanism:
-            mechanism.privatize({"w": torch.zeros(100)}, step=0)
-            assert len(threads()) == 1
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        failing_step()
-    assert threads() == []
 
 
 def test_a_dropped_mechanism_ends_its_thread():
