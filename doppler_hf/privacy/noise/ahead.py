@@ -64,15 +64,7 @@ class NoiseAhead:
         return self._store.qsize() * self._block + len(self._rest)
 
     def expect(self, coordinates: int, *, pinned: bool) -> None:
-        """Begin a step, the first one with as many orders as it needs normals.
-
-        Args:
-            coordinates: The number of normals that each step needs.
-            pinned: Whether they go to a CUDA device, which copies faster from pinned memory.
-
-        Raises:
-            RuntimeError: If the thread has failed.
-        """
+        """Begin a step that needs so many normals, pinned if they go to CUDA; raise an error if the thread has failed."""
         if self._is_closed:
             return
         if os.getpid() != self._process:
@@ -91,15 +83,7 @@ class NoiseAhead:
             self._thread.start()
 
     def add_to(self, values: Float[Tensor, "..."], *, std: float) -> int:
-        """Add prepared noise to the first coordinates, as many as there are normals in store (modified in place).
-
-        Args:
-            values: The values to privatize, contiguous, on any device.
-            std: Standard deviation that the noise shall have in them.
-
-        Returns:
-            The number of coordinates that got noise. The others got none.
-        """
+        """Add 𝒩(0, std²) to the first of some contiguous values, as far as the store lasts, and return to how many."""
         # A prepared normal has been rounded to float32. In a float64 sum, or times a factor in floating_point_safe mode,
         # the numbers that cannot occur would tell it from a shifted one, so that noise for these is drawn in the step.
         exact = values.dtype != torch.float64 and (std == self._std or not self._floating_point_safe)

@@ -263,13 +263,17 @@ class GaussianMechanism:
             for name, total in sums.items()
         }
         if self._ahead is not None:
-            coordinates = sum(part.numel() for part in own.values())
-            self._ahead.expect(coordinates, pinned=any(part.is_cuda for part in own.values()))
+            self._ahead.expect(sum(map(len, own.values())), pinned=any(part.is_cuda for part in own.values()))
         reductions = []
         for name, total in sums.items():
             if self.noise_multiplier > 0.0:
-                begin = int(own[name].storage_offset() - total.storage_offset())
-                self._add_noise(own[name], name=name, step=step, place=places.get(name, Place(begin, total.numel())))
+                part = own[name]
+                place = places.get(name, Place(int(part.storage_offset() - total.storage_offset()), total.numel()))
+                add_white = functools.partial(self._add_white_noise, step=step, place=place)
+                if self._shaped is None:
+                    add_white(part)
+                else:
+                    part.add_(self._shaped.next(name, like=part, add_white=add_white))
             if distributed and name not in places:  # while the noise of the next ones is made
                 reductions.append(dist.all_reduce(total, async_op=True))
         for reduction in reductions:
@@ -279,16 +283,8 @@ class GaussianMechanism:
         self._next_step = step + 1
         return dict(sums)
 
-    def _add_noise(self, part: Float[Tensor, " n"], *, name: str, step: int, place: Place) -> None:
-        """Add the noise of the step to those coordinates of a parameter's sum that are at a place (modified in place)."""
-        add_white = functools.partial(self._add_white_noise, step=step, place=place)
-        if self._shaped is None:
-            add_white(part)
-        else:
-            part.add_(self._shaped.next(name, like=part, add_white=add_white))
-
     def _add_white_noise(self, part: Float[Tensor, " n"], *, step: int, place: Place) -> None:
-        """Add 𝒩(0, (σC‖c‖)²) to every coordinate (modified in place)."""
+        """Add 𝒩(0, (σC‖c‖)²) to every one of a parameter's coordinates that are at a place (modified in place)."""
         if self._seed is not None and part.numel() < place.numel:
             # For tests: the noise that one process would add, of which each takes what is of its coordinates.
             whole = part.new_zeros(place.numel)
