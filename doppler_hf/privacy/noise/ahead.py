@@ -65,15 +65,13 @@ class NoiseAhead:
 
     def expect(self, coordinates: int, *, pinned: bool) -> None:
         """Begin a step that needs so many normals, pinned if they go to CUDA; raise an error if the thread has failed."""
-        if self._is_closed:
-            return
         if os.getpid() != self._process:
             self._begin()
         if self._failure is not None:
             raise RuntimeError(
                 "The thread that prepares noise ahead has failed, and nothing was released. Resume from the last checkpoint."
             ) from self._failure
-        if self._thread is None:
+        if self._thread is None and not self._is_closed:
             self._wanted = min(coordinates, MAX_PREPARED)
             self._block = min(max(1, coordinates), _BLOCK)
             for _ in range(0, self._wanted, self._block):

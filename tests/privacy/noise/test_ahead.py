@@ -89,7 +89,7 @@ def test_a_step_that_fails_loses_what_it_took(ahead):
     leaf = torch.zeros(20, requires_grad=True)  # torch refuses to add to it in place
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         ahead.add_to(leaf, std=1.0)
-    assert taken(ahead, 5) == list(range(31, 36))
+    assert taken(ahead, 5, std=2.0) == list(range(62, 72, 2))
 
 
 @pytest.mark.usefixtures("numbered")
@@ -255,7 +255,10 @@ def test_close_and_the_end_of_a_with_statement_end_the_thread_and_may_be_repeate
         mechanism.close()
     assert torch.all(mechanism.privatize({"w": torch.zeros(100)}, step=1)["w"] != 0)  # drawn on the spot
     assert threads() == []
-    gaussian().close()  # one that never began
+    never_began = gaussian()
+    never_began.close()
+    never_began.privatize({"w": torch.zeros(100)}, step=0)
+    assert never_began._ahead._thread is None
 
 
 def test_a_block_that_the_thread_was_making_when_the_store_closed_is_cleared(monkeypatch):
