@@ -105,6 +105,12 @@ def test_the_store_holds_a_step_and_no_more_than_a_block_beyond(ahead, monkeypat
     assert MAX_PREPARED * 4 == 512 * 2**20
 
 
+def test_a_process_that_has_no_coordinate_orders_nothing(ahead):
+    ahead.expect(0, pinned=False)
+    assert ahead._orders.empty()
+    assert ahead.add_to(torch.zeros(0), std=1.0) == 0
+
+
 def test_a_double_precision_sum_gets_noise_of_its_own_precision(ahead):
     ahead.expect(1000, pinned=False)
     wait_until_full(ahead)
