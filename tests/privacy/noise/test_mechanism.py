@@ -42,10 +42,10 @@ def test_the_mean_is_over_the_expected_batch_size_in_the_memory_of_the_sum():
 
 
 @pytest.mark.parametrize("seed", [None, 0])
-def test_parameters_never_share_their_noise_nor_do_releases_of_one_step(seed):
-    mechanism = gaussian(seed=seed)
-    noise = [mechanism.privatize({"a": torch.zeros(9), "b": torch.zeros(9)}, step=0) for _ in range(2)]
-    assert len(torch.cat([each[name] for each in noise for name in each]).unique()) == 36
+def test_parameters_releases_of_a_step_and_seeds_never_share_their_noise(seed):
+    mechanisms = gaussian(seed=seed), gaussian(seed=None if seed is None else seed + 1)
+    noise = [each.privatize({"a": torch.zeros(9), "b": torch.zeros(9)}, step=0) for each in mechanisms for _ in range(2)]
+    assert len(torch.cat([released[name] for released in noise for name in released]).unique()) == 72
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
