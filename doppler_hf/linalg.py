@@ -1,12 +1,4 @@
-"""What files share about tensors: the side that a subspace belongs to, the precision of products, equal numbers and bits.
-
-A gradient G of shape (m, n) is read in a subspace of its *shorter* side, with P of shape (min(m, n), rank):
-
-    PᵀG for m ≤ n,    G·P for m > n,    and back  P·Y,    Y·Pᵀ
-
-The mechanism draws its noise in that subspace and the optimizer reads the gradient there. If they chose different sides,
-the noise would be in other coordinates than those that are read.
-"""
+"""What files share about tensors: equal numbers and bits, the precision of products."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,37 +7,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-
-
-def is_wide(matrix: Float[Tensor, "m n"]) -> bool:
-    """Return whether the first side is the shorter one, m ≤ n: the one that a subspace belongs to."""
-    return matrix.shape[0] <= matrix.shape[1]
-
-
-def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) -> Float[Tensor, "_ _"]:
-    """Return PᵀG, shape (rank, n), for m ≤ n and G·P, shape (m, rank), for m > n.
-
-    Args:
-        matrix: G.
-        basis: P, in the dtype of G.
-
-    Example:
-        >>> project(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[0.0], [1.0]]))
-        tensor([[4., 5., 6.]])
-    """
-    return basis.mT @ matrix if is_wide(matrix) else matrix @ basis
-
-
-def lift(low_rank: Float[Tensor, "_ _"], basis: Float[Tensor, "short rank"], *, out: Float[Tensor, "m n"]) -> None:
-    """Set `out` to P·Y for m ≤ n and to Y·Pᵀ for m > n, from which `project` returns Y (modified in place)."""
-    torch.mm(*factors(low_rank, basis, wide=is_wide(out)), out=out)
-
-
-def factors(
-    low_rank: Float[Tensor, "_ _"], basis: Float[Tensor, "short rank"], *, wide: bool
-) -> tuple[Float[Tensor, "m _"], Float[Tensor, "_ n"]]:
-    """Return the two matrices whose product is Y at full size: (P, Y), or (Y, Pᵀ) if the matrix is not wide."""
-    return (basis, low_rank) if wide else (low_rank, basis.mT)
 
 
 def in_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -237,7 +237,6 @@ class Witness:
         sums: Mapping[str, Float[Tensor, "..."]],
         *,
         step: int,
-        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
         places: Mapping[str, Place] = {},
     ) -> dict[str, Float[Tensor, "..."]]:
         """Keep the sums over all processes, and return zeros."""

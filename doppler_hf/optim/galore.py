@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.linalg import factors, is_wide
 from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 
 Projector = Literal["svd", "randomized", "warm"]
@@ -40,6 +39,25 @@ def has_projected(group: dict[str, Any]) -> bool:
 def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
     """Return whether this parameter of a group is: a matrix whose shorter side is longer than the rank."""
     return group["rank"] is not None and p.ndim == 2 and min(p.shape) > group["rank"]
+
+
+def is_wide(matrix: Float[Tensor, "m n"]) -> bool:
+    """Return whether the first side is the shorter one, m ≤ n: the one that is projected."""
+    return matrix.shape[0] <= matrix.shape[1]
+
+
+def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) -> Float[Tensor, "_ _"]:
+    """Return PᵀG, shape (rank, n), for m ≤ n and G·P, shape (m, rank), for m > n.
+
+    Args:
+        matrix: G.
+        basis: P, in the dtype of G.
+
+    Example:
+        >>> project(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[0.0], [1.0]]))
+        tensor([[4., 5., 6.]])
+    """
+    return basis.mT @ matrix if is_wide(matrix) else matrix @ basis
 
 
 def find_basis(
@@ -79,7 +97,7 @@ def find_basis(
         return range_of
     within = range_of.T @ short
     # Eigenvectors of a small Gram matrix, by ascending eigenvalue. Orthonormal once more, because products may be rounded
-    # (TF32), and what draws its noise in the subspace relies on it.
+    # (TF32).
     return _orthonormal(range_of @ torch.linalg.eigh(within @ within.T).eigenvectors[:, -rank:])
 
 
@@ -137,7 +155,7 @@ def add_lifted(
     decay: float,
 ) -> None:
     """Set X, the weight, to decay·X + scale · P d, or d Pᵀ, with d `low_rank` (modified in place)."""
-    left, right = factors(low_rank, basis, wide=is_wide(weight))
+    left, right = (basis, low_rank) if is_wide(weight) else (low_rank, basis.mT)
     if weight.dtype == basis.dtype:
         weight.addmm_(left, right, beta=decay, alpha=scale)
     else:

@@ -25,7 +25,6 @@ from torch.optim.optimizer import ParamsT, StateDict
 from torch.torch_version import TorchVersion
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
-from doppler_hf.linalg import is_wide, project
 from doppler_hf.optim.adaptive_fir import OptimalFIR
 from doppler_hf.optim.checks import RANK_WITHOUT_EFFECT, check_constants, check_group
 from doppler_hf.optim.galore import (
@@ -37,6 +36,8 @@ from doppler_hf.optim.galore import (
     already_filtered,
     has_projected,
     is_projected,
+    is_wide,
+    project,
     renew_basis,
 )
 from doppler_hf.optim.low_pass import FixedFilter
@@ -268,24 +269,6 @@ class DopplerOptimizer(Optimizer):
         if self.projector_source == "filtered":
             states, advance = [project(source, state["basis"])], already_filtered
         return ParameterTensors(torch.zeros_like(low_rank), low_rank, states, state.get("exp_avg_sq")), advance
-
-    def subspaces(self) -> dict[Tensor, Tensor]:
-        """Return for which parameters the next step reads no more of the gradient than its projection, and onto what.
-
-        Noise for these may be drawn in the subspace. They are the ones whose basis stays for the next step, unless the
-        filter runs ahead of the projection.
-
-        Returns:
-            Parameter → P, shape (shorter side, rank), with orthonormal columns.
-        """
-        if self.projector_source == "filtered":
-            return {}
-        return {
-            p: self.state[p]["basis"]
-            for group in self.param_groups
-            for p in group["params"]
-            if p in self.state and self.state[p].get("steps_in_basis", 0) % group["update_proj_gap"] != 0
-        }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of an optimizer with the same base, the same rank, and a filter of the same order.

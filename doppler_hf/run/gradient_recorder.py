@@ -42,8 +42,8 @@ class GradientRecorder(TrainerCallback):
 
     Raises:
         ValueError: If `dimensions` is out of range. When training begins, if the run's gradients are not private, its noise
-            is not white and of one size (GaLore, `noise_shape`, `clipping_quantile`), its filter changes, its trained
-            weights are in shards, it has fewer of them than dimensions, or several processes with `record_raw`.
+            is not white and of one size (`noise_shape`, `clipping_quantile`), its filter changes or is GaLore's, its
+            trained weights are in shards, it has fewer of them than dimensions, or several processes with `record_raw`.
 
     Example:
         >>> recorder = GradientRecorder(dimensions=64)
@@ -122,7 +122,7 @@ class GradientRecorder(TrainerCallback):
             raise ValueError("GradientRecorder records private gradients, and disable_dp=True has none. Leave one out.")
         if args.optim_target_modules is not None:
             raise ValueError(
-                "GradientRecorder assumes white noise, which GaLore (optim_target_modules) does not have. Record a run "
+                "GradientRecorder filters whole gradients, which GaLore (optim_target_modules) does not. Record a run "
                 "without it."
             )
         if self.record_raw and args.world_size > 1:

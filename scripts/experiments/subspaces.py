@@ -103,9 +103,7 @@ def train(
         for step in range(args.steps):
             drawn = sampler.draw(step)
             clipped.backward(losses_of(network, images[drawn], labels[drawn]))
-            names = {p: name for name, p in network.named_parameters()}
-            subspaces = {names[p]: basis for p, basis in optimizer.subspaces().items()}
-            gradients = mechanism.privatize(clipped.sums, step=step, subspaces=subspaces)
+            gradients = mechanism.privatize(clipped.sums, step=step)
             for name, p in network.named_parameters():
                 p.grad = gradients[name]
             clipped.reset()

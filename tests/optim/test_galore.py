@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.linalg import project
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTORS, add_lifted, find_basis, rotated
+from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTORS, add_lifted, find_basis, project, rotated
 from tests.support.optimizers import normal
 from tests.support.reference import doppler_trajectory
 
@@ -284,71 +283,6 @@ def test_equals_algorithm_3_at_the_largest_rank_with_bases_of_its_own(base, basi
         p.grad = torch.tensor(grad)
         optimizer.step()
         np.testing.assert_allclose(p.detach().numpy(), after, atol=1e-9, rtol=1e-9)
-
-
-@pytest.mark.parametrize("projector", ["svd", "warm"])
-@pytest.mark.parametrize("basis_change", BASIS_CHANGES)
-@pytest.mark.parametrize("base", BASES)
-def test_between_refreshes_the_projection_is_all_that_is_read(base, basis_change, projector):
-    def run(change):
-        params = parameters((5, 9), (9, 5), (6, 6), (7,))
-        constants = {"base": base, "basis_change": basis_change, "projector": projector, "weight_decay": 0.1}
-        optimizer = optimizer_of(params, **constants, eps=0.01)
-        for t in range(8):
-            subspaces = optimizer.subspaces()
-            step(optimizer, params, t, lambda p, grad, subspaces=subspaces, t=t: change(p, grad, subspaces, t))
-        return [p.detach() for p in params]
-
-    seen = {}
-
-    def in_subspace(p, grad, subspaces, t):
-        return lifted(grad, subspaces[p]) if p in subspaces else grad
-
-    def in_an_old_subspace(p, grad, subspaces, t):
-        seen.update(subspaces)
-        return lifted(grad, seen[p]) if p in seen and t == 6 else grad
-
-    expected = run(lambda p, grad, subspaces, t: grad)
-    assert_close(run(in_subspace), expected)
-    for one, other in zip(run(in_an_old_subspace)[:3], expected[:3], strict=True):
-        assert (one - other).abs().max() > 1e-3
-
-
-def test_subspaces_are_those_of_the_matrices_whose_next_step_keeps_its_basis():
-    often, seldom, square, vector, without = parameters((5, 9), (9, 5), (6, 6), (7,), (5, 5))
-    groups = [
-        {"params": [often, vector], "update_proj_gap": 2},
-        {"params": [seldom, square], "update_proj_gap": 4},
-        {"params": [without], "rank": None},
-    ]
-    optimizer = optimizer_of(groups)
-    assert optimizer.subspaces() == {}
-    for t in range(1, 13):
-        step(optimizer, [often, seldom, square, vector, without], t)
-        expected = ([often] if t % 2 else []) + ([seldom, square] if t % 4 else [])
-        subspaces = optimizer.subspaces()
-        assert list(subspaces) == expected
-        for p, basis in subspaces.items():
-            assert basis.shape == (min(p.shape), 2)
-            assert_close(basis.T @ basis, torch.eye(2, dtype=torch.float64))
-
-
-def test_a_filter_ahead_of_the_projection_reads_all_of_the_gradient():
-    params = parameters((5, 9))
-    optimizer = optimizer_of(params, projector_source="filtered")
-    for t in range(4):
-        step(optimizer, params, t)
-        assert optimizer.subspaces() == {}
-
-
-def test_asking_for_subspaces_leaves_no_trace():
-    with_grad, frozen = parameters((5, 9), (9, 5))
-    optimizer = optimizer_of([with_grad, frozen])
-    optimizer.subspaces()
-    step(optimizer, [with_grad], 0)
-    optimizer.subspaces()
-    assert frozen not in optimizer.state
-    optimizer_of([with_grad, frozen]).load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("source", ["gradient", "filtered"])

@@ -142,7 +142,7 @@ def test_auto_filters_stand_in_the_summary(tmp_path, capsys):
     "overrides",
     [
         dict(noise_multiplier=1.5, target_epsilon=None),  # of no equal ε
-        dict(optim_target_modules="all-linear"),  # whose small gradients shaped noise would fill
+        dict(optim_target_modules="all-linear"),  # which saves the memory that shaped noise takes
         dict(low_pass_filter="optimal-fir:taps=4"),  # which takes the noise for white
     ],
 )

@@ -4,7 +4,6 @@
 - shaped: noise that takes back part of that of the steps before
 - gaussian: normals from secret words
 - ahead: the noise of the next step, prepared in the background
-- subspace_noise: less noise, if the optimizer reads a subspace only
 - private_loss: the training loss as a private number
 - adaptive_clip: a clip norm that follows the norms of the gradients
 """

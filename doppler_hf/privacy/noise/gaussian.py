@@ -26,15 +26,15 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from doppler_hf.privacy.bits import BitStream, RekeyedBits, ReproducibleBits, SecretBits
 
 NoiseGenerator = Literal["csprng", "philox"]
-_IN_WORDS: Final[Mapping[NoiseGenerator, str]] = {
-    "csprng": "AES-256-CTR keyed by the operating system",
-    "philox": "Philox keyed anew by the operating system at every step",
+_GENERATORS: Final[Mapping[NoiseGenerator, tuple[type[BitStream], str]]] = {
+    "csprng": (SecretBits, "AES-256-CTR keyed by the operating system"),
+    "philox": (RekeyedBits, "Philox keyed anew by the operating system at every step"),
 }
 
 # Normals made at a time: enough to divide among torch's threads, and on a GPU among many more; working memory 4 and 16 MiB.
@@ -47,15 +47,8 @@ _TERMS: Final = 4
 
 
 def noise_stream(generator: NoiseGenerator, *, seed: int | None = None) -> BitStream:
-    """Return a stream of words for noise: new ones at every call, or for tests with a `seed` reproducible ones.
-
-    Raises:
-        ValueError: If `generator` is unknown.
-    """
-    _check_generator(generator)
-    if seed is not None:
-        return ReproducibleBits(seed, purpose="noise")
-    return SecretBits() if generator == "csprng" else RekeyedBits()
+    """Return a stream of words for noise: new ones at every call, or for tests with a `seed` reproducible ones."""
+    return _GENERATORS[generator][0]() if seed is None else ReproducibleBits(seed, purpose="noise")
 
 
 def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False, seed: int | None = None) -> str:
@@ -68,34 +61,21 @@ def noise_source(generator: NoiseGenerator, *, floating_point_safe: bool = False
         >>> noise_source("csprng")
         'AES-256-CTR keyed by the operating system, Box-Muller'
     """
-    _check_generator(generator)
-    bits = _IN_WORDS[generator] if seed is None else "reproducible from a seed: not private"
+    if generator not in _GENERATORS:
+        raise ValueError(f"generator must be one of {', '.join(_GENERATORS)}, got {generator!r}.")
+    bits = _GENERATORS[generator][1] if seed is None else "reproducible from a seed: not private"
     return f"{bits}, Box-Muller" + (", sum of four against floating-point attacks" if floating_point_safe else "")
 
 
-def _check_generator(generator: NoiseGenerator) -> None:
-    if generator not in _IN_WORDS:
-        raise ValueError(f"generator must be one of {', '.join(_IN_WORDS)}, got {generator!r}.")
-
-
-def box_muller(words: Int64[Tensor, " n"], *, std: float, out: Float64[Tensor, " n"], one_thread: bool = False) -> None:
+def box_muller(words: Any, out: Any, *, std: float, library: ModuleType) -> None:
     """Turn an even number of uniform words into as many independent draws of 𝒩(0, std²).
 
     Args:
-        words: Uniform words, shape (n,), n even (modified in place: it is overwritten).
+        words: Uniform int64 words, shape (n,), n even: an array of NumPy or a tensor (modified in place: overwritten).
         std: Standard deviation.
-        out: The draws, shape (n,), on the device of `words` (modified in place).
-        one_thread: Whether to compute without torch's threads. On the CPU only.
+        out: The draws in float64, of the same kind and shape (modified in place).
+        library: NumPy or torch, whose functions compute them.
     """
-    # torch's logarithm and tangent run in all of its threads from 128 numbers on; NumPy's are as fast in one.
-    if one_thread:
-        transform(words.numpy(), out.numpy(), std=std, library=np)
-    else:
-        transform(words, out, std=std, library=torch)
-
-
-def transform(words: Any, out: Any, *, std: float, library: ModuleType) -> None:
-    """Compute `box_muller` with the functions of NumPy on arrays, or those of torch on tensors."""
     half = len(words) // 2
     radius, tangent = out[:half], out[half:]
     radius[:] = words[:half]
@@ -144,6 +124,8 @@ def gaussian_pieces(
     words = torch.empty(min(piece, count + count % 2), dtype=torch.int64, device=device)
     out = torch.empty_like(words, dtype=torch.float64)
     terms, total = (_TERMS, torch.empty_like(out)) if floating_point_safe else (1, out)
+    # torch's logarithm and tangent run in all of its threads from 128 numbers on; NumPy's are as fast in one.
+    given, made, library = (words.numpy(), out.numpy(), np) if one_thread else (words, out, torch)
     for start in range(0, count, piece):
         size = min(piece, count - start)
         even = size + size % 2
@@ -151,7 +133,7 @@ def gaussian_pieces(
             total.zero_()
         for _ in range(terms):
             stream.fill(words[:even], step=step)
-            box_muller(words[:even], std=std / math.sqrt(terms), out=out[:even], one_thread=one_thread)
+            box_muller(given[:even], made[:even], std=std / math.sqrt(terms), library=library)
             if floating_point_safe:
                 total[:even].add_(out[:even])
         yield total[:size]

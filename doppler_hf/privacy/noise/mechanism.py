@@ -4,7 +4,6 @@
 
 B is the *expected* batch size, never the drawn one, which depends on the data. The other side of the privacy boundary reads
 one float a step from the mechanism, `noise_std`. The noise may be white, or shaped over the steps (`filters.noise_shape`).
-For gradients that are read in a subspace only, see `subspace_noise`.
 """
 
 import functools
@@ -22,7 +21,6 @@ from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.ahead import NoiseAhead
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
 from doppler_hf.privacy.noise.shaped import ShapedNoise
-from doppler_hf.privacy.noise.subspace_noise import bases_of, lift_into, projected, stretches_of
 from doppler_hf.shards import Place
 
 
@@ -43,12 +41,7 @@ class Mechanism(Protocol):
         """Return the standard deviation of the noise per coordinate of the mean gradient of step `step`, taken alone."""
 
     def privatize(
-        self,
-        sums: Mapping[str, Float[Tensor, "..."]],
-        *,
-        step: int,
-        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
-        places: Mapping[str, Place] = {},
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, places: Mapping[str, Place] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
 
@@ -122,25 +115,23 @@ class GaussianMechanism:
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
         self.shape = shape
-        # Of the white noise z at the first clip norm. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖
-        # times its own.
-        self._white_std = noise_multiplier * max_grad_norm * shape.norm
-        self._first_max_grad_norm = max_grad_norm
         self._first_step = self._next_step = first_step
         self._shaped = None if shape.is_white else ShapedNoise(shape)
-        self._generator: NoiseGenerator = generator
-        self._floating_point_safe = floating_point_safe
-        self._seed = seed
+        self._source = noise_source(generator, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = noise_stream(generator, seed=seed)
+        self._floating_point_safe, self._seed = floating_point_safe, seed
         self._ahead: NoiseAhead | None = None
         if draw_ahead and seed is None and noise_multiplier > 0.0:
-            self._ahead = NoiseAhead(
-                functools.partial(noise_stream, generator),
-                std=self._white_std,
-                floating_point_safe=floating_point_safe,
-            )
+            make_stream = functools.partial(noise_stream, generator)
+            self._ahead = NoiseAhead(make_stream, std=self._white_std, floating_point_safe=floating_point_safe)
             # The thread has a reference to the store only, so that a mechanism without references ends its thread.
             weakref.finalize(self, self._ahead.close)
+
+    @property
+    def _white_std(self) -> float:
+        """The standard deviation of the white noise z in the sum of the next step."""
+        # Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
+        return self.noise_multiplier * self.max_grad_norm * self.shape.norm
 
     @property
     def prepared(self) -> int:
@@ -165,7 +156,7 @@ class GaussianMechanism:
     def noise_std(self, step: int) -> float:
         """Return the standard deviation of the noise per coordinate of the mean gradient.
 
-        Of white noise it is σC/B, the paper's σ_DP. In a subspace it is the same per coordinate, up to the rounding of P.
+        Of white noise it is σC/B, the paper's σ_DP.
 
         Args:
             step: Optimizer step, from `first_step` on. White noise is the same in all of them, the other rises at first.
@@ -209,7 +200,7 @@ class GaussianMechanism:
 
     def describe(self) -> str:
         """Return the source of the noise in one line."""
-        return noise_source(self._generator, floating_point_safe=self._floating_point_safe, seed=self._seed)
+        return self._source
 
     def reproducible(self, seed: int) -> "GaussianMechanism":
         """Return the same mechanism with noise that depends on a seed, for tests and audits."""
@@ -225,12 +216,7 @@ class GaussianMechanism:
 
     @torch.no_grad()
     def privatize(
-        self,
-        sums: Mapping[str, Float[Tensor, "..."]],
-        *,
-        step: int,
-        subspaces: Mapping[str, Float[Tensor, "..."]] = {},
-        places: Mapping[str, Place] = {},
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, places: Mapping[str, Place] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`.
 
@@ -239,22 +225,15 @@ class GaussianMechanism:
                 is held). With several processes each passes its own, and all add some of the noise; they must agree in
                 names, shapes and order.
             step: Optimizer step, counted from 0.
-            subspaces: By name, P of each matrix whose gradient is needed in a subspace only, shape (min(m, n), rank) for a
-                sum of shape (m, n), with orthonormal columns; any device and floating dtype. It must be the same on every
-                process, and depend on earlier releases (or public data) only.
             places: By name, where in a parameter in shards the rows of this process are: its sum is of these rows alone, and
-                over all processes already. Each coordinate must be on one process, and none of them has a subspace.
+                over all processes already. Each coordinate must be on one process.
 
         Returns:
-            The private mean gradient by parameter name, the same on every process, in the tensors that were passed, but for
-            parameters in shards, of which it is that of the rows here. In a
-            subspace it is P·(PᵀS + noise)/B for m ≤ n and (S·P + noise)·Pᵀ/B for m > n, so that PᵀG (or G·P) is the noisy
-            projected mean. Shaped noise fills the whole gradient in any case: what it remembers of earlier steps was in
-            other subspaces.
+            The private mean gradient by parameter name, in the tensors that were passed: the same on every process, but for
+            parameters in shards, of which it is that of the rows here.
 
         Raises:
-            ValueError: If a sum is not of real numbers, a subspace is of no parameter or of another shape, or the columns of
-                a P are not orthonormal, by name. No sum has been modified then, and no noise drawn.
+            ValueError: If a sum is not of real numbers, by name. No sum has been modified then, and no noise drawn.
             RuntimeError: If the thread that draws ahead has failed, or steps of shaped noise do not follow each other.
                 Nothing must be released then.
         """
@@ -270,11 +249,8 @@ class GaussianMechanism:
                 f"Sums must be of floating-point numbers, got {other!r} of type {sums[other].dtype}. Keep the real and the "
                 "imaginary part in a real tensor (torch.view_as_real)."
             )
-        # Sensitivity: adding or removing one example changes the sum over all processes by a Δ of at most C in the joint
-        # ℓ₂ norm, because each example is on one process only and contributes one clipped gradient. In a subspace
-        # ‖PᵀΔ‖ ≤ ‖P‖₂·‖Δ‖ ≤ stretch·‖Δ‖, and the noise there is `stretch` times as large: in units of the noise the joint
-        # change is at most C/(σC) whatever the subspaces. They depend on earlier releases alone, so that the steps
-        # compose adaptively, which is what the accountant bounds; lifting from the subspace is post-processing.
+        # Sensitivity: adding or removing one example changes the sum over all processes by at most C in the joint ℓ₂ norm,
+        # because each example is on one process only and contributes one clipped gradient.
         #
         # Of a whole parameter each process adds the noise of its own run of coordinates to its own sum, before these are
         # reduced; of one in shards, of the rows that it alone has. Each from a stream under a key of its own: σC for every
@@ -282,61 +258,41 @@ class GaussianMechanism:
         # whole parameter exists anywhere, and every replica receives the same bits.
         distributed = dist.is_available() and dist.is_initialized()
         rank, processes = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        bases = bases_of(subspaces, sums)
-        assert not bases.keys() & places.keys(), "the rows of a shard have no subspace of the whole"
-        if self._shaped is not None:
-            bases = {}
-        stretches = stretches_of(bases, distributed=distributed)
-        released = {name: projected(total, bases[name]) if name in bases else total for name, total in sums.items()}
         own = {
-            name: values.view(-1) if name in places else values.view(-1).tensor_split(processes)[rank]
-            for name, values in released.items()
+            name: total.view(-1) if name in places else total.view(-1).tensor_split(processes)[rank]
+            for name, total in sums.items()
         }
         if self._ahead is not None:
-            coordinates = sum(part.numel() for part in own.values())
-            self._ahead.expect(coordinates, pinned=any(part.is_cuda for part in own.values()))
+            self._ahead.expect(sum(map(len, own.values())), pinned=any(part.is_cuda for part in own.values()))
         reductions = []
-        for name, values in released.items():
+        for name, total in sums.items():
             if self.noise_multiplier > 0.0:
                 part = own[name]
-                begin = int(part.storage_offset() - values.storage_offset())
-                place = places.get(name, Place(begin, values.numel()))
-                self._add_noise(part, name=name, stretch=stretches.get(name, 1.0), step=step, place=place)
+                place = places.get(name, Place(int(part.storage_offset() - total.storage_offset()), total.numel()))
+                add_white = functools.partial(self._add_white_noise, step=step, place=place)
+                if self._shaped is None:
+                    add_white(part)
+                else:
+                    part.add_(self._shaped.next(name, like=part, add_white=add_white))
             if distributed and name not in places:  # while the noise of the next ones is made
-                reductions.append(dist.all_reduce(values, async_op=True))
+                reductions.append(dist.all_reduce(total, async_op=True))
         for reduction in reductions:
             reduction.wait()
-        for name, values in released.items():
-            values.div_(self.expected_batch_size)
-            if name in bases:
-                lift_into(sums[name], values, bases[name])
+        for total in sums.values():
+            total.div_(self.expected_batch_size)
         self._next_step = step + 1
         return dict(sums)
 
-    def _add_noise(self, part: Float[Tensor, " n"], *, name: str, stretch: float, step: int, place: Place) -> None:
-        """Add the noise of the step to those coordinates of a parameter's sum that are at a place (modified in place)."""
-        add_white = functools.partial(self._add_white_noise, stretch=stretch, step=step, place=place)
-        if self._shaped is None:
-            add_white(part)
-        else:
-            part.add_(self._shaped.next(name, like=part, add_white=add_white))
-
-    def _add_white_noise(self, part: Float[Tensor, " n"], *, stretch: float, step: int, place: Place) -> None:
-        """Add 𝒩(0, (stretch·σC‖c‖)²) to every coordinate (modified in place)."""
+    def _add_white_noise(self, part: Float[Tensor, " n"], *, step: int, place: Place) -> None:
+        """Add 𝒩(0, (σC‖c‖)²) to every one of a parameter's coordinates that are at a place (modified in place)."""
         if self._seed is not None and part.numel() < place.numel:
             # For tests: the noise that one process would add, of which each takes what is of its coordinates.
             whole = part.new_zeros(place.numel)
-            self._add_white_noise(whole, stretch=stretch, step=step, place=Place(0, place.numel))
+            self._add_white_noise(whole, step=step, place=Place(0, place.numel))
             part.add_(whole[place.begin : place.begin + part.numel()])
             return
         # Sensitivity: C is that of this step, whatever it was when the noise was prepared.
-        stretch *= self.max_grad_norm / self._first_max_grad_norm
+        std, safe = self._white_std, self._floating_point_safe
         # Noise that is not prepared is drawn here, from another stream than the thread's: every coordinate gets its own.
-        prepared = 0 if self._ahead is None else self._ahead.add_to(part, scale=stretch)
-        add_gaussian_noise(
-            part[prepared:],
-            std=self._white_std * stretch,
-            stream=self._stream,
-            step=step,
-            floating_point_safe=self._floating_point_safe,
-        )
+        prepared = 0 if self._ahead is None else self._ahead.add_to(part, std=std)
+        add_gaussian_noise(part[prepared:], std=std, stream=self._stream, step=step, floating_point_safe=safe)

@@ -1,6 +1,7 @@
 """The clip norm that follows a quantile: its count, its noise, and what is accounted. False-alarm rates are stated."""
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -45,13 +46,13 @@ def test_it_counts_what_is_not_clipped():
     assert clipped.num_within.item() == 0
 
 
-@pytest.mark.parametrize("norm", [0.0, 1e-30, 0.5, 0.95, 0.99, 1.0, 1.02, 1.05, 3.0, 1e30, math.inf, math.nan])
-@pytest.mark.parametrize("others", [[], [0.3, 5.0]])
-def test_an_example_moves_the_count_by_half_at_most(norm, others):
+@pytest.mark.parametrize("norm", [0.0, 1.0, 1.02, 1e30, math.inf, math.nan])
+def test_an_example_moves_the_count_by_half_at_most(norm):
     def count(norms):
-        return linear(norms)[0].num_within.item() if norms else 0.0
+        return linear(norms)[0].num_within.item()
 
-    assert abs(count([*others, norm]) - count(others)) <= 0.5
+    assert abs(count([norm])) <= 0.5
+    assert abs(count([0.3, 5.0, norm]) - count([0.3, 5.0])) <= 0.5
 
 
 def test_rounding_does_not_move_an_example_across_a_step():
@@ -63,8 +64,7 @@ def share_of(clip, norms):
     return np.clip(1.5 - np.asarray(norms) / clip, 0, 1).mean()
 
 
-@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
-@pytest.mark.parametrize("first", [1e-2, 1e2])
+@pytest.mark.parametrize(("quantile", "first"), [(0.2, 1e-2), (0.9, 1e2)])
 def test_without_noise_it_finds_the_quantile(quantile, first):
     norms = np.exp(np.random.default_rng(0).normal(size=4000))
     mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=len(norms))
@@ -129,6 +129,10 @@ def test_the_noise_is_that_of_the_clip_norm_of_its_step(draw_ahead):
         noise_multiplier=2.0, max_grad_norm=0.5, expected_batch_size=4, draw_ahead=draw_ahead
     ) as mechanism:
         for step, clip_norm in enumerate(clip_norms):
+            deadline = time.monotonic() + 60
+            while draw_ahead and step and mechanism.prepared < number:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             mechanism.rescale(clip_norm)
             assert mechanism.noise_std(step) == pytest.approx(2.0 * clip_norm / 4)
             noise = mechanism.privatize({"w": torch.zeros(number)}, step=step)["w"].double().numpy()
@@ -227,10 +231,9 @@ def test_one_unit_moves_sum_and_count_as_claimed(tmp_path, options):
     assert result.couplings.max() < 1e-9
 
 
-@pytest.mark.parametrize("processes", [2])
-def test_parts_of_a_count_add_up(processes):
+def test_parts_of_a_count_add_up():
     norms = [0.1, 0.5, 0.98, 1.03, 7.0, 100.0]
-    parts = [linear(norms[rank::processes])[0].num_within for rank in range(processes)]
+    parts = [linear(norms[rank::2])[0].num_within for rank in range(2)]
     assert sum(parts).item() == pytest.approx(linear(norms)[0].num_within.item(), abs=1e-12)
 
 

@@ -60,19 +60,19 @@ def numbered(monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 2500)
 
 
-def taken(ahead, count, scale=1.0):
+def taken(ahead, count, std=1.0):
     values = torch.zeros(count)
-    done = ahead.add_to(values, scale=scale)
+    done = ahead.add_to(values, std=std)
     assert torch.all(values[done:] == 0)
     return values[:done].tolist()
 
 
 @pytest.mark.usefixtures("numbered")
-def test_every_normal_is_used_once_whatever_the_steps_need(ahead):
+def test_every_normal_is_used_once_whatever_is_taken(ahead):
     generator, used = np.random.default_rng(0), []
     for _ in range(60):
         need = int(generator.integers(1, 12_000))
-        ahead.expect(need, pinned=False)
+        ahead.expect(6000, pinned=False)
         if generator.random() < 0.7:
             wait_until_full(ahead)
         for size in np.diff(np.sort(generator.integers(0, need + 1, size=4)), prepend=0, append=need).tolist():
@@ -88,55 +88,37 @@ def test_a_step_that_fails_loses_what_it_took(ahead):
     assert taken(ahead, 10) == list(range(1, 11))
     leaf = torch.zeros(20, requires_grad=True)  # torch refuses to add to it in place
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        ahead.add_to(leaf, scale=1.0)
-    assert taken(ahead, 5) == list(range(31, 36))
+        ahead.add_to(leaf, std=1.0)
+    assert taken(ahead, 5, std=2.0) == list(range(62, 72, 2))
 
 
 @pytest.mark.usefixtures("numbered")
-def test_what_is_left_stays_and_what_is_missing_is_left_to_the_caller(ahead, monkeypatch):
-    ahead.expect(3000, pinned=False)
-    wait_until_full(ahead)
-    assert taken(ahead, 100) == list(range(1, 101))
-    ahead.expect(100, pinned=False)  # a smaller step: the rest is still there
-    assert taken(ahead, 100) == list(range(101, 201))
-    prepared = ahead.prepared
-    ahead.close()
-    assert prepared >= 2800
-    assert taken(ahead, 100) == []  # closed: nothing, and the caller draws
-
-
-@pytest.mark.usefixtures("numbered")
-def test_the_store_is_bounded_by_a_step_and_a_block(ahead, monkeypatch):
-    largest, sleep = 0, time.sleep
-    for need in (9000, 9000, 20_000, 9000, 300, 300, 300):
-        ahead.expect(need, pinned=False)
-        wait_until_full(ahead)
-        sleep(0.02)
-        largest = max(largest, ahead.prepared)
-        taken(ahead, need)
-    assert largest < 9000 + 2500  # the one larger step did not count
-    monkeypatch.setattr(module, "MAX_PREPARED", 4000)
-    ahead.expect(300, pinned=False)
-    taken(ahead, 20_000)
-    for _ in range(2):
+@pytest.mark.parametrize(("most", "blocks"), [(MAX_PREPARED, 4), (4000, 2)])
+def test_the_store_holds_a_step_and_no_more_than_a_block_beyond(ahead, monkeypatch, most, blocks):
+    monkeypatch.setattr(module, "MAX_PREPARED", most)
+    for _ in range(3):
         ahead.expect(9000, pinned=False)
         wait_until_full(ahead)
-        sleep(0.02)
-    assert 4000 <= ahead.prepared < 4000 + 2500
+        time.sleep(0.02)
+        assert blocks * 2500 <= ahead.prepared < (blocks + 1) * 2500
+        assert taken(ahead, 9000)
     assert MAX_PREPARED * 4 == 512 * 2**20
+
+
+def test_a_process_that_has_no_coordinate_orders_nothing(ahead):
+    ahead.expect(0, pinned=False)
+    assert ahead._orders.empty()
+    assert ahead.add_to(torch.zeros(0), std=1.0) == 0
 
 
 def test_a_double_precision_sum_gets_noise_of_its_own_precision(ahead):
     ahead.expect(1000, pinned=False)
     wait_until_full(ahead)
-    values = torch.zeros(10, dtype=torch.float64)
-    assert ahead.add_to(values, scale=1.0) == 0
-    assert torch.all(values == 0)
-    assert ahead.add_to(torch.zeros(10, dtype=torch.bfloat16), scale=1.0) == 10
+    assert ahead.add_to(torch.zeros(10, dtype=torch.float64), std=1.0) == 0
+    assert ahead.add_to(torch.zeros(10, dtype=torch.bfloat16), std=1.0) == 10
 
 
-@pytest.mark.parametrize(("safe", "times"), [(False, 1), (True, 4)])
-def test_the_thread_takes_four_times_the_words_in_floating_point_safe_mode(safe, times):
+def test_in_floating_point_safe_mode_four_are_added_and_nothing_rounded_is_multiplied():
     words = []
 
     class Counted(BitStream):
@@ -146,19 +128,12 @@ def test_the_thread_takes_four_times_the_words_in_floating_point_safe_mode(safe,
             words.append(len(out))
             SecretBits().fill(out, step=step)
 
-    ahead = NoiseAhead(Counted, std=1.0, floating_point_safe=safe)
+    ahead = NoiseAhead(Counted, std=1.0, floating_point_safe=True)
     ahead.expect(1000, pinned=False)
     wait_until_full(ahead)
-    ahead.close()
-    assert words == [1000] * times
-
-
-def test_in_floating_point_safe_mode_nothing_rounded_is_multiplied():
-    ahead = NoiseAhead(SecretBits, std=1.0, floating_point_safe=True)
-    ahead.expect(1000, pinned=False)
-    wait_until_full(ahead)
-    assert ahead.add_to(torch.zeros(10), scale=1.0001) == 0
-    assert ahead.add_to(torch.zeros(10), scale=1.0) == 10
+    assert words == [1000] * 4
+    assert ahead.add_to(torch.zeros(10), std=1.0001) == 0
+    assert ahead.add_to(torch.zeros(10), std=1.0) == 10
     ahead.close()
 
 
@@ -171,8 +146,7 @@ def gaussian(**overrides):
     )
 
 
-@pytest.mark.parametrize("safe", [False, True])
-@pytest.mark.parametrize("generator", ["csprng", "philox"])
+@pytest.mark.parametrize(("generator", "safe"), [("csprng", False), ("philox", True)])
 def test_the_noise_is_the_mechanisms_whether_prepared_or_not(generator, safe):
     """Steps of several sizes, with and without time to prepare: Kolmogorov–Smirnov and correlations at 1e-6 each."""
     with gaussian(generator=generator, floating_point_safe=safe) as mechanism:
@@ -194,38 +168,6 @@ def test_the_noise_is_the_mechanisms_whether_prepared_or_not(generator, safe):
     assert abs(np.corrcoef(everything[:-1], everything[1:])[0, 1]) < 5.5 / np.sqrt(len(everything))
 
 
-def test_subspaces_take_their_noise_from_the_store():
-    basis = torch.linalg.qr(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))[0]
-    with gaussian() as mechanism:
-        noise = []
-        for step in range(3):
-            sums, before = {"w": torch.zeros(20_000, 8)}, None
-            if step:
-                wait_until_full(mechanism._ahead)
-                before = len(mechanism._ahead._store[0])
-            gradient = mechanism.privatize(sums, step=step, subspaces={"w": basis})["w"]
-            assert before in (None, 80_000)  # 4 of 8 columns of 20,000 rows
-            noise.append((gradient @ basis).double().numpy().ravel() / mechanism.noise_std(0))
-    noise = np.concatenate(noise)
-    assert scipy.stats.kstest(noise, "norm").pvalue > 1e-6  # Kolmogorov–Smirnov at 1e-6
-
-
-def test_a_stretched_subspace_has_its_prepared_noise_stretched(monkeypatch):
-    """All prepared "normals" are 1, so that the factor can be read."""
-    monkeypatch.setattr(module, "gaussian_pieces", lambda count, *, std, **others: iter([torch.full((count,), std)]))
-    basis = torch.eye(8, 4) * (1 + 2e-4)
-    error = torch.linalg.matrix_norm(basis.double().T @ basis.double() - torch.eye(4, dtype=torch.float64)).item()
-    with gaussian() as mechanism:
-        mechanism.privatize({"w": torch.zeros(8, 10)}, step=0, subspaces={"w": basis})
-        wait_until_full(mechanism._ahead)
-        sums = {"w": torch.zeros(8, 10), "b": torch.zeros(3)}
-        gradient = mechanism.privatize(sums, step=1, subspaces={"w": basis})
-    noise = torch.linalg.pinv(basis.double()) @ gradient["w"].double()
-    expected = torch.full((4, 10), mechanism.noise_std(0) * (1 + error) ** 0.5, dtype=torch.float64)
-    # The factor, the product and the sum over four columns round once each, in float32.
-    torch.testing.assert_close(noise, expected, rtol=8 * torch.finfo(torch.float32).eps, atol=0)
-
-
 @pytest.mark.parametrize("arguments", [dict(seed=0), dict(noise_multiplier=0.0), dict(draw_ahead=False)], ids=str)
 def test_nothing_is_drawn_ahead_that_must_not_be(arguments):
     mechanism = gaussian(**arguments)
@@ -234,41 +176,22 @@ def test_nothing_is_drawn_ahead_that_must_not_be(arguments):
     mechanism.close()
 
 
-def test_a_seed_gives_the_same_noise_with_and_without():
-    def noise(draw_ahead):
-        mechanism = gaussian(seed=3, draw_ahead=draw_ahead)
-        return torch.stack([mechanism.privatize({"w": torch.zeros(99)}, step=step)["w"] for step in range(3)])
-
-    # NumPy's logarithm and tangent in the thread, torch's without: a last bit of float64, which may decide that of float32.
-    torch.testing.assert_close(noise(False), noise(True), rtol=torch.finfo(torch.float32).eps, atol=0)
-
-
-def broken_stream():
-    raise OSError("no entropy")
-
-
 def broken_pieces(count, **others):
     yield torch.ones(count, dtype=torch.float64)[: count // 2]
     raise MemoryError("in the middle of a block")
 
 
-@pytest.mark.parametrize("where", ["stream", "pieces"])
-def test_a_failure_of_the_thread_surfaces_before_anything_is_released(where, monkeypatch):
+def test_a_failure_of_the_thread_surfaces_before_anything_is_released(monkeypatch):
     mechanism = gaussian()
-    if where == "stream":
-        mechanism._ahead._make_stream = broken_stream
-    else:
-        monkeypatch.setattr(module, "gaussian_pieces", broken_pieces)
+    monkeypatch.setattr(module, "gaussian_pieces", broken_pieces)
     mechanism._ahead.expect(99, pinned=False)
     wait_until(lambda: not mechanism._ahead._thread.is_alive())
     for step in range(2):  # and it does not heal
         sums = {"w": torch.ones(99)}
         with pytest.raises(RuntimeError, match="prepares noise ahead has failed") as raised:
             mechanism.privatize(sums, step=step)
-        assert isinstance(raised.value.__cause__, (OSError, MemoryError))
+        assert isinstance(raised.value.__cause__, MemoryError)
         assert torch.equal(sums["w"], torch.ones(99))
-    with pytest.raises(RuntimeError, match="has failed"):
-        mechanism._ahead.add_to(torch.zeros(3), scale=1.0)
     mechanism.close()
 
 
@@ -327,47 +250,21 @@ def test_a_forked_process_that_closes_the_store_first_has_noise_of_its_own():
     assert len(np.intersect1d(ours, theirs)) < 20  # Poisson(0.7): below 1e-20
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_that_only_ends_does_not_wait_for_its_parents_thread():
+def test_close_and_the_end_of_a_with_statement_end_the_thread_and_may_be_repeated():
     with gaussian() as mechanism:
-        mechanism.privatize({"w": torch.zeros(100)}, step=0)
-        held, released = threading.Event(), threading.Event()
-
-        def hold():  # a thread that the child has not, which holds the lock there for ever
-            with mechanism._ahead._changed:
-                held.set()
-                released.wait()
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        held.wait()
-        child = os.fork()
-        if child == 0:
-            mechanism.close()
-            os._exit(0)
-        released.set()
-        holder.join()
-        deadline = time.monotonic() + 30
-        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if ended[0] == 0:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-        assert ended == (child, 0)
-
-
-def test_close_ends_the_thread_and_may_be_repeated():
-    mechanism = gaussian()
-    assert threads() == []
-    mechanism.privatize({"w": torch.zeros(100)}, step=0)
-    assert len(threads()) == 1
-    for _ in range(2):
-        mechanism.close()
         assert threads() == []
-        assert len(mechanism._ahead._store) == 0
+        mechanism.privatize({"w": torch.zeros(100)}, step=0)
+        assert len(threads()) == 1
+    for _ in range(2):
+        assert threads() == []
+        assert mechanism.prepared == 0
+        mechanism.close()
     assert torch.all(mechanism.privatize({"w": torch.zeros(100)}, step=1)["w"] != 0)  # drawn on the spot
     assert threads() == []
-    gaussian().close()  # one that never began
+    never_began = gaussian()
+    never_began.close()
+    never_began.privatize({"w": torch.zeros(100)}, step=0)
+    assert never_began._ahead._thread is None
 
 
 def test_a_block_that_the_thread_was_making_when_the_store_closed_is_cleared(monkeypatch):
@@ -385,23 +282,11 @@ def test_a_block_that_the_thread_was_making_when_the_store_closed_is_cleared(mon
     begun.wait()
     closer = threading.Thread(target=mechanism.close)
     closer.start()
-    while not mechanism._ahead._closed:
+    while not mechanism._ahead._is_closed:
         time.sleep(0.01)
     closing.set()
     closer.join()
-    assert len(mechanism._ahead._store) == 0
-
-
-def test_leaving_the_with_statement_ends_the_thread_even_by_an_exception():
-    def failing_step():
-        with gaussian() as mechanism:
-            mechanism.privatize({"w": torch.zeros(100)}, step=0)
-            assert len(threads()) == 1
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        failing_step()
-    assert threads() == []
+    assert mechanism.prepared == 0
 
 
 def test_a_dropped_mechanism_ends_its_thread():

@@ -122,11 +122,13 @@ def test_the_optimizer_knows_the_noise_of_the_gradient_alone(tmp_path):
     assert trainer.optimizer.optimizer.noise_std == run.mechanism.noise_std(0) == run.statement.noise_multiplier / 8
 
 
-def test_users_contribute_their_mean(tmp_path):
+@pytest.mark.parametrize("clip_unit_mean", [True, False])
+def test_users_contribute_their_mean(tmp_path, clip_unit_mean):
     data = numbered().add_column("user", [index // 2 for index in range(24)])
     trainer = train(
         tmp_path, losses={5 + index: index % 2 for index in range(24)}, data=data, noise_multiplier=0.0, noise_seed=0,
         privacy_unit_column="user", per_device_train_batch_size=12, gradient_accumulation_steps=1, max_steps=1,
+        clip_unit_mean=clip_unit_mean,
     )  # fmt: skip
     assert losses_of(trainer) == pytest.approx([12 * 0.5 / 12], abs=1e-4)
 
