@@ -1,6 +1,6 @@
 """What shaped noise and a filter gain, in three minutes: a small CNN, trained privately on MNIST with them and without.
 
-    make quickstart        or        python scripts/quickstart.py [--dataset_dir FOLDER]
+    make quickstart        or        python -m scripts.quickstart [--dataset_dir FOLDER]
 
 Same ε, same data, and no learning rate given: it follows from public numbers. Prints one table; the learning curves go to
 `out/quickstart/learning_curves.png`, and each run's log and ledger to a folder beside it. Where there is no hub, and no
@@ -22,10 +22,10 @@ from transformers import PrinterCallback, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.reports.plots import check_picture, plot_learning_curves
-from doppler_hf.reproduce.networks import Classifier, mnist_cnn
 from doppler_hf.workloads.arguments import one_line_errors
 from doppler_hf.workloads.data_sources import load_images
 from doppler_hf.workloads.metrics import accuracy_from_logits
+from scripts.studies.networks import Classifier, mnist_cnn
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

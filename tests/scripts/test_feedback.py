@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from doppler_hf.reproduce.tasks import SMALL
 from scripts.experiments import feedback
+from scripts.studies.tasks import SMALL
 
 
 @pytest.mark.parametrize("at", [0.6, 1.0, 1.7])

@@ -1,6 +1,7 @@
 """A run trains, by every method and on every task, with the privacy that it says."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ import torch
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.privacy import default_delta
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
-from doppler_hf.reproduce import runs
-from doppler_hf.reproduce.runs import Run, StudyTrainer, train
-from doppler_hf.reproduce.studies import STUDIES
-from doppler_hf.reproduce.tasks import FULL, SMALL
+from scripts.studies import runs
+from scripts.studies.runs import Run, StudyTrainer, train
+from scripts.studies.studies import STUDIES, fits
+from scripts.studies.tasks import FULL, SMALL, TASKS
 from tests.support.tiers import further, thorough
 
 # Of half a minute each: their layers are many.
@@ -90,3 +91,15 @@ def test_a_floor_is_a_fraction_of_the_noises_variance(sources, small, monkeypatc
     torch.testing.assert_close(small_floor, large_floor, rtol=0, atol=0)
     assert not any(torch.allclose(first[0], second[0]) for first, second in zip(large_floor, other_seed))
     assert not torch.allclose(small_floor[0][0], small_floor[1][0])  # another step, other noise
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_methods_of_a_study_differ_on_each_of_its_tasks(name):
+    """Or one run would stand in two lines, under two names."""
+    study = STUDIES[name]
+    for scale, labels in (("small", study.tasks), ("full", study.full_tasks)):
+        for label in labels:
+            task, data = TASKS[scale][label], SimpleNamespace(digest=label)
+            methods = [method for method in study.methods.values() if fits(method, task)]
+            runs = {Run.of(label, task, data, method, 3.0, 0.1, 0) for method in methods}
+            assert len(runs) == len(methods) > 1
