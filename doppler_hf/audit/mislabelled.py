@@ -112,11 +112,6 @@ class GradientAuditTrainer(_MislabelledAuditTrainer):
     """An audited run with mislabelled examples, seen white-box: scores are inner products with the private gradients.
 
     Each step costs about four more forward passes over all canaries.
-
-    Example:
-        >>> trainer = GradientAuditTrainer(model=model, args=args, train_dataset=train, num_canaries=1000)
-        >>> trainer.audit().lower_bound
-        0.7
     """
 
     kind: ClassVar[CanaryKind] = "natural"
@@ -172,11 +167,6 @@ class LossAuditTrainer(_MislabelledAuditTrainer):
     """An audited run with mislabelled examples, seen black-box: scores are the decrease of their loss.
 
     The attack needs the first and the last model only, and proves less than the white-box attacks.
-
-    Example:
-        >>> trainer = LossAuditTrainer(model=model, args=args, train_dataset=train, num_canaries=1000)
-        >>> trainer.audit().lower_bound
-        0.2
     """
 
     kind: ClassVar[CanaryKind] = "loss"

@@ -31,7 +31,6 @@ class AuditResult:
         delta: δ of the claim and of the bounds.
         confidence: The probability with which the bounds hold.
         runs: The number of trainings.
-        replayed_noise: The guess at the noise's generator that reproduced it, or None.
     """
 
     kind: CanaryKind
@@ -42,7 +41,6 @@ class AuditResult:
     delta: float
     confidence: float
     runs: int
-    replayed_noise: str | None
 
     @property
     def claimed_epsilon(self) -> float:
@@ -81,7 +79,6 @@ class AuditResult:
             "lower_bounds": self.lower_bounds,
             "contradicts_claim": self.contradicts_claim,
             "right_guesses": self.right_guesses,
-            "replayed_noise": self.replayed_noise,
             "included": self.included.tolist(),
             "scores": self.scores.tolist(),
         }
