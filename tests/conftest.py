@@ -106,9 +106,8 @@ def all_trials(few_trials, monkeypatch):
 
 @pytest.fixture
 def own_caches(tmp_path, monkeypatch):
-    """Keep what `datasets` and `evaluate` cache apart from other tests'."""
+    """Keep what `datasets` caches apart from other tests'."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture

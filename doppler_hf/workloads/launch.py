@@ -22,7 +22,7 @@ def launch(
         trainer_class: `DopplerTrainer`, or one of your own.
         kind: One of `recipe.KINDS`.
         argv: The command line without the program's name, by default that of the running program.
-        complete: A function that adds derived metrics to those of an evaluation.
+        complete: As in `train_and_evaluate`.
 
     Raises:
         SystemExit: If something in the recipe, the flags, the data or the model is wrong, with a message of one line.

@@ -60,9 +60,6 @@ class PromptForSequenceClassification(PreTrainedModel):
     Args:
         config: The model's config with `mask_token_id`, the token of the gap, and `label_token_ids`, one for each class.
         masked_lm: The model; by default a new one.
-
-    Example:
-        >>> model = PromptForSequenceClassification.from_masked_lm("FacebookAI/roberta-base", prompter=prompter)
     """
 
     config_class = PreTrainedConfig
@@ -83,12 +80,7 @@ class PromptForSequenceClassification(PreTrainedModel):
     def from_masked_lm(
         cls, name_or_path: str | PathLike[str], *, prompter: "Prompter", **config_kwargs: Any
     ) -> "PromptForSequenceClassification":
-        """Load a pretrained masked language model, or a checkpoint of this class, from the hub or a folder.
-
-        Args:
-            name_or_path: Hub name or folder.
-            prompter: Names the gap and the words.
-            **config_kwargs: Entries of the config, such as `num_labels`.
+        """Load a pretrained masked language model, or a checkpoint of this class, with the prompter's gap and words.
 
         Raises:
             ValueError: If layers or head are not pretrained.
@@ -176,11 +168,7 @@ class Prompter:
             raise ValueError(f"--max_seq_length must be longer than the template, got {max_length}. Set 128, say.")
 
     def __call__(self, *sentences: Sequence[str]) -> dict[str, list[list[int]]]:
-        """Return `input_ids` and `attention_mask`.
-
-        Args:
-            *sentences: The first sentences of all examples, and the second where the task has pairs.
-        """
+        """Return `input_ids` and `attention_mask` for the first sentences, and the second where the task has pairs."""
         rows = [self._tokens_of(row) for row in zip(*sentences, strict=True)]
         return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
 

@@ -34,10 +34,6 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
         ValueError: If no kind has all the arguments or several have, the recipe cannot be read, a name is unknown, or
             data or model are missing.
         SystemExit: If argparse finds a value of the wrong type or misses a required argument.
-
-    Example:
-        >>> workload, training_args = parse_recipe(["recipes/image/digits-eps8.yaml", "--num_train_epochs", "1"])
-        >>> trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--workload")

@@ -321,16 +321,15 @@ def test_examples_are_cut_to_what_the_model_reads(common, tmp_path):
 def test_the_hub_is_asked_for_the_texts_that_the_arguments_name(training_args, monkeypatch):
     asked = []
 
-    def load_texts(*args, **kwargs):
+    def load_rows(*args, **kwargs):
         asked.append((*args, kwargs))
         raise ValueError("enough")
 
-    monkeypatch.setattr(causal_lm, "load_texts", load_texts)
+    monkeypatch.setattr(language_model, "load_rows", load_rows)
     args = causal_lm.CausalLMArguments("gpt2", "wiki", "en", "test[:9]", text_column="body")
-    training_args.privacy_unit_column = "writer"
     with pytest.raises(ValueError, match="enough"):
         causal_lm.build(args, LoraArguments(), training_args)
-    names = {"dataset_config": "en", "validation_split": "test[:9]", "text_column": "body", "unit_column": "writer"}
+    names = {"dataset_config": "en", "validation_split": "test[:9]"}
     assert asked == [("wiki", None, names)]
 
 
@@ -358,7 +357,7 @@ def test_only_after_data_and_model_does_the_first_process_tokenize_for_the_other
         data, model = write_glue(tmp_path / "data", "sst2"), write_bert(tmp_path / "model")
         workload = glue.build(glue.GlueArguments("sst2", str(model), str(data)), LoraArguments(), training_args)
     else:
-        spy(causal_lm, "load_texts", "data")
+        spy(causal_lm, "rows_of", "data")
         spy(language_model.AutoModelForCausalLM, "from_pretrained", "model")
         data, model = write_texts(tmp_path / "data"), write_gpt2(tmp_path / "model")
         args = causal_lm.CausalLMArguments(str(model), dataset_dir=str(data), text_column="review")
