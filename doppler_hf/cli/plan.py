@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
 from doppler_hf.reports.noise_shapes import AutoChoice, ShapedRun, auto_choice, shapes_of_equal_epsilon
-from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
+from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
 READING: Final = (
@@ -79,36 +79,19 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
-    table = alternatives(
-        planned,
-        epochs=epochs,
-        target_epsilon=facts["target_epsilon"],
-        delta=facts["delta"],
-        accountant=args.accountant,
-    )
-    shapes = shapes_of_equal_epsilon(
-        planned,
-        target_epsilon=facts["target_epsilon"],
-        delta=facts["delta"],
-        accountant=args.accountant,
-        low_pass_filter=low_pass_filter,
-    )
-    auto = auto_choice(planned, target_epsilon=facts["target_epsilon"], delta=facts["delta"], accountant=args.accountant)
+    target = Target(facts["target_epsilon"], facts["delta"], args.accountant)
+    table = alternatives(planned, target, epochs=epochs)
+    shapes = shapes_of_equal_epsilon(planned, target, low_pass_filter=low_pass_filter)
+    auto = auto_choice(planned, target)
     title = (
-        f"ε = {facts['target_epsilon']:.4g} ({args.accountant}), δ = {facts['delta']:.3g}, N = {planned.num_examples:,}, "
+        f"ε = {target.epsilon:.4g} ({target.accountant}), δ = {target.delta:.3g}, N = {planned.num_examples:,}, "
         f"C = {planned.max_grad_norm:g}"
     )
     if args.json:
         cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
         shaped = [{**each._asdict(), "shape": str(each.shape)} for each in shapes]
-        print(
-            json.dumps(
-                {**facts, "alternatives": cells, "noise_shapes": shaped, "auto": auto._asdict()},
-                indent=2,
-                ensure_ascii=False,
-                allow_nan=False,
-            )
-        )
+        everything = {**facts, "alternatives": cells, "noise_shapes": shaped, "auto": auto._asdict()}
+        print(json.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         console.print(alternatives_table(table, planned, low_pass_filter, title=title))
         console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))

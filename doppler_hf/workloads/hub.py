@@ -24,8 +24,9 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
-        mend = f"Without network access give a local folder with {flag}."
-        raise ValueError(f"Cannot load {source!r} ({reason}). {mend}") from error
+        raise ValueError(
+            f"Cannot load {source!r} ({reason}). Without network access give a local folder with {flag}."
+        ) from error
 
 
 def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = "") -> None:

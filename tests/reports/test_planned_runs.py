@@ -12,7 +12,7 @@ from doppler_hf.privacy.accounting import accounting
 from doppler_hf.privacy.accounting.accounting import get_epsilon
 from doppler_hf.privacy.accounting.upper_bounds import prv_epsilon
 from doppler_hf.reports import planned_runs as planning
-from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
+from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from tests.support.tiers import thorough
 
 RUN = {"num_examples": 1000, "epsilon": 3.0, "noise_multiplier": 1.0, "epochs": 2.0, "batch_size": 100}
@@ -224,7 +224,7 @@ def test_targets_out_of_reach_are_refused_with_the_mend(change, message):
 def test_alternatives_cost_the_same():
     request = PlanRequest(num_examples=1000, batch_size=100, epochs=1.5, epsilon=3, accountant="rdp", max_grad_norm=0.3)
     run = request.solve()
-    table = alternatives(run, epochs=1.5, target_epsilon=3, delta=request.target_delta, accountant="rdp")
+    table = alternatives(run, Target(3, request.target_delta, "rdp"), epochs=1.5)
     assert list(table) == [0.75, 1.5, 3.0, 6.0]
     for epochs, runs in table.items():
         assert [other.expected_batch_size for other in runs] == [25, 50, 100, 200, 400]
@@ -249,7 +249,7 @@ def test_alternatives_cost_the_same_by_prv_which_is_not_asked_for_each(target, n
     for more_epochs, larger_batch in ((1 / 2, 1 / 4), (2, 1 / 2), (4, 4)):
         monkeypatch.setattr(planning, "EPOCH_FACTORS", (more_epochs,))
         monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (larger_batch,))
-        table = alternatives(run, epochs=epochs, target_epsilon=target, delta=delta, accountant="prv")
+        table = alternatives(run, Target(target, delta, "prv"), epochs=epochs)
         assert not asked
         ((other,),) = table.values()
         spent = prv_epsilon([(other.noise_multiplier, other.sample_rate, other.steps)], delta=delta)
@@ -263,7 +263,7 @@ def test_alternatives_take_few_and_coarse_evaluations(monkeypatch):
     monkeypatch.setattr(planning, "EPOCH_FACTORS", (1,))
     accounting.bound.cache_clear()
     run = PlannedRun(num_examples=67_349, expected_batch_size=1000, steps=204, noise_multiplier=0.7728, max_grad_norm=1.0)
-    table = alternatives(run, epochs=3, target_epsilon=3.0, delta=67_349**-1.1, accountant="prv")
+    table = alternatives(run, Target(3.0, 67_349**-1.1, "prv"), epochs=3)
     assert len(table[3]) == 5
     assert len(grids) <= 18
     assert max(grids) <= 2**20 / 16 * 1.05
@@ -271,7 +271,7 @@ def test_alternatives_take_few_and_coarse_evaluations(monkeypatch):
 
 def test_alternatives_have_their_own_target_and_delta():
     run = PlannedRun(num_examples=1000, expected_batch_size=100, steps=20, noise_multiplier=7.0, max_grad_norm=1.0)
-    table = alternatives(run, epochs=2.0, target_epsilon=0.7, delta=1e-6, accountant="rdp")
+    table = alternatives(run, Target(0.7, 1e-6, "rdp"), epochs=2.0)
     assert table[2.0][2].noise_multiplier == 7.0
     other = table[4.0][1]
     assert 0.6993 <= epsilon(1000, 50, 80, other.noise_multiplier, delta=1e-6) <= 0.7
@@ -281,7 +281,7 @@ def test_alternatives_have_their_own_target_and_delta():
 def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes, monkeypatch):
     monkeypatch.setattr(planning, "get_noise_multiplier", lambda **_: 1.0)
     run = PlannedRun(num_examples=8, expected_batch_size=batch_size, steps=9, noise_multiplier=2.0, max_grad_norm=1.0)
-    table = alternatives(run, epochs=run.epochs, target_epsilon=1.0, delta=1e-5, accountant="rdp")
+    table = alternatives(run, Target(1.0, 1e-5, "rdp"), epochs=run.epochs)
     assert [other.expected_batch_size for other in table[run.epochs]] == batch_sizes
 
 
@@ -291,5 +291,5 @@ def test_alternatives_that_no_noise_brings_to_the_target_are_left_out(monkeypatc
     monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (1, 4))
     run = PlannedRun(num_examples=67_349, expected_batch_size=10, steps=3, noise_multiplier=1e5, max_grad_norm=1.0)
     target = epsilon(67_349, 10, 3, 1e5, accountant="prv") / 2
-    table = alternatives(run, epochs=run.epochs, target_epsilon=target, delta=67_349**-1.1, accountant="prv")
+    table = alternatives(run, Target(target, 67_349**-1.1, "prv"), epochs=run.epochs)
     assert table == {run.epochs: [run], 4 * run.epochs: []}
