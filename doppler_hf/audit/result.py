@@ -96,16 +96,8 @@ def lower_bounds(
 ) -> dict[Method, float]:
     """Return a lower bound on ε by each method, all of which hold at once with probability `confidence`.
 
-    Args:
-        scores: Higher is more likely in the training set.
-        included: The coins.
-        methods: "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is
-            tighter, and needs scores that are independent given the coins.
-        delta: δ.
-        confidence: The probability, in (0, 1), split evenly over the methods.
-
-    Raises:
-        ValueError: If confidence or δ is out of its range, or all coins fell on one side.
+    "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is tighter, and needs
+    scores that are independent given the coins.
     """
     each = 1.0 - (1.0 - confidence) / len(methods)
     estimators = {"one run": one_run_epsilon, "independent trials": clopper_pearson_epsilon}

@@ -69,15 +69,9 @@ class AuditTrainer(DopplerTrainer, ABC):
                 "target_epsilon, so that there is a claim to audit."
             )
         if args.clipping_quantile is not None:
-            raise ValueError(
-                f"clipping_quantile must be None in an audit, got {args.clipping_quantile}: what a canary contributes is "
-                "computed for one clip norm. Leave it out."
-            )
+            raise ValueError(f"clipping_quantile must be None in an audit, got {args.clipping_quantile}. Leave it out.")
         if args.world_size > 1:
-            raise ValueError(
-                f"The audit must run in one process, got {args.world_size}, each of which would flip its own coins. Start "
-                "it without a launcher."
-            )
+            raise ValueError(f"The audit must run in one process, got {args.world_size}. Start it without a launcher.")
         if num_canaries < 1:
             raise ValueError(f"num_canaries must be at least 1, got {num_canaries}.")
         coins = np.random.default_rng(coin_seed)

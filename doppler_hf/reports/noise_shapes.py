@@ -46,12 +46,7 @@ class ShapedRun(NamedTuple):
 
 
 def shapes_of_equal_epsilon(run: PlannedRun, target: Target, *, low_pass_filter: LowPassFilter) -> list[ShapedRun]:
-    """Calibrate a run with other shapes of the noise to the same ε.
-
-    Args:
-        run: The run, with white noise.
-        target: Its ε.
-        low_pass_filter: The filter, by which `filtered` and `loop` are.
+    """Calibrate a run of white noise with other shapes to the same ε; `filtered` and `loop` are by the filter.
 
     Returns:
         White noise first, then shapes of more bands, as far as a unit is drawn in its turn with a probability below 1.

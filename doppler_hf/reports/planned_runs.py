@@ -88,18 +88,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A run with one unknown.
-
-    Args:
-        num_examples: N, at least 2.
-        epsilon: Target ε.
-        noise_multiplier: σ.
-        epochs: E.
-        max_steps: T, in place of epochs.
-        batch_size: B, the expected batch size over all processes and accumulated micro-batches.
-        delta: δ, N^−1.1 by default.
-        accountant: The accountant that bounds ε.
-        max_grad_norm: C.
+    """A run with one unknown of ε, σ, E (or T, `max_steps`) and B; δ is N^−1.1 by default.
 
     Raises:
         ValueError: If a number is out of range, or not exactly one of ε, σ, the length and B is left out.
@@ -130,19 +119,14 @@ class PlanRequest:
         if self.delta is not None and not 0 < self.delta < 1:
             raise ValueError(f"delta must lie in (0, 1), got {self.delta}. Usual is less than 1/N.")
         if self.batch_size is not None and self.batch_size > self.num_examples:
-            raise ValueError(
-                f"batch_size must be at most the {self.num_examples} examples, got {self.batch_size}. Lower batch_size."
-            )
+            raise ValueError(f"batch_size must be at most {self.num_examples}, got {self.batch_size}. Lower batch_size.")
         if self.epochs is not None and self.max_steps is not None:
-            raise ValueError(
-                f"Only one of epochs and max_steps may be set, got {self.epochs} and {self.max_steps}. Leave one out."
-            )
+            both = f"{self.epochs} and {self.max_steps}"
+            raise ValueError(f"Only one of epochs and max_steps may be set, got {both}. Leave one out.")
         if len(self._unknowns) != 1:
-            missing = f"without {' and '.join(self._unknowns)}" if self._unknowns else "all four"
-            raise ValueError(
-                "Three of epsilon, noise_multiplier, epochs (or max_steps) and batch_size must be set, got "
-                f"{missing}. The fourth is solved for."
-            )
+            given = f"without {' and '.join(self._unknowns)}" if self._unknowns else "all four"
+            four = "epsilon, noise_multiplier, epochs (or max_steps) and batch_size"
+            raise ValueError(f"Three of {four} must be set, got {given}. The fourth is solved for.")
         if self.batch_size == self.num_examples and self.accountant == "prv":
             raise ValueError(
                 f"batch_size={self.batch_size} puts all examples in every step, for which prv has no bound. Set accountant "

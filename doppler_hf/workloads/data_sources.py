@@ -120,16 +120,13 @@ def _refuse_labels_of_another_task(label: Any, task_name: str) -> None:
 def load_images(
     dataset_name: str, dataset_dir: str | None = None, *, unit_column: str | None = None, flag: str = "--dataset_dir"
 ) -> "DatasetDict":
-    """Load a data set of labelled images.
+    """Load `train` and `test` of labelled images: `image` (decoded to PIL images), `label` (with names) and that of units.
 
     Args:
         dataset_name: `cifar10`, `cifar100` or `mnist` from the hub, or the built-in `digits`; no effect with a folder.
         dataset_dir: A folder with `train.parquet` and `test.parquet`.
         unit_column: The column of the training split whose equal values make one unit of privacy, or None.
         flag: The argument that takes such a folder, for messages.
-
-    Returns:
-        `train` and `test` with the columns `image` (decoded to PIL images), `label` (classes with names) and that of units.
 
     Raises:
         ValueError: If the data set, a file or a column is missing, or the hub cannot be reached.

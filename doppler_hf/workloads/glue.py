@@ -55,10 +55,8 @@ def dropouts(args: GlueArguments) -> dict[str, float]:
     entries = AutoConfig.from_pretrained(args.model_name_or_path).to_dict().items()
     found = {name: args.dropout for name, value in entries if "dropout" in name and isinstance(value, float)}
     if not found:
-        raise ValueError(
-            f"--dropout must be for a model that has some, got {args.dropout} for {args.model_name_or_path}, whose config "
-            "names none. Leave it out."
-        )
+        wanted = "--dropout must be for a model whose config names some"
+        raise ValueError(f"{wanted}, got {args.dropout} for {args.model_name_or_path}. Leave it out.")
     return found
 
 

@@ -70,7 +70,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     else:
         with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
             processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
-            # Most pretrained heads are for other classes, and are replaced by a new one.
+            # Most pretrained heads are for other classes.
             model = AutoModelForImageClassification.from_pretrained(
                 args.model_name_or_path, num_labels=len(label_names), ignore_mismatched_sizes=True
             )

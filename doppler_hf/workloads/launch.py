@@ -42,8 +42,7 @@ def train_and_evaluate(
     """Train, save model and state, and evaluate. The metrics are printed, and saved beside the model.
 
     Args:
-        trainer: The trainer; with `args.resume_from_checkpoint` it continues from there. With `args.do_train` off it
-            neither trains nor saves, and with `args.do_eval` off it does not evaluate.
+        trainer: The trainer, whose `do_train`, `do_eval` and `resume_from_checkpoint` say what it does.
         eval_datasets: The data sets to evaluate on, by the prefix of their metrics' names; None for the trainer's own.
         complete: A function that adds derived metrics to those of an evaluation.
     """

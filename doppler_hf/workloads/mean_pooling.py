@@ -26,9 +26,6 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
     Args:
         config: The encoder's config; `num_labels` sizes the head.
         encoder: The encoder; by default a new one.
-
-    Example:
-        >>> model = MeanPoolingForSequenceClassification.from_encoder("sentence-transformers/all-MiniLM-L6-v2", num_labels=2)
     """
 
     config_class = PreTrainedConfig

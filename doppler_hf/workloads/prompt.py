@@ -137,12 +137,7 @@ class PromptForSequenceClassification(PreTrainedModel):
 
 
 class Prompter:
-    """Puts sentences into a template.
-
-    Args:
-        task_name: One of `PROMPTS`.
-        tokenizer: Of the model.
-        max_length: Sentences are cut, the longest first, so that the tokens are at most as many.
+    """Puts sentences into a task's template, cut, the longest first, so that the tokens are at most `max_length`.
 
     Raises:
         ValueError: If there is no template for the task, the tokenizer has no gap, or does not know a word.
@@ -150,10 +145,8 @@ class Prompter:
 
     def __init__(self, task_name: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> None:
         if task_name not in PROMPTS:
-            raise ValueError(
-                f"--pooling prompt must be for one of {', '.join(PROMPTS)}, got {task_name}, which has no template. Set "
-                "--pooling model."
-            )
+            known = ", ".join(PROMPTS)
+            raise ValueError(f"--pooling prompt must be for one of {known}, got {task_name}. Set --pooling model.")
         if None in (tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id):
             raise ValueError(
                 f"--pooling prompt needs a tokenizer with the tokens mask, cls and sep, got a {type(tokenizer).__name__} "
@@ -198,8 +191,5 @@ class Prompter:
         tokens = self._encode(f" {word}")
         if len(tokens) != 1 or tokens[0] == self._tokenizer.unk_token_id:
             found = self._tokenizer.convert_ids_to_tokens(tokens)
-            raise ValueError(
-                f"--pooling prompt needs a tokenizer with one token for {word!r}, got {found} of the "
-                f"{type(self._tokenizer).__name__}. Set --pooling model."
-            )
+            raise ValueError(f"The tokenizer must have one token for {word!r}, got {found}. Set --pooling model.")
         return tokens[0]

@@ -24,14 +24,7 @@ TASKS: Final[dict[str, tuple[Any, Any]]] = {
 
 
 class RandomModel:
-    """A model of random weights, and batches for it.
-
-    Args:
-        name: Hub name or folder of the configuration.
-        task: One of `TASKS`.
-        length: Tokens of a text; None for images, whose size is that of the configuration.
-        lora: The adapters; rank 0 for none.
-        device: Where it lies.
+    """A model of random weights, and batches for it, of texts of `length` tokens or of images as large as it takes.
 
     Attributes:
         model: The model, in training mode, with its adapters.

@@ -238,7 +238,7 @@ def test_picture_is_written(ending, tmp_path, capsys):
             ["--noise-multiplier", "1"],
             "Three of epsilon, noise_multiplier, epochs (or max_steps) and batch_size must be set, got all",
         ),
-        (["--batch-size", "3000"], "batch_size must be at most the 2000 examples, got 3000. Lower batch_size."),
+        (["--batch-size", "3000"], "batch_size must be at most 2000, got 3000. Lower batch_size."),
         (["--epsilon", "-1"], "epsilon must be a finite number > 0, got -1.0."),
         (["--accountant", "prv", "--batch-size", "2000"], "batch_size=2000 puts all examples in every step"),
     ],

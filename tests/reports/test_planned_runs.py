@@ -184,7 +184,7 @@ def test_delta_and_clip_norm_are_used():
         ({}, "must be set, got all four"),
         ({"epsilon": None, "max_steps": 10}, r"epochs and max_steps may be set, got 2\.0 and 10\."),
         ({"epsilon": None, "num_examples": 1}, "num_examples must be at least 2, got 1. Give the size"),
-        ({"epsilon": None, "batch_size": 1001}, "batch_size must be at most the 1000 examples, got 1001. Lower"),
+        ({"epsilon": None, "batch_size": 1001}, "batch_size must be at most 1000, got 1001. Lower"),
         (
             {"epsilon": None, "batch_size": 1000},
             "batch_size=1000 puts all examples in every step, for which prv has no bound",
