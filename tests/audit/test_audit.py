@@ -28,7 +28,7 @@ from doppler_hf.audit import (
     audit_repeatedly,
 )
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, numbered_rows
-from doppler_hf.audit.dirac import STRETCH, Turns, log_likelihood_ratio
+from doppler_hf.audit.dirac import Turns, log_likelihood_ratio
 from doppler_hf.audit.result import lower_bounds
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
@@ -150,19 +150,6 @@ def test_scores_have_the_distribution_that_the_accountant_bounds(granularity, pa
     assert min(out.pvalue, inside.pvalue) > 5e-7  # false alarm 1e-6
 
 
-def test_loss_of_a_canary_is_its_own_weight_and_nothing_else(tmp_path):
-    trainer = AuditOfLine(
-        model=Line(), args=arguments(tmp_path), train_dataset=points(), num_canaries=5, data_collator=stack
-    )
-    table = trainer.model.audit_canaries.weight
-    nn.init.normal_(table)
-    inputs = stack([points()[index] for index in range(3)])
-    losses = trainer.compute_per_sample_loss(trainer.model, inputs | {CANARY_COLUMN: torch.tensor([3, ORDINARY, 0])})
-    ordinary = (trainer.model(inputs["x"]) - inputs["labels"]) ** 2
-    expected = torch.stack([STRETCH * table[3, 0], ordinary[1], STRETCH * table[0, 0]])
-    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0.0)
-
-
 def test_log_likelihood_ratio():
     x, sigma = np.linspace(-3, 4, 29), 0.7
     without, shifted = scipy.stats.norm(0, sigma), scipy.stats.norm(1, sigma)
@@ -195,22 +182,9 @@ def test_turns_are_read_as_their_densities_say():
 # --- planted bugs ---------------------------------------------------------------------------------------------------------
 
 
-def test_noise_switched_off_is_caught(monkeypatch, tmp_path):
-    corrupted(monkeypatch, lambda mechanism, mean, released, step: mean)
-    result = audited(tmp_path)
-    assert result.lower_bound > 2 * result.claimed_epsilon
-    assert result.contradicts_claim
-
-
 def test_halved_noise_is_caught(monkeypatch, tmp_path):
     corrupted(monkeypatch, lambda mechanism, mean, released, step: mean + (released - mean) / 2)
     assert audited(tmp_path).contradicts_claim
-
-
-def test_clipping_removed_is_caught(monkeypatch, tmp_path):
-    monkeypatch.setattr(clipping, "clip_factors", lambda norms, **options: torch.ones_like(norms))
-    # The trainer's own check before the first step would see it too.
-    assert audited(tmp_path, grad_sample_self_check=False).contradicts_claim
 
 
 def test_clipping_to_twice_the_norm_is_caught(monkeypatch, tmp_path):

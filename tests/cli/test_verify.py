@@ -181,26 +181,6 @@ def test_every_edit_of_a_value_is_found(written, tmp_path, capsys):
     assert capsys.readouterr().out.count("NOT VERIFIED") == edits
 
 
-def test_every_edit_of_a_byte_is_found_unless_it_says_the_same(written, tmp_path):
-    folder, text = written
-    content = (folder / LEDGER_NAME).read_bytes()
-    found = 0
-    for place in range(0, len(content), 23):
-        byte = content[place]
-        other = ord("0") + (byte - ord("0") + 1) % 10 if chr(byte).isdigit() else byte ^ 1
-        edited = content[:place] + bytes([other]) + content[place + 1 :]
-        try:
-            if json.loads(edited) == json.loads(text):
-                continue  # a blank between two values, or the last digits of a number
-        except ValueError:
-            pass
-        (tmp_path / LEDGER_NAME).write_bytes(edited)
-        with pytest.raises(ValueError, match=r"Entry|no privacy ledger|no JSON"):
-            PrivacyLedger.load(tmp_path)
-        found += 1
-    assert found > len(content) / 23 / 2
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -234,13 +214,6 @@ def test_a_ledger_that_went_on_is_told_from_one_that_was_cut_off(written, capsys
     folder, text = written
     assert check(folder, "--head", json.loads(text)["entries"][7]["hash"]) == 1
     assert "the ledger has gone on since" in said(capsys)
-
-
-def test_digits_anywhere_in_the_head_count(written):
-    folder, text = written
-    head = json.loads(text)["entries"][-1]["hash"]
-    for place in (0, 21, 42, 63):
-        assert check(folder, "--head", head[:place] + ("1" if head[place] == "0" else "0") + head[place + 1 :]) == 1
 
 
 def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):

@@ -66,12 +66,3 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
     np.testing.assert_allclose(choice.noise_multiplier, statement.noise_multiplier, rtol=1e-3)  # PRV's tolerance
     std = statement.noise_multiplier * args.per_sample_max_grad_norm / batch * shape.std(statement.steps_planned)
     np.testing.assert_allclose(choice.noise_std, std, rtol=1e-3)
-
-
-def test_the_sum_of_the_noise_is_what_is_simulated():
-    shape, steps = NoiseShape.banded(3), 50
-    inverse = np.linalg.inv(
-        np.array([[shape.c[i - j] if 0 <= i - j < 3 else 0.0 for j in range(steps)] for i in range(steps)])
-    )
-    for rates in (np.ones(steps), np.linspace(1.0, 0.0, steps)):
-        assert shape.std_of_sum(rates) == pytest.approx(shape.norm * np.linalg.norm(rates @ inverse))

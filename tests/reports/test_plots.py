@@ -78,27 +78,6 @@ def test_the_papers_panels_hold_its_filters(tmp_path, figures):
 
 
 @pytest.mark.thorough
-def test_a_notebook_keeps_its_backend_and_its_figures(tmp_path):
-    import matplotlib
-    from matplotlib import pyplot
-
-    try:
-        matplotlib.use("svg")
-        own = pyplot.figure()
-        planned = PlannedRun(1000, 10, 40, 1.0, 0.5)
-        plot_planned_runs({1.0: [planned]}, planned, tmp_path / "2.png", title="a title")
-        plot_filters({"momentum": PAPER_FILTERS["momentum"]}, tmp_path / "3.png")
-        plot_paper_filters(tmp_path / "4.png")
-        assert matplotlib.get_backend() == "svg"
-        assert [pyplot.figure(number) for number in pyplot.get_fignums()] == [own]
-    finally:
-        pyplot.close("all")
-        matplotlib.use("agg")
-    # Drawn as PNG, whatever the backend writes.
-    assert {path.read_bytes()[:4] for path in tmp_path.iterdir()} == {b"\x89PNG"}
-
-
-@pytest.mark.thorough
 def test_noise_is_drawn_with_what_a_filter_leaves_of_it(tmp_path, figures):
     shape = NoiseShape.banded(4)
     plot_noise({"momentum": PAPER_FILTERS["momentum"]}, shape, tmp_path / "noise.png")
