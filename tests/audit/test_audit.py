@@ -5,9 +5,7 @@ bug is told apart with a wide margin (the bounds of 10,000 canaries vary by abou
 """
 
 import copy
-import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -21,14 +19,13 @@ from transformers import Trainer
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import (
-    AuditResult,
     DiracAuditTrainer,
     GradientAuditTrainer,
     LossAuditTrainer,
     audit_repeatedly,
 )
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, numbered_rows
-from doppler_hf.audit.dirac import Turns, log_likelihood_ratio
+from doppler_hf.audit.dirac import Turns
 from doppler_hf.audit.result import lower_bounds
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
@@ -148,15 +145,6 @@ def test_scores_have_the_distribution_that_the_accountant_bounds(granularity, pa
     out = scipy.stats.kstest(x[~result.included], lambda q: cdf(q, 0.0))
     inside = scipy.stats.kstest(x[result.included], lambda q: (1 - rate) * cdf(q, 0.0) + rate * cdf(q, 1.0))
     assert min(out.pvalue, inside.pvalue) > 5e-7  # false alarm 1e-6
-
-
-def test_log_likelihood_ratio():
-    x, sigma = np.linspace(-3, 4, 29), 0.7
-    without, shifted = scipy.stats.norm(0, sigma), scipy.stats.norm(1, sigma)
-    for rate in (0.01, 0.3, 1.0):
-        expected = np.log(((1 - rate) * without.pdf(x) + rate * shifted.pdf(x)) / without.pdf(x))
-        found = log_likelihood_ratio(x / sigma**2, 1 / sigma**2, sample_rate=rate)
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_turns_are_read_as_their_densities_say():
@@ -352,17 +340,6 @@ def one_canary(tmp_path):
     return make
 
 
-@pytest.mark.thorough
-def test_repeated_runs_without_noise_are_caught(one_canary, monkeypatch):
-    corrupted(monkeypatch, lambda mechanism, mean, released, step: mean)
-    result = audit_repeatedly(one_canary, runs=24)
-    assert result.runs == len(result.scores) == len(result.included) == 24
-    assert result.lower_bounds == lower_bounds(
-        result.scores, result.included, methods=("independent trials",), delta=1e-2, confidence=0.95
-    )
-    assert result.contradicts_claim
-
-
 def test_repeated_runs_take_the_largest_claims_and_one_canary_each(one_canary, tmp_path):
     result = audit_repeatedly(lambda: one_canary(per_device_train_batch_size=50), runs=6)
     assert 0 < result.included.sum() < 6
@@ -432,16 +409,6 @@ def test_a_canary_is_a_unit_of_its_own():
     assert owners[3] not in owners[:3]
 
 
-def test_per_user_runs_are_audited(tmp_path):
-    data = points(60).add_column("user", np.repeat(np.arange(20), 3))
-    trainer = AuditOfLine(
-        model=Line(), args=arguments(tmp_path, privacy_unit_column="user", per_device_train_batch_size=20), num_canaries=50,
-        train_dataset=data, data_collator=stack,
-    )  # fmt: skip
-    trainer.audit()
-    assert trainer.private_run.statement.sample_rate == pytest.approx(20 / (20 + trainer.included.sum()))
-
-
 # --- what is refused, and what is kept -------------------------------------------------------------------------------------
 
 
@@ -484,44 +451,6 @@ def test_scores_that_are_not_finite_count_as_nothing(tmp_path):
     assert np.isnan(trainer.scores).all()
     assert not result.scores.any()
     assert result.lower_bound == 0.0
-
-
-def result_of(scores, included, **changes):
-    values = dict(
-        kind="dirac", scores=np.array(scores), included=np.array(included), lower_bounds={"one run": 0.3},
-        claims={"pld": 2.0, "rdp": 2.5}, delta=1e-5, confidence=0.95, runs=1,
-    )  # fmt: skip
-    return AuditResult(**(values | changes))
-
-
-def test_result_says_what_was_found(tmp_path):
-    result = result_of([0.1, 3.0, 2.0, -1.0], [False, True, False, True], lower_bounds={"one run": 0.3, "trials": 1.9})
-    assert (result.lower_bound, result.claimed_epsilon, result.contradicts_claim, result.right_guesses) == (
-        1.9,
-        2.0,
-        False,
-        2,
-    )
-    assert dataclasses.replace(result, lower_bounds={"one run": 2.1}).contradicts_claim
-    written = json.loads(result.save(tmp_path / "new").read_text())
-    assert (tmp_path / "new" / "privacy_audit.json").exists()
-    assert written["scores"] == [0.1, 3.0, 2.0, -1.0]
-    assert written["included"] == [False, True, False, True]
-    assert (written["lower_bound"], written["claims"], written["contradicts_claim"]) == (
-        1.9,
-        {"pld": 2.0, "rdp": 2.5},
-        False,
-    )
-
-
-def test_several_bounds_hold_at_once():
-    generator = np.random.default_rng(0)
-    included = generator.random(2000) < 0.5
-    scores = generator.normal(size=2000) + 2.0 * included
-    both = lower_bounds(scores, included, methods=("one run", "independent trials"), delta=1e-5, confidence=0.9)
-    for method, bound in both.items():
-        alone = lower_bounds(scores, included, methods=(method,), delta=1e-5, confidence=0.95)
-        assert bound == pytest.approx(alone[method], rel=1e-12)
 
 
 def test_the_hosts_hook_that_keeps_the_column_is_there():

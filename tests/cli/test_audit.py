@@ -66,6 +66,7 @@ def test_honest_run_ends_with_0_and_writes_one_file(kind, recipe, tmp_path, caps
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "privacy_audit.json"]
     assert (written["canary_kind"], written["canaries"], written["confidence"]) == (kind, canaries, 0.999999)
     assert len(written["scores"]) == len(written["included"]) == canaries
+    assert written["lower_bound"] == max(written["lower_bounds"].values())
     for accountant, epsilon in written["claims"].items():
         assert f"claimed ε, by {accountant} │ {epsilon:.4g}" in shown
 

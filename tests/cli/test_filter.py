@@ -37,14 +37,6 @@ def test_show_prints_the_figures_and_coefficients_of_the_paper(capsys):
     assert "-1.58621, 0.655172" in text
 
 
-def test_show_takes_names_of_every_kind(capsys):
-    text = printed(["show", "none", "b=0.5,0.5", "butterworth:order=1,cutoff=0.5", "momentum"], capsys)
-    # Butterworth's first order at half of Nyquist is the mean of two.
-    assert figures_row(text, "b=0.5,0.5;a=1.0")[1:4] == [0.5, 0.5, 0.5]
-    assert figures_row(text, "butterworth:order=1,cutoff=0.5")[1:4] == [0.5, 0.5, 0.5]
-    assert "second-order" not in text
-
-
 def test_design_prints_the_filter_in_the_grammar(capsys):
     text = printed(["design", "--type", "butterworth", "--order", "2", "--cutoff", "0.1"], capsys)
     name, coefficients = text.splitlines()[:2]
@@ -57,10 +49,6 @@ def test_design_prints_the_filter_in_the_grammar(capsys):
     ("words", "name"),
     [
         (["chebyshev1", "--order=3", "--cutoff=0.2", "--ripple_db=1"], "chebyshev1:order=3,cutoff=0.2,ripple_db=1.0"),
-        (
-            ["chebyshev2", "--order=3", "--cutoff=0.2", "--attenuation-db=20"],
-            "chebyshev2:order=3,cutoff=0.2,attenuation_db=20.0",
-        ),
         (["momentum", "--beta=0.97"], "momentum:beta=0.97"),
         (["moving-average", "--taps=4"], "moving-average:taps=4"),
     ],

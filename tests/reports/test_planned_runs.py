@@ -40,11 +40,6 @@ def test_steps_are_those_of_the_host(num_examples, batch_size, epochs):
     assert run.sample_rate == sampler.sample_rate
 
 
-def test_max_steps_takes_the_place_of_epochs():
-    run = PlanRequest(num_examples=1000, batch_size=100, max_steps=37, noise_multiplier=1.0).solve()
-    assert (run.steps, run.epochs) == (37, 3.7)
-
-
 def test_numbers_of_a_run():
     run = PlannedRun(num_examples=50_000, expected_batch_size=500, steps=400, noise_multiplier=0.8, max_grad_norm=0.5)
     assert run.sample_rate == 0.01
@@ -131,17 +126,6 @@ def test_each_number_is_found_again_from_the_other_three(unknown):
     assert 0.999 * 3.0 <= spent <= 3.0
 
 
-def test_delta_and_clip_norm_are_used():
-    request = PlanRequest(
-        num_examples=1000, batch_size=100, epochs=2, epsilon=3, delta=1e-7, accountant="rdp", max_grad_norm=0.1
-    )
-    run = request.solve()
-    assert request.target_delta == 1e-7
-    assert run.max_grad_norm == 0.1
-    assert 2.997 <= epsilon(1000, 100, 20, run.noise_multiplier, delta=1e-7) <= 3
-    np.testing.assert_allclose(PlanRequest(num_examples=1000, epsilon=1, epochs=1, batch_size=9).target_delta, 1000**-1.1)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -178,22 +162,6 @@ def test_requests_without_a_meaning_are_refused(change, message):
 def test_targets_out_of_reach_are_refused_with_the_mend(change, message):
     with pytest.raises(ValueError, match=message):
         PlanRequest(**RUN | change, accountant="rdp").solve()
-
-
-@pytest.mark.thorough
-def test_alternatives_cost_the_same():
-    request = PlanRequest(num_examples=1000, batch_size=100, epochs=1.5, epsilon=3, accountant="rdp", max_grad_norm=0.3)
-    run = request.solve()
-    table = alternatives(run, Target(3, request.target_delta, "rdp"), epochs=1.5)
-    assert list(table) == [0.75, 1.5, 3.0, 6.0]
-    for epochs, runs in table.items():
-        assert [other.expected_batch_size for other in runs] == [25, 50, 100, 200, 400]
-        for other in runs:
-            assert other.steps == math.ceil(epochs * math.ceil(1000 / other.expected_batch_size))
-            assert (other.num_examples, other.max_grad_norm) == (1000, 0.3)
-            assert 2.997 <= epsilon(1000, other.expected_batch_size, other.steps, other.noise_multiplier) <= 3
-    assert [other is run for runs in table.values() for other in runs].count(True) == 1
-    assert table[1.5][2] is run
 
 
 @pytest.mark.parametrize(("target", "num_examples", "epochs"), [(3.0, 67_349, 3.0), *thorough((0.1, 1000, 20.0))])

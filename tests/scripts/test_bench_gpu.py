@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scripts.bench import gpu, gpu_page
-from scripts.bench.gpu import main, outcome_of_tests
+from scripts.bench.gpu import main
 from scripts.bench.synchronizations import synchronizations
 
 
@@ -85,20 +85,6 @@ def test_what_does_not_fit_is_a_row_and_what_fails_is_measured_again(tmp_path, m
     ]
     assert "pass/vit-base: kept" in capsys.readouterr().out
     assert "failed" not in (tmp_path / "gpu.md").read_text()
-
-
-def test_all_tests_are_run_behind_a_red_one_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to load
-    (tmp_path / "conftest.py").write_text("def pytest_configure(config):\n    config.addinivalue_line('markers', 'gpu: ')\n")
-    (tmp_path / "test_three.py").write_text(
-        "import pytest\n\npytestmark = pytest.mark.gpu\n\ndef test_red():\n    assert False\n\n"
-        "def test_skipped():\n    pytest.skip('no')\n\ndef test_green():\n    pass\n"
-    )
-    found = outcome_of_tests(str(tmp_path))
-    (red,) = found["failed"]
-    assert (found["passed"], found["skipped"]) == (1, 1)
-    assert red.endswith("test_three.test_red")
-    assert gpu_page.outcome(found) == f"1 passed, 1 failed (`{red}`), 1 skipped"
 
 
 @pytest.mark.parametrize(

@@ -128,14 +128,6 @@ def test_digits_split_is_fixed_and_stratified():
     assert first["image"].mode == "L"
 
 
-def test_digits_pixels_are_those_of_scikit_learn():
-    from sklearn.datasets import load_digits
-
-    pixels = np.stack([np.asarray(image) for image in load_images("digits")["train"]["image"]])
-    original = {image.tobytes() for image in np.rint(load_digits().images * 255 / 16).astype(np.uint8)}
-    assert all(image.tobytes() in original for image in pixels)
-
-
 def png(value):
     buffer = io.BytesIO()
     PILImage.new("RGB", (4, 4), (value, 0, 0)).save(buffer, format="PNG")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from sklearn.datasets import load_digits
 from torch import nn
@@ -150,17 +149,6 @@ def test_images(common):
     assert workload.compute_metrics(prediction) == {"accuracy": 0.5}
 
 
-def test_images_with_adapters_from_a_folder(common, tmp_path):
-    first, _ = parse_recipe([*DIGITS, *common])
-    first.model.save_pretrained(tmp_path / "vit")
-    first.processing_class.save_pretrained(tmp_path / "vit")
-    flags = ["--dataset_name=digits", f"--model_name_or_path={tmp_path / 'vit'}", "--workload=images", "--lora_r=2"]
-    workload, _ = parse_recipe([*flags, "--lora_target_modules=all-linear", *common])
-    assert isinstance(workload.model, PeftModel)
-    weight = "vit.embeddings.cls_token"
-    torch.testing.assert_close(workload.model.base_model.model.get_parameter(weight), first.model.get_parameter(weight))
-
-
 @pytest.mark.parametrize(("more", "scaling"), [([], 3.0), (["--use_rslora=true"], 6.0)])
 def test_adapters_are_scaled(common, tmp_path, more, scaling):
     flags = [
@@ -281,21 +269,6 @@ def test_examples_are_cut_to_what_the_model_reads(common, tmp_path):
     for kind in (["--task_name=rte", f"--dataset_dir={sentences}"], ["--text_column=review", f"--dataset_dir={texts}"]):
         workload, _ = parse_recipe([*kind, *flags])
         assert max(len(tokens) for tokens in workload.train_dataset["input_ids"]) == 12
-
-
-def test_the_hub_is_asked_for_the_texts_that_the_arguments_name(training_args, monkeypatch):
-    asked = []
-
-    def load_rows(*args, **kwargs):
-        asked.append((*args, kwargs))
-        raise ValueError("enough")
-
-    monkeypatch.setattr(language_model, "load_rows", load_rows)
-    args = causal_lm.CausalLMArguments("gpt2", "wiki", "en", "test[:9]", text_column="body")
-    with pytest.raises(ValueError, match="enough"):
-        causal_lm.build(args, LoraArguments(), training_args)
-    names = {"dataset_config": "en", "validation_split": "test[:9]"}
-    assert asked == [("wiki", None, names)]
 
 
 def test_only_after_data_and_model_does_the_first_process_tokenize_for_the_others(training_args, tmp_path, monkeypatch):

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 from filelock import FileLock
 
 from scripts.reproduce import main
 from scripts.studies import tuning
-from scripts.studies.networks import Classifier
 from tests.scripts.studies.made_up import made_up, words
 
 
@@ -18,21 +16,6 @@ def test_a_folder_has_one_writer(sources, small, capsys):
     with FileLock(folder / "runs.lock"):
         assert main(words(sources, "--tasks", "mnist")) == 2
     assert "is being written to by another study" in capsys.readouterr().err
-
-
-def test_an_interruption_says_how_to_go_on(sources, small, monkeypatch, capsys):
-    runs = iter(range(3))
-
-    def interrupted(*args, **options):
-        if next(runs) == 2:
-            raise KeyboardInterrupt
-        return made_up(*args, **options)
-
-    monkeypatch.setattr(tuning, "train", interrupted)
-    assert main(words(sources, "--tasks", "mnist")) == 130
-    folder = sources.cache_dir / "noise-shaping"
-    assert capsys.readouterr().err.splitlines()[-1] == (f"interrupted; --resume goes on with the runs that {folder} holds")
-    assert len((folder / "runs.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -71,25 +54,3 @@ def test_a_study_at_full_scale_has_tasks_of_its_own(sources, small, monkeypatch,
     assert {json.loads(json.loads(line)["arguments"])["max_steps"] for line in log.read_text().splitlines()} == {5400}
     assert main(["floor", "--scale", "full"]) == 2
     assert "--scale must be small for floor, got full. It has no tasks of that scale." in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-def test_mixed_precision_is_of_the_network_and_in_the_log(sources, small, monkeypatch, capsys):
-    precisions = []
-    forward = Classifier.forward
-
-    def watched(self, inputs, labels=None):
-        precisions.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
-        return forward(self, inputs, labels)
-
-    monkeypatch.setattr(Classifier, "forward", watched)
-    monkeypatch.setattr(tuning, "best_on_grid", lambda score, *, centre: centre)
-    more = ("--tasks", "mnist-perceptron", "--methods", "white, none", "--resume")
-    log = sources.cache_dir / "noise-shaping" / "runs.jsonl"
-    assert main(words(sources, *more)) == 0
-    full, held = set(precisions), len(log.read_text().splitlines())
-    assert main(words(sources, *more, "--bf16")) == 0
-    assert full == {False}
-    assert set(precisions) == {False, torch.bfloat16}  # the checks before the first step are in float32
-    rows = [json.loads(json.loads(line)["arguments"]) for line in log.read_text().splitlines()]
-    assert ["bf16" in row for row in rows] == [False] * held + [True] * held

@@ -54,14 +54,6 @@ def test_the_tuning_part_alone_chooses(sources, small, monkeypatch, capsys):
     assert "| white, none | 0.032 |" in capsys.readouterr().out
 
 
-def test_a_method_without_a_rule_is_tuned_alone(sources, small, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "train", made_up)
-    assert main(words(sources, "--tasks", "mnist", "--methods", "SGD: white, none", "white, none")) == 0
-    sgd, adam = [line for line in capsys.readouterr().out.splitlines() if "white, none" in line]
-    assert sgd.endswith("| – | – |")
-    assert "| 0.002 |" in adam
-
-
 def test_a_run_that_was_killed_while_it_wrote_is_run_again_and_runs_of_other_code_are_named(
     sources, small, monkeypatch, capsys
 ):
@@ -88,16 +80,6 @@ def test_a_run_that_was_killed_while_it_wrote_is_run_again_and_runs_of_other_cod
     path.write_text("\n".join([json.dumps(row | {"code": "01234567"}), *rest, ""]))
     assert main([*arguments, "--resume"]) == 0
     assert f"1 of the {len(rest) + 1} runs of {path} are of other code, and are not run again." in capsys.readouterr().err
-
-
-def test_code_is_known_by_each_of_its_bytes(tmp_path):
-    (tmp_path / "inside").mkdir()
-    digests = []
-    for name, code in (("a.py", "1"), ("inside/b.py", "3"), ("inside/b.py", "4"), ("c.txt", "4")):
-        (tmp_path / name).write_text(code)
-        digests.append(code_digest.__wrapped__((tmp_path,)))
-    assert len(set(digests)) == 3  # another text is no code
-    assert digests[2] == digests[3]
 
 
 def test_differences_are_paired_and_have_students_interval():
