@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: quickstart check test test-all test-slow gpu docs notebook install clean
 
 quickstart: install
-	$(BIN)/python scripts/quickstart.py $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
+	$(BIN)/python -m scripts.quickstart $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
 
 check: install
 	$(BIN)/ruff format --check doppler_hf scripts tests docs recipes README.md

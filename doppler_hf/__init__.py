@@ -14,7 +14,6 @@
 - workloads: from a recipe to model and data
 - audit: an attacked run
 - reports: tables and pictures
-- reproduce: studies of what trains best
 - cli: the command `doppler-hf`
 - extras: what only some uses need
 """

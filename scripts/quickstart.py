@@ -1,6 +1,6 @@
 """What shaped noise and a filter gain, in three minutes: a small CNN, trained privately on MNIST with them and without.
 
-    make quickstart        or        python scripts/quickstart.py [--dataset_dir FOLDER]
+    make quickstart        or        python -m scripts.quickstart [--dataset_dir FOLDER]
 
 Same ε, same data, and no learning rate given: it follows from public numbers. Prints one table; the learning curves go to
 `out/quickstart/learning_curves.png`, and each run's log and ledger to a folder beside it. Where there is no hub, and no
@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from transformers import PrinterCallback, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.reports.plots import check_picture, plot_learning_curves
-from doppler_hf.reproduce.networks import Classifier, mnist_cnn
+from doppler_hf.reports.plots import check_picture, new_figure, write
 from doppler_hf.workloads.arguments import one_line_errors
 from doppler_hf.workloads.data_sources import load_images
 from doppler_hf.workloads.metrics import accuracy_from_logits
+from scripts.studies.networks import Classifier, mnist_cnn
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -104,6 +104,19 @@ def train(method: str, seed: int, data: dict[str, list[dict[str, Any]]], *, batc
     return trainer
 
 
+def draw(curves: dict[str, list[list[tuple[float, float]]]], *, title: str) -> None:
+    """Draw the mean over the runs of each method, and the range from the lowest to the highest."""
+    figure = new_figure(6.4, 4.0)
+    axes = figure.subplots()
+    for label, runs in curves.items():
+        epochs, values = [epoch for epoch, _ in runs[0]], np.array([[value for _, value in run] for run in runs])
+        (line,) = axes.plot(epochs, values.mean(axis=0), label=label)
+        axes.fill_between(epochs, values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(xlabel="epoch", ylabel="test accuracy (%)", title=title)
+    axes.legend(loc="lower right")
+    write(figure, PICTURE)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Train by every method with every seed, print the table, draw the curves."""
     parser = argparse.ArgumentParser(description="Train privately on MNIST, with shaped noise and a filter and without.")
@@ -140,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         epsilons += [trainer.privacy.epsilon() for trainer in trainers]
     title = f"{name}, CNN from scratch, ε = {EPSILON:g}, {len(SEEDS)} seeds"
-    plot_learning_curves(curves, PICTURE, ylabel="test accuracy (%)", title=title)
+    draw(curves, title=title)
     table.title = f"Test accuracy (%) on {name}, ε spent {max(epsilons):.3f}, {time.perf_counter() - start:.0f} s"
     Console().print(table)
     print(f"Learning curves, mean and range: {PICTURE}. Ledgers: {OUT}/*/privacy_ledger.json.")

@@ -58,9 +58,7 @@ def what_tests_leave_is_no_garbage():
 def arrays_are_checked_where_modules_are_tested(request):
     """Leave whole trainings alone: they pass the same arrays again and again, and most of their time would be checks."""
     folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
-    jaxtyping.config.update(
-        "jaxtyping_disable", folder in {"end_to_end", "audit", "cli", "reproduce", "scripts", "run", "workloads"}
-    )
+    jaxtyping.config.update("jaxtyping_disable", folder in {"end_to_end", "audit", "cli", "scripts", "run", "workloads"})
 
 
 @pytest.fixture
@@ -77,9 +75,8 @@ def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
 
 @pytest.fixture
 def own_caches(tmp_path, monkeypatch):
-    """Keep what `datasets` and `evaluate` cache apart from other tests'."""
+    """Keep what `datasets` caches apart from other tests'."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture

@@ -53,18 +53,12 @@ MAY_IMPORT = {
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),
     "workloads": (
         "extras training_args privacy.losses",
-        f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml",
+        f"{ARRAYS} torch transformers peft datasets sklearn yaml",
     ),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
-    "reproduce": (
-        "filters trainer training_args run.choices run.parameters workloads.data_sources workloads.hub "
-        "workloads.mean_pooling workloads.scattering",
-        f"{ARRAYS} torch transformers opacus datasets peft sklearn",
-    ),
     "cli": (
-        "extras filters optim.state privacy training_args trainer run.checkpoints run.estimate audit workloads reports "
-        "reproduce",
-        "rich numpy filelock",
+        "extras filters optim.state privacy training_args trainer run.checkpoints run.estimate audit workloads reports",
+        "rich numpy",
     ),
     "__main__": ("cli", ""),
     "__init__": ("extras trainer sft dpo training_args run", ""),

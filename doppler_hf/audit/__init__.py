@@ -8,7 +8,6 @@ attacker who tells the two cases apart better than ε allows has found a defect.
 - canaries: which rows are canaries
 - dirac: canaries that are a gradient coordinate of their own
 - mislabelled: canaries that are examples with a wrong label
-- replay: an attempt to reproduce the run's noise and to subtract it
 - lower_bounds: from an attack's scores to a lower bound on ε
 - neighbours: how far one unit more moves the sum that reaches the mechanism
 - result: the outcome of an audit

@@ -28,10 +28,8 @@ def numbered_rows(
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"The training set must be a datasets.Dataset, got {type(dataset).__name__}. The audit marks its canaries in a "
-            "column."
-        )
+        kind = type(dataset).__name__
+        raise ValueError(f"The training set must be a datasets.Dataset, got {kind}. The audit marks canaries in a column.")
     if CANARY_COLUMN in dataset.column_names:
         raise ValueError(f"The training set has a column {CANARY_COLUMN!r}, which the audit needs for itself. Rename it.")
     chosen = dataset.select(rows)

@@ -130,12 +130,7 @@ class Turns:
 
     The attacker takes the shaping back: C·(gradients) has white noise, and a contribution in step t stands in its rows t to
     t + b − 1, in proportion to c. Which group a canary is in is secret, so the ratio is the mean over all groups. For white
-    noise b is 1, and every step is a turn.
-
-    Args:
-        canaries: Their number.
-        shape: The shape of the noise.
-        sample_rate: The probability with which a canary is drawn in its turn.
+    noise b is 1, and every step is a turn. `sample_rate` is that of a canary in its turn.
     """
 
     def __init__(self, canaries: int, *, shape: NoiseShape, sample_rate: float) -> None:
@@ -147,12 +142,7 @@ class Turns:
         self._steps = 0
 
     def see(self, x: Float[np.ndarray, " canaries"], *, sigma: float) -> None:
-        """Read one step.
-
-        Args:
-            x: The gradient at the canaries, in units of one contribution.
-            sigma: Standard deviation of the noise before it is shaped, in the same units.
-        """
+        """Read the gradient at the canaries; σ is that of the noise before it is shaped. Both in units of a contribution."""
         self._seen = [x, *self._seen[: len(self._c) - 1]]
         row = sum((c * values for c, values in zip(self._c, self._seen, strict=False)), np.zeros_like(x))
         self._open.append((np.zeros_like(x), 0.0, self._steps % len(self._c)))
@@ -178,12 +168,6 @@ class Turns:
 def log_likelihood_ratio(
     matched: Float[np.ndarray, " canaries"], squares: float, *, sample_rate: float
 ) -> Float[np.ndarray, " canaries"]:
-    """Return log of ((1 − q)·𝒩(0, I) + q·𝒩(μ, I)) / 𝒩(0, I) at y: log(1 − q + q·exp(⟨μ, y⟩ − ‖μ‖²/2)).
-
-    Args:
-        matched: ⟨μ, y⟩.
-        squares: ‖μ‖².
-        sample_rate: q, in (0, 1].
-    """
+    """Return log(1 − q + q·exp(⟨μ, y⟩ − ‖μ‖²/2)), that of ((1 − q)·𝒩(0, I) + q·𝒩(μ, I)) / 𝒩(0, I) at y."""
     shifted = np.log(sample_rate) + matched - squares / 2
     return shifted if sample_rate == 1.0 else np.logaddexp(np.log1p(-sample_rate), shifted)

@@ -114,24 +114,10 @@ def clopper_pearson_epsilon(
     they count against the auditor. The error allowed is shared equally between all the bounds.
 
     Args:
-        scores: One score for each trial; higher means more likely to be in the data.
+        scores: One score for each trial, and all else as in `one_run_epsilon`.
         included: Whether the canary was in the trial's data.
         delta: δ, in [0, 1).
         confidence: Probability with which the bound holds, in (0, 1).
-
-    Returns:
-        The bound, in [0, ∞); 0 says that nothing was shown.
-
-    Raises:
-        ValueError: If `one_run_epsilon` would raise it.
-
-    Example:
-        >>> import numpy as np
-        >>> rng = np.random.default_rng(0)
-        >>> included = rng.random(1000) < 0.5
-        >>> scores = rng.normal(size=1000) + 2.0 * included
-        >>> round(clopper_pearson_epsilon(scores, included, delta=1e-5), 1)
-        2.6
     """
     _check(scores, included, delta=delta, confidence=confidence)
     inside, outside = scores[included], scores[~included]
@@ -228,5 +214,10 @@ def _check(
         )
     if not 0.0 <= delta < 1.0:
         raise ValueError(f"delta must lie in [0, 1), got {delta}. Use the δ of the claimed guarantee.")
+    check_confidence(confidence)
+
+
+def check_confidence(confidence: float) -> None:
+    """Refuse a confidence outside of (0, 1)."""
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")

@@ -34,26 +34,14 @@ RELATIVE_STEP: Final = 1e-2
 
 
 class _MislabelledAuditTrainer(AuditTrainer, ABC):
-    """The common part of the two attacks on mislabelled examples: the canaries and their losses.
-
-    Args:
-        model: A classifier, with the number of classes in `config.num_labels`.
-        args: As `AuditTrainer`.
-        **kwargs: As `AuditTrainer`.
-
-    Raises:
-        ValueError: If the model has another task, or there are no more rows than canaries.
-    """
+    """The common part of the two attacks on mislabelled examples: the canaries and their losses."""
 
     one_run_methods: ClassVar[tuple[Method, ...]] = ("one run",)
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
         base_model = without_adapters(model)
-        if (
-            not isinstance(base_model, PreTrainedModel)
-            or token_task(base_model) is not None
-            or base_model.config.num_labels < 2
-        ):
+        is_classifier = isinstance(base_model, PreTrainedModel) and token_task(base_model) is None
+        if not is_classifier or base_model.config.num_labels < 2:
             raise ValueError(
                 f"{type(base_model).__name__} is not a classifier of examples, so a canary can have no wrong label. Use "
                 "Dirac canaries."
@@ -85,10 +73,8 @@ class _MislabelledAuditTrainer(AuditTrainer, ABC):
         """Return the task's losses, those of canaries under their wrong label."""
         labels = inputs["labels"]
         if labels.ndim != 1 or labels.is_floating_point():
-            raise ValueError(
-                f"labels must be one class per example, got shape {tuple(labels.shape)} and type {labels.dtype}. Use Dirac "
-                "canaries."
-            )
+            found = f"shape {tuple(labels.shape)} and type {labels.dtype}"
+            raise ValueError(f"labels must be one class per example, got {found}. Use Dirac canaries.")
         labels = torch.where(canaries >= 0, self._wrong_labels(labels, canaries), labels)
         return self.task_losses(model, {**inputs, "labels": labels})
 
@@ -112,11 +98,6 @@ class GradientAuditTrainer(_MislabelledAuditTrainer):
     """An audited run with mislabelled examples, seen white-box: scores are inner products with the private gradients.
 
     Each step costs about four more forward passes over all canaries.
-
-    Example:
-        >>> trainer = GradientAuditTrainer(model=model, args=args, train_dataset=train, num_canaries=1000)
-        >>> trainer.audit().lower_bound
-        0.7
     """
 
     kind: ClassVar[CanaryKind] = "natural"
@@ -172,11 +153,6 @@ class LossAuditTrainer(_MislabelledAuditTrainer):
     """An audited run with mislabelled examples, seen black-box: scores are the decrease of their loss.
 
     The attack needs the first and the last model only, and proves less than the white-box attacks.
-
-    Example:
-        >>> trainer = LossAuditTrainer(model=model, args=args, train_dataset=train, num_canaries=1000)
-        >>> trainer.audit().lower_bound
-        0.2
     """
 
     kind: ClassVar[CanaryKind] = "loss"

@@ -134,8 +134,7 @@ def neighbour_distances(
     if is_held and is_random_data(held, ends):
         raise ValueError(
             "data_collator must not be random in a neighbour test, in which all others keep their masks, got one that draws "
-            "new ones for every batch. Take one that is not, or mask in the data set. Whether the random one mixes examples "
-            "is checked before training."
+            "new ones for every batch. Take one that is not, or mask in the data set."
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
     draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, seed=seed, labels=labels)
@@ -195,11 +194,7 @@ def neighbouring_draws(
 class HeldExamples(Dataset[Any]):
     """A random data set whose every example gets the same random numbers whenever it is fetched, whatever is beside it.
 
-    Examples are fetched one by one: whether a transform of several mixes them is checked before training.
-
-    Args:
-        examples: The data set.
-        views: How many views of an example, each with numbers of its own, are fetched one after another.
+    Examples are fetched one by one, each as often as it has views, whose numbers differ.
     """
 
     def __init__(self, examples: Any, *, views: int = 1) -> None:

@@ -31,7 +31,6 @@ class AuditResult:
         delta: δ of the claim and of the bounds.
         confidence: The probability with which the bounds hold.
         runs: The number of trainings.
-        replayed_noise: The guess at the noise's generator that reproduced it, or None.
     """
 
     kind: CanaryKind
@@ -42,7 +41,6 @@ class AuditResult:
     delta: float
     confidence: float
     runs: int
-    replayed_noise: str | None
 
     @property
     def claimed_epsilon(self) -> float:
@@ -81,7 +79,6 @@ class AuditResult:
             "lower_bounds": self.lower_bounds,
             "contradicts_claim": self.contradicts_claim,
             "right_guesses": self.right_guesses,
-            "replayed_noise": self.replayed_noise,
             "included": self.included.tolist(),
             "scores": self.scores.tolist(),
         }
@@ -99,16 +96,8 @@ def lower_bounds(
 ) -> dict[Method, float]:
     """Return a lower bound on ε by each method, all of which hold at once with probability `confidence`.
 
-    Args:
-        scores: Higher is more likely in the training set.
-        included: The coins.
-        methods: "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is
-            tighter, and needs scores that are independent given the coins.
-        delta: δ.
-        confidence: The probability, in (0, 1), split evenly over the methods.
-
-    Raises:
-        ValueError: If confidence or δ is out of its range, or all coins fell on one side.
+    "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is tighter, and needs
+    scores that are independent given the coins.
     """
     each = 1.0 - (1.0 - confidence) / len(methods)
     estimators = {"one run": one_run_epsilon, "independent trials": clopper_pearson_epsilon}

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
-from doppler_hf.audit.replay import NoiseReplay
+from doppler_hf.audit.lower_bounds import check_confidence
 from doppler_hf.audit.result import AuditResult, CanaryKind, Method, lower_bounds
 from doppler_hf.privacy.accounting.accounting import Accountant
 from doppler_hf.trainer import DopplerTrainer
@@ -32,7 +32,7 @@ class AuditTrainer(DopplerTrainer, ABC):
 
     Args:
         model: The model; it is trained on canaries, and of no use afterwards.
-        args: `DopplerTrainingArguments`, with privacy. The attacker tries `args.seed` as the seed of the noise.
+        args: `DopplerTrainingArguments`, with privacy.
         num_canaries: m, each included with probability 1/2.
         train_dataset: A `datasets.Dataset`.
         coin_seed: None for coins from the operating system's entropy. An integer makes them reproducible, for tests.
@@ -41,7 +41,6 @@ class AuditTrainer(DopplerTrainer, ABC):
     Attributes:
         included: The coins, shape (num_canaries,).
         scores: The attacker's score of each canary, shape (num_canaries,); higher is more likely included.
-        replayed_noise: The guess at the noise's generator that reproduced it, or None.
 
     Raises:
         ValueError: If the run has no noise or several processes, or canaries cannot be put into the training set.
@@ -70,15 +69,9 @@ class AuditTrainer(DopplerTrainer, ABC):
                 "target_epsilon, so that there is a claim to audit."
             )
         if args.clipping_quantile is not None:
-            raise ValueError(
-                f"clipping_quantile must be None in an audit, got {args.clipping_quantile}: what a canary contributes is "
-                "computed for one clip norm. Leave it out."
-            )
+            raise ValueError(f"clipping_quantile must be None in an audit, got {args.clipping_quantile}. Leave it out.")
         if args.world_size > 1:
-            raise ValueError(
-                f"The audit must run in one process, got {args.world_size}, each of which would flip its own coins. Start "
-                "it without a launcher."
-            )
+            raise ValueError(f"The audit must run in one process, got {args.world_size}. Start it without a launcher.")
         if num_canaries < 1:
             raise ValueError(f"num_canaries must be at least 1, got {num_canaries}.")
         coins = np.random.default_rng(coin_seed)
@@ -100,7 +93,6 @@ class AuditTrainer(DopplerTrainer, ABC):
         self.data_collator = partial(collate_with_canaries, collator=self.data_collator)
         # The host keeps the columns that the model's forward names, and labels.
         self.label_names = [*self.label_names, CANARY_COLUMN]
-        self.replayed_noise: str | None = None
         self.add_callback(_Watcher(self))
 
     @abstractmethod
@@ -125,7 +117,7 @@ class AuditTrainer(DopplerTrainer, ABC):
 
     @abstractmethod
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
-        """Look at the private gradient of one step, minus any noise that was reproduced, before the model moves."""
+        """Look at the private gradient of one step, before the model moves."""
 
     @abstractmethod
     def end_attack(self) -> None:
@@ -149,22 +141,11 @@ class AuditTrainer(DopplerTrainer, ABC):
         Raises:
             ValueError: If confidence is outside (0, 1).
         """
-        if not 0.0 < confidence < 1.0:
-            raise ValueError(f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")
+        check_confidence(confidence)
         self.train()
-        scores, delta = finite(self.scores), self.private_run.statement.target_delta
-        bounds = lower_bounds(scores, self.included, methods=self.one_run_methods, delta=delta, confidence=confidence)
-        return AuditResult(
-            kind=self.kind,
-            scores=scores,
-            included=self.included,
-            lower_bounds=bounds,
-            claims=self.claims(),
-            delta=delta,
-            confidence=confidence,
-            runs=1,
-            replayed_noise=self.replayed_noise,
-        )
+        delta = self.private_run.statement.target_delta
+        outcomes = self.scores, self.included, self.one_run_methods, self.claims()
+        return _result(self.kind, *outcomes, delta=delta, confidence=confidence, runs=1)
 
     def claims(self) -> dict[Accountant, float]:
         """Return what the ledger of the finished run states: upper bounds on ε, by accountant."""
@@ -177,18 +158,13 @@ class _Watcher(TrainerCallback):
 
     def __init__(self, trainer: AuditTrainer) -> None:
         self._trainer = trainer
-        self._replay: NoiseReplay | None = None
 
-    def on_train_begin(self, args: DopplerTrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self._replay = NoiseReplay(args.seed, mechanism=self._trainer.private_run.mechanism)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.begin_attack()
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        assert self._replay is not None
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         named = self._trainer.model.named_parameters()
-        gradients = {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
-        self._trainer.see_gradient(self._replay.without_noise(gradients, step=state.global_step))
-        self._trainer.replayed_noise = self._replay.source
+        self._trainer.see_gradient({name: p.grad.detach() for name, p in named if p.grad is not None})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.end_attack()
@@ -217,10 +193,9 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
     """
     if runs < 2:
         raise ValueError(f"runs must be at least 2, got {runs}. A useful bound needs several hundred.")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")
+    check_confidence(confidence)
     scores, included = np.zeros(runs), np.zeros(runs, dtype=bool)
-    claims, deltas, replayed = [], [], None
+    claims, deltas = [], []
     for run in range(runs):
         trainer = make_trainer()
         if len(trainer.included) != 1:
@@ -229,28 +204,26 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
         scores[run], included[run] = trainer.scores[0], trainer.included[0]
         claims.append(trainer.claims())
         deltas.append(trainer.private_run.statement.target_delta)
-        replayed = replayed or trainer.replayed_noise
-    scores = finite(scores)
+    # N differs by one with and without the canary, and the claims hardly: the weakest ones hold for all runs.
+    # prv has no bound if every example is in every step, which may depend on the one canary.
+    common = [accountant for accountant in claims[0] if all(accountant in claim for claim in claims)]
+    weakest = {accountant: max(claim[accountant] for claim in claims) for accountant in common}
     methods: tuple[Method, ...] = ("independent trials",)
-    return AuditResult(
-        kind=trainer.kind,
-        scores=scores,
-        included=included,
-        lower_bounds=lower_bounds(scores, included, methods=methods, delta=max(deltas), confidence=confidence),
-        # N differs by one with and without the canary, and the claims hardly: the weakest ones hold for all runs.
-        claims={
-            accountant: max(claim[accountant] for claim in claims)
-            for accountant in claims[0]
-            # prv has no bound if every example is in every step, which may depend on the one canary.
-            if all(accountant in claim for claim in claims)
-        },
-        delta=max(deltas),
-        confidence=confidence,
-        runs=runs,
-        replayed_noise=replayed,
-    )
+    return _result(trainer.kind, scores, included, methods, weakest, delta=max(deltas), confidence=confidence, runs=runs)
 
 
-def finite(scores: Float[np.ndarray, " canaries"]) -> Float[np.ndarray, " canaries"]:
-    """Return the scores with 0 where a loss or a gradient was not finite: valid, because it does not depend on the coins."""
-    return np.where(np.isfinite(scores), scores, 0.0)
+def _result(
+    kind: CanaryKind,
+    scores: Float[np.ndarray, " canaries"],
+    included: Bool[np.ndarray, " canaries"],
+    methods: tuple[Method, ...],
+    claims: dict[Accountant, float],
+    *,
+    delta: float,
+    confidence: float,
+    runs: int,
+) -> AuditResult:
+    """Return the outcome, with a score of 0 where one is not finite: valid, because it does not depend on the coins."""
+    scores = np.where(np.isfinite(scores), scores, 0.0)
+    bounds = lower_bounds(scores, included, methods=methods, delta=delta, confidence=confidence)
+    return AuditResult(kind, scores, included, bounds, claims, delta, confidence, runs)

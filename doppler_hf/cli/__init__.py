@@ -4,7 +4,7 @@ Each command is a module of this folder with `add_arguments(parser)` and `run(ar
 torch, and most do not. Its docstring is its own `--help`, and the first line of that is its line in `doppler-hf --help`.
 `run` returns the exit code. `python -m doppler_hf` is the same command.
 
-- plan, estimate, filter, audit, check, verify, report, reproduce: the commands
+- plan, estimate, filter, audit, check, verify, report: the commands
 """
 
 import argparse
@@ -25,7 +25,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "check": "Check a training: does one record move the update by more than is claimed?",
     "verify": "Check a privacy ledger: that it was not edited, and that its ε follows from what was released.",
     "report": "Report a run: its guarantee, its curves, its noise and filter, on one page of HTML.",
-    "reproduce": "Run a study: which method trains best at equal ε?",
 }
 """Name → its line in the help."""
 

@@ -19,7 +19,6 @@ import contextlib
 import copy
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -82,18 +81,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--runs must be at least 1, got {args.runs}.")
     if args.runs > 1 and args.canaries not in (None, 1):
         raise ValueError(f"--canaries must be 1 with --runs {args.runs}, got {args.canaries}. Leave it out.")
-    if not 0.0 < args.confidence < 1.0:
-        raise ValueError(f"--confidence must lie in (0, 1), got {args.confidence}. Usual is 0.95.")
     workload, training_args = parse_recipe([args.recipe, *flags, *_OVERRIDES])
     output_dir = Path(training_args.output_dir)
     with tempfile.TemporaryDirectory() as folder:
         training_args.output_dir = folder
-        if args.runs > 1:
-            result = _repeated(workload, training_args, kind=args.canary_kind, runs=args.runs, confidence=args.confidence)
-        else:
-            canaries = 1000 if args.canaries is None else args.canaries
-            trainer = _trainer(workload, training_args, kind=args.canary_kind, canaries=canaries)
-            result = trainer.audit(confidence=args.confidence)
+        result = _audited(workload, training_args, args)
     path = result.save(output_dir)
     console = Console()
     console.print(table_of(result))
@@ -102,32 +94,31 @@ def run(args: argparse.Namespace) -> int:
     return 1 if result.contradicts_claim else 0
 
 
-def _trainer(workload: Workload, training_args: DopplerTrainingArguments, *, kind: str, canaries: int) -> AuditTrainer:
-    return KINDS[kind](
-        model=copy.deepcopy(workload.model),
-        args=training_args,
-        num_canaries=canaries,
-        train_dataset=workload.train_dataset,
-        data_collator=workload.data_collator,
-        processing_class=workload.processing_class,
-    )
+def _audited(workload: Workload, training_args: DopplerTrainingArguments, args: argparse.Namespace) -> AuditResult:
+    """Train once, or as often as --runs says with one canary each."""
 
+    def trainer(canaries: int) -> AuditTrainer:
+        return KINDS[args.canary_kind](
+            model=copy.deepcopy(workload.model),
+            args=training_args,
+            num_canaries=canaries,
+            train_dataset=workload.train_dataset,
+            data_collator=workload.data_collator,
+            processing_class=workload.processing_class,
+        )
 
-def _repeated(
-    workload: Workload, training_args: DopplerTrainingArguments, *, kind: str, runs: int, confidence: float
-) -> AuditResult:
+    if args.runs == 1:
+        return trainer(1000 if args.canaries is None else args.canaries).audit(confidence=args.confidence)
     training_args.disable_tqdm = True
     # Otherwise every run would print its table.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        return audit_repeatedly(
-            lambda: _trainer(workload, training_args, kind=kind, canaries=1), runs=runs, confidence=confidence
-        )
+        return audit_repeatedly(lambda: trainer(1), runs=args.runs, confidence=args.confidence)
 
 
 def table_of(result: AuditResult) -> Table:
     """Return the claims and the outcome as a table."""
     canaries = len(result.scores)
-    rows: Sequence[tuple[str, str]] = (
+    rows = (
         *((f"claimed ε, by {accountant}", f"{epsilon:.4g}") for accountant, epsilon in result.claims.items()),
         *((f"audited ε, {method}", f"at least {epsilon:.4g}") for method, epsilon in result.lower_bounds.items()),
         ("δ", f"{result.delta:.3g}"),
@@ -139,8 +130,6 @@ def table_of(result: AuditResult) -> Table:
     table = Table(title="Privacy audit", show_header=False)
     for row in rows:
         table.add_row(*row)
-    if result.replayed_noise is not None:
-        table.add_row("noise", f"REPRODUCED by {result.replayed_noise}")
     return table
 
 

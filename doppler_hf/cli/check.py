@@ -102,11 +102,7 @@ def refuse_published(option: str, path: Path | None, *, output_dir: str) -> None
 
 
 def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], NeighbourResult]) -> NeighbourResult:
-    """Run a script, check the first trainer that would train privately in place of training it, and return the outcome.
-
-    Args:
-        words: The script's path and its own words.
-        check: The check.
+    """Run a script with its own words, and check the first trainer that would train privately in place of training it.
 
     Raises:
         ValueError: If there is no such script, or it ends without training.

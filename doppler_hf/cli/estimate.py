@@ -78,12 +78,8 @@ def run(args: argparse.Namespace) -> int:
 def table_of(found: Estimate, setting: Setting) -> Table:
     """Return the estimate as a table."""
     assumed = "" if setting.bandwidth is None else f", with {setting.bandwidth:g} bytes a second between them, as assumed"
-    table = Table(
-        "part",
-        "",
-        title=f"Of one step and each of {setting.processes} processes{assumed}",
-        caption="Without libraries, data loading, padding and waiting for others.",
-    )
+    title = f"Of one step and each of {setting.processes} processes{assumed}"
+    table = Table("part", "", title=title, caption="Without libraries, data loading, padding and waiting for others.")
     for name, seconds in (*found.seconds.items(), ("a step", sum(found.seconds.values()))):
         table.add_row(name, f"{seconds:.3g} s")
     table.add_section()

@@ -45,11 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="compare filters by name", allow_abbrev=False)
     show.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
-    show.add_argument(
-        "--noise",
-        metavar="SHAPE",
-        help="shape of the noise, as banded:bands=8: figures and picture are then of what the filters leave of it",
-    )
+    show.add_argument("--noise", metavar="SHAPE", help="as banded:bands=8: show what the filters leave of such noise")
     design = actions.add_parser("design", help="design a filter and print its coefficients", allow_abbrev=False)
     design.add_argument("--type", required=True, choices=DESIGNS)
     for name, (kind, meaning) in PARAMETERS.items():
@@ -97,16 +93,10 @@ def figures_table(filters: Mapping[str, LowPassFilter], *, noise: NoiseShape) ->
     table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name, low_pass_filter in filters.items():
         figures = filter_figures(low_pass_filter)
-        table.add_row(
-            name,
-            str(figures.order),
-            f"{noise_gain(low_pass_filter, noise):.4g}",
-            f"{figures.cutoff:.4g}",
-            f"{figures.delay:.4g}",
-            f"{figures.settling_steps:,}",
-            f"{figures.startup_steps:,}",
-            f"{figures.largest_pole:.4g}",
-        )
+        gains = noise_gain(low_pass_filter, noise), figures.cutoff, figures.delay
+        steps = figures.settling_steps, figures.startup_steps
+        cells = *(f"{each:.4g}" for each in gains), *(f"{each:,}" for each in steps), f"{figures.largest_pole:.4g}"
+        table.add_row(name, str(figures.order), *cells)
     return table
 
 

@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
 from doppler_hf.reports.noise_shapes import AutoChoice, ShapedRun, auto_choice, shapes_of_equal_epsilon
-from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives
+from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
 READING: Final = (
@@ -36,6 +36,7 @@ SHAPES: Final = (
     "chooses, together with a filter of 'auto'."
 )
 MOST_PRINTED: Final = 8  # coefficients of a strategy
+PLAIN: Final[dict[str, Any]] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0)}
 FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
 
 
@@ -47,22 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     solvable.add_argument("--noise-multiplier", type=float, metavar="σ", help="noise, in units of the clip norm")
     solvable.add_argument("--epochs", type=float, metavar="E", help="length of the run; a step is one batch")
     solvable.add_argument("--max-steps", type=int, metavar="T", help="length of the run, in place of --epochs")
-    solvable.add_argument(
-        "--batch-size", type=int, metavar="B", help="expected, over all processes and accumulated micro-batches"
-    )
+    solvable.add_argument("--batch-size", type=int, metavar="B", help="expected, over all processes and micro-batches")
     parser.add_argument("--delta", type=float, metavar="δ", help="default: N^-1.1")
-    parser.add_argument(
-        "--accountant", choices=get_args(Accountant), default="prv", help="which bound on ε is used (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm of each example (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--low-pass-filter",
-        default="none",
-        metavar="FILTER",
-        help="as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)",
-    )
+    parser.add_argument("--accountant", choices=get_args(Accountant), default="prv", help="default: %(default)s")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
+    grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
+    parser.add_argument("--low-pass-filter", default="none", metavar="FILTER", help=grammar)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table, as " + ", ".join(PICTURE_ENDINGS))
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead of tables")
 
@@ -79,36 +70,19 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
-    table = alternatives(
-        planned,
-        epochs=epochs,
-        target_epsilon=facts["target_epsilon"],
-        delta=facts["delta"],
-        accountant=args.accountant,
-    )
-    shapes = shapes_of_equal_epsilon(
-        planned,
-        target_epsilon=facts["target_epsilon"],
-        delta=facts["delta"],
-        accountant=args.accountant,
-        low_pass_filter=low_pass_filter,
-    )
-    auto = auto_choice(planned, target_epsilon=facts["target_epsilon"], delta=facts["delta"], accountant=args.accountant)
+    target = Target(facts["target_epsilon"], facts["delta"], args.accountant)
+    table = alternatives(planned, target, epochs=epochs)
+    shapes = shapes_of_equal_epsilon(planned, target, low_pass_filter=low_pass_filter)
+    auto = auto_choice(planned, target)
     title = (
-        f"ε = {facts['target_epsilon']:.4g} ({args.accountant}), δ = {facts['delta']:.3g}, N = {planned.num_examples:,}, "
+        f"ε = {target.epsilon:.4g} ({target.accountant}), δ = {target.delta:.3g}, N = {planned.num_examples:,}, "
         f"C = {planned.max_grad_norm:g}"
     )
     if args.json:
         cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
         shaped = [{**each._asdict(), "shape": str(each.shape)} for each in shapes]
-        print(
-            json.dumps(
-                {**facts, "alternatives": cells, "noise_shapes": shaped, "auto": auto._asdict()},
-                indent=2,
-                ensure_ascii=False,
-                allow_nan=False,
-            )
-        )
+        everything = {**facts, "alternatives": cells, "noise_shapes": shaped, "auto": auto._asdict()}
+        print(json.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         console.print(alternatives_table(table, planned, low_pass_filter, title=title))
         console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))
@@ -170,8 +144,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "noise_std": ("noise_std = σC/B", f"{facts['noise_std']:.4g}"),
         "delta": ("δ", f"{facts['delta']:.4g}{note}"),
     }
-    epsilons = facts["epsilon"]
-    solved = facts["solved_for"]
+    epsilons, solved = facts["epsilon"], facts["solved_for"]
     table = Table(title="Plan", show_header=False)
     for name, (label, value) in rows.items():
         table.add_row(label, value + (" (solved for)" if name == solved else ""))
@@ -203,22 +176,17 @@ def alternatives_table(
     """Lay out the runs of equal ε, with an arrow at the one that was asked for."""
     filtered = low_pass_filter != PAPER_FILTERS["none"]
     columns = ["", "epochs", "B", "T", "σ", "noise_std", *(["filtered"] if filtered else []), "averaged", "B·T"]
-    laid_out = Table(*[Column(name, justify="right") for name in columns], title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    laid_out = Table(*[Column(name, justify="right") for name in columns], title=title, **PLAIN)
     for epochs, runs in table.items():
-        for number, other in enumerate(runs, start=1):
+        for other in runs:
+            deviations = [other.noise_std, *([other.filtered_noise_std(low_pass_filter)] if filtered else [])]
             laid_out.add_row(
-                "→" if other is planned else "",
-                f"{epochs:.4g}",
-                f"{other.expected_batch_size:,}",
-                f"{other.steps:,}",
-                f"{other.noise_multiplier:#.4g}",
-                f"{other.noise_std:.2e}",
-                *([f"{other.filtered_noise_std(low_pass_filter):.2e}"] if filtered else []),
-                f"{other.average_noise_std:.2e}",
+                *("→" if other is planned else "", f"{epochs:.4g}", f"{other.expected_batch_size:,}", f"{other.steps:,}"),
+                *(f"{other.noise_multiplier:#.4g}", *(f"{each:.2e}" for each in (*deviations, other.average_noise_std))),
                 f"{other.examples_processed:,}",
-                end_section=number == len(runs),
                 style="bold" if other is planned else None,
             )
+        laid_out.add_section()
     return laid_out
 
 
@@ -227,9 +195,7 @@ def shapes_table(shapes: list[ShapedRun], low_pass_filter: LowPassFilter) -> Tab
     filtered = low_pass_filter != PAPER_FILTERS["none"]
     names = ("σ", "end", "step", *(["filtered"] if filtered else []), "loop")
     columns = [Column("noise_shape"), *(Column(name, justify="right") for name in names)]
-    table = Table(
-        *columns, title=f"Shapes of the noise, with the filter {low_pass_filter}", box=box.SIMPLE, padding=(0, 1, 0, 0)
-    )
+    table = Table(*columns, title=f"Shapes of the noise, with the filter {low_pass_filter}", **PLAIN)
     for each in shapes:
         numbers = (each.end, each.step, *([each.filtered] if filtered else []))
         loop = "unstable" if each.loop is None else f"{each.loop:.2f}"

@@ -207,12 +207,12 @@ def epsilon_table(ledger: PrivacyLedger) -> Table:
     claim: Claim | None = ledger.claims[-1] if ledger.claims else None
     delta = ledger.statement.target_delta
     for name in get_args(Accountant):
-        stated, recomputed = "–", "–"
+        numbers = [recompute(ledger.history, name, private=ledger.private, delta=delta)]
         if claim is not None and name in claim.epsilons:
-            stated = f"{claim.epsilons[name]:.6g}"
-            recomputed = f"{recompute(claim.history, name, private=claim.private, delta=delta):.6g}"
-        total = recompute(ledger.history, name, private=ledger.private, delta=delta)
-        table.add_row(name, stated, recomputed, "–" if math.isnan(total) else f"{total:.6g}")
+            again = recompute(claim.history, name, private=claim.private, delta=delta)
+            numbers = [claim.epsilons[name], again, *numbers]
+        cells = ["–" if math.isnan(number) else f"{number:.6g}" for number in numbers]
+        table.add_row(name, *["–"] * (3 - len(cells)), *cells)
     return table
 
 

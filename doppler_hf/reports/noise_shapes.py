@@ -7,7 +7,7 @@ less of it.
 import functools
 import math
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
@@ -18,9 +18,8 @@ from doppler_hf.filters import (
     auto_noise_shape,
     noise_gain,
 )
-from doppler_hf.privacy.accounting.accounting import Accountant
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_in_turns
-from doppler_hf.reports.planned_runs import PlannedRun
+from doppler_hf.reports.planned_runs import PlannedRun, Target
 
 BANDS: Final = (1, 2, 4, 8, 16)
 
@@ -46,23 +45,14 @@ class ShapedRun(NamedTuple):
     loop: float | None
 
 
-def shapes_of_equal_epsilon(
-    run: PlannedRun, *, target_epsilon: float, delta: float, accountant: Accountant, low_pass_filter: LowPassFilter
-) -> list[ShapedRun]:
-    """Calibrate a run with other shapes of the noise to the same ε.
-
-    Args:
-        run: The run, with white noise.
-        target_epsilon: ε > 0.
-        delta: δ, in (0, 1).
-        accountant: The accountant that calibrates.
-        low_pass_filter: The filter, by which `filtered` and `loop` are.
+def shapes_of_equal_epsilon(run: PlannedRun, target: Target, *, low_pass_filter: LowPassFilter) -> list[ShapedRun]:
+    """Calibrate a run of white noise with other shapes to the same ε; `filtered` and `loop` are by the filter.
 
     Returns:
         White noise first, then shapes of more bands, as far as a unit is drawn in its turn with a probability below 1.
     """
     runs, white = [], run.noise_multiplier * noise_gain(low_pass_filter) ** 0.5
-    calibrate = _calibration(run, target_epsilon=target_epsilon, delta=delta, accountant=accountant)
+    calibrate = _calibration(run, target)
     loop = ClosedLoop.of_run(run.steps, _falling(run.steps))
     of_white = loop.loss(low_pass_filter)
     for bands in BANDS:
@@ -100,22 +90,15 @@ class AutoChoice(NamedTuple):
     noise_std: float
 
 
-def auto_choice(run: PlannedRun, *, target_epsilon: float, delta: float, accountant: Accountant) -> AutoChoice:
-    """Return what `auto` chooses for a run, as `run.choices` does where the memory suffices for earlier noise.
-
-    Args:
-        run: The run, with white noise.
-        target_epsilon: As for `shapes_of_equal_epsilon`; so are the others.
-        delta: δ.
-        accountant: The accountant that calibrates.
-    """
+def auto_choice(run: PlannedRun, target: Target) -> AutoChoice:
+    """Return what `auto` chooses for a run, as `run.choices` does where the memory suffices for earlier noise."""
     # Shapes are compared by the accountant by which a training does so.
-    compared = _calibration(run, target_epsilon=target_epsilon, delta=delta, accountant="pld")
+    compared = _calibration(run, target._replace(accountant="pld"))
     shape = auto_noise_shape(compared, run.steps, learning_rates=_falling(run.steps))
     sigma, low_pass_filter = run.noise_multiplier, PAPER_FILTERS["none"]
     if not shape.is_white:
         low_pass_filter = auto_filter(run.steps, learning_rates=_falling(run.steps), noise=shape)
-        sigma = _calibration(run, target_epsilon=target_epsilon, delta=delta, accountant=accountant)(shape.bands)
+        sigma = _calibration(run, target)(shape.bands)
     noise_std = sigma / run.noise_multiplier * shape.std(run.steps) * run.noise_std
     return AutoChoice(str(shape), str(low_pass_filter), sigma, noise_std)
 
@@ -124,12 +107,6 @@ def _falling(steps: int) -> list[float]:
     return [1 - step / steps for step in range(steps)]
 
 
-def _calibration(run: PlannedRun, *, target_epsilon: float, delta: float, accountant: Accountant) -> Callable[[int], float]:
-    return functools.partial(
-        noise_multiplier_in_turns,
-        target_epsilon=target_epsilon,
-        target_delta=delta,
-        sample_rate=run.sample_rate,
-        steps=run.steps,
-        accountant=accountant,
-    )
+def _calibration(run: PlannedRun, target: Target) -> Callable[[int], float]:
+    terms: dict[str, Any] = {"target_epsilon": target.epsilon, "target_delta": target.delta, "accountant": target.accountant}
+    return functools.partial(noise_multiplier_in_turns, sample_rate=run.sample_rate, steps=run.steps, **terms)

@@ -7,7 +7,7 @@ Of ε, σ, the length (epochs E or steps T) and the batch size B, three determin
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from doppler_hf.filters import LowPassFilter, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, default_delta, get_epsilon
@@ -60,11 +60,7 @@ class PlannedRun:
 
     @property
     def average_noise_std(self) -> float:
-        """σC/(B√T), per coordinate of the average of all T mean gradients.
-
-        A filter hardly changes it, since its gain at frequency zero is 1. For a given ε it falls with B and T towards a
-        floor.
-        """
+        """σC/(B√T), per coordinate of the average of all T mean gradients; a filter, of gain 1 there, hardly changes it."""
         return self.noise_std / math.sqrt(self.steps)
 
     @property
@@ -82,20 +78,17 @@ class PlannedRun:
         return Releases(self.noise_multiplier, self.sample_rate, self.steps)
 
 
+class Target(NamedTuple):
+    """What runs of equal ε have in common: ε > 0, δ in (0, 1), and the accountant that calibrates."""
+
+    epsilon: float
+    delta: float
+    accountant: Accountant
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A run with one unknown.
-
-    Args:
-        num_examples: N, at least 2.
-        epsilon: Target ε.
-        noise_multiplier: σ.
-        epochs: E.
-        max_steps: T, in place of epochs.
-        batch_size: B, the expected batch size over all processes and accumulated micro-batches.
-        delta: δ, N^−1.1 by default.
-        accountant: The accountant that bounds ε.
-        max_grad_norm: C.
+    """A run with one unknown of ε, σ, E (or T, `max_steps`) and B; δ is N^−1.1 by default.
 
     Raises:
         ValueError: If a number is out of range, or not exactly one of ε, σ, the length and B is left out.
@@ -126,19 +119,14 @@ class PlanRequest:
         if self.delta is not None and not 0 < self.delta < 1:
             raise ValueError(f"delta must lie in (0, 1), got {self.delta}. Usual is less than 1/N.")
         if self.batch_size is not None and self.batch_size > self.num_examples:
-            raise ValueError(
-                f"batch_size must be at most the {self.num_examples} examples, got {self.batch_size}. Lower batch_size."
-            )
+            raise ValueError(f"batch_size must be at most {self.num_examples}, got {self.batch_size}. Lower batch_size.")
         if self.epochs is not None and self.max_steps is not None:
-            raise ValueError(
-                f"Only one of epochs and max_steps may be set, got {self.epochs} and {self.max_steps}. Leave one out."
-            )
+            both = f"{self.epochs} and {self.max_steps}"
+            raise ValueError(f"Only one of epochs and max_steps may be set, got {both}. Leave one out.")
         if len(self._unknowns) != 1:
-            missing = f"without {' and '.join(self._unknowns)}" if self._unknowns else "all four"
-            raise ValueError(
-                "Three of epsilon, noise_multiplier, epochs (or max_steps) and batch_size must be set, got "
-                f"{missing}. The fourth is solved for."
-            )
+            given = f"without {' and '.join(self._unknowns)}" if self._unknowns else "all four"
+            four = "epsilon, noise_multiplier, epochs (or max_steps) and batch_size"
+            raise ValueError(f"Three of {four} must be set, got {given}. The fourth is solved for.")
         if self.batch_size == self.num_examples and self.accountant == "prv":
             raise ValueError(
                 f"batch_size={self.batch_size} puts all examples in every step, for which prv has no bound. Set accountant "
@@ -168,8 +156,7 @@ class PlanRequest:
     def solve(self, *, unchecked: bool = False) -> PlannedRun:
         """Return the run with the least noise, the most epochs or the largest batch within the target.
 
-        Args:
-            unchecked: As in `get_noise_multiplier`.
+        `unchecked` is that of `get_noise_multiplier`.
 
         Raises:
             ValueError: If nothing within reach of the unknown meets the target, or everything does.
@@ -196,30 +183,23 @@ class PlanRequest:
         assert self.epochs is not None
         return math.ceil(self.epochs * _steps_per_epoch(self.num_examples, batch_size))
 
+    def _known(self, batch_size: int) -> dict[str, Any]:
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": batch_size / self.num_examples,
+            "delta": self.target_delta,
+            "accountant": self.accountant,
+        }
+
     def _cost(self, batch_size: int, steps: int) -> float:
-        assert self.noise_multiplier is not None
-        return get_epsilon(
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=batch_size / self.num_examples,
-            steps=steps,
-            delta=self.target_delta,
-            accountant=self.accountant,
-        )
+        return get_epsilon(steps=steps, **self._known(batch_size))
 
     def _most_steps(self, batch_size: int) -> int:
         assert self.epsilon is not None
-        assert self.noise_multiplier is not None
         at_most, steps = _steps_per_epoch(self.num_examples, batch_size), 0
         # From few steps to many: the accountants are slow far above the target.
         while at_most <= MAX_STEPS:
-            steps = get_steps(
-                target_epsilon=self.epsilon,
-                noise_multiplier=self.noise_multiplier,
-                sample_rate=batch_size / self.num_examples,
-                delta=self.target_delta,
-                accountant=self.accountant,
-                at_most=at_most,
-            )
+            steps = get_steps(target_epsilon=self.epsilon, at_most=at_most, **self._known(batch_size))
             if steps < at_most:
                 break
             at_most *= 4
@@ -264,17 +244,13 @@ class PlanRequest:
         return self._largest_batch_size_in(low, middle) if upper is None else upper
 
 
-def alternatives(
-    run: PlannedRun, *, epochs: float, target_epsilon: float, delta: float, accountant: Accountant
-) -> dict[float, list[PlannedRun]]:
+def alternatives(run: PlannedRun, target: Target, *, epochs: float) -> dict[float, list[PlannedRun]]:
     """Calibrate runs around `run`, with other batch sizes and numbers of epochs, to the same ε.
 
     Args:
         run: The run in the middle, which is returned unchanged.
+        target: The ε of all of them.
         epochs: Its epochs, before the host rounds up to whole steps.
-        target_epsilon: ε > 0.
-        delta: δ, in (0, 1).
-        accountant: The accountant that calibrates.
 
     Returns:
         Epochs, ½ to 4 times those of the run → runs with ¼ to 4 times its batch size, as far as that is smaller than the
@@ -283,15 +259,8 @@ def alternatives(
 
     def calibrated(batch_size: int, length: float) -> PlannedRun | None:
         try:
-            return PlanRequest(
-                num_examples=run.num_examples,
-                epsilon=target_epsilon,
-                epochs=length,
-                batch_size=batch_size,
-                delta=delta,
-                accountant=accountant,
-                max_grad_norm=run.max_grad_norm,
-            ).solve(unchecked=True)
+            same: dict[str, Any] = {"num_examples": run.num_examples, "max_grad_norm": run.max_grad_norm, **target._asdict()}
+            return PlanRequest(epochs=length, batch_size=batch_size, **same).solve(unchecked=True)
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None
 

@@ -1,4 +1,4 @@
-"""Pictures of runs and filters, as files.
+"""Pictures of runs and filters, as files, whose ending, one of `PICTURE_ENDINGS`, sets the format. Folders are made.
 
 Matplotlib is imported when one is drawn; pyplot, whose state is the notebook's, never.
 """
@@ -24,6 +24,7 @@ from doppler_hf.filters import (
 from doppler_hf.reports.planned_runs import PlannedRun
 
 PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
+FREQUENCY: Final = "frequency (fraction of Nyquist)"
 
 
 def check_picture(path: Path) -> None:
@@ -38,45 +39,10 @@ def check_picture(path: Path) -> None:
     require("plot")
 
 
-def plot_learning_curves(
-    curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]], path: str | Path, *, ylabel: str, title: str
-) -> None:
-    """Draw one curve for each entry: the mean over its runs, and the range from the lowest to the highest.
-
-    Args:
-        curves: Label → runs, each a sequence of (epoch, value); the runs of one entry have the same epochs.
-        path: The file, whose ending determines the format. Folders are made.
-        ylabel: The quantity on the vertical axis, with its unit.
-        title: Title of the picture.
-
-    Raises:
-        ValueError: If the runs of one entry have different epochs, or there is no run.
-    """
-    figure = new_figure(6.4, 4.0)
-    axes = figure.subplots()
-    for label, runs in curves.items():
-        epochs = [[epoch for epoch, _ in run] for run in runs]
-        if not runs or any(other != epochs[0] for other in epochs):
-            raise ValueError(f"The runs of {label!r} must share their epochs, got {epochs}.")
-        values = np.array([[value for _, value in run] for run in runs])
-        (line,) = axes.plot(epochs[0], values.mean(axis=0), label=label)
-        axes.fill_between(epochs[0], values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.2, linewidth=0)
-    axes.set(xlabel="epoch", ylabel=ylabel, title=title)
-    axes.legend(loc="lower right")
-    _write(figure, path)
-
-
 def plot_planned_runs(
     table: Mapping[float, Sequence[PlannedRun]], planned: PlannedRun, path: str | Path, *, title: str
 ) -> None:
-    """Draw the noise of runs of equal ε: σ, noise_std and noise_std/√T against the batch size, a curve for each length.
-
-    Args:
-        table: Epochs → runs of that length, ordered by batch size.
-        planned: The run to mark.
-        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
-        title: Title of the picture.
-    """
+    """Draw σ, noise_std and noise_std/√T of runs of equal ε against the batch size, a curve for each length in epochs."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     def quantities(run: PlannedRun) -> tuple[float, float, float]:
@@ -88,21 +54,10 @@ def plot_planned_runs(
     panels = figure.subplots(1, len(labels))
     for index, (axes, label) in enumerate(zip(panels, labels, strict=True)):
         for epochs, runs in table.items():
-            axes.loglog(
-                [run.expected_batch_size for run in runs],
-                [quantities(run)[index] for run in runs],
-                marker="o",
-                markersize=3,
-                label=f"{epochs:.4g}",
-            )
-        axes.plot(
-            planned.expected_batch_size,
-            quantities(planned)[index],
-            marker="o",
-            markersize=11,
-            color="black",
-            fillstyle="none",
-        )
+            sizes, values = [run.expected_batch_size for run in runs], [quantities(run)[index] for run in runs]
+            axes.loglog(sizes, values, marker="o", markersize=3, label=f"{epochs:.4g}")
+        mark = {"marker": "o", "markersize": 11, "color": "black", "fillstyle": "none"}
+        axes.plot(planned.expected_batch_size, quantities(planned)[index], **mark)
         axes.set(xlabel="expected batch size B", title=label)
         axes.set_xticks(batch_sizes, [f"{batch_size:,}" for batch_size in batch_sizes])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -111,16 +66,11 @@ def plot_planned_runs(
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
     panels[0].legend(title="epochs")
     figure.suptitle(title)
-    _write(figure, path)
+    write(figure, path)
 
 
 def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None:
-    """Draw filters in time and frequency: impulse and step response, gain and group delay.
-
-    Args:
-        filters: Label → filter, at least one.
-        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
-    """
+    """Draw filters in time and frequency: impulse and step response, gain and group delay."""
     figures = [filter_figures(low_pass_filter) for low_pass_filter in filters.values()]
     steps = max(10, *(each.settling_steps for each in figures)) + 1
     slowest = min(each.cutoff for each in figures)
@@ -142,11 +92,11 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     gain.set_ylim(-60, max(5, gain.get_ylim()[1]))
     impulse.set(xlabel="steps ago τ", ylabel="κ_τ", title="impulse response: weight of an old gradient")
     step.set(xlabel="step t", ylabel="c_t", title="step response: divisor of the bias correction", ylim=(0, None))
-    gain.set(xlabel="frequency (fraction of Nyquist)", ylabel="|H| (dB)", title="gain (dotted: half the power)")
-    delay.set(xlabel="frequency (fraction of Nyquist)", ylabel="steps", title="group delay")
+    gain.set(xlabel=FREQUENCY, ylabel="|H| (dB)", title="gain (dotted: half the power)")
+    delay.set(xlabel=FREQUENCY, ylabel="steps", title="group delay")
     widest = max(map(len, filters))
     figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
-    _write(figure, path)
+    write(figure, path)
 
 
 def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: str | Path) -> None:
@@ -154,11 +104,6 @@ def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: st
 
     Both kinds are of the same σ. What noise costs depends on the curvature of a direction (`filters.closed_loop`). Curves
     end where the loop of filter and weights becomes unstable.
-
-    Args:
-        filters: Label → filter, at least one.
-        shape: The shape of the noise.
-        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
     """
     frequencies = np.geomspace(1e-3, 1, 1000)
     figure = new_figure(9.0, 3.6)
@@ -173,24 +118,15 @@ def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: st
         for name, noise, style in kinds:
             losses = [ClosedLoop(np.array([x])).loss(low_pass_filter, noise) for x in curvatures]
             after.loglog(curvatures, losses, style, color=f"C{index}", label=f"{name}, {label}")
-    before.set(
-        xlabel="frequency (fraction of Nyquist)",
-        ylabel="power density",
-        title="noise of equal σ, and gain of the filter",
-        ylim=(1e-3, 10),
-    )
+    before.set(xlabel=FREQUENCY, ylabel="power density", title="noise of equal σ, and gain of the filter", ylim=(1e-3, 10))
     after.set(xlabel="x = learning rate × curvature", ylabel="L(x)", title="loss through noise", ylim=(0.05, 5))
-    before.legend(fontsize="small")
-    after.legend(fontsize="small")
-    _write(figure, path)
+    for axes in (before, after):
+        axes.legend(fontsize="small")
+    write(figure, path)
 
 
 def plot_paper_filters(path: str | Path) -> None:
-    """Draw the paper's figure of its filters: weights over time and gain over frequency, for each of its two tables.
-
-    Args:
-        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
-    """
+    """Draw the paper's figure of its filters: weights over time and gain over frequency, for each of its two tables."""
     names = list(PAPER_FILTERS)
     first_ablation = names.index("f1")
     tables = {"filters of the experiments": names[:first_ablation], "filters of the ablation": names[first_ablation:]}
@@ -205,55 +141,14 @@ def plot_paper_filters(path: str | Path) -> None:
             frequency.plot(frequencies, np.abs(frequency_response(PAPER_FILTERS[name], frequencies)), style, label=name)
         _leave_out_single_weights(time, {name: PAPER_FILTERS[name] for name in listed})
         time.set(xlabel="steps τ", ylabel="weight κ_τ", title=f"{title}: time")
-        frequency.set(
-            xlabel="frequency (fraction of Nyquist)", ylabel="gain |H|", title=f"{title}: frequency", ylim=(0, None)
-        )
+        frequency.set(xlabel=FREQUENCY, ylabel="gain |H|", title=f"{title}: frequency", ylim=(0, None))
         for axes in (time, frequency):
             axes.legend(fontsize="small")
-    _write(figure, path)
-
-
-def plot_spectra(
-    autocorrelations: Mapping[str, np.ndarray],
-    spectra: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    path: str | Path,
-    *,
-    title: str,
-) -> None:
-    """Draw the paper's figures of gradients in time and frequency: autocorrelation, and power spectral density.
-
-    Args:
-        autocorrelations: Label → autocorrelation from lag 0 on, each drawn in units of its value there.
-        spectra: Label → frequencies as fractions of Nyquist, and the power spectral density in units of the noise's. A
-            series with an autocorrelation has the same colour as that; one without is dashed.
-        path: The file, whose ending, one of `PICTURE_ENDINGS`, determines the format. Folders are made.
-        title: Title of the picture.
-    """
-    figure = new_figure(11.0, 4.6)
-    time, frequency = figure.subplots(1, 2)
-    colours = {label: f"C{index}" for index, label in enumerate(autocorrelations)}
-    for label, values in autocorrelations.items():
-        time.plot(values / values[0], color=colours[label], label=label)
-    for label, (frequencies, density) in spectra.items():
-        style = "-" if label in colours else "--"
-        frequency.semilogy(frequencies, density, style, color=colours.get(label, "black"), linewidth=1.2, label=label)
-    time.axhline(0, color="black", linewidth=0.6)
-    time.set(xlabel="lag τ (steps)", ylabel="autocorrelation φ_τ / φ_0", title="time")
-    frequency.set(xlabel="frequency (fraction of Nyquist)", ylabel="PSD in units of the noise's", title="frequency")
-    for axes in (time, frequency):
-        axes.legend(fontsize="small")
-    figure.suptitle(title)
-    _write(figure, path)
+    write(figure, path)
 
 
 def plot_neighbours(distances: np.ndarray, couplings: np.ndarray, path: str | Path) -> None:
-    """Draw the outcome of a neighbour test: by how much of C one unit more moves the sum, and by how much the others.
-
-    Args:
-        distances: For each pair of draws, in units of C, shape (pairs,).
-        couplings: The same of the others' contributions, shape (pairs,).
-        path: The file, whose ending determines the format. Folders are made.
-    """
+    """Draw by how much of C one unit more moves the sum, and what the others contribute: shape (pairs,), in units of C."""
     figure = new_figure(9.0, 3.6)
     figure.suptitle("NOT PRIVATE: computed from examples, without noise", fontsize="small")
     whole, others = figure.subplots(1, 2)
@@ -268,7 +163,7 @@ def plot_neighbours(distances: np.ndarray, couplings: np.ndarray, path: str | Pa
     others.axhline(2.0**-24, color="grey", linewidth=1.0, linestyle=":", label="rounding of one float32")
     others.set(xlabel="pairs, in ascending order", ylabel="change of the others (C)", title="and what the others contribute")
     others.legend(fontsize="small")
-    _write(figure, path)
+    write(figure, path)
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -279,7 +174,12 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _write(figure: Any, path: str | Path) -> None:
+def write(figure: Any, path: str | Path) -> None:
+    """Write a figure into a file.
+
+    Raises:
+        ValueError: If the folder cannot be made or written.
+    """
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     try:

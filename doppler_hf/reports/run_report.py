@@ -34,14 +34,7 @@ svg {{ max-width: 100%; height: auto }} code {{ background: #f3f3f3; overflow-wr
 
 
 def html_page(*, title: str, claim: str, is_private: bool, sections: Iterable[tuple[str, str]]) -> str:
-    """Return a page.
-
-    Args:
-        title: Its title.
-        claim: What is guaranteed, in one sentence.
-        is_private: Whether anything is.
-        sections: Headings, each with what stands below it, in HTML.
-    """
+    """Return a page: what is guaranteed, if anything is, and headings, each with what stands below it, in HTML."""
     body = "\n".join(f"<h2>{html.escape(heading)}</h2>\n{content}" for heading, content in sections)
     color = "#2a7" if is_private else "#c33"
     return PAGE.format(title=html.escape(title), claim=html.escape(claim), color=color, sections=body)
@@ -61,16 +54,7 @@ def html_list(lines: Sequence[str]) -> str:
 def draw_run(
     logs: Sequence[Mapping[str, Any]], epsilons: Sequence[tuple[int, float]], *, target_epsilon: float | None
 ) -> str:
-    """Draw what a run has logged and ε over its steps, a panel for each quantity that has several values.
-
-    Args:
-        logs: The entries of the log, each with its `step`.
-        epsilons: Pairs of a step and ε so far.
-        target_epsilon: A line, if there is a target.
-
-    Returns:
-        The picture as SVG; nothing where there is nothing to draw.
-    """
+    """Draw what a run has logged and ε after steps, a panel for each quantity that has several values, as SVG, if any."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for entry in logs:
         for name, value in entry.items():

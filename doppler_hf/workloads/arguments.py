@@ -41,15 +41,10 @@ def one_line_errors() -> Iterator[None]:
 
 
 def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
-    """Refuse the arguments that another one overrules.
-
-    Args:
-        args: A dataclass of arguments.
-        names: Fields without effect beside `beside`, unless they have their defaults.
-        beside: The field that overrules them.
+    """Refuse fields of a dataclass that are set and have no effect beside another.
 
     Raises:
-        NoEffectError: If one of them is set.
+        NoEffectError: If one of `names` has another value than its default.
     """
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
@@ -73,14 +68,6 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
         ValueError: If the recipe cannot be read, or a name is no field; the message has the closest fields.
         NoEffectError: If a field has no effect beside another, unless a flag overrules the recipe so.
         SystemExit: If argparse finds a value of the wrong type or misses a required field.
-
-    Example:
-        >>> @dataclasses.dataclass
-        ... class ScriptArguments:
-        ...     task_name: str = "sst2"
-        ...     learning_rate: float = 1e-3
-        >>> parse_args(ScriptArguments, argv=["--learning_rate", "5e-4"])
-        (ScriptArguments(task_name='sst2', learning_rate=0.0005),)
     """
     flags = list(sys.argv[1:] if argv is None else argv)
     fields = [field.name for types in dataclass_types for field in dataclasses.fields(types) if field.init]
@@ -145,13 +132,7 @@ def _refuse_null(names: Sequence[str], dataclass_types: Sequence[type], *, recip
 
 
 def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Read a flat YAML file.
-
-    Args:
-        path: The YAML file.
-
-    Returns:
-        The scalars, each as written in the file, and the rest (lists, mappings and `null`) as YAML reads it.
+    """Read the scalars of a flat YAML file, each as it is written, and the rest (lists, mappings and `null`) as YAML does.
 
     Raises:
         ValueError: If there is no such file, or it is not a YAML mapping from names to values.
@@ -176,18 +157,16 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     for key, value in resolved.items():
         if value in ("None", "null"):
             raise ValueError(
-                f"{key} in the recipe {path} must be null, without quotes, to have no value, got {value!r}, which YAML "
-                "takes for a word. Write null, or leave it out."
+                f"{key} in the recipe {path} must be null, without quotes, got {value!r}. Write null, or leave it out."
             )
     structured = {str(key): value for key, value in resolved.items() if value is None or isinstance(value, dict | list)}
     return {key: value for key, value in as_written.items() if key not in structured}, structured
 
 
 def _refuse(unknown: Sequence[str], fields: Sequence[str], *, where: str) -> None:
-    if not unknown:
-        return
     problems = []
     for name in unknown:
         close = difflib.get_close_matches(name.replace("-", "_"), fields, n=3)
         problems.append(f"{name!r}" + (f" (did you mean {', '.join(close)}?)" if close else ""))
-    raise ValueError(f"{where} has unknown arguments: {', '.join(problems)}. Run with --help for a list of all.")
+    if problems:
+        raise ValueError(f"{where} has unknown arguments: {', '.join(problems)}. Run with --help for a list of all.")

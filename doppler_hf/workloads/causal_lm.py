@@ -7,8 +7,8 @@ from transformers import DataCollatorForSeq2Seq, set_seed
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.workloads.data_sources import load_texts
-from doppler_hf.workloads.language_model import LanguageModelArguments, load_model
+from doppler_hf.workloads.data_sources import selected
+from doppler_hf.workloads.language_model import LanguageModelArguments, load_model, rows_of
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.workload import Workload
 
@@ -25,14 +25,7 @@ class CausalLMArguments(LanguageModelArguments):
 def build(args: CausalLMArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
     """Load the data and the model, and tokenize, as `glue.build` does; every token is a label."""
     set_seed(training_args.seed)  # for new weights, such as a head's; noise and draws do not follow it
-    splits = load_texts(
-        args.dataset_name,
-        args.dataset_dir,
-        dataset_config=args.dataset_config,
-        validation_split=args.validation_split,
-        text_column=args.text_column,
-        unit_column=training_args.privacy_unit_column,
-    )
+    splits = selected(rows_of(args), (args.text_column,), training_args.privacy_unit_column)
     model, tokenizer = load_model(args)
     model = add_lora(model, lora_args, task_type="CAUSAL_LM")
 

@@ -1,8 +1,9 @@
 """The data sets of the tasks, and the names of their columns.
 
-There are three sources: the Hugging Face hub, a local folder of parquet files with the hub's column names, and
-scikit-learn's built-in `digits`. Every loader returns a `DatasetDict` of the training split and the splits to evaluate
-on, but for `load_rows` with the columns in use only. GLUE's test splits are left out, because they have no labels.
+There are three sources: the Hugging Face hub, a local folder of parquet files with the hub's column names, each split in one
+file or in shards named as on the hub (`train-00000-of-00001.parquet`), and scikit-learn's built-in `digits`. Every loader
+returns a `DatasetDict` of the training split and the splits to evaluate on. GLUE's test splits are left out, because they
+have no labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,12 +87,8 @@ def load_glue(task_name: str, dataset_dir: str | None = None, *, flag: str = "--
     Args:
         task_name: One of the nine GLUE tasks.
         dataset_dir: A folder with `train.parquet` and `validation.parquet` (MNLI: `validation_matched.parquet`,
-            `validation_mismatched.parquet` or both), or shards named as on the hub
-            (`train-00000-of-00001.parquet`); by default the hub.
+            `validation_mismatched.parquet` or both); by default the hub.
         flag: The argument that takes such a folder, for messages.
-
-    Returns:
-        `train` and the validation splits, with the hub's columns.
 
     Raises:
         ValueError: If the task, a file or a column is missing, the labels are another task's, or the hub cannot be reached.
@@ -123,16 +120,13 @@ def _refuse_labels_of_another_task(label: Any, task_name: str) -> None:
 def load_images(
     dataset_name: str, dataset_dir: str | None = None, *, unit_column: str | None = None, flag: str = "--dataset_dir"
 ) -> "DatasetDict":
-    """Load a data set of labelled images.
+    """Load `train` and `test` of labelled images: `image` (decoded to PIL images), `label` (with names) and that of units.
 
     Args:
         dataset_name: `cifar10`, `cifar100` or `mnist` from the hub, or the built-in `digits`; no effect with a folder.
-        dataset_dir: A folder with `train.parquet` and `test.parquet`, or shards named as on the hub.
+        dataset_dir: A folder with `train.parquet` and `test.parquet`.
         unit_column: The column of the training split whose equal values make one unit of privacy, or None.
         flag: The argument that takes such a folder, for messages.
-
-    Returns:
-        `train` and `test` with the columns `image` (decoded to PIL images), `label` (classes with names) and that of units.
 
     Raises:
         ValueError: If the data set, a file or a column is missing, or the hub cannot be reached.
@@ -149,57 +143,21 @@ def load_images(
 
 
 def load_rows(
-    dataset_name: str,
-    dataset_dir: str | None = None,
-    *,
-    dataset_config: str | None = None,
-    validation_split: str = "validation",
+    dataset_name: str, dataset_dir: str | None = None, *, dataset_config: str | None = None, validation_split: str
 ) -> "DatasetDict":
-    """Load a data set with all of its columns.
+    """Load `train` and `validation` of a data set, with all of their columns.
 
     Args:
         dataset_name: Name on the hub. Without effect if there is a folder.
-        dataset_dir: A folder with `train.parquet` and `validation.parquet`, or shards named as on the hub.
+        dataset_dir: A folder with `train.parquet` and `validation.parquet`.
         dataset_config: The hub's configuration of the data set.
         validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
-
-    Returns:
-        `train` and `validation`.
 
     Raises:
         ValueError: If the data set, a split or a file is missing, or the hub cannot be reached.
     """
     split = {"train": "train", "validation": validation_split}
     return _load(dataset_name, dataset_config, dataset_dir=dataset_dir, evaluation_splits=("validation",), split=split)
-
-
-def load_texts(
-    dataset_name: str,
-    dataset_dir: str | None = None,
-    *,
-    dataset_config: str | None = None,
-    validation_split: str = "validation",
-    text_column: str = "text",
-    unit_column: str | None = None,
-) -> "DatasetDict":
-    """Load a data set of texts, one a row.
-
-    Args:
-        dataset_name: Name on the hub. Without effect if there is a folder.
-        dataset_dir: A folder with `train.parquet` and `validation.parquet`, or shards named as on the hub.
-        dataset_config: The hub's configuration of the data set.
-        validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
-        text_column: The column that holds the text.
-        unit_column: The column of the training split whose equal values make one unit of privacy, or None.
-
-    Returns:
-        `train` and `validation` with these columns only.
-
-    Raises:
-        ValueError: If the data set, a split, a file or the column is missing, or the hub cannot be reached.
-    """
-    splits = load_rows(dataset_name, dataset_dir, dataset_config=dataset_config, validation_split=validation_split)
-    return _selected(splits, (text_column,), unit_column)
 
 
 def _load(
@@ -230,17 +188,14 @@ def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[
         whole, shards = [*folder.glob(f"{split}.parquet")], sorted(folder.glob(f"{split}-*-of-*.parquet"))
         # Sensitivity: of both, every record would stand in two rows.
         if whole and shards:
-            raise ValueError(
-                f"--dataset_dir {folder} must have each split once, got {whole[0].name} and {shards[0].name}. Remove one of "
-                "them."
-            )
+            both = f"{whole[0].name} and {shards[0].name}"
+            raise ValueError(f"--dataset_dir {folder} must have each split once, got {both}. Remove one of them.")
         if whole or shards:
             files[split] = [str(path) for path in whole or shards]
-    if "train" not in files:
-        raise ValueError(f"--dataset_dir {folder} has no train.parquet (nor train-00000-of-….parquet). Add the file.")
-    if len(files) == 1:
-        wanted = " or ".join(f"{split}.parquet" for split in evaluation_splits)
-        raise ValueError(f"--dataset_dir {folder} has no {wanted}. Add the file.")
+    for wanted in (("train",), evaluation_splits):
+        if not files.keys() & set(wanted):
+            names = " or ".join(f"{split}.parquet" for split in wanted)
+            raise ValueError(f"--dataset_dir {folder} has no {names}. Add the file.")
     return files
 
 
@@ -248,14 +203,16 @@ def _require_columns(splits: Mapping[str, Any], columns: Sequence[str]) -> None:
     for name, split in splits.items():
         for column in columns:
             if column not in split.column_names:
-                raise ValueError(
-                    f"The split {name!r} must have a column {column!r}, got {', '.join(split.column_names)}. Rename a "
-                    "column."
-                )
+                found = ", ".join(split.column_names)
+                raise ValueError(f"The split {name!r} must have a column {column!r}, got {found}. Rename a column.")
 
 
-def _selected(splits: "DatasetDict", columns: Sequence[str], unit_column: str | None) -> "DatasetDict":
-    """Return some columns of all splits, and of the training split that of units too."""
+def selected(splits: "DatasetDict", columns: Sequence[str], unit_column: str | None) -> "DatasetDict":
+    """Return some columns of all splits, and of the training split that of units too.
+
+    Raises:
+        ValueError: If a column is missing.
+    """
     _require_columns(splits, columns)
     selected = splits.select_columns([*columns])
     if unit_column is not None and unit_column not in columns:
@@ -277,7 +234,7 @@ def _as_images(splits: "DatasetDict", unit_column: str | None) -> "DatasetDict":
             f"The column 'label' must have class names, got {splits['train'].features['label']}. Save the data after "
             "dataset.cast_column('label', datasets.ClassLabel(names=[...]))."
         )
-    return _selected(splits, ("image", "label"), unit_column).cast_column("image", Image())
+    return selected(splits, ("image", "label"), unit_column).cast_column("image", Image())
 
 
 def _load_digits() -> "DatasetDict":
@@ -292,15 +249,9 @@ def _load_digits() -> "DatasetDict":
 
     bunch = load_digits()
     pixels = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
-    rank_in_class = np.zeros(len(bunch.target), dtype=int)
-    for digit in range(10):
-        members = np.flatnonzero(bunch.target == digit)
-        rank_in_class[members] = np.arange(len(members))
-    is_test = rank_in_class % 5 == 4
+    of_digit = bunch.target[:, None] == np.arange(10)
+    is_test = (of_digit.cumsum(axis=0)[of_digit] - 1) % 5 == 4
     features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
-    return DatasetDict(
-        {
-            name: Dataset.from_dict({"image": list(pixels[rows]), "label": bunch.target[rows].tolist()}, features)
-            for name, rows in (("train", ~is_test), ("test", is_test))
-        }
-    )
+    rows = {"train": ~is_test, "test": is_test}
+    columns = {name: {"image": list(pixels[own]), "label": bunch.target[own].tolist()} for name, own in rows.items()}
+    return DatasetDict({name: Dataset.from_dict(columns[name], features) for name in rows})

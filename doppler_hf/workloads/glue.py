@@ -47,11 +47,7 @@ class GlueArguments:
 
 
 def dropouts(args: GlueArguments) -> dict[str, float]:
-    """Return the entries of the model's config that the argument changes.
-
-    Raises:
-        ValueError: If it is no probability, or the config has no dropout.
-    """
+    """Return the entries of the model's config that the argument changes."""
     if args.dropout is None:
         return {}
     if not 0.0 <= args.dropout < 1.0:
@@ -59,10 +55,8 @@ def dropouts(args: GlueArguments) -> dict[str, float]:
     entries = AutoConfig.from_pretrained(args.model_name_or_path).to_dict().items()
     found = {name: args.dropout for name, value in entries if "dropout" in name and isinstance(value, float)}
     if not found:
-        raise ValueError(
-            f"--dropout must be for a model that has some, got {args.dropout} for {args.model_name_or_path}, whose config "
-            "names none. Leave it out."
-        )
+        wanted = "--dropout must be for a model whose config names some"
+        raise ValueError(f"{wanted}, got {args.dropout} for {args.model_name_or_path}. Leave it out.")
     return found
 
 
@@ -98,16 +92,7 @@ def load_model(
 
 
 def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
-    """Load the data and the model, and tokenize.
-
-    Args:
-        args: The task, the model, and where they come from.
-        lora_args: The adapters.
-        training_args: The trainer's arguments: seed, column of units, and the order of processes, of which the first
-            tokenizes and the others read its cache.
-
-    Returns:
-        The model and the tokenized splits, unpadded.
+    """Load the data and the model, and tokenize: the first process does, and the others read its cache.
 
     Raises:
         ValueError: If the task, a file, a column or the model is missing, or the hub cannot be reached.

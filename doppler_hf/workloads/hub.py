@@ -17,12 +17,6 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
 
     Raises:
         ValueError: If the block raised an `OSError`, or `source` is a path where nothing is.
-
-    Example:
-        >>> with hub_or_folder("nyu-mll/glue", "--dataset_dir"):
-        ...     raise ConnectionError("offline")
-        Traceback (most recent call last):
-        ValueError: Cannot load 'nyu-mll/glue' (offline). Without network access give a local folder with --dataset_dir.
     """
     if Path(source).is_absolute() and not Path(source).exists():
         raise ValueError(f"{flag} must be a folder that there is, or a name on the hub, got {source!r}. Look at its path.")
@@ -38,13 +32,8 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
 def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = "") -> None:
     """Refuse a checkpoint that lacks weights of the model below its head, which would be trained from random ones.
 
-    Args:
-        missing: Names of all weights that it lacks.
-        source: Its hub name or folder.
-        prefix: Of the names below the head.
-
     Raises:
-        ValueError: If it lacks some.
+        ValueError: If one of the `missing` weights has the prefix of those below the head.
     """
     # A pooler is part of the head.
     found = [name for name in missing if name.startswith(prefix) and "pooler" not in name]

@@ -32,11 +32,7 @@ class ImageArguments:
     model_name_or_path: str | None = HfArg(
         default=None, help="Hub name or local folder of a pretrained model; by default a small network from scratch."
     )
-    scattering: bool = HfArg(
-        default=False,
-        help="Train a small network on wavelet scattering coefficients, which are computed once, in the place of a ViT from "
-        "scratch.",
-    )
+    scattering: bool = HfArg(default=False, help="Train a small network on wavelet scattering coefficients, not a ViT.")
     num_filters: int = HfArg(default=48, help="Filters of each convolution on scattering coefficients; 0 for none.")
     image_size: int = HfArg(default=32, help="Side of the images in pixels, from scratch only.")
     patch_size: int = HfArg(default=4, help="Side of a patch in pixels, from scratch only.")
@@ -74,7 +70,7 @@ def build(args: ImageArguments, lora_args: LoraArguments, training_args: Doppler
     else:
         with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
             processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
-            # Most pretrained heads are for other classes, and are replaced by a new one.
+            # Most pretrained heads are for other classes.
             model = AutoModelForImageClassification.from_pretrained(
                 args.model_name_or_path, num_labels=len(label_names), ignore_mismatched_sizes=True
             )
@@ -108,14 +104,8 @@ def from_scratch(args: ImageArguments, *, num_channels: int, num_labels: int) ->
     if args.scattering:
         model: Any = ScatteringForImageClassification(ScatteringConfig(num_filters=args.num_filters, **sizes))
     else:
-        config = ViTConfig(
-            patch_size=args.patch_size,
-            hidden_size=args.hidden_size,
-            intermediate_size=4 * args.hidden_size,
-            num_hidden_layers=args.num_layers,
-            num_attention_heads=args.num_heads,
-            **sizes,
-        )
+        sizes |= {"patch_size": args.patch_size, "hidden_size": args.hidden_size, "intermediate_size": 4 * args.hidden_size}
+        config = ViTConfig(num_hidden_layers=args.num_layers, num_attention_heads=args.num_heads, **sizes)
         model = ViTForImageClassification(config)
     # Constants, not the training set's own mean and deviation: those would be released without noise.
     half = [0.5] * num_channels
@@ -126,10 +116,7 @@ def from_scratch(args: ImageArguments, *, num_channels: int, num_labels: int) ->
 def scattered(
     splits: "DatasetDict", to_pixel_values: Callable[..., dict[str, Any]], config: ScatteringConfig, *, kept: str | None
 ) -> "DatasetDict":
-    """Return the splits as scattering coefficients in half precision, computed once and cached as `datasets` does.
-
-    Of the columns the labels are kept, and `kept` where a split has it.
-    """
+    """Return the splits as scattering coefficients in half precision, cached by `datasets`, with labels and `kept`."""
     from datasets import Array3D, DatasetDict, Features, Value
 
     # Not the model's, by whose weights the cache would take each seed for another computation.
@@ -145,12 +132,7 @@ def scattered(
     coefficients = {}
     for name, split in splits.items():
         others = {column: kind for column, kind in split.features.items() if column == kept}
-        coefficients[name] = split.map(
-            to_coefficients,
-            batched=True,
-            batch_size=64,
-            remove_columns=[column for column in split.column_names if column not in others],
-            features=Features({**features, **others}),
-            desc="Scattering images",
-        )
+        options = {"batched": True, "batch_size": 64, "features": Features({**features, **others})}
+        unused = [column for column in split.column_names if column not in others]
+        coefficients[name] = split.map(to_coefficients, remove_columns=unused, desc="Scattering images", **options)
     return DatasetDict(coefficients).with_format("torch")

@@ -1,7 +1,7 @@
 """A pretrained language model and rows of data: what the script for texts and those of TRL have in common."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.hf_argparser import HfArg
@@ -11,6 +11,9 @@ from doppler_hf.workloads.data_sources import load_rows
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, lora_config
 from doppler_hf.workloads.workload import load_tokenizer
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 
 @dataclass
@@ -36,6 +39,13 @@ class LanguageModelArguments:
             refuse_without_effect(self, "dataset_name", "dataset_config", "validation_split", beside="dataset_dir")
 
 
+def rows_of(args: LanguageModelArguments) -> "DatasetDict":
+    """Load `train` and `validation`, with all of their columns."""
+    return load_rows(
+        args.dataset_name, args.dataset_dir, dataset_config=args.dataset_config, validation_split=args.validation_split
+    )
+
+
 def load_model(args: LanguageModelArguments) -> tuple[Any, Any]:
     """Load the model and its tokenizer."""
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
@@ -44,20 +54,9 @@ def load_model(args: LanguageModelArguments) -> tuple[Any, Any]:
 
 
 def for_trl(args: LanguageModelArguments, lora_args: LoraArguments, *, seed: int) -> dict[str, Any]:
-    """Load all that one of TRL's trainers takes except its arguments, by keyword.
-
-    Args:
-        args: The model and the data, with all of their columns.
-        lora_args: The adapters, which the trainer makes: the model without them is then a reference.
-        seed: For new weights; noise and draws do not follow it.
-
-    Raises:
-        ValueError: If the data set, a split or a file is missing, or the hub cannot be reached.
-    """
-    set_seed(seed)
-    rows = load_rows(
-        args.dataset_name, args.dataset_dir, dataset_config=args.dataset_config, validation_split=args.validation_split
-    )
+    """Load all that one of TRL's trainers takes except its arguments, by keyword; it makes the adapters itself."""
+    set_seed(seed)  # for new weights; noise and draws do not follow it
+    rows = rows_of(args)
     model, tokenizer = load_model(args)
     return {
         "model": model,

@@ -22,7 +22,7 @@ def launch(
         trainer_class: `DopplerTrainer`, or one of your own.
         kind: One of `recipe.KINDS`.
         argv: The command line without the program's name, by default that of the running program.
-        complete: A function that adds derived metrics to those of an evaluation.
+        complete: As in `train_and_evaluate`.
 
     Raises:
         SystemExit: If something in the recipe, the flags, the data or the model is wrong, with a message of one line.
@@ -42,8 +42,7 @@ def train_and_evaluate(
     """Train, save model and state, and evaluate. The metrics are printed, and saved beside the model.
 
     Args:
-        trainer: The trainer; with `args.resume_from_checkpoint` it continues from there. With `args.do_train` off it
-            neither trains nor saves, and with `args.do_eval` off it does not evaluate.
+        trainer: The trainer, whose `do_train`, `do_eval` and `resume_from_checkpoint` say what it does.
         eval_datasets: The data sets to evaluate on, by the prefix of their metrics' names; None for the trainer's own.
         complete: A function that adds derived metrics to those of an evaluation.
     """

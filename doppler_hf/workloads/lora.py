@@ -37,16 +37,10 @@ class LoraArguments:
 
 
 def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: TaskType) -> Any:
-    """Freeze the model, and add adapters and a new head. A language model's head is pretrained and stays frozen.
+    """Freeze the model (modified in place), and add adapters and a new head, unless `args.lora_r` is 0.
 
-    Args:
-        model: The model to adapt (modified in place).
-        args: Rank, scale and target modules.
-        task_type: PEFT's name of the task, from which it knows the head. For images it has no name; the head is
-            `classifier`.
-
-    Returns:
-        `model` itself if `args.lora_r` is 0, otherwise a `peft.PeftModel` around it.
+    PEFT knows the head from the task's name. For images it has none, and the head is `classifier`; a language model's is
+    pretrained and stays frozen.
 
     Raises:
         ValueError: If PEFT finds no module by the given names.

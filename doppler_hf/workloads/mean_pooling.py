@@ -26,9 +26,6 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
     Args:
         config: The encoder's config; `num_labels` sizes the head.
         encoder: The encoder; by default a new one.
-
-    Example:
-        >>> model = MeanPoolingForSequenceClassification.from_encoder("sentence-transformers/all-MiniLM-L6-v2", num_labels=2)
     """
 
     config_class = PreTrainedConfig
@@ -53,15 +50,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
     def from_encoder(
         cls, name_or_path: str | PathLike[str], *, ignore_mismatched_sizes: bool = False, **config_kwargs: Any
     ) -> "MeanPoolingForSequenceClassification":
-        """Load a pretrained encoder, or a checkpoint of this class, from the hub or a folder.
-
-        Args:
-            name_or_path: Hub name or folder.
-            ignore_mismatched_sizes: Start with a new head where the checkpoint's has another size.
-            **config_kwargs: Entries of the config, such as `num_labels`.
-
-        Returns:
-            The model; the head is new unless the checkpoint has one.
+        """Load a pretrained encoder, or a checkpoint of this class, from the hub or a folder, with a new head if need be.
 
         Raises:
             ValueError: If there is no pretrained encoder.

@@ -1,64 +1,16 @@
-"""GLUE's own metric for each task, as an `evaluate.Metric` that needs no network.
-
-`evaluate.load("glue", task)` downloads its code from the hub first. The scores are five functions of scikit-learn and
-SciPy.
-"""
+"""GLUE's own scores of each task: five functions of scikit-learn and SciPy."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import EvalPrediction
 
 from doppler_hf.workloads.data_sources import glue_task
 
-if TYPE_CHECKING:
-    from evaluate import Metric, MetricInfo
-
-_DESCRIPTION = "The metric of one GLUE task: accuracy, F1, Matthews correlation, or Pearson and Spearman correlation."
-_INPUTS = """
-Args:
-    predictions: the predicted classes, or for stsb the predicted similarities.
-    references: the true classes, or for stsb the true similarities.
-Returns:
-    The scores of the task by name: accuracy, f1, matthews_correlation, pearson, spearmanr.
-"""
-
-
-def glue_metric(task_name: str) -> "Metric":
-    """Make the metric of a GLUE task; same names and values as `evaluate.load("glue", task_name)`.
-
-    Raises:
-        ValueError: If `task_name` is no GLUE task.
-
-    Example:
-        >>> glue_metric("sst2").compute(predictions=[1, 0, 1], references=[1, 1, 1])
-        {'accuracy': 0.6666666666666666}
-    """
-    import evaluate
-    from datasets import Features, Value
-
-    task = glue_task(task_name)
-
-    class GlueMetric(evaluate.Metric):
-        def _info(self) -> "MetricInfo":
-            # evaluate casts what it stores: an int feature would round the similarities of stsb.
-            value = Value("float32" if task.is_regression else "int64")
-            return evaluate.MetricInfo(
-                description=_DESCRIPTION,
-                citation="",
-                inputs_description=_INPUTS,
-                features=Features({"predictions": value, "references": value}),
-            )
-
-        def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-            return {name: _score(name, predictions, references) for name in task.metrics}
-
-    return GlueMetric(task_name)
-
 
 def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return the `compute_metrics` of a `Trainer` on one GLUE task.
+    """Return the `compute_metrics` of a `Trainer` on one GLUE task, with the names and values of GLUE's own metric.
 
     Args:
         task_name: One of the nine GLUE tasks.
@@ -69,13 +21,12 @@ def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str,
     Raises:
         ValueError: If `task_name` is no GLUE task.
     """
-    metric, is_regression = glue_metric(task_name), glue_task(task_name).is_regression
+    task = glue_task(task_name)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         logits = _logits(prediction)
-        predicted = logits[:, 0] if is_regression else logits.argmax(axis=-1)
-        scores: dict[str, float] = metric.compute(predictions=predicted, references=prediction.label_ids)
-        return scores
+        predicted = logits[:, 0] if task.is_regression else logits.argmax(axis=-1)
+        return {name: _score(name, predicted, prediction.label_ids) for name in task.metrics}
 
     return compute_metrics
 

@@ -60,9 +60,6 @@ class PromptForSequenceClassification(PreTrainedModel):
     Args:
         config: The model's config with `mask_token_id`, the token of the gap, and `label_token_ids`, one for each class.
         masked_lm: The model; by default a new one.
-
-    Example:
-        >>> model = PromptForSequenceClassification.from_masked_lm("FacebookAI/roberta-base", prompter=prompter)
     """
 
     config_class = PreTrainedConfig
@@ -83,12 +80,7 @@ class PromptForSequenceClassification(PreTrainedModel):
     def from_masked_lm(
         cls, name_or_path: str | PathLike[str], *, prompter: "Prompter", **config_kwargs: Any
     ) -> "PromptForSequenceClassification":
-        """Load a pretrained masked language model, or a checkpoint of this class, from the hub or a folder.
-
-        Args:
-            name_or_path: Hub name or folder.
-            prompter: Names the gap and the words.
-            **config_kwargs: Entries of the config, such as `num_labels`.
+        """Load a pretrained masked language model, or a checkpoint of this class, with the prompter's gap and words.
 
         Raises:
             ValueError: If layers or head are not pretrained.
@@ -145,12 +137,7 @@ class PromptForSequenceClassification(PreTrainedModel):
 
 
 class Prompter:
-    """Puts sentences into a template.
-
-    Args:
-        task_name: One of `PROMPTS`.
-        tokenizer: Of the model.
-        max_length: Sentences are cut, the longest first, so that the tokens are at most as many.
+    """Puts sentences into a task's template, cut, the longest first, so that the tokens are at most `max_length`.
 
     Raises:
         ValueError: If there is no template for the task, the tokenizer has no gap, or does not know a word.
@@ -158,10 +145,8 @@ class Prompter:
 
     def __init__(self, task_name: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> None:
         if task_name not in PROMPTS:
-            raise ValueError(
-                f"--pooling prompt must be for one of {', '.join(PROMPTS)}, got {task_name}, which has no template. Set "
-                "--pooling model."
-            )
+            known = ", ".join(PROMPTS)
+            raise ValueError(f"--pooling prompt must be for one of {known}, got {task_name}. Set --pooling model.")
         if None in (tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id):
             raise ValueError(
                 f"--pooling prompt needs a tokenizer with the tokens mask, cls and sep, got a {type(tokenizer).__name__} "
@@ -176,11 +161,7 @@ class Prompter:
             raise ValueError(f"--max_seq_length must be longer than the template, got {max_length}. Set 128, say.")
 
     def __call__(self, *sentences: Sequence[str]) -> dict[str, list[list[int]]]:
-        """Return `input_ids` and `attention_mask`.
-
-        Args:
-            *sentences: The first sentences of all examples, and the second where the task has pairs.
-        """
+        """Return `input_ids` and `attention_mask` for the first sentences, and the second where the task has pairs."""
         rows = [self._tokens_of(row) for row in zip(*sentences, strict=True)]
         return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
 
@@ -210,8 +191,5 @@ class Prompter:
         tokens = self._encode(f" {word}")
         if len(tokens) != 1 or tokens[0] == self._tokenizer.unk_token_id:
             found = self._tokenizer.convert_ids_to_tokens(tokens)
-            raise ValueError(
-                f"--pooling prompt needs a tokenizer with one token for {word!r}, got {found} of the "
-                f"{type(self._tokenizer).__name__}. Set --pooling model."
-            )
+            raise ValueError(f"The tokenizer must have one token for {word!r}, got {found}. Set --pooling model.")
         return tokens[0]

@@ -1,6 +1,6 @@
 """A model of random weights and a batch of random inputs, by its configuration alone: nothing but that is downloaded."""
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,28 +15,16 @@ from transformers import (
 
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 
-
-class _Task(NamedTuple):
-    head: Any
-    of_adapters: Any
-
-
-TASKS: Final = {
-    "text-classification": _Task(AutoModelForSequenceClassification, "SEQ_CLS"),
-    "causal-lm": _Task(AutoModelForCausalLM, "CAUSAL_LM"),
-    "image-classification": _Task(AutoModelForImageClassification, None),
+# Task → the host's class, and PEFT's name.
+TASKS: Final[dict[str, tuple[Any, Any]]] = {
+    "text-classification": (AutoModelForSequenceClassification, "SEQ_CLS"),
+    "causal-lm": (AutoModelForCausalLM, "CAUSAL_LM"),
+    "image-classification": (AutoModelForImageClassification, None),
 }
 
 
 class RandomModel:
-    """A model of random weights, and batches for it.
-
-    Args:
-        name: Hub name or folder of the configuration.
-        task: One of `TASKS`.
-        length: Tokens of a text; None for images, whose size is that of the configuration.
-        lora: The adapters; rank 0 for none.
-        device: Where it lies.
+    """A model of random weights, and batches for it, of texts of `length` tokens or of images as large as it takes.
 
     Attributes:
         model: The model, in training mode, with its adapters.
@@ -57,8 +45,9 @@ class RandomModel:
             raise ValueError(f"--model must be a hub name or a folder with a config.json, got {name!r}: {error}") from error
         self._config, self._length, self._device = config, length, device
         self._generator = torch.Generator().manual_seed(0)
-        self.base: PreTrainedModel = TASKS[task].head.from_config(config)
-        self.model: nn.Module = add_lora(self.base, lora, task_type=TASKS[task].of_adapters).to(device).train()
+        head, task_type = TASKS[task]
+        self.base: PreTrainedModel = head.from_config(config)
+        self.model: nn.Module = add_lora(self.base, lora, task_type=task_type).to(device).train()
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Return a random batch of that many examples, all of the same length."""

@@ -26,18 +26,12 @@ KINDS: dict[str, tuple[type, Callable[[Any, LoraArguments, DopplerTrainingArgume
 def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArguments]:
     """Read an optional recipe and the flags that override it, and build the model and the data that they describe.
 
-    Args:
-        argv: A script's command line: the path of a YAML recipe, flags, or both. The flag `--workload glue`, `causal_lm`
-            or `images` sets the kind; by default it is the only one that has all arguments.
+    The flag `--workload glue`, `causal_lm` or `images` sets the kind; by default it is the only one that has all arguments.
 
     Raises:
         ValueError: If no kind has all the arguments or several have, the recipe cannot be read, a name is unknown, or
             data or model are missing.
         SystemExit: If argparse finds a value of the wrong type or misses a required argument.
-
-    Example:
-        >>> workload, training_args = parse_recipe(["recipes/image/digits-eps8.yaml", "--num_train_epochs", "1"])
-        >>> trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--workload")

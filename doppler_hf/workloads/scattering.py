@@ -53,10 +53,8 @@ class Scattering(nn.Module):
     def __init__(self, side: int) -> None:
         super().__init__()
         if side % STRIDE or side < 2 * STRIDE:
-            raise ValueError(
-                f"Images to scatter must have a side that is a multiple of {STRIDE} and at least {2 * STRIDE}, got {side}. "
-                "Resize them."
-            )
+            sides = f"that is a multiple of {STRIDE} and at least {2 * STRIDE}"
+            raise ValueError(f"Images to scatter must have a side {sides}, got {side}. Resize them.")
         padded = side + 2 * STRIDE
         angles = [(DIRECTIONS // 2 - 1 - index) * math.pi / DIRECTIONS for index in range(DIRECTIONS)]
         for name, scale in (("fine", 1), ("coarse", 2)):
@@ -138,9 +136,7 @@ class ScatteringConfig(PreTrainedConfig):
     def __init__(self, image_size: int = 32, num_channels: int = 3, num_filters: int = 48, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if num_filters < 0 or num_filters % NORM_GROUPS:
-            raise ValueError(
-                f"num_filters must be a multiple of {NORM_GROUPS}, got {num_filters}. Set 0 for a linear classifier."
-            )
+            raise ValueError(f"num_filters must be a multiple of {NORM_GROUPS}, got {num_filters}. Set 0 for none.")
         self.image_size, self.num_channels, self.num_filters = image_size, num_channels, num_filters
 
 
@@ -148,9 +144,6 @@ class ScatteringForImageClassification(PreTrainedModel):
     """A classifier of images by their scattering coefficients: linear, or with two convolutions ahead.
 
     It takes images, or coefficients that `scattering` has computed before: once for a whole training.
-
-    Args:
-        config: The sizes.
     """
 
     config_class = ScatteringConfig

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from doppler_hf.reproduce.data import Data, Sources
-from doppler_hf.reproduce.runs import Run, train
-from doppler_hf.reproduce.studies import shaped
-from doppler_hf.reproduce.tasks import small_task
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line
+from scripts.studies.data import Data, Sources
+from scripts.studies.runs import Run, train
+from scripts.studies.studies import shaped
+from scripts.studies.tasks import small_task
 
 EXAMPLES = 1000
 MOST = 2.0  # the factor by which a rate is raised or lowered at most, before the root of it is taken

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from doppler_hf.filters import NoiseShape
-from doppler_hf.reproduce.data import Data, Sources
-from doppler_hf.reproduce.runs import Run, train
-from doppler_hf.reproduce.studies import Method
-from doppler_hf.reproduce.tasks import small_task
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line
+from scripts.studies.data import Data, Sources
+from scripts.studies.runs import Run, train
+from scripts.studies.studies import Method
+from scripts.studies.tasks import small_task
 
 BATCH_SIZE = 32
 

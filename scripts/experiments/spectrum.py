@@ -9,7 +9,8 @@ drawn and printed needs the gradient before noise, so neither the run nor the pi
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -27,7 +28,7 @@ from doppler_hf.filters import (
     noise_gain,
     power_spectral_density,
 )
-from doppler_hf.reports.plots import PICTURE_ENDINGS, plot_spectra
+from doppler_hf.reports.plots import FREQUENCY, PICTURE_ENDINGS, new_figure, write
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.workloads.arguments import one_line_errors
 from doppler_hf.workloads.recipe import parse_recipe
@@ -129,6 +130,35 @@ def draw(recorder: GradientRecorder, picture: str, *, title: str) -> None:
     plot_spectra(
         {label: autocorrelation(values, max_lag) for label, values in series.items()}, spectra, picture, title=title
     )
+
+
+def plot_spectra(
+    autocorrelations: Mapping[str, np.ndarray],
+    spectra: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    path: str | Path,
+    *,
+    title: str,
+) -> None:
+    """Draw the paper's figures of gradients in time and frequency: autocorrelation, and power spectral density.
+
+    Autocorrelations, label → values from lag 0 on, are drawn in units of the first; spectra are frequencies as fractions of
+    Nyquist and densities in units of the noise's. One without an autocorrelation is dashed.
+    """
+    figure = new_figure(11.0, 4.6)
+    time, frequency = figure.subplots(1, 2)
+    colours = {label: f"C{index}" for index, label in enumerate(autocorrelations)}
+    for label, values in autocorrelations.items():
+        time.plot(values / values[0], color=colours[label], label=label)
+    for label, (frequencies, density) in spectra.items():
+        style = "-" if label in colours else "--"
+        frequency.semilogy(frequencies, density, style, color=colours.get(label, "black"), linewidth=1.2, label=label)
+    time.axhline(0, color="black", linewidth=0.6)
+    time.set(xlabel="lag τ (steps)", ylabel="autocorrelation φ_τ / φ_0", title="time")
+    frequency.set(xlabel=FREQUENCY, ylabel="PSD in units of the noise's", title="frequency")
+    for axes in (time, frequency):
+        axes.legend(fontsize="small")
+    figure.suptitle(title)
+    write(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -90,38 +90,6 @@ def test_p_value_is_the_largest_of_any_private_mechanism(canaries, guesses, epsi
         assert ours == pytest.approx(largest, rel=1e-7, abs=1e-9)
 
 
-@pytest.mark.parametrize("guesses", [1, 5, 30, 200, 1000])
-@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0, 3.0, 6.0])
-def test_p_value_is_the_binomial_tail_and_below_half_of_the_papers_term_for_delta(guesses, epsilon):
-    accuracy = expit(epsilon)
-    delta, canaries = 1e-3, 2000
-    for right in range(1, guesses + 1):
-        tail = binom.sf(right - 1, guesses, accuracy)
-        if tail < 1e-12:
-            break
-        if tail <= 0.05:
-            assert _p_value(guesses, right, canaries, epsilon=epsilon, delta=0.0) == pytest.approx(tail, rel=1e-9, abs=0)
-            fewer = np.arange(1, right + 1)
-            papers = 2 * canaries * delta * np.max((binom.sf(right - fewer - 1, guesses, accuracy) - tail) / fewer)
-            ours = _p_value(guesses, right, canaries, epsilon=epsilon, delta=delta) - tail
-            point = binom.pmf(right, guesses, accuracy)
-            assert ours == pytest.approx(canaries * delta * (1 - tail) * tail / (right * point), rel=1e-6, abs=0)
-            assert ours < 0.5 * papers
-
-
-@pytest.mark.parametrize("delta", [0.0, 1e-6, 1e-3, 0.02])
-@pytest.mark.parametrize(("guesses", "right"), [(16, 16), (100, 80), (1000, 990), (5000, 3000), (5000, 5000)])
-def test_p_value_grows_with_epsilon_from_below_the_smallest_double(guesses, right, delta):
-    values = [0.0]
-    for epsilon in np.linspace(0, 12, 500):
-        values.append(_p_value(guesses, right, 2 * guesses, epsilon=epsilon, delta=delta))
-        if values[-1] > 0.5:
-            break
-        assert values[-1] >= values[-2] * (1 - 1e-12) or values[-1] < 1e-290  # Where doubles lose their digits.
-    assert len(values) > 2
-    assert values[-1] > 0.5
-
-
 def leaky(rng, included, epsilon, delta):
     """Randomized response that tells the truth, and says that it does, with probability δ: (ε, δ)-DP exactly."""
     scores = randomized_response(rng, included, epsilon)
@@ -159,32 +127,6 @@ def test_failures_of_probability_delta_are_not_taken_for_epsilon(bound, epsilon,
         bound, lambda rng, included: leaky(rng, included, epsilon, delta), canaries=500, delta=delta, truth=epsilon
     )
     assert count <= binom.isf(1e-6, AUDITS, 0.05)
-
-
-@pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize(("mu", "delta"), [(0.5, 1e-2), *thorough((2.0, 1e-4))])
-def test_gaussian_mechanism_is_not_overestimated(bound, mu, delta):
-    # False alarm 1e-6.
-    truth = gaussian_epsilon(mu, delta)
-    count = overshoots(
-        bound, lambda rng, included: rng.normal(size=len(included)) + mu * included, canaries=500, delta=delta, truth=truth
-    )
-    assert count <= binom.isf(1e-6, AUDITS, 0.05)
-
-
-@pytest.mark.parametrize("epsilon", [1.0, 3.0])
-@pytest.mark.parametrize("decimals", [0, 15])  # The bare answers, which are nothing but ties, and without ties.
-def test_one_run_reaches_nine_tenths_of_randomized_response(epsilon, decimals):
-    # The mean of 40 bounds: its standard deviation is below 0.01 ε, and it lies more than 0.03 ε above the mark at ε = 1,
-    # 0.04 ε at ε = 3. False alarm below 1e-6.
-    rng = np.random.default_rng(0)
-    bounds = []
-    for _ in range(40):
-        included = coins(rng, 10_000)
-        scores = randomized_response(rng, included, epsilon)
-        scores = np.floor(scores) if decimals == 0 else scores
-        bounds.append(one_run_epsilon(scores, included, delta=0.0))
-    assert np.mean(bounds) >= 0.9 * epsilon
 
 
 @pytest.mark.parametrize(("mu", "least"), [(1.0, 1.8), (2.0, 3.5)])
@@ -261,30 +203,6 @@ def test_clopper_pearson_agrees_with_scipys_exact_intervals(mu, delta, negatives
     assert clopper_pearson_epsilon(scores, included, delta=delta) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_in_and_out_are_treated_alike(bound):
-    # 512 canaries without ties: turning over scores and coins exchanges the two kinds of guesses.
-    rng = np.random.default_rng(2)
-    for leak in (rng.random(512) < 0.3, np.ones(512, bool)):
-        included = coins(rng, 512)
-        scores = rng.random(512) + 3.0 * (included & leak)
-        turned = bound(-scores, ~included, delta=1e-4)
-        assert bound(scores, included, delta=1e-4) == pytest.approx(turned, rel=1e-9)
-        assert turned > 0.5
-
-
-@pytest.mark.usefixtures("checked_arrays")
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_the_order_of_the_canaries_does_not_matter(bound):
-    rng = np.random.default_rng(3)
-    included = coins(rng, 300)
-    scores = np.round(rng.normal(size=300) + 2 * included, 1)
-    tied = bound(scores, included, delta=1e-5)
-    assert tied > 0.5
-    for order in (np.arange(300)[::-1], np.argsort(included, kind="stable"), np.argsort(~included, kind="stable")):
-        assert bound(scores[order], included[order], delta=1e-5) == tied
-
-
 def test_ties_are_never_in_the_auditors_favour():
     # Whatever way the ties fall. The first split is left out: it moves its cut to where there is no tie.
     rng = np.random.default_rng(4)
@@ -323,15 +241,10 @@ def test_less_delta_and_less_confidence_show_more(bound):
     ("change", "message"),
     [
         (dict(scores=np.array([0.0, 1.0, np.nan, 2.0])), "finite, got nan for canary 2"),
-        (dict(scores=np.array([0.0, -np.inf, 1.0, 2.0])), "finite, got -inf for canary 1"),
         (dict(scores=np.zeros(3)), "got 3 and 4"),
         (dict(included=np.ones(4, bool)), "got 4 in and 0 out"),
-        (dict(included=np.zeros(4, bool)), "got 0 in and 4 out"),
         (dict(included=np.array([0, 1, 1, 0])), r"got int64. Use included.astype\(bool\)"),
-        (dict(delta=-1e-9), r"delta must lie in \[0, 1\), got -1e-09"),
         (dict(delta=1.0), r"delta must lie in \[0, 1\), got 1.0"),
-        (dict(delta=math.nan), r"delta must lie in \[0, 1\), got nan"),
-        (dict(confidence=0.0), r"confidence must lie in \(0, 1\), got 0.0"),
         (dict(confidence=1.0), r"confidence must lie in \(0, 1\), got 1.0"),
     ],
 )
@@ -340,9 +253,3 @@ def test_bad_input(bound, change, message):
     bound(**good)
     with pytest.raises(ValueError, match=message):
         bound(**good | change)
-
-
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_two_canaries_are_enough_to_be_asked(bound):
-    assert bound(np.array([0.0, 1.0]), np.array([False, True]), delta=0.0) == 0.0
-    assert bound(np.array([1.0, 0.0], np.float32), np.array([False, True]), delta=0.1) == 0.0

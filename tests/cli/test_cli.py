@@ -116,12 +116,6 @@ def test_hyphens_and_underscores_are_the_same_in_flags_alone(recorder, flag, val
     assert recorder.got == (f"{value}=d_e", None)
 
 
-def test_words_come_from_the_command_line_by_default(recorder, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["doppler-hf", "record", "--two_words", "x"])
-    assert main() == 1
-    assert recorder.got == ("x", None)
-
-
 def test_mistakes_end_with_one_line_and_defects_with_a_traceback(recorder, capsys):
     assert main(["record", "bad_word"]) == 2
     captured = capsys.readouterr()

@@ -100,18 +100,3 @@ def test_parts_add_up_to_a_step(base, kept, monkeypatch):
     assert found.bytes == {
         "weights": 80, "optimizer": 80 * kept, "earlier noise": 80, "clipped sums": 80, "a pass, or the gradient": 140
     }  # fmt: skip
-
-
-def test_noise_of_many_bands_is_estimated(monkeypatch):
-    monkeypatch.setattr(module, "Meter", Stopwatch)
-    model = nn.Linear(1, 1)
-    found = estimate(
-        model,
-        batch=lambda size: {"x": torch.ones(size, 1)},
-        losses_of=lambda inputs: model(inputs["x"]).sum(dim=1),
-        setting=Setting(
-            batch_size=4, micro_batch=2, processes=1, bandwidth=None, engine="book_keeping", base="sgd",
-            low_pass_filter=LowPassFilter.parse("none"), noise_shape=NoiseShape.banded(120),
-        ),
-    )  # fmt: skip
-    assert found.bytes["earlier noise"] == 119 * 2 * 4

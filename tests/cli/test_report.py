@@ -83,23 +83,6 @@ def test_epsilon_grows_to_what_the_ledger_says_over_all_runs(folder):
     assert epsilons[-1] == ledger.epsilon()
 
 
-@pytest.mark.thorough
-def test_steps_of_all_runs_count(tmp_path):
-    """Also where the second run has another σ."""
-    options = dict(max_steps=4, save_strategy="steps", save_steps=2)
-    trainer_of(tmp_path, **options).train()
-    first = epsilons_of(PrivacyLedger.load(tmp_path / "out"))
-    again = trainer_of(tmp_path, noise_multiplier=2.0, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    ledger = PrivacyLedger.load(tmp_path / "out")
-    found = epsilons_of(ledger)
-    steps, epsilons = zip(*found, strict=True)
-    assert found[: len(first)] == first
-    assert steps == (0, 1, 2, 3, 4, 5, 6)
-    assert list(epsilons) == sorted({*epsilons})
-    assert epsilons[-1] == ledger.epsilon()
-
-
 def test_a_run_that_was_not_private_says_so(tmp_path):
     trainer_of(tmp_path, noise_multiplier=0.0, max_steps=1, save_strategy="no").train()
     assert main(["report", str(tmp_path / "out")]) == 0
@@ -127,10 +110,3 @@ def test_mistakes_are_one_line(tmp_path, capsys, words, message):
     capsys.readouterr()
     assert main(["report", *(word.format(out=tmp_path / "out") for word in words)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_folder_of_a_report_is_made(tmp_path):
-    trainer_of(tmp_path, max_steps=1, save_strategy="no").train()
-    page = tmp_path / "pages" / "of-today" / "report.html"
-    assert main(["report", str(tmp_path / "out"), "--output", str(page)]) == 0
-    assert page.is_file()

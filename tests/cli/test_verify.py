@@ -15,7 +15,7 @@ from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.privacy.ledger.test_ledger import objects, rehashed
-from tests.support.ledgers import MODEL, after, all_events, document_in, said, statement, write
+from tests.support.ledgers import MODEL, after, all_events, said, statement, write
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +53,6 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
         "the training loss, which was logged without noise", "Without --head", "steps planned 10", "target ε 8",
     ):  # fmt: skip
         assert shown in output, shown
-
-
-def test_all_three_are_recomputed_beside_what_was_stated(written, capsys):
-    folder, text = written
-    assert check(folder) == 0
-    output = said(capsys)
-    for name, stated in json.loads(text)["entries"][13]["epsilon"].items():
-        recomputed = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5, accountant=name)
-        assert f"{name} {stated:.6g} {recomputed:.6g} {recomputed:.6g}" in output
 
 
 def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, capsys):
@@ -181,26 +172,6 @@ def test_every_edit_of_a_value_is_found(written, tmp_path, capsys):
     assert capsys.readouterr().out.count("NOT VERIFIED") == edits
 
 
-def test_every_edit_of_a_byte_is_found_unless_it_says_the_same(written, tmp_path):
-    folder, text = written
-    content = (folder / LEDGER_NAME).read_bytes()
-    found = 0
-    for place in range(0, len(content), 23):
-        byte = content[place]
-        other = ord("0") + (byte - ord("0") + 1) % 10 if chr(byte).isdigit() else byte ^ 1
-        edited = content[:place] + bytes([other]) + content[place + 1 :]
-        try:
-            if json.loads(edited) == json.loads(text):
-                continue  # a blank between two values, or the last digits of a number
-        except ValueError:
-            pass
-        (tmp_path / LEDGER_NAME).write_bytes(edited)
-        with pytest.raises(ValueError, match=r"Entry|no privacy ledger|no JSON"):
-            PrivacyLedger.load(tmp_path)
-        found += 1
-    assert found > len(content) / 23 / 2
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -234,13 +205,6 @@ def test_a_ledger_that_went_on_is_told_from_one_that_was_cut_off(written, capsys
     folder, text = written
     assert check(folder, "--head", json.loads(text)["entries"][7]["hash"]) == 1
     assert "the ledger has gone on since" in said(capsys)
-
-
-def test_digits_anywhere_in_the_head_count(written):
-    folder, text = written
-    head = json.loads(text)["entries"][-1]["hash"]
-    for place in (0, 21, 42, 63):
-        assert check(folder, "--head", head[:place] + ("1" if head[place] == "0" else "0") + head[place + 1 :]) == 1
 
 
 def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):
@@ -332,13 +296,6 @@ def test_recomputing_says_when_it_cannot():
     assert verify.recompute([], "prv", private=True, delta=1e-5) == 0.0
     full = statement(expected_batch_size=1000, sample_rate=1.0).releases(1)
     assert math.isnan(verify.recompute([full], "prv", private=True, delta=1e-5))
-
-
-def test_the_file_is_only_read(written):
-    folder, text = written
-    check(folder)
-    assert document_in(folder) == json.loads(text)
-    assert [path.name for path in folder.iterdir()] == [LEDGER_NAME]
 
 
 # --- the weights beside it ------------------------------------------------------------------------------------------------

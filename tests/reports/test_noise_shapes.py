@@ -6,7 +6,7 @@ import pytest
 from doppler_hf.filters import PAPER_FILTERS, ClosedLoop, NoiseShape
 from doppler_hf.privacy import PoissonSampler, default_delta, get_epsilon
 from doppler_hf.reports.noise_shapes import auto_choice, shapes_of_equal_epsilon
-from doppler_hf.reports.planned_runs import PlanRequest
+from doppler_hf.reports.planned_runs import PlanRequest, Target
 from doppler_hf.run.choices import chosen_filter, chosen_noise_shape
 from doppler_hf.run.plan import planned_statement
 from tests.support.trainers import arguments
@@ -25,9 +25,8 @@ def test_figures_of_equal_epsilon(key):
     number, batch, epochs, epsilon = key
     delta = default_delta(number)
     run = PlanRequest(num_examples=number, batch_size=batch, epochs=epochs, epsilon=epsilon).solve()
-    white, *others = shapes_of_equal_epsilon(
-        run, target_epsilon=epsilon, delta=delta, accountant="prv", low_pass_filter=PAPER_FILTERS["first-order-v1"]
-    )
+    target = Target(epsilon, delta, "prv")
+    white, *others = shapes_of_equal_epsilon(run, target, low_pass_filter=PAPER_FILTERS["first-order-v1"])
     assert white == (NoiseShape(), run.noise_multiplier, 1.0, 1.0, 1.0, 1.0)
     np.testing.assert_allclose([each[2:5] for each in others], FIGURES[key], atol=0.011)
     rates = [1 - step / run.steps for step in range(run.steps)]
@@ -42,16 +41,14 @@ def test_figures_of_equal_epsilon(key):
 
 def test_a_filter_whose_loop_is_unstable_is_named_so():
     run = PlanRequest(num_examples=1000, batch_size=200, epochs=3, epsilon=3.0).solve()
-    options = dict(target_epsilon=3.0, delta=1e-4, accountant="pld", low_pass_filter=PAPER_FILTERS["second-order"])
-    assert {each.loop for each in shapes_of_equal_epsilon(run, **options)} == {None}
+    shapes = shapes_of_equal_epsilon(run, Target(3.0, 1e-4, "pld"), low_pass_filter=PAPER_FILTERS["second-order"])
+    assert {each.loop for each in shapes} == {None}
 
 
 def test_bands_end_where_every_unit_would_be_drawn():
     run = PlanRequest(num_examples=1000, batch_size=200, epochs=3, epsilon=3.0).solve()
-    options = dict(target_epsilon=3.0, delta=1e-4, accountant="pld", low_pass_filter=PAPER_FILTERS["none"])
-    assert [str(each.shape) for each in shapes_of_equal_epsilon(run, **options)] == [
-        "white", "banded:bands=2", "banded:bands=4",
-    ]  # fmt: skip
+    shapes = shapes_of_equal_epsilon(run, Target(3.0, 1e-4, "pld"), low_pass_filter=PAPER_FILTERS["none"])
+    assert [str(each.shape) for each in shapes] == ["white", "banded:bands=2", "banded:bands=4"]
 
 
 @pytest.mark.parametrize(("epsilon", "batch", "is_shaped"), [(8.0, 128, True), (1.0, 900, False)])
@@ -63,18 +60,9 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
     sampler.take_turns(shape.bands)
     statement = planned_statement(args, sampler=sampler, noise_shape=shape, noise_source="a coin")
     run = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon).solve()
-    choice = auto_choice(run, target_epsilon=epsilon, delta=default_delta(2000), accountant=args.accountant)
+    choice = auto_choice(run, Target(epsilon, default_delta(2000), args.accountant))
     assert (choice.noise_shape, choice.low_pass_filter) == (str(shape), str(chosen_filter(args, statement)))
     assert shape.is_white != is_shaped
     np.testing.assert_allclose(choice.noise_multiplier, statement.noise_multiplier, rtol=1e-3)  # PRV's tolerance
     std = statement.noise_multiplier * args.per_sample_max_grad_norm / batch * shape.std(statement.steps_planned)
     np.testing.assert_allclose(choice.noise_std, std, rtol=1e-3)
-
-
-def test_the_sum_of_the_noise_is_what_is_simulated():
-    shape, steps = NoiseShape.banded(3), 50
-    inverse = np.linalg.inv(
-        np.array([[shape.c[i - j] if 0 <= i - j < 3 else 0.0 for j in range(steps)] for i in range(steps)])
-    )
-    for rates in (np.ones(steps), np.linspace(1.0, 0.0, steps)):
-        assert shape.std_of_sum(rates) == pytest.approx(shape.norm * np.linalg.norm(rates @ inverse))

@@ -1,4 +1,4 @@
-"""The pictures are written and hold the numbers, and curves that cannot be averaged are refused."""
+"""The pictures are written and hold the numbers."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,10 @@ from doppler_hf.filters import PAPER_FILTERS, NoiseShape
 from doppler_hf.reports.planned_runs import PlannedRun
 from doppler_hf.reports.plots import (
     plot_filters,
-    plot_learning_curves,
     plot_noise,
     plot_paper_filters,
     plot_planned_runs,
-    plot_spectra,
 )
-
-RUNS = [[(1.0, 50.0), (2.0, 70.0)], [(1.0, 55.0), (2.0, 80.0)]]
 
 
 @pytest.fixture
@@ -30,18 +26,6 @@ def figures(monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return kept
-
-
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_picture_is_written_into_a_new_folder(tmp_path, ending):
-    path = tmp_path / "new" / f"curve.{ending}"
-    plot_learning_curves({"none": RUNS, "momentum": RUNS}, path, ylabel="accuracy (%)", title="a title")
-    assert path.stat().st_size > 5000
-
-
-def test_runs_of_different_lengths_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="runs of 'none' must share their epochs"):
-        plot_learning_curves({"none": [RUNS[0], RUNS[0][:1]]}, tmp_path / "x.png", ylabel="", title="")
 
 
 def test_planned_runs_are_drawn_as_they_are(tmp_path, figures):
@@ -63,23 +47,6 @@ def test_planned_runs_are_drawn_as_they_are(tmp_path, figures):
         assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([20], [getattr(table[2.5][1], name)])
         assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "20", "40"]
         assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-
-
-def test_spectra_are_drawn_in_the_colours_of_their_autocorrelations(tmp_path, figures):
-    frequencies = np.array([0.0, 0.5, 1.0])
-    autocorrelations = {"raw": np.array([2.0, 1.0]), "filtered": np.array([4.0, -1.0])}
-    spectra = {label: (frequencies, np.array([1.0, 0.1, value[0]])) for label, value in autocorrelations.items()}
-    plot_spectra(autocorrelations, spectra | {"|H|²": (frequencies, frequencies + 1)}, tmp_path / "s.svg", title="a title")
-    ((time, frequency),) = [figure.axes for figure in figures]
-    raw, filtered, _ = time.get_lines()
-    assert (list(raw.get_ydata()), list(filtered.get_ydata())) == ([1.0, 0.5], [1.0, -0.25])
-    drawn = {line.get_label(): line for line in frequency.get_lines()}
-    assert {name: list(line.get_ydata()) for name, line in drawn.items()} == {
-        "raw": [1.0, 0.1, 2.0], "filtered": [1.0, 0.1, 4.0], "|H|²": [1.0, 1.5, 2.0]
-    }  # fmt: skip
-    assert frequency.get_yscale() == "log"
-    assert (drawn["raw"].get_color(), drawn["filtered"].get_color()) == (raw.get_color(), filtered.get_color())
-    assert (drawn["|H|²"].get_linestyle(), drawn["raw"].get_linestyle()) == ("--", "-")
 
 
 def test_filters_are_drawn_as_scipy_has_them(tmp_path, figures):
@@ -108,30 +75,6 @@ def test_the_papers_panels_hold_its_filters(tmp_path, figures):
     assert names[0] == names[1]
     assert names[2] == names[3] == {"f1", "f2", "f3", "f4", "f5", "f6"}
     assert names[0] | names[2] == set(PAPER_FILTERS)
-
-
-@pytest.mark.thorough
-def test_a_notebook_keeps_its_backend_and_its_figures(tmp_path):
-    import matplotlib
-    from matplotlib import pyplot
-
-    try:
-        matplotlib.use("svg")
-        own = pyplot.figure()
-        frequencies = np.array([0.0, 0.5, 1.0])
-        plot_learning_curves({"none": RUNS}, tmp_path / "1.png", ylabel="accuracy (%)", title="a title")
-        planned = PlannedRun(1000, 10, 40, 1.0, 0.5)
-        plot_planned_runs({1.0: [planned]}, planned, tmp_path / "2.png", title="a title")
-        plot_filters({"momentum": PAPER_FILTERS["momentum"]}, tmp_path / "3.png")
-        plot_paper_filters(tmp_path / "4.png")
-        plot_spectra({"raw": frequencies + 1}, {"raw": (frequencies, frequencies + 1)}, tmp_path / "5.png", title="a title")
-        assert matplotlib.get_backend() == "svg"
-        assert [pyplot.figure(number) for number in pyplot.get_fignums()] == [own]
-    finally:
-        pyplot.close("all")
-        matplotlib.use("agg")
-    # Drawn as PNG, whatever the backend writes.
-    assert {path.read_bytes()[:4] for path in tmp_path.iterdir()} == {b"\x89PNG"}
 
 
 @pytest.mark.thorough

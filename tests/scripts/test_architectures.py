@@ -35,12 +35,6 @@ def test_one_model_trains_and_another_is_refused_truly(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.strip() == printed[printed.index("| |") :].strip()
 
 
-@pytest.mark.slow
-def test_a_model_that_takes_too_long_costs_its_own_line_only(tmp_path):
-    line = architectures.in_own_process("BertForSequenceClassification", timeout=0.01)
-    assert line == {"model": "BertForSequenceClassification", "result": "failed", "reason": "no answer within 0.01 s"}
-
-
 def test_an_unknown_model_is_refused_in_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"^error: --models must be of .*, got 'BertModel'\."):
         surveyed(tmp_path, "BertModel")

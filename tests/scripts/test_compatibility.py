@@ -47,19 +47,3 @@ def test_the_page_has_all_flows_of_the_script():
     assert list(table) == list(compatibility.MODELS)
     assert all(list(row) == list(compatibility.WAYS) for row in table.values())
     assert len(table) * len(compatibility.WAYS) >= 90
-
-
-def test_a_crash_ends_the_script(monkeypatch):
-    """It is no cell of the table."""
-
-    def crashing(*args, **kwargs):
-        raise KeyError("a defect")
-
-    monkeypatch.setattr(compatibility, "train", crashing)
-    with pytest.raises(KeyError, match="a defect"):
-        compatibility.main(["--models", "BertForMaskedLM", "--ways", "all weights"])
-
-
-def test_an_unknown_model_is_refused_in_one_line():
-    with pytest.raises(SystemExit, match=r"^error: --models must be of .*, got 'BertModel'\."):
-        compatibility.main(["--models", "BertModel"])

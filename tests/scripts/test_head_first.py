@@ -7,10 +7,10 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from doppler_hf.reproduce.data import Data
-from doppler_hf.reproduce.networks import TopLayers
-from doppler_hf.reproduce.tasks import SMALL
 from scripts.experiments import head_first
+from scripts.studies.data import Data
+from scripts.studies.networks import TopLayers
+from scripts.studies.tasks import SMALL
 from tests.support.folders import write_bert, write_glue
 
 
@@ -45,7 +45,7 @@ def test_the_head_is_that_of_the_regression_on_what_it_is_given():
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     settings = SMALL["sst2"].settings | {"per_device_train_batch_size": 10, "max_steps": 3}
     monkeypatch.setitem(SMALL, "sst2", dataclasses.replace(SMALL["sst2"], settings=settings))
-    monkeypatch.setattr("doppler_hf.reproduce.frozen_layers.apart", lambda count, held_out: (range(20, 60), range(20)))
+    monkeypatch.setattr("scripts.studies.texts.apart", lambda count, held_out: (range(20, 60), range(20)))
     (tmp_path / "glue").mkdir()
     write_glue(tmp_path / "glue" / "sst2", "sst2", train=60)
     encoder, output = write_bert(tmp_path / "bert", num_hidden_layers=3), tmp_path / "h.jsonl"

@@ -39,8 +39,3 @@ def test_the_clean_gradient_is_the_ordinary_one():
     torch.nn.functional.cross_entropy(network(images), labels).backward()
     clean = measure_subspaces.clean_gradient(network.state_dict(), images, labels)
     torch.testing.assert_close(clean, network[0].weight.grad, atol=1e-7, rtol=1e-5)
-
-
-def test_a_filter_that_there_is_not_ends_in_one_line(flags):
-    with pytest.raises(SystemExit, match=r"^error: .*brickwall"):
-        measure_subspaces.main([*flags, "--low_pass_filter=brickwall"])

@@ -1,6 +1,5 @@
 """Recipe and flags: types, precedence, and the refusal of names that do not exist."""
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +32,6 @@ def recipe(tmp_path, text):
     return str(path)
 
 
-def test_flags_alone():
-    model, training = parse_args(Model, Training, argv=["--name", "vit", "--learning-rate", "5e-4", "--fp16"])
-    assert model == Model(name="vit")
-    assert training == Training(learning_rate=5e-4, fp16=True)
-
-
 def test_recipe_values_have_the_types_of_the_fields(tmp_path):
     # 5e-4 is a string and no a boolean to YAML 1.1, 1 is no float to it.
     path = recipe(
@@ -66,11 +59,6 @@ def test_lists_mappings_and_null(tmp_path):
     model, training = parse_args(Model, Training, argv=[recipe(tmp_path, text), "--modules", "key", "--target_epsilon", "8"])
     assert model.modules == ["key"]
     assert training.target_epsilon == 8.0
-
-
-def test_command_line_is_the_default(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["glue.py", recipe(tmp_path, "name: a # comment\n"), "--hidden", "2"])
-    assert parse_args(Model) == (Model("a", 2),)
 
 
 def test_unknown_names_are_refused_with_close_ones(tmp_path):

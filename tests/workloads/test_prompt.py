@@ -119,13 +119,13 @@ def test_saves_and_loads_itself_with_its_tied_words(tmp_path):
 
 
 def test_what_has_no_template_no_gap_or_no_word_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"--pooling prompt must be for one of cola, .*, got stsb, which has no template"):
+    with pytest.raises(ValueError, match=r"--pooling prompt must be for one of cola, .*, got stsb. Set --pooling model"):
         Prompter("stsb", tokenizer, max_length=30)
     gpt2 = AutoTokenizer.from_pretrained(write_gpt2(tmp_path / "gpt2"))
     with pytest.raises(ValueError, match="needs a tokenizer with the tokens mask, cls and sep, got a GPT2Tokenizer"):
         Prompter("sst2", gpt2, max_length=30)
     few = BertTokenizerFast(vocab={word: row for row, word in enumerate([*SPECIAL_WORDS, "terrible"])})
-    with pytest.raises(ValueError, match=r"needs a tokenizer with one token for 'great', got \['\[UNK\]'\]"):
+    with pytest.raises(ValueError, match=r"The tokenizer must have one token for 'great', got \['\[UNK\]'\]"):
         Prompter("sst2", few, max_length=30)
 
 

@@ -1,4 +1,8 @@
-"""Data sets of images: their pixels, their scattering coefficients, or the images of users."""
+"""Data sets of images: their pixels, their scattering coefficients, or the images of users.
+
+A loader takes the name of the data set, what makes a network of its images, shape (batch, channels, height, width), and how
+many training examples are held out to choose by.
+"""
 
 import functools
 import math
@@ -10,20 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from doppler_hf.reproduce.data import Data, Loader, Rows, Sources, apart, digest_of, in_parts, kept
 from doppler_hf.workloads.data_sources import load_images
 from doppler_hf.workloads.scattering import Scattering
+from scripts.studies.data import Data, Loader, Rows, Sources, apart, digest_of, in_parts, kept
 
 # How many images are scattered together.
 TOGETHER: Final = 100
 
 
 class Images:
-    """A data set of images, as numbers from -1 to 1.
-
-    Args:
-        name: The data set.
-        folder: Where it lies; None for the hub.
+    """A data set of images, as numbers from -1 to 1, from a folder or, for None, the hub.
 
     Attributes:
         labels: Split → labels, shape (images,).
@@ -43,52 +43,37 @@ class Images:
         values = self._pixels[split][rows].float() / 127.5 - 1.0
         return values[:, None] if values.ndim == 3 else values.permute(0, 3, 1, 2)
 
+    def parts(self, name: str, network: Callable[[], nn.Module], *, held_out: int) -> Data:
+        """Return the three parts."""
+        return in_parts(digest_of(name, held_out, *self.contents), self.inputs_of, self.labels, network, held_out=held_out)
+
 
 def images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loader:
-    """Return what loads a data set of images.
-
-    Args:
-        name: The data set.
-        network: Makes a network of images, shape (batch, channels, height, width).
-        held_out: How many training examples to choose by.
-    """
+    """Return what loads a data set of images."""
 
     def read(folder: str | None, sources: Sources) -> Data:
-        data = pixels(name, Images(name, folder), network, held_out=held_out)
+        data = Images(name, folder).parts(name, network, held_out=held_out)
         shape = data.train[0]["inputs"].shape
         return data._replace(train=in_table(data.train), collator=functools.partial(collated, shape=shape))
 
-    return loader(name, read)
+    return _loader(name, read)
 
 
 def images_of_users(name: str, network: Callable[[], nn.Module], *, held_out: int, per_user: int) -> Loader:
-    """Return what loads a data set of images, whose training images are those of users in their column `user`.
-
-    Args:
-        name: The data set.
-        network: Makes a network of images, shape (batch, channels, height, width).
-        held_out: How many training examples to choose by.
-        per_user: How many training images a user has; see `shared_out`.
-    """
+    """Return what loads training images of users, who are in the column `user` and have `per_user` each."""
 
     def read(folder: str | None, sources: Sources) -> Data:
         all_images = Images(name, folder)
-        data = pixels(name, all_images, network, held_out=held_out)
+        data = all_images.parts(name, network, held_out=held_out)
         labels = all_images.labels["train"]
         users = shared_out(labels[apart(len(labels), held_out)[0]].numpy(), per_user=per_user)
         return data._replace(digest=digest_of(data.digest, "of users", per_user), train=of_users(data.train, users))
 
-    return loader(name, read)
+    return _loader(name, read)
 
 
 def scattered_images(name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loader:
-    """Return what loads the scattering coefficients of a data set of images, which are computed once.
-
-    Args:
-        name: The data set.
-        network: Makes a network of coefficients, shape (batch, channels, height, width).
-        held_out: How many training examples to choose by.
-    """
+    """Return what loads the scattering coefficients of images, which are computed once."""
 
     def read(folder: str | None, sources: Sources) -> Data:
         all_images = Images(name, folder)
@@ -97,18 +82,11 @@ def scattered_images(name: str, network: Callable[[], nn.Module], *, held_out: i
         labels = all_images.labels
         return in_parts(digest, lambda rows, *, split: coefficients[split][rows].float(), labels, network, held_out=held_out)
 
-    return loader(name, read)
+    return _loader(name, read)
 
 
-def loader(name: str, read: Callable[[str | None, Sources], Data]) -> Loader:
-    """Return what reads a data set of images from where it lies."""
+def _loader(name: str, read: Callable[[str | None, Sources], Data]) -> Loader:
     return Loader(None if name == "digits" else name, read)
-
-
-def pixels(name: str, all_images: Images, network: Callable[[], nn.Module], *, held_out: int) -> Data:
-    """Return the parts of a data set of images."""
-    digest = digest_of(name, held_out, *all_images.contents)
-    return in_parts(digest, all_images.inputs_of, all_images.labels, network, held_out=held_out)
 
 
 def scattered(all_images: Images) -> dict[str, Tensor]:

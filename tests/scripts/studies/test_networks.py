@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from doppler_hf.reproduce.networks import Classifier, TopLayers, mnist_cnn, perceptron, with_trained
+from scripts.studies.networks import Classifier, TopLayers, mnist_cnn, perceptron, with_trained
 
 
 def test_networks_have_the_sizes_that_they_say():

@@ -1,14 +1,16 @@
-"""A study tunes on other data than it reports, and its table says what its log holds."""
+"""A study tunes on other data than it reports, its table says what its log holds, and nothing is run twice."""
 
 import json
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from doppler_hf.cli import main
-from doppler_hf.reproduce import tuning
-from doppler_hf.reproduce.tuning import best_on_grid
-from tests.support.studies import made_up, words
+from scripts.reproduce import main
+from scripts.studies import tuning
+from scripts.studies.runs import code_digest
+from scripts.studies.tuning import Line, best_on_grid, table
+from tests.scripts.studies.made_up import made_up, words
 
 
 def test_the_table_says_what_the_log_holds_and_nothing_is_run_twice(sources, small, monkeypatch, capsys):
@@ -52,15 +54,45 @@ def test_the_tuning_part_alone_chooses(sources, small, monkeypatch, capsys):
     assert "| white, none | 0.032 |" in capsys.readouterr().out
 
 
-def test_a_method_without_a_rule_is_tuned_alone(sources, small, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "train", made_up)
-    assert main(words(sources, "--tasks", "mnist", "--methods", "SGD: white, none", "white, none")) == 0
-    sgd, adam = [line for line in capsys.readouterr().out.splitlines() if "white, none" in line]
-    assert sgd.endswith("| – | – |")
-    assert "| 0.002 |" in adam
+def test_a_run_that_was_killed_while_it_wrote_is_run_again_and_runs_of_other_code_are_named(
+    sources, small, monkeypatch, capsys
+):
+    done = []
+
+    def train(run, data):
+        done.append(run)
+        return made_up(run, data)
+
+    monkeypatch.setattr(tuning, "train", train)
+    arguments = words(sources, "--tasks", "mnist", "--methods", "white, none")
+    assert main(arguments) == 0
+    path = sources.cache_dir / "noise-shaping" / "runs.jsonl"
+    whole, last = path.read_text(), done[-1]
+    path.write_text(whole[:-40])
+    done.clear()
+    assert main([*arguments, "--resume"]) == 0
+    assert done == [last]
+    assert path.read_text() == whole
+    assert "other code" not in capsys.readouterr().err
+    first, *rest = whole.splitlines()
+    row = json.loads(first)
+    assert row["code"] == code_digest()
+    path.write_text("\n".join([json.dumps(row | {"code": "01234567"}), *rest, ""]))
+    assert main([*arguments, "--resume"]) == 0
+    assert f"1 of the {len(rest) + 1} runs of {path} are of other code, and are not run again." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("best", [-5, 0, 7])
+def test_differences_are_paired_and_have_students_interval():
+    first, second = np.array([0.80, 0.90, 0.85]), np.array([0.82, 0.91, 0.88])
+    lines = [Line("a", 1.0, first, (0.6, 0.5), None), Line("b", 2.0, second, (0.7, 0.25), (0.125, first))]
+    rows = table(lines).splitlines()
+    low, high = stats.ttest_1samp(100 * (second - first), 0).confidence_interval(0.95)
+    assert rows[2] == "| a | 1 | 85.00 ± 2.89 | – | 60.0, 50.0 | – | – |"
+    by_rule = f"0.125 | -2.00 [{-high:+.2f}, {-low:+.2f}]"
+    assert rows[3] == f"| b | 2 | 87.00 ± 2.65 | +2.00 [{low:+.2f}, {high:+.2f}] | 70.0, 25.0 | {by_rule} |"
+
+
+@pytest.mark.parametrize("best", [-5, 7])
 def test_the_grid_is_widened_until_the_best_is_inside(best):
     seen = []
 
@@ -76,9 +108,8 @@ def test_where_nothing_is_learnt_at_any_rate_the_first_is_kept():
     assert best_on_grid(lambda value: 0.5, centre=1.0) == 1.0
 
 
-@pytest.mark.parametrize("learns_from", [3.0, 100.0])
-def test_rates_at_which_nothing_is_learnt_are_not_taken_for_the_best(learns_from):
+def test_rates_at_which_nothing_is_learnt_are_not_taken_for_the_best():
     """Of three that are far too small all scores are that of the largest class."""
-    assert best_on_grid(lambda rate: 0.5 + (rate >= learns_from) / rate, centre=0.5) == min(
-        rate for rate in 0.5 * 2.0 ** np.arange(12) if rate >= learns_from
+    assert best_on_grid(lambda rate: 0.5 + (rate >= 100.0) / rate, centre=0.5) == min(
+        rate for rate in 0.5 * 2.0 ** np.arange(12) if rate >= 100.0
     )

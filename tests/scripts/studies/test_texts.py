@@ -1,24 +1,29 @@
-"""Frozen layers computed once and trained ones above are the encoder."""
+"""Frozen layers computed once and trained ones above are the encoder, and counts of words those of each sentence."""
 
 import dataclasses
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from sklearn.feature_extraction.text import HashingVectorizer
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 from transformers import AutoModel
 
-from doppler_hf.reproduce import frozen_layers
-from doppler_hf.reproduce.runs import Run
-from doppler_hf.reproduce.studies import STUDIES
-from doppler_hf.reproduce.tasks import SMALL
+from scripts.studies import texts
+from scripts.studies.data import apart
+from scripts.studies.networks import HASHED_WORDS
+from scripts.studies.runs import Run
+from scripts.studies.studies import STUDIES
+from scripts.studies.tasks import SMALL
 from tests.support.folders import write_bert, write_glue, write_gpt2
 
 
-@pytest.mark.parametrize("task_name", ["sst2", "qnli", "mnli"])
-def test_frozen_and_trained_layers_together_are_the_encoder(sources, task_name):
-    data = frozen_layers.sentences(task_name, layers=2, held_out=20)(sources)
+def test_frozen_and_trained_layers_together_are_the_encoder(sources):
+    data = texts.sentences("qnli", layers=2, held_out=20)(sources)
     encoder = AutoModel.from_pretrained(sources.encoder).eval()
     network = data.network().eval()
     examples = [data.train[row] for row in range(8)]
@@ -37,7 +42,7 @@ def test_frozen_and_trained_layers_together_are_the_encoder(sources, task_name):
     # The outputs are kept in 16 bits.
     torch.testing.assert_close(logits, expected, rtol=0, atol=5e-3)
     assert batch["labels"].tolist() == [example["label"] for example in examples]
-    again = frozen_layers.sentences(task_name, layers=2, held_out=20)(sources)
+    again = texts.sentences("qnli", layers=2, held_out=20)(sources)
     torch.testing.assert_close(again.collator(examples), batch, rtol=0, atol=0)
 
 
@@ -62,7 +67,22 @@ def test_an_encoder_without_a_list_of_layers_is_refused(sources, tmp_path):
 
 
 def test_parts_do_not_overlap(sources):
-    data = frozen_layers.sentences("sst2", layers=2, held_out=20)(sources)
-    texts = [set(part["text"]) for part in (data.train, data.tuning, data.report)]
-    assert [*map(len, texts)] == [40, 20, 12]
-    assert len(set.union(*texts)) == 72
+    data = texts.sentences("sst2", layers=2, held_out=20)(sources)
+    rows = [set(part["text"]) for part in (data.train, data.tuning, data.report)]
+    assert [*map(len, rows)] == [40, 20, 12]
+    assert len(set.union(*rows)) == 72
+
+
+def test_counts_are_those_of_the_sentences(sources, small):
+    data = SMALL["sst2-words"].load(sources)
+    read = {
+        split: Dataset.from_parquet(f"{sources.data_dir}/glue/sst2/{split}.parquet") for split in ("train", "validation")
+    }
+    train, tuning = apart(60, 20)
+    parts = {"train": ("train", train), "tuning": ("train", tuning), "report": ("validation", np.arange(12))}
+    for part, (split, rows) in parts.items():
+        found = default_collate([*getattr(data, part)])
+        own = [read[split]["sentence"][int(row)] for row in rows]
+        expected = HashingVectorizer(n_features=HASHED_WORDS).transform(own).toarray()
+        torch.testing.assert_close(found["inputs"], torch.from_numpy(expected).float(), rtol=1e-6, atol=0)
+        assert found["labels"].tolist() == [read[split]["label"][int(row)] for row in rows]

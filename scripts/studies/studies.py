@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.reproduce.networks import Trained
-from doppler_hf.reproduce.tasks import FULL, Task
+from scripts.studies.networks import Trained
+from scripts.studies.tasks import FULL, Task
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ CLIPPINGS: Final = tuple((clipping, kind) for clipping in ("automatic", "vanilla
 FLOORS: Final = (0.3, 0.003, 0.01, 0.03, 0.1, 1.0, 3.0, 10.0)
 
 FROM_SCRATCH: Final = ("mnist", "mnist-perceptron", "digits", "cifar10")
+SCATTERED: Final = ("cifar10-scattering", "cifar10-scattering-long")
+TEXTS: Final = ("sst2-words", "sst2-words-long")
 FULL_SCALE: Final = tuple(FULL)
 
 STUDIES: Final[Mapping[str, Study]] = {
@@ -147,36 +149,13 @@ STUDIES: Final[Mapping[str, Study]] = {
     "noise-shaping": Study(
         "What is shaped noise worth, and which filter belongs to it?",
         SHAPES,
-        (
-            "digits",
-            "mnist",
-            "mnist-perceptron",
-            "cifar10",
-            "sst2-words",
-            "sst2-words-long",
-            "sst2",
-            "sst2-full",
-            "qnli",
-            "mnli",
-        ),
+        ("digits", "mnist", "mnist-perceptron", "cifar10", *TEXTS, "sst2", "sst2-full", "qnli", "mnli"),
         FULL_SCALE,
     ),
     "peers": Study(
         "Which method trains best, each at its best learning rate?",
         PEERS,
-        (
-            "mnist",
-            "mnist-perceptron",
-            "mnist-scattering",
-            "cifar10",
-            "cifar10-scattering",
-            "cifar10-scattering-long",
-            "sst2-words",
-            "sst2-words-long",
-            "sst2",
-            "qnli",
-            "mnli",
-        ),
+        ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10", *SCATTERED, *TEXTS, "sst2", "qnli", "mnli"),
         FULL_SCALE,
     ),
     "users": Study(

@@ -1,4 +1,4 @@
-"""GLUE tasks as the outputs of an encoder's frozen layers, computed once for all runs that train the layers above.
+"""GLUE tasks: sentences as counts of hashed words, or as the outputs of an encoder's frozen layers, computed once.
 
 A frozen layer without dropout is a public function of one example, so that its output is one of the example's features: a
 run on outputs is the run on texts, at a fraction of the time.
@@ -8,19 +8,48 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from doppler_hf.reproduce.data import Data, Loader, Sources, apart, digest_of, kept
-from doppler_hf.reproduce.networks import TopLayers
 from doppler_hf.run.parameters import parameters_digest
 from doppler_hf.workloads.data_sources import glue_task, load_glue
 from doppler_hf.workloads.hub import hub_or_folder
+from scripts.studies.data import Data, Loader, Sources, apart, digest_of, in_parts, kept
+from scripts.studies.networks import HASHED_WORDS, TopLayers
 
 # The longest text, and how many texts are computed together.
 MAX_TOKENS: Final = 128
 TOGETHER: Final = 256
+
+
+def words(task_name: str, network: Callable[[], nn.Module], *, held_out: int) -> Loader:
+    """Return what loads a task of single sentences as counts of hashed words, each sentence of norm 1.
+
+    The weights of the words are public: idf would be learnt from private data.
+
+    Args:
+        task_name: The task.
+        network: Makes a network of counts, shape (batch, HASHED_WORDS).
+        held_out: How many training examples to choose by.
+    """
+
+    def read(folder: str | None, sources: Sources) -> Data:
+        from sklearn.feature_extraction.text import HashingVectorizer
+
+        splits = load_glue(task_name, folder, flag="--data-dir")
+        (column,) = glue_task(task_name).text_columns
+        counts = {name: HashingVectorizer(n_features=HASHED_WORDS).transform(splits[name][column]) for name in splits}
+        labels = {name: torch.tensor(splits[name]["label"]) for name in splits}
+
+        def inputs_of(rows: np.ndarray, *, split: str) -> Tensor:
+            return torch.from_numpy(counts[split][rows].toarray()).float()
+
+        digest = digest_of(task_name, held_out, *(list(splits[name][each]) for name in splits for each in (column, "label")))
+        return in_parts(digest, inputs_of, labels, network, held_out=held_out)
+
+    return Loader(f"glue/{task_name}", read)
 
 
 class Outputs:
@@ -52,16 +81,7 @@ class Outputs:
 def outputs_of(
     encoder: PreTrainedModel, tokens: Mapping[str, list[list[int]]], *, pad: Callable[..., Any]
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of frozen layers.
-
-    Args:
-        encoder: The frozen layers.
-        tokens: The texts, as a tokenizer returns them.
-        pad: The tokenizer's `pad`.
-
-    Returns:
-        `vectors` and `ends`, as `Outputs` takes them.
-    """
+    """Return `vectors` and `ends` of `Outputs`, for texts as a tokenizer returns them; `pad` is the tokenizer's."""
     lengths = torch.tensor([len(ids) for ids in tokens["input_ids"]])
     ends = lengths.cumsum(0)
     vectors = torch.empty(int(ends[-1]), encoder.config.hidden_size, dtype=torch.float16)
@@ -77,10 +97,7 @@ def outputs_of(
 
 
 def check_encoder(encoder: str) -> None:
-    """Check that an encoder can be loaded, before work that comes to it late.
-
-    Args:
-        encoder: Its hub name or folder.
+    """Check that an encoder, a hub name or folder, can be loaded, before work that comes to it late.
 
     Raises:
         ValueError: If it cannot.
@@ -90,7 +107,7 @@ def check_encoder(encoder: str) -> None:
 
 
 def sentences(task_name: str, *, layers: int, held_out: int) -> Loader:
-    """Return what loads a GLUE task for the last layers of an encoder.
+    """Return what loads a task for the last layers of an encoder.
 
     Args:
         task_name: The task.

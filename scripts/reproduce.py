@@ -3,8 +3,8 @@
 Every method is tuned on the same grid, on data that are not reported. Every run is a line of OUT/NAME/runs.jsonl, written as
 it ends; with --resume those that it holds are not run again. The tables are printed, the progress goes to standard error.
 
-  doppler-hf reproduce noise-shaping > tables.md
-  doppler-hf reproduce noise-shaping --tasks sst2 --epsilons 3 --data-dir DATA --encoder MODEL --resume
+  python -m scripts.reproduce noise-shaping > tables.md
+  python -m scripts.reproduce noise-shaping --tasks sst2 --epsilons 3 --data-dir DATA --encoder MODEL --resume
 """
 
 import argparse
@@ -15,58 +15,50 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from scripts.studies.data import Sources
+from scripts.studies.studies import STUDIES, fits
+from scripts.studies.tasks import TASKS
+from scripts.studies.texts import check_encoder
+from scripts.studies.tuning import Seeds, run_study
+
 # The first seed of those that choose; those that are reported are below it.
 FIRST_TUNING_SEED = 100
-# The encoder of the texts.
-ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `doppler-hf reproduce`."""
-    parser.add_argument(
-        "study",
-        metavar="NAME",
-        help="the study: noise-shaping, peers, paper, paper-filters, paper-clipping, paper-schedules, users or floor",
-    )
-    parser.add_argument(
-        "--scale",
-        choices=("small", "full"),
-        default="small",
-        help="tasks for two cores, or the paper's from scratch, for a GPU (default: %(default)s)",
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with the runs that OUT/NAME holds")
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="some of the study's tasks")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of its methods; the first is compared with")
-    parser.add_argument("--epsilons", nargs="+", type=float, metavar="ε", help="other budgets than the study's")
-    parser.add_argument("--tune-seeds", type=int, default=3, metavar="S", help="how many choose (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=5, metavar="S", help="how many are reported (default: %(default)s)")
-    parser.add_argument(
-        "--data-dir", metavar="DIR", help="mnist/, cifar10/, cifar100/ and glue/TASK/ as parquet; default: the hub"
-    )
-    parser.add_argument(
-        "--encoder",
-        default=ENCODER,
-        metavar="MODEL",
-        help="hub name or folder of a BERT-like encoder for the texts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--bf16", action="store_true", help="train in mixed precision: faster on a GPU, and on CPUs with AVX512-BF16 or AMX"
-    )
-    parser.add_argument("--out", type=Path, default=Path("out/reproduce"), metavar="OUT", help="default: %(default)s")
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.reproduce", allow_abbrev=False, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("study", metavar="NAME", choices=STUDIES, help=f"the study: {', '.join(STUDIES)}")
+    add("--scale", choices=[*TASKS], default="small", help="tasks for two cores, or the paper's from scratch, for a GPU")
+    add("--resume", action="store_true", help="go on with the runs that OUT/NAME holds")
+    add("--tasks", nargs="+", metavar="TASK", help="some of the study's tasks")
+    add("--methods", nargs="+", metavar="METHOD", help="some of its methods; the first is compared with")
+    add("--epsilons", nargs="+", type=float, metavar="ε", help="other budgets than the study's")
+    add("--tune-seeds", type=int, default=3, metavar="S", help="how many choose (default: %(default)s)")
+    add("--seeds", type=int, default=5, metavar="S", help="how many are reported (default: %(default)s)")
+    add("--data-dir", metavar="DIR", help="mnist/, cifar10/, cifar100/ and glue/TASK/ as parquet; default: the hub")
+    encoder = "hub name or folder of a BERT-like encoder for the texts (default: %(default)s)"
+    add("--encoder", default="sentence-transformers/all-MiniLM-L6-v2", metavar="MODEL", help=encoder)
+    add("--bf16", action="store_true", help="train in mixed precision: faster on a GPU, and on CPUs with AVX512-BF16 or AMX")
+    add("--out", type=Path, default=Path("out/reproduce"), metavar="OUT", help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a study, and return 0, 2 for arguments that cannot be carried out, or 130 for an interruption."""
+    try:
+        return run(parsed(argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def run(args: argparse.Namespace) -> int:
     """Run what is missing, and print the tables."""
-    from filelock import FileLock, Timeout
-
-    from doppler_hf.reproduce.data import Sources
-    from doppler_hf.reproduce.frozen_layers import check_encoder
-    from doppler_hf.reproduce.studies import STUDIES, fits
-    from doppler_hf.reproduce.tasks import TASKS
-    from doppler_hf.reproduce.tuning import Seeds, run_study
-
-    if args.study not in STUDIES:
-        raise ValueError(f"NAME must be one of {', '.join(STUDIES)}, got {args.study!r}.")
     if args.tune_seeds < 1 or not 2 <= args.seeds <= FIRST_TUNING_SEED:
         raise ValueError(
             f"--tune-seeds must be 1 or more and --seeds 2 to {FIRST_TUNING_SEED}, got {args.tune_seeds} and {args.seeds}. "
@@ -123,3 +115,7 @@ def _some(flag: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> d
     if unknown:
         raise ValueError(f"{flag} must be of {'; '.join(known)}, got {unknown[0]!r}.")
     return {name: known[name] for name in names or known}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

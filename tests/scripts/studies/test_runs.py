@@ -1,17 +1,16 @@
 """A run trains, by every method and on every task, with the privacy that it says."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
-import torch
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.privacy import default_delta
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
-from doppler_hf.reproduce import runs
-from doppler_hf.reproduce.runs import Run, StudyTrainer, train
-from doppler_hf.reproduce.studies import STUDIES
-from doppler_hf.reproduce.tasks import FULL, SMALL
+from scripts.studies.runs import Run, train
+from scripts.studies.studies import STUDIES, fits
+from scripts.studies.tasks import FULL, SMALL, TASKS
 from tests.support.tiers import further, thorough
 
 # Of half a minute each: their layers are many.
@@ -65,28 +64,13 @@ def test_every_task_at_full_scale_trains(sources, small, name):
     assert 0 <= train(Run.of(name, task, data, STUDIES["paper"].methods["LP-DPSGD"], 4.0, 0.01, 0), data=data)["report"] <= 1
 
 
-@pytest.mark.thorough
-def test_a_floor_is_a_fraction_of_the_noises_variance(sources, small, monkeypatch):
-    """Nothing is learnt at a rate of 0, so that runs of a seed differ in nothing but the floor."""
-    seen = []
-
-    class Recorder(StudyTrainer):
-        def training_step(self, *args):
-            loss = super().training_step(*args)
-            gradients = [parameter.grad.clone() for parameter in self.model.parameters()]
-            optimizer = self.optimizer.optimizer
-            seen.append((optimizer.floor, optimizer.noise_std, gradients))
-            return loss
-
-    monkeypatch.setattr(runs, "StudyTrainer", Recorder)
-    task, methods = SMALL["sst2-words"], STUDIES["floor"].methods
-    data = task.load(sources)
-    for name, seed in (("0.003", 0), ("3", 0), ("3", 1)):
-        train(Run.of("sst2-words", task, data, methods[name], 4.0, 0.0, seed), data=data)
-    assert len(seen) == 9
-    for (floor, noise_std, _), fraction in zip(seen, 3 * [0.003] + 6 * [3.0]):
-        assert floor == pytest.approx(fraction * noise_std**2, rel=1e-12)
-    small_floor, large_floor, other_seed = ([gradients for *_, gradients in seen[at : at + 3]] for at in (0, 3, 6))
-    torch.testing.assert_close(small_floor, large_floor, rtol=0, atol=0)
-    assert not any(torch.allclose(first[0], second[0]) for first, second in zip(large_floor, other_seed))
-    assert not torch.allclose(small_floor[0][0], small_floor[1][0])  # another step, other noise
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_methods_of_a_study_differ_on_each_of_its_tasks(name):
+    """Or one run would stand in two lines, under two names."""
+    study = STUDIES[name]
+    for scale, labels in (("small", study.tasks), ("full", study.full_tasks)):
+        for label in labels:
+            task, data = TASKS[scale][label], SimpleNamespace(digest=label)
+            methods = [method for method in study.methods.values() if fits(method, task)]
+            runs = {Run.of(label, task, data, method, 3.0, 0.1, 0) for method in methods}
+            assert len(runs) == len(methods) > 1

@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import default_collate
 
 from doppler_hf.privacy.batching.columns import units_of
-from doppler_hf.reproduce.data import apart
-from doppler_hf.reproduce.tasks import SMALL
 from doppler_hf.workloads.scattering import Scattering
+from scripts.studies.data import apart
+from scripts.studies.tasks import SMALL
 from tests.support.folders import write_mnist
 
 
@@ -21,7 +21,7 @@ def test_users_have_ten_images_of_two_digits(sources, monkeypatch):
     sources = dataclasses.replace(sources, data_dir=str(folder))
     order = apart(1000, 100)
     for module in ("data", "images"):
-        monkeypatch.setattr(f"doppler_hf.reproduce.{module}.apart", lambda count, held_out: order)
+        monkeypatch.setattr(f"scripts.studies.{module}.apart", lambda count, held_out: order)
     whole, shared = (SMALL[name].load(sources) for name in ("mnist", "mnist-users"))
     assert whole.digest != shared.digest
     users = units_of(shared.train, column="user")
@@ -43,7 +43,7 @@ def test_images_are_scattered_once(sources, small, monkeypatch):
         found = default_collate([*getattr(of_coefficients, part)])
         torch.testing.assert_close(found["inputs"], Scattering(28)(rows).half().float(), rtol=1e-3, atol=1e-3)
         assert torch.equal(found["labels"], labels)
-    monkeypatch.setattr("doppler_hf.reproduce.images.Scattering", lambda side: pytest.fail("this was done already"))
+    monkeypatch.setattr("scripts.studies.images.Scattering", lambda side: pytest.fail("this was done already"))
     again = SMALL["mnist-scattering"].load(sources)
     assert again.digest == of_coefficients.digest
     assert torch.equal(again.train[0]["inputs"], of_coefficients.train[0]["inputs"])

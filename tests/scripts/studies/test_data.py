@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from doppler_hf.reproduce.data import apart, in_parts, kept
+from scripts.studies.data import apart, in_parts, kept
 
 
 def test_no_example_is_trained_on_and_chosen_by():

@@ -1,16 +1,20 @@
-"""One private training of a task.
+"""One private training of a task, and the log of all trainings of a study, which survives an interruption at any moment.
 
 A run's noise and draws follow its seed, so that methods can be paired. Nothing here is meant to be private: the data are
 public, and every ε is what the same training would cost.
 """
 
 import contextlib
+import functools
+import hashlib
 import io
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import EvalPrediction, PrinterCallback, TrainerCallback, set_seed
 
-from doppler_hf.reproduce.data import Data
-from doppler_hf.reproduce.networks import Trained, with_trained
-from doppler_hf.reproduce.studies import Method
-from doppler_hf.reproduce.tasks import Task
+import doppler_hf
 from doppler_hf.run.choices import chosen_filter
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
+from scripts.studies.data import Data
+from scripts.studies.networks import Trained, with_trained
+from scripts.studies.studies import Method
+from scripts.studies.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -68,16 +73,7 @@ class StudyTrainer(DopplerTrainer):
 
 
 def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
-    """Train once.
-
-    Args:
-        run: The run.
-        data: Its data.
-        callbacks: Callbacks of the trainer. A log of runs does not know of them.
-
-    Returns:
-        `tuning` and `report`, the accuracies on these parts, and the numbers of the mechanism.
-    """
+    """Train once, and return the accuracies on the parts `tuning` and `report`, and the numbers of the mechanism."""
     start = time.perf_counter()
     arguments = json.loads(run.arguments)
     floor_fraction = arguments.pop("floor_fraction", None)
@@ -129,3 +125,53 @@ def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) ->
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+@functools.cache
+def code_digest(folders: tuple[Path, ...] = (Path(doppler_hf.__file__).parent, Path(__file__).parent)) -> str:
+    """Return 8 hexadecimal digits for the code of some folders: by default the package and the studies."""
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def say(line: str) -> None:
+    """Write a line of progress, apart from the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Log:
+    """The results of all runs in a file of JSON lines, which nobody else writes to; `train_one` makes those that miss."""
+
+    def __init__(self, path: Path, train_one: Callable[[Run], dict[str, Any]]) -> None:
+        self._path, self._train = path, train_one
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.seek(0)
+            written = file.read()
+            end = written.rfind(b"\n") + 1
+            file.truncate(end)  # the rest of a line that was cut short
+        rows = map(json.loads, written[:end].decode().splitlines())
+        self._results = {Run(**{each.name: row[each.name] for each in fields(Run)}): row for row in rows}
+        if others := sum(row.get("code") != code_digest() for row in self._results.values()):
+            say(
+                f"{others} of the {len(self)} runs of {path} are of other code, and are not run again. Give another --out "
+                "for runs by this code."
+            )
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __getitem__(self, run: Run) -> dict[str, Any]:
+        """Return a run's result. One that is missing is trained, and written as it ends."""
+        if run not in self._results:
+            start = time.perf_counter()
+            result = self._results[run] = asdict(run) | self._train(run) | {"code": code_digest()}
+            with self._path.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            say(
+                f"  lr {result['first_rate']:.3g}, seed {run.seed}: {100 * result['report']:.2f} % "
+                f"({100 * result['tuning']:.2f} % to choose by), {time.perf_counter() - start:.0f} s"
+            )
+        return self._results[run]

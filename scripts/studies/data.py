@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from doppler_hf.reproduce.networks import Classifier
+from scripts.studies.networks import Classifier
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class Sources:
     """Where data and pretrained models come from.
 
     Attributes:
-        data_dir: A folder with mnist/, cifar10/, cifar100/ and glue/TASK/, each with its splits as parquet files; None for
-            the hub.
+        data_dir: A folder with mnist/, cifar10/, cifar100/ and glue/TASK/ as parquet files; None for the hub.
         encoder: Hub name or folder of a BERT-like encoder.
         cache_dir: Where what is computed once is kept: outputs of frozen layers, and scattering coefficients.
     """
@@ -57,8 +56,8 @@ class Loader:
     """Loads the data of a task.
 
     Attributes:
-        folder: Where they lie, in a local folder of all data; None for data that come with a package.
-        read: Reads them from a folder, or from the hub for None.
+        folder: Where they lie in a local folder of all data; None for data that come with a package.
+        read: Reads them from there, or from the hub for None.
     """
 
     folder: str | None
@@ -71,13 +70,7 @@ class Loader:
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """Inputs and labels of some rows.
-
-    Args:
-        inputs_of: Rows, shape (batch,) → inputs, shape (batch, *features).
-        labels: Of all rows.
-        rows: Which of them these are.
-    """
+    """Inputs and labels of some rows: `inputs_of` takes their numbers, shape (batch,)."""
 
     def __init__(self, inputs_of: Callable[[np.ndarray], Tensor], labels: Tensor, rows: np.ndarray) -> None:
         self._inputs_of, self._labels, self._rows = inputs_of, labels, rows

@@ -1,8 +1,9 @@
-"""Tune every method on the same grid, and report it.
+"""Tune every method on the same grid, and report it in a table.
 
 Every method has a learning rate of its own for every task and ε: the best by the mean accuracy of the tuning seeds on the
 tuning part, on a grid of factor 2 that is widened until the best is inside. Other seeds are reported at it, on the part that
-is reported, and where a rule chooses a rate without any trial, at that one, too.
+is reported, and where a rule chooses a rate without any trial, at that one, too. Differences are from the first method,
+paired by the seed, which fixes initialization; a shape of several bands draws from a group at a time.
 """
 
 import functools
@@ -12,21 +13,21 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from scipy import stats
 
-from doppler_hf.reproduce.data import Sources
-from doppler_hf.reproduce.log import Log, say
-from doppler_hf.reproduce.runs import Run, train
-from doppler_hf.reproduce.studies import Study, fits
-from doppler_hf.reproduce.tables import Line, table
-from doppler_hf.reproduce.tasks import Task
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import without_rate_rule
+from scripts.studies.data import Sources
+from scripts.studies.runs import Log, Run, say, train
+from scripts.studies.studies import Study, fits
+from scripts.studies.tasks import Task
 
 # Where the search for a learning rate begins.
 FIRST_RATES: Final[Mapping[str, float]] = {"sgd": 2.0, "adam": 4e-3, "adam_bc": 4e-3}
 # From three rates at which nothing is learnt to the next three, and how often.
 _LEAP, _MOST_LEAPS = 8, 3
 DEFAULT_BASE: Final = DopplerTrainingArguments.base_optimizer
+CONFIDENCE: Final = 0.95
 
 
 class Seeds(NamedTuple):
@@ -36,16 +37,26 @@ class Seeds(NamedTuple):
     report: Sequence[int]
 
 
-def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sources, seeds: Seeds) -> Iterator[str]:
-    """Train what is missing, and return a table for every task and ε, as it is completed.
+class Line(NamedTuple):
+    """A line of a table.
 
-    Args:
-        study: What is compared.
-        path: The log.
-        tasks: Name → task, all of which are run.
-        sources: Where the data come from.
-        seeds: The seeds.
+    Attributes:
+        method: Its name.
+        learning_rate: The best.
+        accuracy: Of each seed, the same seeds for all lines.
+        tuning: The mean accuracy on the tuning part at the best rate, and at twice that.
+        untuned: The rate of the rule, and the accuracy at it; None where there is no rule.
     """
+
+    method: str
+    learning_rate: float
+    accuracy: np.ndarray
+    tuning: tuple[float, float]
+    untuned: tuple[float, np.ndarray] | None
+
+
+def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sources, seeds: Seeds) -> Iterator[str]:
+    """Train what the log at `path` lacks, and return a table for every task and ε, as it is completed."""
     for name, task in tasks.items():
         centres = dict(FIRST_RATES)
         data = task.load(sources)
@@ -74,16 +85,7 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
 def line_of(
     log: Log, name: str, run_of: Callable[[float | None, int], Run], *, centre: float, seeds: Seeds, has_rule: bool
 ) -> Line:
-    """Tune and report a method.
-
-    Args:
-        log: The results.
-        name: The method's.
-        run_of: Learning rate and seed → run.
-        centre: The learning rate at which the search begins.
-        seeds: The seeds.
-        has_rule: Whether a rate that is left out is chosen by a rule, which is then reported beside.
-    """
+    """Tune a method from the rate `centre` on, and report it; a rate of None is chosen by the rule, if it has one."""
 
     def chosen_by(rate: float) -> float:
         return float(np.mean([log[run_of(rate, seed)]["tuning"] for seed in seeds.tuning]))
@@ -106,7 +108,7 @@ def best_on_grid(score: Callable[[float], float], *, centre: float) -> float:
         centre: The one between. Where all three have the same score, nothing is learnt, as at a rate that is far too small:
             larger ones are tried, to 512 times this one.
     """
-    starts = [around(centre * _LEAP**leap) for leap in range(_MOST_LEAPS + 1)]
+    starts = [[start / 2, start, 2 * start] for start in (centre * _LEAP**leap for leap in range(_MOST_LEAPS + 1))]
     values = next((values for values in starts if len(set(map(score, values))) > 1), starts[0])
     while True:
         scores = np.array([score(value) for value in values])
@@ -117,6 +119,28 @@ def best_on_grid(score: Callable[[float], float], *, centre: float) -> float:
         values = [values[0] / 2, *values] if best == 0 else [*values, 2 * values[-1]]
 
 
-def around(centre: float) -> list[float]:
-    """Return three values a factor 2 apart."""
-    return [centre / 2, centre, 2 * centre]
+def table(lines: Sequence[Line]) -> str:
+    """Return a table in Markdown: accuracies ± their standard errors, and the paired differences with intervals."""
+    rows = [
+        "| method | learning rate | accuracy, % | difference, 95 % interval | tuning part: best, twice the rate "
+        "| rate by rule | difference |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        percent = 100 * line.accuracy
+        error = percent.std(ddof=1) / len(percent) ** 0.5
+        untuned = "– | –"
+        if line.untuned is not None:
+            untuned = f"{line.untuned[0]:.3g} | {difference(100 * (line.untuned[1] - line.accuracy))}"
+        rows.append(
+            f"| {line.method} | {line.learning_rate:g} | {percent.mean():.2f} ± {error:.2f} | "
+            f"{'–' if line is lines[0] else difference(percent - 100 * lines[0].accuracy)} | "
+            f"{100 * line.tuning[0]:.1f}, {100 * line.tuning[1]:.1f} | {untuned} |"
+        )
+    return "\n".join(rows)
+
+
+def difference(paired: np.ndarray) -> str:
+    """Write the mean of paired differences, with Student's interval."""
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(paired) - 1) * paired.std(ddof=1) / len(paired) ** 0.5
+    return f"{paired.mean():+.2f} [{paired.mean() - half:+.2f}, {paired.mean() + half:+.2f}]"

@@ -4,7 +4,6 @@ import itertools
 from typing import Any, Final, Literal
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -26,42 +25,27 @@ Trained = Literal["all", "lora", "bitfit", "head"]
 
 
 class Classifier(nn.Module):
-    """A network of `inputs` alone.
-
-    Args:
-        network: Inputs → logits, shape (batch, classes).
-    """
+    """A network of `inputs` alone, which returns logits, shape (batch, classes)."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
-    def forward(self, inputs: Float[Tensor, "batch *features"], labels: Tensor | None = None) -> SequenceClassifierOutput:
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
         """Return logits, and the mean loss if there are labels."""
         return _output(self.network(inputs), labels)
 
 
 class TopLayers(nn.Module):
-    """The last layers of a BERT-like encoder, with a linear classifier on the mean of the token vectors.
-
-    Args:
-        layers: The layers.
-        hidden_size: Of a token vector.
-        num_labels: Classes.
-    """
+    """The last layers of a BERT-like encoder, with a linear classifier on the mean of the token vectors."""
 
     def __init__(self, layers: nn.ModuleList, *, hidden_size: int, num_labels: int) -> None:
         super().__init__()
         self.layers = layers
         self.classifier = nn.Linear(hidden_size, num_labels)
 
-    def forward(
-        self,
-        hidden: Float[Tensor, "batch length hidden"],
-        attention_mask: Int[Tensor, "batch length"],
-        labels: Tensor | None = None,
-    ) -> SequenceClassifierOutput:
-        """Return logits, and the mean loss if there are labels."""
+    def forward(self, hidden: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
+        """Return logits for hidden (batch, length, hidden_size), and the mean loss if there are labels."""
         blocked = (attention_mask == 0)[:, None, None, :] * torch.finfo(hidden.dtype).min
         for layer in self.layers:
             hidden = layer(hidden, blocked)
@@ -98,17 +82,13 @@ def hashed_words() -> nn.Module:
 
 
 class OfPixels(nn.Module):
-    """An image classifier of transformers, as a network of pixels alone.
-
-    Args:
-        model: The classifier.
-    """
+    """An image classifier of transformers, as a network of pixels alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    def forward(self, inputs: Tensor) -> Tensor:
         """Return logits."""
         return self.model(pixel_values=inputs).logits
 
@@ -120,12 +100,7 @@ def digits_vit() -> nn.Module:
 
 
 def cifar_cnn(num_labels: int, *, width: int = 64) -> nn.Module:
-    """Return a CNN of five layers for 32 x 32 images: four convolutions, each with GroupNorm and a pool, and a head.
-
-    Args:
-        num_labels: Classes.
-        width: Channels of the first convolution, a multiple of 16; each has twice those of the one before.
-    """
+    """Return a CNN for 32 x 32 images: four convolutions, each with GroupNorm, a pool and twice the channels, and a head."""
     widths = (3, width, 2 * width, 4 * width, 8 * width)
     blocks = (
         (nn.Conv2d(before, width, 3, padding=1), nn.GroupNorm(16, width), nn.ReLU(), nn.AvgPool2d(2))

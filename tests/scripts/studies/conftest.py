@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """Random images, random sentences, and an encoder of three layers."""
-    from doppler_hf.reproduce.data import Sources
+    from scripts.studies.data import Sources
     from tests.support.folders import write_bert, write_glue, write_mnist
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -24,12 +24,12 @@ def sources(tmp_path, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Tasks of three steps, of which twenty examples are held out."""
-    from doppler_hf.reproduce.data import apart
-    from doppler_hf.reproduce.tasks import SMALL
+    from scripts.studies.data import apart
+    from scripts.studies.tasks import SMALL
 
     for name, task in SMALL.items():
         settings = task.settings | {"per_device_train_batch_size": 10, "max_steps": 3}
         monkeypatch.setitem(SMALL, name, dataclasses.replace(task, settings=settings))
     order = apart(60, 20)
-    for module in ("data", "images", "frozen_layers"):
-        monkeypatch.setattr(f"doppler_hf.reproduce.{module}.apart", lambda count, held_out: order)
+    for module in ("data", "images", "texts"):
+        monkeypatch.setattr(f"scripts.studies.{module}.apart", lambda count, held_out: order)

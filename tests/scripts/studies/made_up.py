@@ -6,7 +6,7 @@ import numpy as np
 def words(sources, *more):
     """Return the words of a command line that studies the shape of noise with one seed that chooses and two that report."""
     return [
-        *("reproduce", "noise-shaping", "--data-dir", sources.data_dir, "--encoder", sources.encoder),
+        *("noise-shaping", "--data-dir", sources.data_dir, "--encoder", sources.encoder),
         *("--out", str(sources.cache_dir), "--seeds", "2", "--tune-seeds", "1", "--epsilons", "4", *more),
     ]
 

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from doppler_hf.reproduce.data import Loader
-from doppler_hf.reproduce.frozen_layers import sentences
-from doppler_hf.reproduce.images import images, images_of_users, scattered_images
-from doppler_hf.reproduce.networks import (
+from scripts.studies.data import Loader
+from scripts.studies.images import images, images_of_users, scattered_images
+from scripts.studies.networks import (
     Trained,
     cifar_cnn,
     digits_vit,
@@ -20,19 +19,12 @@ from doppler_hf.reproduce.networks import (
     resnet50,
     vit_small,
 )
-from doppler_hf.reproduce.words import words
+from scripts.studies.texts import sentences, words
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task.
-
-    Attributes:
-        load: Loads the data.
-        trained: Which weights are trained.
-        settings: Arguments of `DopplerTrainer`: B, T, C.
-        is_pretrained: Whether the network is, so that methods that freeze most of it make sense.
-    """
+    """A task: its data, which weights are trained, the arguments of all methods, and whether the network is pretrained."""
 
     load: Loader
     trained: Trained
@@ -100,8 +92,7 @@ FULL: Final[Mapping[str, Task]] = {
 }
 """Name → task, for a GPU: the data sets and models that the paper trains from scratch."""
 
-Scale = Literal["small", "full"]
-TASKS: Final[Mapping[Scale, Mapping[str, Task]]] = {"small": SMALL, "full": FULL}
+TASKS: Final[Mapping[str, Mapping[str, Task]]] = {"small": SMALL, "full": FULL}
 
 
 def small_task(name: str) -> Task:
