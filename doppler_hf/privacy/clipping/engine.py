@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from doppler_hf.privacy.clipping.attention import attention, has_rule, with_batch_first
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, combined
 from doppler_hf.privacy.clipping.host_layers import (
@@ -80,9 +81,12 @@ class BookKeepingEngine:
                 self._replace(module, "get_prompt", functools.partial(prompt, self._book, module.get_prompt))
             if has_windows(module):
                 self._replace(module, "forward", functools.partial(in_rows, self._book, module.forward))
-            if not trainable_of(module):
+            if has_rule(module):
+                rule: Rule | None = attention
+            elif trainable_of(module):
+                rule = rule_for(module, rules) if by_rules else None
+            else:
                 continue
-            rule = rule_for(module, rules) if by_rules else None
             if rule is None:
                 sampler = None if by_rules else sampler_for(module)
                 forward = without_checkpointing(module)
@@ -249,9 +253,9 @@ class BookKeepingEngine:
             self._book.is_in_forward = False
 
     def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        input = (*args, *kwargs.values())[0]
-        is_lookup = isinstance(module, nn.Embedding)
-        rows = input.shape[0] if input.ndim > (0 if is_lookup else 1) else None
+        is_lookup, is_attention = isinstance(module, nn.Embedding), isinstance(module, nn.MultiheadAttention)
+        input = with_batch_first(module, *args, **kwargs) if is_attention else (*args, *kwargs.values())[0]
+        rows = input.shape[0] if input.ndim > (0 if is_lookup else 2 if is_attention else 1) else None
         if is_lookup and rows == 1 != self._book.batch_size:
             self._book.repeated.append(name)
         if rows == self._book.batch_size or (rows == 1 and is_lookup):

@@ -98,7 +98,7 @@ def refuse_layers(model: nn.Module) -> None:
             mixing[name] = module
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             rewriting[name] = module
-        if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        if trainable_of(module) and isinstance(module, nn.RNNBase):
             without[name] = module
     if mixing:
         raise ValueError(

@@ -32,7 +32,14 @@ def over_time(x: Float[Tensor, "batch ..."], dims: int = 1) -> Float[Tensor, "ba
 
 def linear(book: Book, module: nn.Linear, input: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x Wᵀ + b."""
-    return _Linear.apply(input, module.weight, module.bias, book, False)
+    return product(book, input, module.weight, module.bias)
+
+
+def product(
+    book: Book, x: Float[Tensor, "batch *time q"], weight: Float[Tensor, "p q"], bias: Float[Tensor, " p"] | None
+) -> Float[Tensor, "batch *time p"]:
+    """Compute Y = x Wᵀ + b of a layer's parameters."""
+    return _Linear.apply(x, weight, bias, book, False)
 
 
 def transposed_linear(book: Book, module: Any, x: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
