@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from doppler_hf.privacy.clipping.attention import attention, has_rule, with_batch_first
 from doppler_hf.privacy.clipping.book import Book
@@ -253,6 +254,9 @@ class BookKeepingEngine:
             self._book.is_in_forward = False
 
     def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if parametrize.is_parametrized(module):
+            # As PEFT does for a forward that trains `target_parameters`: a rule would leave those without a gradient.
+            return type(module).forward(module, *args, **kwargs)
         is_lookup, is_attention = isinstance(module, nn.Embedding), isinstance(module, nn.MultiheadAttention)
         input = with_batch_first(module, *args, **kwargs) if is_attention else (*args, *kwargs.values())[0]
         rows = input.shape[0] if input.ndim > (0 if is_lookup else 2 if is_attention else 1) else None

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.per_sample_gradient import sum_of_products
+from doppler_hf.privacy.clipping.refused_layers import trainable_of
 
 Rule = Callable[..., Any]
 
@@ -247,6 +248,8 @@ def rule_for(module: nn.Module, rules: Mapping[Callable[..., Any], Rule]) -> Rul
     """Return the rule that replaces the module's forward, or None."""
     if "forward" in vars(module) or "weight" not in module._parameters:
         return None  # a forward of the instance, or a weight that is computed from others (pruning, weight norm)
+    if {name for name, _ in trainable_of(module)} - {"weight", "bias"}:
+        return None  # a bias that is computed from another
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
         module.padding_mode != "zeros" or isinstance(module.padding, str)
     ):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from opacus.validators import ModuleValidator
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from doppler_hf.privacy import ClippedGradients
@@ -191,6 +191,8 @@ OTHERS = {
     "sparse": (nn.Embedding(7, 3, sparse=True), tokens(BATCH, 6)),
     "weight norm": (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), draw(BATCH, 3)),
     "pruned": (prune.l1_unstructured(nn.Linear(3, 4), "weight", amount=2), draw(BATCH, 3)),
+    "pruned bias": (prune.l1_unstructured(nn.Linear(3, 4), "bias", amount=2), draw(BATCH, 3)),
+    "parametrized bias": (parametrize.register_parametrization(nn.Linear(3, 4), "bias", nn.Tanh()), draw(BATCH, 3)),
     "pruned convolution": (prune.l1_unstructured(nn.Conv2d(4, 6, 3), "weight", amount=9), IMAGE),
     "attention": (
         Net(lambda n, x: n.subject(x, x, x)[0], subject=nn.MultiheadAttention(4, 2, batch_first=True)),
