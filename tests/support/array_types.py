@@ -25,6 +25,7 @@ CHECKED = (
     "doppler_hf.optim.weight_filter",
     "doppler_hf.privacy.batching",
     "doppler_hf.privacy.bits",
+    "doppler_hf.privacy.clipping.attention",
     "doppler_hf.privacy.clipping.clip_factors",
     "doppler_hf.privacy.clipping.clipped_gradients",
     "doppler_hf.privacy.clipping.factored",

@@ -30,8 +30,8 @@ def has_rule(module: nn.Module) -> bool:
 
 
 def with_batch_first(module: nn.Module, query: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return the query of attention with its batch first, if it has one."""
-    return query.transpose(0, 1) if query.ndim == 3 and not module.batch_first else query
+    """Return the query of attention with its batch first; one of two dimensions has none."""
+    return query if module.batch_first else query.transpose(0, 1)
 
 
 def attention(

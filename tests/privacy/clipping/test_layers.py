@@ -148,14 +148,14 @@ def test_a_kind_of_layer_in_every_clipping(name, clipping, granularity):
 
 
 class FirstResult(nn.Module):
-    """The first result of a layer that is called with so many times the same input."""
+    """The first result of a layer."""
 
-    def __init__(self, layer, times=1):
+    def __init__(self, layer):
         super().__init__()
-        self.layer, self.times = layer, times
+        self.layer = layer
 
     def forward(self, x):
-        return self.layer(*[x] * self.times)[0]
+        return self.layer(x)[0]
 
 
 # What the refusal of a layer names as the way to replace it.
@@ -166,7 +166,6 @@ REPLACED = {
         draw(BATCH, 6, 4),
     ),
     "gated recurrence": (FirstResult(nn.GRU(4, 3, batch_first=True)), draw(BATCH, 6, 4)),
-    "attention": (FirstResult(nn.MultiheadAttention(4, 2, batch_first=True), times=3), draw(BATCH, 6, 4)),
 }
 
 
@@ -194,20 +193,10 @@ OTHERS = {
     "pruned bias": (prune.l1_unstructured(nn.Linear(3, 4), "bias", amount=2), draw(BATCH, 3)),
     "parametrized bias": (parametrize.register_parametrization(nn.Linear(3, 4), "bias", nn.Tanh()), draw(BATCH, 3)),
     "pruned convolution": (prune.l1_unstructured(nn.Conv2d(4, 6, 3), "weight", amount=9), IMAGE),
-    "attention": (
-        Net(lambda n, x: n.subject(x, x, x)[0], subject=nn.MultiheadAttention(4, 2, batch_first=True)),
-        draw(BATCH, 6, 4),
-    ),
     "recurrence": (Net(lambda n, x: n.subject(x)[0], subject=nn.GRU(4, 3, batch_first=True)), draw(BATCH, 6, 4)),
-    "encoder layer": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), draw(BATCH, 6, 4)),
-}  # fmt: skip
+}
 
 
-@pytest.mark.filterwarnings(
-    # torch's own, at construction or in the loop's batches of one; neither comes from the engine.
-    "ignore:enable_nested_tensor is True:UserWarning",
-    "ignore:Anomaly Detection:UserWarning",
-)
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_kind_of_layer_is_right_or_refused(name):
     layer, inputs = OTHERS[name]
