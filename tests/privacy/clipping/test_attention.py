@@ -6,10 +6,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
+from doppler_hf import DopplerTrainer
 from tests.privacy.clipping.test_layers import Net, check, draw, on, ready
 from tests.support.per_example import (
     NORM_RULES,
@@ -20,6 +23,8 @@ from tests.support.per_example import (
     book_keeping,
     gradients_of_each,
 )
+from tests.support.tiny import Rows, text_data
+from tests.support.trainers import checked_trainer_of
 
 BATCH, QUERIES, KEYS, DIM, HEADS = 5, 3, 6, 4, 2
 # Hand-made tiny nets, in float64.
@@ -273,3 +278,56 @@ def test_adapters_of_peft_that_compute_a_weight_for_a_forward_are_refused():
         config = LoraConfig(r=2, target_modules=[], target_parameters=[f"head.{parameter}"], bias="all")
         net = ready(of_images(get_peft_model(copy.deepcopy(siglip()), config)))
         assert_refused(net, on(net, IMAGES), BATCH, message=r"lora_A")
+
+
+# --- through the trainer ------------------------------------------------------------------------------------------------
+
+
+class Classifier(DopplerTrainer):
+    """Trains a module of one's own, which returns logits."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        logits = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        return F.cross_entropy(logits, inputs["labels"], reduction="none")
+
+
+class TextEncoder(nn.Module):
+    """An encoder of torch with its dropout, whose batch is its second dimension if torch's default is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.encoder(self.table(input_ids), src_key_padding_mask=attention_mask == 0)
+        return self.head(hidden[:, 0])
+
+
+class ImageHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower, self.head = siglip(), nn.Linear(16, 2)
+
+    def forward(self, pixel_values):
+        return self.head(self.tower(pixel_values).pooler_output)
+
+
+def images():
+    return Rows({"pixel_values": pixels, "labels": index % 2} for index, pixels in enumerate(draw(24, 3, 8, 8).float()))
+
+
+@pytest.mark.parametrize(("model", "data"), [(TextEncoder, text_data), (ImageHead, images)])
+def test_a_model_of_ones_own_trains_with_all_checks_and_is_saved(model, data, tmp_path):
+    model = model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = checked_trainer_of(
+        tmp_path, model=model, cls=Classifier, data=data(), save_strategy="steps", save_steps=2, label_names=["labels"]
+    )
+    if data is images:
+        trainer.data_collator = default_collate
+    trainer.train()
+    unmoved = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+    assert not unmoved
+    assert (tmp_path / "out" / "checkpoint-4" / "model.safetensors").exists()
