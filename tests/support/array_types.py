@@ -34,6 +34,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.per_sample_gradient",
     "doppler_hf.privacy.clipping.plain_autograd",
+    "doppler_hf.privacy.clipping.recurrence",
     "doppler_hf.privacy.clipping.torch_layers",
     "doppler_hf.privacy.dense_losses",
     "doppler_hf.privacy.losses",

@@ -4,8 +4,6 @@ Sensitivity: each product has the batch first, whatever `batch_first` says of th
 example. Keys and values that are parameters are one copy for each example.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -27,11 +25,6 @@ def has_rule(module: nn.Module) -> bool:
     # One that is computed from others, as by pruning, would leave those without a gradient.
     is_plain = type(module).forward is nn.MultiheadAttention.forward and all(isinstance(each, nn.Parameter) for each in used)
     return is_plain and any(each.requires_grad for each in used)
-
-
-def with_batch_first(module: nn.Module, query: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return the query of attention with its batch first; one of two dimensions has none."""
-    return query if module.batch_first else query.transpose(0, 1)
 
 
 def attention(

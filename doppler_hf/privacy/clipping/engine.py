@@ -19,8 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence
 
-from doppler_hf.privacy.clipping.attention import attention, has_rule, with_batch_first
+from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, combined
 from doppler_hf.privacy.clipping.host_layers import (
@@ -38,6 +39,7 @@ from doppler_hf.privacy.clipping.host_layers import (
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient
+from doppler_hf.privacy.clipping.recurrence import recurrence
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.sharded_sums import gathered
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
@@ -73,7 +75,8 @@ class BookKeepingEngine:
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
-        rules = RULES | host_rules()
+        of_recurrence = {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}
+        rules = RULES | of_recurrence | host_rules()
         for name, module in model.named_modules():
             if (method := relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
@@ -85,7 +88,8 @@ class BookKeepingEngine:
             if has_rule(module):
                 rule: Rule | None = attention
             elif trainable_of(module):
-                rule = rule_for(module, rules) if by_rules else None
+                is_by_rule = by_rules or isinstance(module, nn.RNNBase)  # which the others cannot
+                rule = rule_for(module, rules) if is_by_rule else None
             else:
                 continue
             if rule is None:
@@ -257,14 +261,13 @@ class BookKeepingEngine:
         if parametrize.is_parametrized(module):
             # As PEFT does for a forward that trains `target_parameters`: a rule would leave those without a gradient.
             return type(module).forward(module, *args, **kwargs)
-        is_lookup, is_attention = isinstance(module, nn.Embedding), isinstance(module, nn.MultiheadAttention)
-        input = with_batch_first(module, *args, **kwargs) if is_attention else (*args, *kwargs.values())[0]
-        rows = input.shape[0] if input.ndim > (0 if is_lookup else 2 if is_attention else 1) else None
+        input = args[0] if args else kwargs[next((key for key in ("query", "input") if key in kwargs), next(iter(kwargs)))]
+        rows, is_lookup = num_rows(module, input), isinstance(module, nn.Embedding)
         if is_lookup and rows == 1 != self._book.batch_size:
             self._book.repeated.append(name)
         if rows == self._book.batch_size or (rows == 1 and is_lookup):
             return rule(self._book, module, *args, **kwargs)
-        self._not_batched[name] = input.ndim
+        self._not_batched[name] = input.data.ndim
         return type(module).forward(module, *args, **kwargs)
 
     def _unless_unwatched(
@@ -293,6 +296,15 @@ class BookKeepingEngine:
             self._cleanup.callback(module.__dict__.pop, method)
         else:
             self._cleanup.callback(module.__dict__.__setitem__, method, before)
+
+
+def num_rows(module: nn.Module, input: Tensor | PackedSequence) -> int | None:
+    """Return how many rows a layer's input has, or None if it has no batch."""
+    if isinstance(input, PackedSequence):
+        return int(input.batch_sizes[0])
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return input.shape[0 if module.batch_first else 1] if input.ndim == 3 else None
+    return input.shape[0] if input.ndim > (0 if isinstance(module, nn.Embedding) else 1) else None
 
 
 def leaves_of(losses: Float[Tensor, " batch"]) -> set[Tensor]:

@@ -28,7 +28,6 @@ from tests.support.per_example import (
     gradients_of_each,
     norms_of,
 )
-from tests.support.tiers import further
 
 BATCH = 5
 
@@ -147,35 +146,17 @@ def test_a_kind_of_layer_in_every_clipping(name, clipping, granularity):
     check(net, inputs, clipping=clipping, granularity=granularity)
 
 
-class FirstResult(nn.Module):
-    """The first result of a layer."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)[0]
-
-
 # What the refusal of a layer names as the way to replace it.
 REPLACED = {
     "batch norm": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), IMAGE),
-    "long short-term memory": (
-        FirstResult(nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)),
-        draw(BATCH, 6, 4),
-    ),
-    "gated recurrence": (FirstResult(nn.GRU(4, 3, batch_first=True)), draw(BATCH, 6, 4)),
 }
 
 
 @pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("name", further([*REPLACED], quick={*REPLACED} - {"long short-term memory"}))
+@pytest.mark.parametrize("name", REPLACED)
 def test_a_refused_layer_is_replaced_as_its_refusal_says(name, norm_rule):
     layer, inputs = REPLACED[name]
-    # Opacus's recurrent layers train, but transformers does not save them.
-    mend = "Freeze it" if "memory" in name or "recurrence" in name else r"opacus\.validators\.ModuleValidator\.fix\(model\)"
-    with pytest.raises(ValueError, match=mend):
+    with pytest.raises(ValueError, match=r"opacus\.validators\.ModuleValidator\.fix\(model\)"):
         check(layer, inputs)
     check(ModuleValidator.fix(layer), inputs, norm_rule=norm_rule)
 
@@ -193,7 +174,6 @@ OTHERS = {
     "pruned bias": (prune.l1_unstructured(nn.Linear(3, 4), "bias", amount=2), draw(BATCH, 3)),
     "parametrized bias": (parametrize.register_parametrization(nn.Linear(3, 4), "bias", nn.Tanh()), draw(BATCH, 3)),
     "pruned convolution": (prune.l1_unstructured(nn.Conv2d(4, 6, 3), "weight", amount=9), IMAGE),
-    "recurrence": (Net(lambda n, x: n.subject(x)[0], subject=nn.GRU(4, 3, batch_first=True)), draw(BATCH, 6, 4)),
 }
 
 
