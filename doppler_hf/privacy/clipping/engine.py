@@ -217,7 +217,7 @@ class BookKeepingEngine:
                 "The loss of one example has a gradient in the places of others at the parameters "
                 f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other "
                 "examples (a mean or a norm over the batch). An example's contribution would not be bounded. Let each loss "
-                "depend on its example alone, or freeze what is named with requires_grad_(False)."
+                "depend on its example alone."
             )
 
     def _unexplained(self, names: Sequence[str]) -> str:
