@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from opacus.layers import DPGRU
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -173,6 +174,7 @@ OTHERS = {
     "pruned": (prune.l1_unstructured(nn.Linear(3, 4), "weight", amount=2), draw(BATCH, 3)),
     "pruned bias": (prune.l1_unstructured(nn.Linear(3, 4), "bias", amount=2), draw(BATCH, 3)),
     "parametrized bias": (parametrize.register_parametrization(nn.Linear(3, 4), "bias", nn.Tanh()), draw(BATCH, 3)),
+    "recurrence of Opacus": (Net(lambda n, x: n.subject(x)[0], subject=DPGRU(4, 3, batch_first=True)), draw(BATCH, 6, 4)),
     "pruned convolution": (prune.l1_unstructured(nn.Conv2d(4, 6, 3), "weight", amount=9), IMAGE),
 }
 
