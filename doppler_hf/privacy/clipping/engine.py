@@ -45,6 +45,9 @@ from doppler_hf.privacy.clipping.sharded_sums import gathered
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_choices, without_adapters
 
+# Layers that may be told which dimension is the batch: torch's transformers tell it the attention within them.
+_WITH_BATCH_FIRST = (nn.MultiheadAttention, nn.RNNBase)
+
 
 class BookKeepingEngine:
     """Stand-ins on a model that give the gradient of each example's loss, until `detach`.
@@ -230,8 +233,10 @@ class BookKeepingEngine:
         found = [f"{outside}, used outside of the forward of its layer"] if outside else []
         if inside:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
+        is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
         return (
-            f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. Freeze them with "
+            f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. "
+            f"{'Set batch_first=True in them, or freeze' if inside and is_turned else 'Freeze'} them with "
             "requires_grad_(False), or if they are an adapter's, leave these layers out of its target_modules, or train "
             "adapters of another kind, such as LoRA."
         )
@@ -302,7 +307,7 @@ def num_rows(module: nn.Module, input: Tensor | PackedSequence) -> int | None:
     """Return how many rows a layer's input has, or None if it has no batch."""
     if isinstance(input, PackedSequence):
         return int(input.batch_sizes[0])
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+    if isinstance(module, _WITH_BATCH_FIRST):
         return input.shape[0 if module.batch_first else 1] if input.ndim == 3 else None
     return input.shape[0] if input.ndim > (0 if isinstance(module, nn.Embedding) else 1) else None
 

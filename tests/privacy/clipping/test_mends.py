@@ -58,6 +58,15 @@ def not_compiled(net):
     net.layer = net.layer._orig_mod
 
 
+def set_batch_first(net):
+    net.layer.self_attn.batch_first = True
+
+
+def encodes(n, x):
+    rows = torch.stack([x, x.tanh()], dim=1 if n.layer.self_attn.batch_first else 0)
+    return n.rest(n.layer(rows).sum(dim=1 if n.layer.self_attn.batch_first else 0))
+
+
 def calls_its_layer(n, x):
     return n.rest(n.layer(x))
 
@@ -80,6 +89,11 @@ CASES = {
         lambda: net_of(lambda n, x: n.rest(n.layer(x[:, None].expand(-1, 2, -1).flatten(0, 1))[::2]), nn.Linear(3, 3)),
         "do not start with the batch",
         (freeze, train_adapters),
+    ),
+    "an encoder whose batch is its second dimension": (
+        lambda: net_of(encodes, nn.TransformerEncoderLayer(3, 1, 4)),
+        "Set batch_first=True",
+        (set_batch_first, freeze),
     ),
     "a layer without a rule": (
         lambda: net_of(calls_its_layer, Multiplied()),
