@@ -222,7 +222,9 @@ but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases*
 the notes ask for: BatchNorm is replaced, or `pos_conv_embed` is frozen, `mask_time_prob` is 0 and waves are padded to one
 length. *As released* is with relative attention, where the config has none by default: LoRA trains on the layers that
 attention to positions does not use, `target_modules=["value_proj", "dense"]`. Of all classes of transformers
-[another survey](../recipes/results/architectures.md) tells which train with all weights.
+[another survey](../recipes/results/architectures.md) tells which train with all weights. Torch's own layers train too, in
+models of your own: `nn.MultiheadAttention` and the transformers built of it, with all their masks, and `nn.RNN`, `nn.LSTM`
+and `nn.GRU`, packed or not.
 
 Made by `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}.
 

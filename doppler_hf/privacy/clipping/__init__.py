@@ -8,7 +8,8 @@
 - per_sample_gradient: what a per-sample gradient is, and the one in full
 - factored: its forms that need no matrix for each example
 - ghost_norm: the norm of a product from its factors, with a bound on rounding
-- torch_layers, host_layers, other_layers: rules for the layers of torch, of transformers and PEFT, and for all others
+- torch_layers, attention, recurrence: rules for the layers of torch
+- host_layers, other_layers: rules for those of transformers and PEFT, and for all others
 - out_of_memory: errors that say nothing about a layer
 - refused_layers: layers that mix examples
 - self_check: a comparison of the engine with plain autograd

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence
 
+from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, combined
 from doppler_hf.privacy.clipping.host_layers import (
@@ -35,10 +38,14 @@ from doppler_hf.privacy.clipping.host_layers import (
 )
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient
+from doppler_hf.privacy.clipping.recurrence import recurrence
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.sharded_sums import gathered
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_choices, without_adapters
+
+# Layers that may be told which dimension is the batch: torch's transformers tell it the attention within them.
+_WITH_BATCH_FIRST = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class BookKeepingEngine:
@@ -70,7 +77,8 @@ class BookKeepingEngine:
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
-        rules = RULES | host_rules()
+        of_recurrence = {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}
+        rules = RULES | of_recurrence | host_rules()
         for name, module in model.named_modules():
             if (method := relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
@@ -79,9 +87,13 @@ class BookKeepingEngine:
                 self._replace(module, "get_prompt", functools.partial(prompt, self._book, module.get_prompt))
             if has_windows(module):
                 self._replace(module, "forward", functools.partial(in_rows, self._book, module.forward))
-            if not trainable_of(module):
+            if has_rule(module):
+                rule: Rule | None = attention
+            elif trainable_of(module):
+                is_by_rule = by_rules or isinstance(module, nn.RNNBase)  # which the others cannot
+                rule = rule_for(module, rules) if is_by_rule else None
+            else:
                 continue
-            rule = rule_for(module, rules) if by_rules else None
             if rule is None:
                 sampler = None if by_rules else sampler_for(module)
                 forward = without_checkpointing(module)
@@ -211,7 +223,7 @@ class BookKeepingEngine:
                 "The loss of one example has a gradient in the places of others at the parameters "
                 f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other "
                 "examples (a mean or a norm over the batch). An example's contribution would not be bounded. Let each loss "
-                "depend on its example alone, or freeze what is named with requires_grad_(False)."
+                "depend on its example alone."
             )
 
     def _unexplained(self, names: Sequence[str]) -> str:
@@ -224,8 +236,10 @@ class BookKeepingEngine:
         found = [f"{outside}, used outside of the forward of its layer"] if outside else []
         if inside:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
+        is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
         return (
-            f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. Freeze them with "
+            f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. "
+            f"{'Set batch_first=True in them, or freeze' if inside and is_turned else 'Freeze'} them with "
             "requires_grad_(False), or if they are an adapter's, leave these layers out of its target_modules, or train "
             "adapters of another kind, such as LoRA."
         )
@@ -252,14 +266,16 @@ class BookKeepingEngine:
             self._book.is_in_forward = False
 
     def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        input = (*args, *kwargs.values())[0]
-        is_lookup = isinstance(module, nn.Embedding)
-        rows = input.shape[0] if input.ndim > (0 if is_lookup else 1) else None
+        if parametrize.is_parametrized(module):
+            # As PEFT does for a forward that trains `target_parameters`: a rule would leave those without a gradient.
+            return type(module).forward(module, *args, **kwargs)
+        input = args[0] if args else kwargs[next((key for key in ("query", "input") if key in kwargs), next(iter(kwargs)))]
+        rows, is_lookup = num_rows(module, input), isinstance(module, nn.Embedding)
         if is_lookup and rows == 1 != self._book.batch_size:
             self._book.repeated.append(name)
         if rows == self._book.batch_size or (rows == 1 and is_lookup):
             return rule(self._book, module, *args, **kwargs)
-        self._not_batched[name] = input.ndim
+        self._not_batched[name] = input.data.ndim
         return type(module).forward(module, *args, **kwargs)
 
     def _unless_unwatched(
@@ -288,6 +304,15 @@ class BookKeepingEngine:
             self._cleanup.callback(module.__dict__.pop, method)
         else:
             self._cleanup.callback(module.__dict__.__setitem__, method, before)
+
+
+def num_rows(module: nn.Module, input: Tensor | PackedSequence) -> int | None:
+    """Return how many rows a layer's input has, or None if it has no batch."""
+    if isinstance(input, PackedSequence):
+        return int(input.batch_sizes[0])
+    if isinstance(module, _WITH_BATCH_FIRST):
+        return input.shape[0 if module.batch_first else 1] if input.ndim == 3 else None
+    return input.shape[0] if input.ndim > (0 if isinstance(module, nn.Embedding) else 1) else None
 
 
 def leaves_of(losses: Float[Tensor, " batch"]) -> set[Tensor]:

@@ -11,10 +11,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 # They have no forward: what they hold is their owner's, as of most of PEFT's adapters.
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
-_REPLACE = (
-    "`model = opacus.validators.ModuleValidator.fix(model)` does, with new weights where a layer has another form; in a "
-    "model that it cannot copy set each with model.set_submodule"
-)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -74,11 +70,10 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
 
 
 def refuse_layers(model: nn.Module) -> None:
-    """Refuse layers that mix examples, write values that no noise covers, are compiled, or have no per-sample gradients."""
+    """Refuse layers that mix examples, write values that no noise covers, or are compiled."""
     owners: dict[nn.Module, str] = {}
     mixing: dict[str, nn.Module] = {}
     rewriting: dict[str, nn.Module] = {}
-    without: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
             held = [key for key, parameter in child.named_parameters(recurse=False) if parameter.requires_grad]
@@ -98,25 +93,15 @@ def refuse_layers(model: nn.Module) -> None:
             mixing[name] = module
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             rewriting[name] = module
-        if trainable_of(module) and isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-            without[name] = module
     if mixing:
         raise ValueError(
             f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so that clipping bounds nothing. Replace "
-            f"{'it' if len(mixing) == 1 else 'them'} by GroupNorm or LayerNorm: {_REPLACE}."
+            f"{'it' if len(mixing) == 1 else 'them'} by GroupNorm or LayerNorm, as "
+            "`model = opacus.validators.ModuleValidator.fix(model)` does, with new weights where a layer has another form. "
+            "In a model that it cannot copy, set each with model.set_submodule."
         )
     if rewriting:
         raise ValueError(
             f"The {named(rewriting, 'has', 'have')} max_norm, by which the rows that a batch looks up are rewritten, "
             "without clipping or noise. Set max_norm to None."
-        )
-    if without:
-        # Opacus's recurrent layers name their weights twice, which transformers does not save.
-        is_recurrent = any(isinstance(module, nn.RNNBase) for module in without.values())
-        them = "it" if len(without) == 1 else "them"
-        is_prompt = any(name.endswith("lstm_head") for name in without)  # PEFT's PromptEncoder
-        of_prompt = ", or set encoder_reparameterization_type='MLP' for p-tuning" if is_prompt else ""
-        raise ValueError(
-            f"The {named(without, 'has', 'have')} no per-sample gradients. Freeze {them} with "
-            f"requires_grad_(False){of_prompt if is_recurrent else f', or replace {them}: {_REPLACE}'}."
         )

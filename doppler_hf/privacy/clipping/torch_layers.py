@@ -8,6 +8,7 @@ Parameters are kept as attributes of the context and not among the saved tensors
 other tensor objects, whose notes would be lost.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,10 +18,12 @@ from opacus.utils.tensor_utils import unfold3d
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.per_sample_gradient import sum_of_products
+from doppler_hf.privacy.clipping.refused_layers import trainable_of
 
 Rule = Callable[..., Any]
 
@@ -32,7 +35,14 @@ def over_time(x: Float[Tensor, "batch ..."], dims: int = 1) -> Float[Tensor, "ba
 
 def linear(book: Book, module: nn.Linear, input: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x Wᵀ + b."""
-    return _Linear.apply(input, module.weight, module.bias, book, False)
+    return product(book, input, module.weight, module.bias)
+
+
+def product(
+    book: Book, x: Float[Tensor, "batch *time q"], weight: Float[Tensor, "p q"], bias: Float[Tensor, " p"] | None
+) -> Float[Tensor, "batch *time p"]:
+    """Compute Y = x Wᵀ + b of a layer's parameters."""
+    return _Linear.apply(x, weight, bias, book, False)
 
 
 def transposed_linear(book: Book, module: Any, x: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
@@ -238,8 +248,11 @@ RULES: dict[Callable[..., Any], Rule] = {
 
 def rule_for(module: nn.Module, rules: Mapping[Callable[..., Any], Rule]) -> Rule | None:
     """Return the rule that replaces the module's forward, or None."""
-    if "forward" in vars(module) or "weight" not in module._parameters:
-        return None  # a forward of the instance, or a weight that is computed from others (pruning, weight norm)
+    if "forward" in vars(module) or parametrize.is_parametrized(module):
+        return None
+    own = re.compile(r"(weight|bias)_(ih|hh|hr)_l\d+(_reverse)?" if isinstance(module, nn.RNNBase) else "weight|bias")
+    if not all(own.fullmatch(name) for name, _ in trainable_of(module)):
+        return None  # parameters from which a weight or bias is computed (pruning, weight norm)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
         module.padding_mode != "zeros" or isinstance(module.padding, str)
     ):

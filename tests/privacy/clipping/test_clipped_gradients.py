@@ -254,19 +254,6 @@ def test_batch_norm_is_refused_even_frozen():
     refused(nn.Sequential(*model, nn.BatchNorm1d(3)), r"The layers '\*' \(2 of them\) \(BatchNorm1d\) mix the examples")
 
 
-def test_all_layers_that_are_to_be_frozen_are_named_at_once():
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.LSTM(3, 3), nn.LSTM(3, 3)]), "last": nn.GRU(3, 3)})
-    with pytest.raises(ValueError, match=r"The layers 'layers\.\*' \(2 of them\), 'last' \(GRU, LSTM\) have no per-sample"):
-        ClippedGradients(model).__enter__()
-    model["layers"].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"The layer 'last' \(GRU\) has no per-sample"):
-        ClippedGradients(model).__enter__()
-    with pytest.raises(
-        ValueError, match=r"'lstm_head' \(LSTM\) .* or set encoder_reparameterization_type='MLP' for p-tuning"
-    ):
-        ClippedGradients(nn.ModuleDict({"lstm_head": nn.LSTM(3, 3)})).__enter__()
-
-
 def test_an_embedding_that_renormalizes_is_refused():
     tables = nn.Embedding(5, 3, max_norm=1.0), nn.Embedding(5, 3, max_norm=2.0)
     refused(nn.Sequential(*tables), r"The layers '\*' \(2 of them\) \(Embedding\) have max_norm, .* Set max_norm to None")

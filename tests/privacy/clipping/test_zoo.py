@@ -130,6 +130,10 @@ ADAPTERS_RIGHT = {
     "prompt of an encoder": (roberta, peft.PromptTuningConfig(**PROMPT | dict(task_type="SEQ_CLS"))),
     "prompt of an encoder-decoder": (t5_lm, peft.PromptTuningConfig(**PROMPT | dict(task_type="SEQ_2_SEQ_LM"))),
     "p-tuning": (gpt2_lm, peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=8)),
+    "p-tuning by recurrence": (
+        gpt2_lm,
+        peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=8, encoder_reparameterization_type="LSTM"),
+    ),
     "lora of opt": (opt_lm, peft.LoraConfig(r=4, **OF_TOKENS)),
     "dora of opt": (opt_lm, peft.LoraConfig(r=4, use_dora=True, **OF_TOKENS)),
     "ia3 of opt": (opt_lm, peft.IA3Config(feedforward_modules=["fc2"], **OF_TOKENS)),

@@ -1,0 +1,156 @@
+"""Each mend that a refusal of a layer names, tried: what was refused trains once it was done."""
+
+import pytest
+import torch
+from opacus.validators import ModuleValidator
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional as F
+
+from doppler_hf.privacy import ClippedGradients
+from tests.privacy.clipping.test_layers import Net
+from tests.privacy.clipping.test_uses import Held
+
+BATCH = 4
+
+
+class Multiplied(nn.Module):
+    """A matrix of its own, and dropout, which functorch cannot draw once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.p = nn.Parameter(torch.eye(3)), 0.5
+
+    def forward(self, x):
+        return F.dropout(x @ self.weight, self.p, self.training)
+
+
+def net_of(run, layer):
+    """The layer that is refused, and another one."""
+    return Net(run, layer=layer, rest=nn.Linear(3, 2))
+
+
+def freeze(net):
+    net.layer.requires_grad_(False)
+
+
+def train_adapters(net):
+    get_peft_model(net, LoraConfig(target_modules=["rest"]))  # within the model that is given
+
+
+def without_dropout(net):
+    net.layer.p = 0.0
+
+
+def without_max_norm(net):
+    net.layer.max_norm = None
+
+
+def fix(net):
+    return ModuleValidator.fix(net)
+
+
+def set_submodule(net):
+    net.set_submodule("layer", nn.GroupNorm(1, net.layer.num_features))
+
+
+def not_compiled(net):
+    net.layer = net.layer._orig_mod
+
+
+def set_batch_first(net):
+    net.layer.self_attn.batch_first = True
+
+
+def encodes(n, x):
+    rows = torch.stack([x, x.tanh()], dim=1 if n.layer.self_attn.batch_first else 0)
+    return n.rest(n.layer(rows).sum(dim=1 if n.layer.self_attn.batch_first else 0))
+
+
+def calls_its_layer(n, x):
+    return n.rest(n.layer(x))
+
+
+def looks_up_one_row(n, x):
+    return n.rest(x + n.layer(torch.zeros(1, 1, dtype=torch.long)).view(3))
+
+
+def looks_up(n, x):
+    return n.rest(n.layer((x[:, 0] > 0).long()))
+
+
+CASES = {
+    "a weight that is used outside of its layer": (
+        lambda: net_of(lambda n, x: n.rest(x @ n.layer.weight), nn.Linear(3, 3)),
+        "used outside",
+        (freeze, train_adapters),
+    ),
+    "rows that are not examples": (
+        lambda: net_of(lambda n, x: n.rest(n.layer(x[:, None].expand(-1, 2, -1).flatten(0, 1))[::2]), nn.Linear(3, 3)),
+        "do not start with the batch",
+        (freeze, train_adapters),
+    ),
+    "an encoder whose batch is its second dimension": (
+        lambda: net_of(encodes, nn.TransformerEncoderLayer(3, 1, 4)),
+        "Set batch_first=True",
+        (set_batch_first, freeze),
+    ),
+    "a layer without a rule": (
+        lambda: net_of(calls_its_layer, Multiplied()),
+        "must have a rule",
+        (freeze, train_adapters, without_dropout),
+    ),
+    "a row that is looked up once": (
+        lambda: net_of(looks_up_one_row, nn.Embedding(2, 3)),
+        "The forward pass fails",
+        (freeze, train_adapters),
+    ),
+    "parameters of two layers": (
+        lambda: Net(
+            lambda n, x: n.rest(x) + n.one(x)[:, :2] + n.two(x)[:, :2],
+            one=(one := Held()), two=Held(one.scales), rest=nn.Linear(3, 2),
+        ),
+        "must be of one layer",
+        (train_adapters,),
+    ),
+    "a compiled layer": (
+        lambda: net_of(calls_its_layer, torch.compile(nn.Linear(3, 3))),
+        "without torch.compile",
+        (not_compiled,),
+    ),
+    "batch norm": (lambda: net_of(calls_its_layer, nn.BatchNorm1d(3)), "BatchNorm1d", (fix, set_submodule)),
+    "max norm": (lambda: net_of(looks_up, nn.Embedding(2, 3, max_norm=1.0)), "max_norm", (without_max_norm,)),
+}  # fmt: skip
+
+
+def train(net, losses=lambda net, x: net(x).square().sum(dim=1)):
+    torch.manual_seed(0)
+    with ClippedGradients(net, max_grad_norm=1.0) as clipped:
+        assert (clipped.backward(losses(net, torch.randn(BATCH, 3))) > 0).all()
+        assert clipped.num_non_finite == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"), [(name, mend) for name, (_, _, mends) in CASES.items() for mend in mends], ids=lambda part: str(part)
+)
+def test_what_a_refusal_names_mends_it(name, mend):
+    make, message, _ = CASES[name]
+    with pytest.raises(ValueError, match=message):
+        train(make())
+    net = make()
+    train(mend(net) or net)
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (lambda net, x: net(x)[:2].sum(dim=1), "Call the model once with the whole micro-batch, and return one loss per"),
+        (lambda net, x: net.rest(net.layer(x)).sum(dim=1), r"Call model\(\.\.\.\) as a whole, once"),
+        (lambda net, x: (net(x) - net(x).mean(dim=0)).sum(dim=1), "Let each loss depend on its example alone"),
+    ],
+)
+def test_a_loss_of_ones_own_is_mended_as_its_refusal_says(losses, message):
+    net = net_of(calls_its_layer, nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=message):
+        train(net, losses)
+    train(net)
