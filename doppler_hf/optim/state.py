@@ -4,7 +4,7 @@
 that would round the float32 state to 8 bits, so state is copied from the checkpoint here, uncast.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -39,6 +39,9 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
         saved: Numbers, tensors, and lists of them, by name; of a parameter in shards whole, or the rows that are here.
         parameter: The parameter.
         like: A new state of the parameter, whose names, devices and dtypes the copy has.
+
+    Raises:
+        ValueError: If a tensor has another shape, as one that was trained in place of this one.
     """
 
     def copied(value: Any, new: Any) -> Any:
@@ -46,7 +49,10 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
             return [copied(item, new_item) for item, new_item in zip(value, new, strict=True)]
         if not isinstance(new, Tensor):
             return value
-        return (rows_here(value, like=parameter) if value.shape != new.shape else value).to(new, copy=True)
+        value = rows_here(value, like=parameter) if value.shape != new.shape else value
+        if value.shape != new.shape:
+            raise _of_other_parameters("a tensor of another shape")
+        return value.to(new, copy=True)
 
     return {name: copied(saved[name], new) for name, new in like.items()}
 
@@ -72,6 +78,20 @@ def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> No
             f"The checkpoint is of a filter with {of}, this optimizer's has {here}. Set the low_pass_filter of the "
             "checkpoint's run."
         )
+
+
+def refuse_other_parameters(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse a checkpoint in which other parameters were trained, as before some were frozen or unfrozen."""
+    saved, own = ([len(group["params"]) for group in each] for each in (saved_groups, groups))
+    if saved != own:
+        raise _of_other_parameters(f"groups of {saved} in place of {own} tensors")
+
+
+def _of_other_parameters(found: str) -> ValueError:
+    return ValueError(
+        f"The checkpoint must be of the parameters that are trained now, got {found}. Freeze what was frozen then and no "
+        "more, or start a new training from its weights (from_pretrained)."
+    )
 
 
 def refuse_other_state(

@@ -9,9 +9,10 @@ Which loss it is, the model says: transformers finds it by `loss_type`, the end 
 (`PreTrainedModel.__init__`, `loss/loss_utils.py`), and for older names by its tables of auto classes. So does this file.
 """
 
+import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -35,6 +36,10 @@ ProblemType = Literal["regression", "single_label_classification", "multi_label_
 TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
 
 IGNORED_LABEL = -100  # of transformers' collators and losses, and of torch's cross_entropy
+OWN_LOSS: Final = (
+    "Override compute_per_sample_loss to return one loss per example, such as F.cross_entropy(model(**inputs)['logits'], "
+    "inputs['labels'], reduction='none')"
+)
 ANSWER = ("start_positions", "end_positions")  # the labels of question answering
 
 # Masked comes before causal: XLM's head is in both tables, and its labels are aligned with its inputs.
@@ -131,6 +136,11 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     """
     task = token_task(base_model)
     labels, answer = inputs.get("labels"), [inputs[name] for name in ANSWER if name in inputs]
+    if not isinstance(base_model, PreTrainedModel) and not answer:
+        raise ValueError(
+            f"A model must be one of transformers for a loss that is known, got {type(base_model).__name__}, whose own loss "
+            f"is of the whole batch. {OWN_LOSS}."
+        )
     inputs = {name: value for name, value in inputs.items() if name not in ("labels", *ANSWER)}
     if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
         if hasattr(base_model, "prepare_decoder_input_ids_from_labels"):
@@ -139,7 +149,15 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             inputs["labels"] = labels
     if has_ctc(base_model) and labels is not None:
         return ctc_losses(model, inputs, labels, base_model=base_model)
-    outputs = model(**inputs)
+    try:
+        outputs = model(**inputs)
+    except (TypeError, AttributeError) as error:
+        if labels is None or "labels" not in inspect.signature(base_model.forward).parameters:
+            raise
+        raise ValueError(
+            f"The forward of {type(base_model).__name__} must run without labels, got a {type(error).__name__} from it: its "
+            f"own loss is of the whole batch. {OWN_LOSS}."
+        ) from error
     outputs = outputs if isinstance(outputs, dict) else {}
     if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
         mask = inputs.get("attention_mask")
@@ -148,18 +166,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         return answer_losses((outputs["start_logits"], outputs["end_logits"]), (answer[0], answer[1]), mask=mask)
     logits = outputs.get("logits")
     if labels is None:
-        raise ValueError(
-            f"There is no per-example loss for {type(base_model).__name__} without `labels`. Give each example labels, as "
-            "numbers and not as words, or a collator that makes them, such as DataCollatorForLanguageModeling. The host "
-            "removes those that the model's forward does not name: set remove_unused_columns=False. For question answering "
-            "give each start_positions and end_positions. If the task's labels have another name, override "
-            "compute_per_sample_loss."
-        )
-    if not isinstance(base_model, PreTrainedModel):
-        raise ValueError(
-            f"A model must be one of transformers for a loss that is known, got {type(base_model).__name__}: a loss of its "
-            "own is of the whole batch. Override compute_per_sample_loss, which returns one loss per example."
-        )
+        raise _without_labels(base_model, outputs)
     if logits is None:
         raise _no_rule(base_model)
     if any(name.endswith("router_logits") for name in outputs):
@@ -182,6 +189,25 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
         raise _no_rule(base_model)
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
+
+
+def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> ValueError:
+    name = type(model).__name__
+    if any(output.startswith("logits_per_") for output in outputs):
+        return ValueError(
+            f"The loss of {name} compares the examples of a batch, so none has a loss of its own and clipping bounds "
+            "nothing. Train its encoder as a classifier, such as CLIPForImageClassification."
+        )
+    if outputs.get("loss") is not None:
+        return ValueError(
+            f"The loss of {name} is one number for the whole batch. Override compute_per_sample_loss to return it for each "
+            "example. For a masked autoencoder docs/trainer.md has it."
+        )
+    return ValueError(
+        f"There is no per-example loss for {name} without `labels`. Give each example a number, or take a collator that "
+        "makes labels, such as DataCollatorForLanguageModeling. Set remove_unused_columns=False if the host removes them. "
+        "Question answering needs start_positions and end_positions. For another task override compute_per_sample_loss."
+    )
 
 
 def _no_rule(model: PreTrainedModel) -> ValueError:

@@ -17,6 +17,7 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.batching.columns import LABELS, columns_with_gaps
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import refuse_what_breaks_privacy
 
 # A method of the host → when an override of it has no effect, and the mend.
 _NOT_CALLED: Final = {
@@ -32,6 +33,19 @@ _NOT_CALLED: Final = {
 _PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
 
 
+def refuse_before_host(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
+    """Refuse of a private trainer what the host would refuse for another reason, or take."""
+    if args.disable_dp:
+        return
+    refuse_what_breaks_privacy(args)  # which may have changed since they were made
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"model must have no wrapper, got {type(model).__name__}, which splits batches where the engine cannot see it. "
+            "Pass model.module. For several GPUs start the script with `accelerate launch`."
+        )
+    _refuse_stream(train_dataset)
+
+
 def refuse_of_trainer(trainer: Any) -> None:
     """Refuse those of the trainer's own arguments and methods that would void the guarantee, or have no effect."""
     if trainer.compute_loss_func is not None:
@@ -42,7 +56,7 @@ def refuse_of_trainer(trainer: Any) -> None:
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError(
             "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
-            "base_optimizer."
+            "base_optimizer. For learning rates by layer override create_optimizer (docs/trainer.md)."
         )
     if trainer.lr_scheduler is not None:
         raise ValueError(
@@ -55,11 +69,6 @@ def refuse_of_trainer(trainer: Any) -> None:
             f"The model must be whole on each process, got one in parts on {processes} (tensor parallelism), where none has "
             "an example's gradient. Load it without tp_plan, and set fsdp if it is too large for one process."
         )
-    if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
-        raise ValueError(
-            f"{type(trainer.train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "
-            "streaming."
-        )
     own = type(trainer)
     for name, (reason, mend) in _NOT_CALLED.items():
         if getattr(own, name) is not getattr(Trainer, name):
@@ -68,6 +77,14 @@ def refuse_of_trainer(trainer: Any) -> None:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."
+        )
+
+
+def _refuse_stream(train_dataset: Any) -> None:
+    if train_dataset is not None and not has_length(train_dataset):
+        raise ValueError(
+            f"{type(train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "
+            "streaming=True, or make a table of it: datasets.Dataset.from_list(list(train_dataset))."
         )
 
 
@@ -99,7 +116,7 @@ def refuse_another_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, DopplerOptimizer):
         raise ValueError(
             f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}, which would "
-            "bypass low_pass_filter and base_optimizer. Let it return super().create_optimizer()."
+            "bypass low_pass_filter and base_optimizer. Change the groups of super().create_optimizer() (docs/trainer.md)."
         )
 
 
@@ -128,11 +145,17 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
         raise ValueError("disable_dp must be False for a private run, got True. Set target_epsilon instead.")
     if train_dataset is None:
         raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
+    _refuse_stream(train_dataset)
+    if hasattr(train_dataset, "iloc"):  # pandas, whose rows have no numbers
+        raise ValueError(
+            f"train_dataset must have rows 0, 1, 2, …, got a {type(train_dataset).__name__} of pandas. Pass "
+            "datasets.Dataset.from_pandas(train_dataset)."
+        )
     if isinstance(train_dataset, Mapping) and 0 not in train_dataset:
         # Not its keys, which may name people: messages end in logs.
         raise ValueError(
-            f"train_dataset must be one data set, got a {type(train_dataset).__name__}, whose keys are not 0, 1, 2, …. Pass "
-            "one of its values, such as train_dataset['train']."
+            f"train_dataset must have rows 0, 1, 2, …, got a {type(train_dataset).__name__}. Of several data sets pass one, "
+            "such as train_dataset['train']. Of columns pass datasets.Dataset.from_dict(train_dataset)."
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset must have examples, got none. Look at what has filtered them out.")
@@ -177,9 +200,9 @@ def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> No
     known = {*model.parameters()}
     if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            "The optimizer must be of the model's parameters, got one that has others. Let what is trained be part of the "
-            "model (such as weights of a loss), and leave create_optimizer() to train(), or make a new trainer (after FSDP "
-            "cut the parameters)."
+            "The optimizer must be of the model's parameters, got one that has others. Make learned weights of a loss a "
+            "layer of the model, and call it in compute_per_sample_loss. With FSDP leave create_optimizer() to train(), or "
+            "make a new trainer."
         )
 
 

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
+from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
 
@@ -114,7 +115,10 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
         hint, value = hints[field.name], getattr(args, field.name)
         if get_origin(hint) is Literal:
             if value not in get_args(hint):
-                raise ValueError(f"{field.name} must be one of {', '.join(get_args(hint))}, got {value!r}.")
+                raise ValueError(
+                    f"{field.name} must be one of {', '.join(get_args(hint))}, got {value!r}"
+                    f"{did_you_mean(str(value), get_args(hint))}."
+                )
             continue
         kind, *none = get_args(hint) or (hint,)
         allowed, words, mend = _KINDS[kind]
@@ -258,8 +262,8 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """Refuse those of the host's arguments that would void the guarantee, with the reason."""
     if args.n_gpu > 1:
         raise ValueError(
-            "Several GPUs in one process cannot be used with differential privacy: nn.DataParallel splits the batch where "
-            "the engine cannot see it. Start with `accelerate launch`."
+            f"One process must see one GPU, got {args.n_gpu}: nn.DataParallel splits batches where the engine cannot see "
+            "it. Start the script with `accelerate launch`, or with CUDA_VISIBLE_DEVICES=0."
         )
     launched = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import check_target_module_exists
 
+from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.optim.galore import BasisChange, Projector, ProjectorSource
 
 
@@ -58,7 +59,8 @@ class GaloreArguments:
         for name in ("basis_change", "projector", "projector_source"):
             if getattr(self, name) not in get_args(hints[name]):
                 raise ValueError(
-                    f"optim_args: {name} must be one of {', '.join(get_args(hints[name]))}, got {getattr(self, name)!r}."
+                    f"optim_args: {name} must be one of {', '.join(get_args(hints[name]))}, got {getattr(self, name)!r}"
+                    f"{did_you_mean(getattr(self, name), get_args(hints[name]))}."
                 )
 
     @classmethod
@@ -79,8 +81,8 @@ class GaloreArguments:
             key, equals, text = mapping.partition("=")
             if not equals or key not in (*kinds, "proj_type"):
                 raise ValueError(
-                    f"optim_args must be key=value separated by commas, got {mapping!r} in {optim_args!r}. The keys are "
-                    f"{', '.join(kinds)}."
+                    f"optim_args must be key=value separated by commas, got {mapping!r}{did_you_mean(key, kinds)} in "
+                    f"{optim_args!r}. The keys are {', '.join(kinds)}."
                 )
             if key in texts:
                 raise ValueError(f"optim_args={optim_args!r} has {key} twice. Leave one of them out.")

@@ -221,10 +221,11 @@ class BookKeepingEngine:
         found = [f"{outside}, used outside of the forward of its layer"] if outside else []
         if inside:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
+        weights = " Put weights of a loss into a layer that compute_per_sample_loss calls." if outside else ""
         return (
             f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. Freeze them with "
             "requires_grad_(False), or if they are an adapter's, leave these layers out of its target_modules, or train "
-            "adapters of another kind, such as LoRA."
+            f"adapters of another kind, such as LoRA.{weights}"
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
