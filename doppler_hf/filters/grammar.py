@@ -39,7 +39,7 @@ OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"op
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """Return a question to put behind a word in a message: about the nearest known one, if it is unknown and near."""
-    near = [] if word in known else difflib.get_close_matches(word, known, n=1)
+    near = [] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

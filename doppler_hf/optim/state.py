@@ -39,9 +39,6 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
         saved: Numbers, tensors, and lists of them, by name; of a parameter in shards whole, or the rows that are here.
         parameter: The parameter.
         like: A new state of the parameter, whose names, devices and dtypes the copy has.
-
-    Raises:
-        ValueError: If a tensor has another shape, as one that was trained in place of this one.
     """
 
     def copied(value: Any, new: Any) -> Any:
@@ -50,8 +47,7 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
         if not isinstance(new, Tensor):
             return value
         value = rows_here(value, like=parameter) if value.shape != new.shape else value
-        if value.shape != new.shape:
-            raise _of_other_parameters("a tensor of another shape")
+        refuse_other_parameters([*value.shape], [*new.shape], of="a tensor of shape")
         return value.to(new, copy=True)
 
     return {name: copied(saved[name], new) for name, new in like.items()}
@@ -80,18 +76,13 @@ def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> No
         )
 
 
-def refuse_other_parameters(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse a checkpoint in which other parameters were trained, as before some were frozen or unfrozen."""
-    saved, own = ([len(group["params"]) for group in each] for each in (saved_groups, groups))
+def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str = "groups of") -> None:
+    """Refuse a checkpoint in which other parameters were trained, by their numbers in each group, or the shape of one."""
     if saved != own:
-        raise _of_other_parameters(f"groups of {saved} in place of {own} tensors")
-
-
-def _of_other_parameters(found: str) -> ValueError:
-    return ValueError(
-        f"The checkpoint must be of the parameters that are trained now, got {found}. Freeze what was frozen then and no "
-        "more, or start a new training from its weights (from_pretrained)."
-    )
+        raise ValueError(
+            f"The checkpoint must be of the parameters that are trained now, got {of} {saved} in place of {own}. Freeze "
+            "what was frozen then and no more, or start a new training from its weights (from_pretrained)."
+        )
 
 
 def refuse_other_state(

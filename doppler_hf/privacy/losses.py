@@ -58,11 +58,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def places_of_prompt(model: Any) -> int:
-    """Return at how many places before an example's own PEFT puts a prompt that is trained, which has no labels.
-
-    Not those of prefix tuning, which are keys and values of attention, nor those of an encoder-decoder, which the decoder,
-    whose labels are given, does not have.
-    """
+    """Return how many tokens of a trained prompt PEFT puts before an example's own; a decoder with an encoder has none."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel) or model.get_base_model().config.is_encoder_decoder:
         return 0
@@ -72,9 +68,6 @@ def places_of_prompt(model: Any) -> int:
 
 def token_task(model: nn.Module) -> TokenTask | None:
     """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model.
-
-    Returns:
-        The task; a language model that is an encoder-decoder is `seq2seq_lm`.
 
     Example:
         >>> token_task(GPT2LMHeadModel(config))
@@ -96,10 +89,7 @@ def token_task(model: nn.Module) -> TokenTask | None:
 
 
 def has_choices(model: nn.Module) -> bool:
-    """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row.
-
-    Its forward pass begins by flattening inputs of shape (batch, choices, …) to (batch · choices, …).
-    """
+    """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row."""
     return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
 
 
@@ -122,17 +112,15 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
 
     Args:
         model: The model, with its wrappers.
-        inputs: One micro-batch with `labels`: of shape (batch, length) for a task of tokens or of CTC, (batch, height,
-            width) for segmentation, otherwise as in `classification_losses`; or with `start_positions` and `end_positions`,
-            as in `answer_losses`.
+        inputs: One micro-batch with `labels`: shape (batch, length) for tokens or CTC, (batch, height, width) for
+            segmentation, otherwise as in `classification_losses`; or with the positions of `answer_losses`.
         base_model: The model without wrappers, whose class determines the task.
 
     Returns:
         Losses, shape (batch,), attached to the graph.
 
     Raises:
-        ValueError: If there is no rule for the model's class, a mixture of experts returns its router's logits, or
-            segmentation has an auxiliary head.
+        ValueError: If there is no rule for the model's class, or its loss has a part that is of the whole batch.
     """
     task = token_task(base_model)
     labels, answer = inputs.get("labels"), [inputs[name] for name in ANSWER if name in inputs]
@@ -171,8 +159,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         raise _no_rule(base_model)
     if any(name.endswith("router_logits") for name in outputs):
         raise ValueError(
-            f"{type(base_model).__name__} has output_router_logits=True: the balancing loss of its router is one number "
-            "for the whole batch and cannot be split into examples. Set output_router_logits=False in its config."
+            f"{type(base_model).__name__} has output_router_logits=True: the balancing loss of its router is of the whole "
+            "batch. Set output_router_logits=False in its config."
         )
     if task is not None:
         labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
@@ -182,8 +170,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if has_pixels(base_model):
         if getattr(base_model, "auxiliary_head", None) is not None:
             raise ValueError(
-                f"{type(base_model).__name__} has use_auxiliary_head=True, and what that head says is not in the outputs, "
-                "so that its loss cannot be split into examples. Set use_auxiliary_head=False in its config."
+                f"{type(base_model).__name__} has use_auxiliary_head=True, whose logits are not in the outputs. Set "
+                "use_auxiliary_head=False in its config."
             )
         return pixel_losses(logits, labels, ignored=ignored_pixel(base_model))
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
@@ -204,18 +192,17 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Value
             "example. For a masked autoencoder docs/trainer.md has it."
         )
     return ValueError(
-        f"There is no per-example loss for {name} without `labels`. Give each example a number, or take a collator that "
-        "makes labels, such as DataCollatorForLanguageModeling. Set remove_unused_columns=False if the host removes them. "
+        f"There is no per-example loss for {name} without `labels`. Give each example labels as numbers, or take a collator "
+        "that makes them, such as DataCollatorForLanguageModeling. Set remove_unused_columns=False if the host drops them. "
         "Question answering needs start_positions and end_positions. For another task override compute_per_sample_loss."
     )
 
 
 def _no_rule(model: PreTrainedModel) -> ValueError:
     return ValueError(
-        f"There is no per-example loss for {type(model).__name__}: it needs `labels`, and logits of shape (batch, "
-        "num_labels) for sequence and image classification, (batch, length, classes) for language models, token "
-        "classification and CTC, or (batch, classes, height, width) for semantic segmentation. For question answering it "
-        "needs start_positions and end_positions, and logits of both. Override compute_per_sample_loss for another task."
+        f"There is no per-example loss for {type(model).__name__}: logits must be of shape (batch, num_labels) for classes, "
+        "(batch, length, classes) for tokens, or (batch, classes, height, width) for pixels. Override "
+        "compute_per_sample_loss for another task."
     )
 
 
@@ -224,15 +211,14 @@ def classification_losses(
 ) -> Float[Tensor, " batch"]:
     """Return the loss of each example of a sequence or image classification task.
 
-    Cross-entropy for a single label, the mean over the labels of the binary cross-entropy for several, and the mean of
-    the squared error for regression. transformers' classification heads average the same losses over the batch.
+    transformers' heads average the same losses over the batch: cross-entropy for one label, the mean of the binary
+    cross-entropy for several, and of the squared error for regression.
 
     Args:
         logits: Shape (batch, num_labels).
         labels: Class indices, shape (batch,); or 0/1 per label or target values, shape (batch, num_labels), where a
             single target may have shape (batch,).
-        problem_type: As in the model's config; None infers it as transformers does: one logit is a regression, integer
-            labels are classes, anything else is multi-label.
+        problem_type: As in the model's config; None infers it as transformers does.
 
     Returns:
         Losses, shape (batch,), in float32 or better.
@@ -332,14 +318,13 @@ def answer_losses(
 
         loss_i = ½ CE(start_i, s_i) + ½ CE(end_i, e_i)
 
-    The classes are the example's own tokens. transformers' loss has the padding among them, so that a longer example beside
-    this one would change its gradient. A position outside of the example's tokens, of an answer that was cut off, adds 0.
+    The classes are the example's own tokens; in transformers' loss the padding is among them. A position outside of these
+    tokens, of an answer that was cut off, adds 0.
 
     Args:
         logits: Of the first and the last token, each of shape (batch, length).
         positions: Indices of the first and the last token, each of shape (batch,) or (batch, 1).
-        mask: 1 for the example's own tokens, shape (batch, tokens); None if all are. What comes behind the tokens, such as a
-            document's image, is not padded.
+        mask: 1 for the example's own tokens, shape (batch, tokens); None if all are. What comes behind is not padded.
 
     Returns:
         Losses, shape (batch,), in float32 or better.
@@ -354,9 +339,8 @@ def answer_losses(
     shape, total = logits[0].shape, torch.zeros((), device=logits[0].device)
     if len(shape) != 2 or any(position.numel() != shape[0] for position in positions):
         raise ValueError(
-            "The start_positions and end_positions must be one index for each example, and the logits of both of shape "
-            f"(batch, length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. For another task "
-            "override compute_per_sample_loss."
+            "The start_positions and end_positions must be one index for each example, with logits of shape (batch, "
+            f"length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. Override compute_per_sample_loss."
         )
     is_own = torch.ones(shape, dtype=torch.bool, device=total.device)
     if mask is not None:
