@@ -83,6 +83,7 @@ class DopplerTrainer(AroundSteps):
                 "joins it to another, such as Seq2SeqTrainingArguments."
             )
         self._disable_dp = args.disable_dp
+        refusals.refuse_before_host(args, model=model, train_dataset=train_dataset)
         # The host's Seq2SeqTrainer, which may come next, has no such argument.
         optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         super().__init__(

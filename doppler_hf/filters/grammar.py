@@ -5,8 +5,9 @@
 A name is a word, and after a colon what it takes as key=value, in any order. Blanks do not count.
 """
 
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from doppler_hf.filters.design import PAPER_FILTERS, butterworth, chebyshev1, chebyshev2, momentum, moving_average
@@ -36,6 +37,12 @@ KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {
 OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"optimal-fir": {"update_gap": int}}
 
 
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """Return a question to put behind a word in a message: about the nearest known one, if it is unknown and near."""
+    near = [] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def parse_name(text: str) -> tuple[str, dict[str, float]]:
     """Split a name of the grammar into its word and what stands behind the colon. No filter is made.
 
@@ -58,13 +65,14 @@ def parse_name(text: str) -> tuple[str, dict[str, float]]:
         return word, {}
     if word not in KEYS:
         raise _unreadable(text)
-    keys, optional = KEYS[word], OPTIONAL_KEYS.get(word, {})
+    keys = KEYS[word]
+    known = {**keys, **OPTIONAL_KEYS.get(word, {})}
     pairs = [pair.partition("=") for pair in listed.split(",")] if colon else []
     given = [key for key, _, _ in pairs]
-    if len(set(given)) < len(given) or not set(keys) <= set(given) <= {*keys, *optional}:
-        found = ", ".join(map(repr, given)) or "nothing"
+    if len(set(given)) < len(given) or not set(keys) <= set(given) <= set(known):
+        found = ", ".join(repr(key) + did_you_mean(key, known) for key in given) or "nothing"
         raise ValueError(f"{text!r} must have the form {_form(word)!r}, got {found} after {word!r}.")
-    return word, {key: _number(text, key, value, {**keys, **optional}[key]) for key, _, value in pairs}
+    return word, {key: _number(text, key, value, known[key]) for key, _, value in pairs}
 
 
 def parse_filter(text: str) -> LowPassFilter:
@@ -135,5 +143,5 @@ def _form(word: str) -> str:
 def _unreadable(text: str) -> ValueError:
     return ValueError(
         f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design as {', '.join(map(_form, KEYS))}, or coefficients as "
-        f"{COEFFICIENTS}, got {text!r}."
+        f"{COEFFICIENTS}, got {text!r}{did_you_mean(re.split('[:=]', text)[0], (*PAPER_FILTERS, *KEYS))}."
     )

@@ -25,6 +25,7 @@ import numpy as np
 import scipy.signal
 from jaxtyping import Float64
 
+from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS
 
 _FORMS: Final = "'white', 'banded:bands=4' or 'banded:c=1,0.5,0.375'"
@@ -101,7 +102,8 @@ class NoiseShape:
                 return cls(coefficients)
         except ValueError as error:
             raise ValueError(f"noise_shape={text!r} is no shape of noise: {error}") from error
-        raise ValueError(f"noise_shape must be one of {_FORMS}, or for a training 'auto', got {text!r}.")
+        hint = did_you_mean(text.partition(":")[0], ("white", "banded", "auto"))
+        raise ValueError(f"noise_shape must be one of {_FORMS}, or for a training 'auto', got {text!r}{hint}.")
 
     @property
     def bands(self) -> int:

@@ -50,6 +50,7 @@ from doppler_hf.optim.state import (
     full_dtype,
     loaded,
     refuse_other_group,
+    refuse_other_parameters,
     refuse_other_state,
 )
 from doppler_hf.optim.update import update
@@ -283,6 +284,7 @@ class DopplerOptimizer(Optimizer):
         saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
         for saved_group, group in zip(state_dict["param_groups"], own, strict=False):
             refuse_other_group(saved_group, group)
+        refuse_other_parameters(*([len(group["params"]) for group in each] for each in (state_dict["param_groups"], own)))
         for saved_state in saved_states.values():
             refuse_other_state(
                 saved_state,

@@ -4,7 +4,7 @@
 that would round the float32 state to 8 bits, so state is copied from the checkpoint here, uncast.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -46,7 +46,9 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
             return [copied(item, new_item) for item, new_item in zip(value, new, strict=True)]
         if not isinstance(new, Tensor):
             return value
-        return (rows_here(value, like=parameter) if value.shape != new.shape else value).to(new, copy=True)
+        value = rows_here(value, like=parameter) if value.shape != new.shape else value
+        refuse_other_parameters([*value.shape], [*new.shape], of="a tensor of shape")
+        return value.to(new, copy=True)
 
     return {name: copied(saved[name], new) for name, new in like.items()}
 
@@ -71,6 +73,15 @@ def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> No
         raise ValueError(
             f"The checkpoint is of a filter with {of}, this optimizer's has {here}. Set the low_pass_filter of the "
             "checkpoint's run."
+        )
+
+
+def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str = "groups of") -> None:
+    """Refuse a checkpoint in which other parameters were trained, by their numbers in each group, or the shape of one."""
+    if saved != own:
+        raise ValueError(
+            f"The checkpoint must be of the parameters that are trained now, got {of} {saved} in place of {own}. Freeze "
+            "what was frozen then and no more, or start a new training from its weights (from_pretrained)."
         )
 
 

@@ -9,9 +9,10 @@ Which loss it is, the model says: transformers finds it by `loss_type`, the end 
 (`PreTrainedModel.__init__`, `loss/loss_utils.py`), and for older names by its tables of auto classes. So does this file.
 """
 
+import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -35,6 +36,10 @@ ProblemType = Literal["regression", "single_label_classification", "multi_label_
 TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
 
 IGNORED_LABEL = -100  # of transformers' collators and losses, and of torch's cross_entropy
+OWN_LOSS: Final = (
+    "Override compute_per_sample_loss to return one loss per example, such as F.cross_entropy(model(**inputs)['logits'], "
+    "inputs['labels'], reduction='none')"
+)
 ANSWER = ("start_positions", "end_positions")  # the labels of question answering
 
 # Masked comes before causal: XLM's head is in both tables, and its labels are aligned with its inputs.
@@ -53,11 +58,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def places_of_prompt(model: Any) -> int:
-    """Return at how many places before an example's own PEFT puts a prompt that is trained, which has no labels.
-
-    Not those of prefix tuning, which are keys and values of attention, nor those of an encoder-decoder, which the decoder,
-    whose labels are given, does not have.
-    """
+    """Return how many tokens of a trained prompt PEFT puts before an example's own; a decoder with an encoder has none."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel) or model.get_base_model().config.is_encoder_decoder:
         return 0
@@ -67,9 +68,6 @@ def places_of_prompt(model: Any) -> int:
 
 def token_task(model: nn.Module) -> TokenTask | None:
     """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model.
-
-    Returns:
-        The task; a language model that is an encoder-decoder is `seq2seq_lm`.
 
     Example:
         >>> token_task(GPT2LMHeadModel(config))
@@ -91,10 +89,7 @@ def token_task(model: nn.Module) -> TokenTask | None:
 
 
 def has_choices(model: nn.Module) -> bool:
-    """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row.
-
-    Its forward pass begins by flattening inputs of shape (batch, choices, …) to (batch · choices, …).
-    """
+    """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row."""
     return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
 
 
@@ -117,20 +112,23 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
 
     Args:
         model: The model, with its wrappers.
-        inputs: One micro-batch with `labels`: of shape (batch, length) for a task of tokens or of CTC, (batch, height,
-            width) for segmentation, otherwise as in `classification_losses`; or with `start_positions` and `end_positions`,
-            as in `answer_losses`.
+        inputs: One micro-batch with `labels`: shape (batch, length) for tokens or CTC, (batch, height, width) for
+            segmentation, otherwise as in `classification_losses`; or with the positions of `answer_losses`.
         base_model: The model without wrappers, whose class determines the task.
 
     Returns:
         Losses, shape (batch,), attached to the graph.
 
     Raises:
-        ValueError: If there is no rule for the model's class, a mixture of experts returns its router's logits, or
-            segmentation has an auxiliary head.
+        ValueError: If there is no rule for the model's class, or its loss has a part that is of the whole batch.
     """
     task = token_task(base_model)
     labels, answer = inputs.get("labels"), [inputs[name] for name in ANSWER if name in inputs]
+    if not isinstance(base_model, PreTrainedModel) and not answer:
+        raise ValueError(
+            f"A model must be one of transformers for a loss that is known, got {type(base_model).__name__}, whose own loss "
+            f"is of the whole batch. {OWN_LOSS}."
+        )
     inputs = {name: value for name, value in inputs.items() if name not in ("labels", *ANSWER)}
     if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
         if hasattr(base_model, "prepare_decoder_input_ids_from_labels"):
@@ -139,7 +137,15 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             inputs["labels"] = labels
     if has_ctc(base_model) and labels is not None:
         return ctc_losses(model, inputs, labels, base_model=base_model)
-    outputs = model(**inputs)
+    try:
+        outputs = model(**inputs)
+    except (TypeError, AttributeError) as error:
+        if labels is None or "labels" not in inspect.signature(base_model.forward).parameters:
+            raise
+        raise ValueError(
+            f"The forward of {type(base_model).__name__} must run without labels, got a {type(error).__name__} from it: its "
+            f"own loss is of the whole batch. {OWN_LOSS}."
+        ) from error
     outputs = outputs if isinstance(outputs, dict) else {}
     if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
         mask = inputs.get("attention_mask")
@@ -148,24 +154,13 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         return answer_losses((outputs["start_logits"], outputs["end_logits"]), (answer[0], answer[1]), mask=mask)
     logits = outputs.get("logits")
     if labels is None:
-        raise ValueError(
-            f"There is no per-example loss for {type(base_model).__name__} without `labels`. Give each example labels, as "
-            "numbers and not as words, or a collator that makes them, such as DataCollatorForLanguageModeling. The host "
-            "removes those that the model's forward does not name: set remove_unused_columns=False. For question answering "
-            "give each start_positions and end_positions. If the task's labels have another name, override "
-            "compute_per_sample_loss."
-        )
-    if not isinstance(base_model, PreTrainedModel):
-        raise ValueError(
-            f"A model must be one of transformers for a loss that is known, got {type(base_model).__name__}: a loss of its "
-            "own is of the whole batch. Override compute_per_sample_loss, which returns one loss per example."
-        )
+        raise _without_labels(base_model, outputs)
     if logits is None:
         raise _no_rule(base_model)
     if any(name.endswith("router_logits") for name in outputs):
         raise ValueError(
-            f"{type(base_model).__name__} has output_router_logits=True: the balancing loss of its router is one number "
-            "for the whole batch and cannot be split into examples. Set output_router_logits=False in its config."
+            f"{type(base_model).__name__} has output_router_logits=True: the balancing loss of its router is of the whole "
+            "batch. Set output_router_logits=False in its config."
         )
     if task is not None:
         labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
@@ -175,8 +170,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if has_pixels(base_model):
         if getattr(base_model, "auxiliary_head", None) is not None:
             raise ValueError(
-                f"{type(base_model).__name__} has use_auxiliary_head=True, and what that head says is not in the outputs, "
-                "so that its loss cannot be split into examples. Set use_auxiliary_head=False in its config."
+                f"{type(base_model).__name__} has use_auxiliary_head=True, whose logits are not in the outputs. Set "
+                "use_auxiliary_head=False in its config."
             )
         return pixel_losses(logits, labels, ignored=ignored_pixel(base_model))
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
@@ -184,12 +179,30 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
 
 
+def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> ValueError:
+    name = type(model).__name__
+    if any(output.startswith("logits_per_") for output in outputs):
+        return ValueError(
+            f"The loss of {name} compares the examples of a batch, so none has a loss of its own and clipping bounds "
+            "nothing. Train its encoder as a classifier, such as CLIPForImageClassification."
+        )
+    if outputs.get("loss") is not None:
+        return ValueError(
+            f"The loss of {name} is one number for the whole batch. Override compute_per_sample_loss to return it for each "
+            "example. For a masked autoencoder docs/trainer.md has it."
+        )
+    return ValueError(
+        f"There is no per-example loss for {name} without `labels`. Give each example labels as numbers, or take a collator "
+        "that makes them, such as DataCollatorForLanguageModeling. Set remove_unused_columns=False if the host drops them. "
+        "Question answering needs start_positions and end_positions. For another task override compute_per_sample_loss."
+    )
+
+
 def _no_rule(model: PreTrainedModel) -> ValueError:
     return ValueError(
-        f"There is no per-example loss for {type(model).__name__}: it needs `labels`, and logits of shape (batch, "
-        "num_labels) for sequence and image classification, (batch, length, classes) for language models, token "
-        "classification and CTC, or (batch, classes, height, width) for semantic segmentation. For question answering it "
-        "needs start_positions and end_positions, and logits of both. Override compute_per_sample_loss for another task."
+        f"There is no per-example loss for {type(model).__name__}: logits must be of shape (batch, num_labels) for classes, "
+        "(batch, length, classes) for tokens, or (batch, classes, height, width) for pixels. Override "
+        "compute_per_sample_loss for another task."
     )
 
 
@@ -198,15 +211,14 @@ def classification_losses(
 ) -> Float[Tensor, " batch"]:
     """Return the loss of each example of a sequence or image classification task.
 
-    Cross-entropy for a single label, the mean over the labels of the binary cross-entropy for several, and the mean of
-    the squared error for regression. transformers' classification heads average the same losses over the batch.
+    transformers' heads average the same losses over the batch: cross-entropy for one label, the mean of the binary
+    cross-entropy for several, and of the squared error for regression.
 
     Args:
         logits: Shape (batch, num_labels).
         labels: Class indices, shape (batch,); or 0/1 per label or target values, shape (batch, num_labels), where a
             single target may have shape (batch,).
-        problem_type: As in the model's config; None infers it as transformers does: one logit is a regression, integer
-            labels are classes, anything else is multi-label.
+        problem_type: As in the model's config; None infers it as transformers does.
 
     Returns:
         Losses, shape (batch,), in float32 or better.
@@ -306,14 +318,13 @@ def answer_losses(
 
         loss_i = ½ CE(start_i, s_i) + ½ CE(end_i, e_i)
 
-    The classes are the example's own tokens. transformers' loss has the padding among them, so that a longer example beside
-    this one would change its gradient. A position outside of the example's tokens, of an answer that was cut off, adds 0.
+    The classes are the example's own tokens; in transformers' loss the padding is among them. A position outside of these
+    tokens, of an answer that was cut off, adds 0.
 
     Args:
         logits: Of the first and the last token, each of shape (batch, length).
         positions: Indices of the first and the last token, each of shape (batch,) or (batch, 1).
-        mask: 1 for the example's own tokens, shape (batch, tokens); None if all are. What comes behind the tokens, such as a
-            document's image, is not padded.
+        mask: 1 for the example's own tokens, shape (batch, tokens); None if all are. What comes behind is not padded.
 
     Returns:
         Losses, shape (batch,), in float32 or better.
@@ -328,9 +339,8 @@ def answer_losses(
     shape, total = logits[0].shape, torch.zeros((), device=logits[0].device)
     if len(shape) != 2 or any(position.numel() != shape[0] for position in positions):
         raise ValueError(
-            "The start_positions and end_positions must be one index for each example, and the logits of both of shape "
-            f"(batch, length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. For another task "
-            "override compute_per_sample_loss."
+            "The start_positions and end_positions must be one index for each example, with logits of shape (batch, "
+            f"length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. Override compute_per_sample_loss."
         )
     is_own = torch.ones(shape, dtype=torch.bool, device=total.device)
     if mask is not None:

@@ -14,15 +14,7 @@ _RENAMED: Final = ("label", "label_ids")
 
 @contextlib.contextmanager
 def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
-    """Say what to set where a loss, a transform or a collator asks for a column that the host has removed or renamed.
-
-    Args:
-        args: The arguments.
-        dataset: The examples, as they were given.
-
-    Raises:
-        ValueError: If the block raises a KeyError about a column of the data set, or labels that it has not.
-    """
+    """Say what to set where a loss, a transform or a collator asks for a column that the host has removed or renamed."""
     try:
         yield
     except KeyError as error:
@@ -44,28 +36,18 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
             raise
         if getattr(dataset, "format", {}).get("type") == "custom":  # of set_transform, which may read it
             raise ValueError(
-                f"remove_unused_columns must be False where a transform reads {name!r}, got True: the host removes "
-                "the columns that neither the model's forward nor label_names name. Set it, and let the transform return "
-                "what the model takes."
+                f"remove_unused_columns must be False where a transform reads {name!r}, got True: the host removes columns "
+                "that neither the model's forward nor label_names name. Set it."
             ) from error
         raise ValueError(
-            f"label_names must have {name!r} if it is a label, got {args.label_names}: the host removes the columns that "
-            f"neither the model's forward nor label_names name. Set label_names=[{name!r}], or for the input of a transform "
-            "or collator remove_unused_columns=False."
+            f"label_names must have {name!r} if it is a label, got {args.label_names}: the host removes columns that the "
+            f"forward does not name. Set label_names=[{name!r}], or for inputs remove_unused_columns=False."
         ) from error
 
 
 @contextlib.contextmanager
 def told_of_own_step(own: Callable[..., Any], ours: Callable[..., Any]) -> Iterator[None]:
-    """Say what a `training_step` of the user's is handed, where it fails.
-
-    Args:
-        own: That of the trainer's class.
-        ours: That of `DopplerTrainer`.
-
-    Raises:
-        ValueError: If the block raises an error from `own`, outside of `ours`.
-    """
+    """Say what a `training_step` of the user's is handed, where it fails outside of `ours`, that of `DopplerTrainer`."""
     try:
         yield
     except (TypeError, AttributeError, KeyError, IndexError) as error:

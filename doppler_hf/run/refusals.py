@@ -20,6 +20,7 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.batching.columns import LABELS, columns_with_gaps
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import refuse_what_breaks_privacy
 
 # A method of the host → when an override of it has no effect, and the mend.
 _NOT_CALLED: Final = {
@@ -36,33 +37,41 @@ _GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random,
 _PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
 
 
+def refuse_before_host(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
+    """Refuse what the host would take, or refuse with another reason."""
+    if args.disable_dp:
+        return
+    refuse_what_breaks_privacy(args)  # which may have changed since they were made
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"model must have no wrapper, got {type(model).__name__}, which splits batches where the engine cannot see it. "
+            "Pass model.module. For several GPUs start the script with `accelerate launch`."
+        )
+    _refuse_stream(train_dataset)
+
+
 def refuse_of_trainer(trainer: Any) -> None:
-    """Refuse those of the trainer's own arguments and methods that would void the guarantee, or have no effect."""
+    """Refuse arguments and methods of the trainer that would break the guarantee, or have no effect."""
     if trainer.compute_loss_func is not None:
         raise ValueError(
             "compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
-            "compute_per_sample_loss instead, which returns one loss per example."
+            "compute_per_sample_loss, which returns one loss per example."
         )
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError(
             "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
-            "base_optimizer."
+            "base_optimizer. For learning rates by layer override create_optimizer (docs/trainer.md)."
         )
     if trainer.lr_scheduler is not None:
         raise ValueError(
             f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning "
-            "rate of the optimizer that it was made for, and DopplerTrainer makes another. Override create_scheduler."
+            "rate of the optimizer that it was made for. Override create_scheduler."
         )
     if (processes := getattr(trainer.model, "tp_size", None) or 1) > 1:
-        # Sensitivity: the norm of what a process has of an example's gradient is less than that of all of it.
+        # Sensitivity: the norm of a process's part of a gradient is less than that of the whole.
         raise ValueError(
-            f"The model must be whole on each process, got one in parts on {processes} (tensor parallelism), where none has "
-            "an example's gradient. Load it without tp_plan, and set fsdp if it is too large for one process."
-        )
-    if trainer.train_dataset is not None and not has_length(trainer.train_dataset):
-        raise ValueError(
-            f"{type(trainer.train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "
-            "streaming."
+            f"The model must be whole on each process, got one in parts on {processes} (tensor parallelism). Load it "
+            "without tp_plan, and set fsdp if it is too large for one process."
         )
     own = type(trainer)
     for name, (reason, mend) in _NOT_CALLED.items():
@@ -71,49 +80,38 @@ def refuse_of_trainer(trainer: Any) -> None:
     if own.compute_loss is not own.stock_compute_loss and own.compute_per_sample_loss is own.stock_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
-            "Override compute_per_sample_loss instead (or as well, if compute_loss is for evaluation)."
+            "Override compute_per_sample_loss. Keep compute_loss only for evaluations."
         )
 
 
 def warn_of_training_data_in_evaluation(trainer: Any) -> None:
-    """Warn where the training set is evaluated: what is reported of it is not private, as is what is chosen by it."""
+    """Warn where the training set is evaluated: its metrics, and a checkpoint that they choose, are not private."""
     given = trainer.eval_dataset
     sets = given.values() if isinstance(given, Mapping) and not hasattr(given, "column_names") else [given]
     if trainer.train_dataset is not None and any(each is trainer.train_dataset for each in sets):
         warnings.warn(
-            "eval_dataset is train_dataset: what an evaluation reports of it, and a checkpoint that is chosen by that, are "
-            "NOT PRIVATE, and no ε covers them. Hold some examples out for it.",
+            "eval_dataset is train_dataset: its metrics, and a checkpoint that they choose, are NOT PRIVATE, and no ε "
+            "covers them. Evaluate on other examples.",
             stacklevel=3,
         )
 
 
 def warn_of_non_finite() -> None:
-    """Warn that examples contribute nothing, where what tells of private examples is shown anyway, as their raw loss is."""
+    """Warn that examples contribute nothing, where their raw loss is shown anyway."""
     warnings.warn(
         "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in the "
-        "data, and for losses that overflow or divide by zero: fill them, or leave these examples out. The logged "
-        "loss leaves out micro-batches with such an example (logging_nan_inf_filter). As it is not private, nor is this "
-        "warning, which comes with report_train_loss='raw' alone.",
+        "data, and for losses that overflow or divide by zero. The logged loss leaves out their micro-batches "
+        "(logging_nan_inf_filter). This warning is not private. It comes with report_train_loss='raw' alone.",
         stacklevel=3,
     )
 
 
 def refuse_another_optimizer(optimizer: Any) -> None:
-    """Refuse what a `create_optimizer` of the user's own has made instead of the optimizer of the arguments."""
+    """Refuse an optimizer that a `create_optimizer` of the user's has made in place of the arguments'."""
     if not isinstance(optimizer, DopplerOptimizer):
         raise ValueError(
             f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}, which would "
-            "bypass low_pass_filter and base_optimizer. Let it return super().create_optimizer()."
-        )
-
-
-def refuse_missing_labels(train_dataset: Any) -> None:
-    """Refuse a table in which examples have no label: a loss of them would end the run in the middle, with ε spent."""
-    for name in columns_with_gaps(train_dataset, names=LABELS):
-        # Neither which nor how many: messages end in logs, and both are about private examples.
-        raise ValueError(
-            f"The column {name!r} of train_dataset must have a label for each example, got none for some. Leave them out: "
-            f"train_dataset.filter(lambda row: row[{name!r}] is not None)."
+            "bypass low_pass_filter and base_optimizer. Change the groups of super().create_optimizer() (docs/trainer.md)."
         )
 
 
@@ -135,38 +133,57 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
     if getattr(collator, "seed", None) is not None:
         raise ValueError(
             f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: what it draws would "
-            "follow a public seed in the order of the draw, so that one example more changes the others. Leave it out."
+            "follow a public seed in the order of the draw, so one more example changes the others. Leave it out."
         )
 
 
 def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any) -> None:
-    """Refuse a private run of which nothing can be said: without privacy, or without a training set."""
+    """Refuse a private run without privacy, or without a training set of one example per row."""
     if args.disable_dp:
         raise ValueError("disable_dp must be False for a private run, got True. Set target_epsilon instead.")
     if train_dataset is None:
         raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
+    _refuse_stream(train_dataset)
+    if hasattr(train_dataset, "iloc"):  # pandas, whose rows have no numbers
+        raise ValueError(
+            f"train_dataset must have rows 0, 1, 2, …, got a {type(train_dataset).__name__} of pandas. Pass "
+            "datasets.Dataset.from_pandas(train_dataset)."
+        )
     if isinstance(train_dataset, Mapping) and 0 not in train_dataset:
         # Not its keys, which may name people: messages end in logs.
         raise ValueError(
-            f"train_dataset must be one data set, got a {type(train_dataset).__name__}, whose keys are not 0, 1, 2, …. Pass "
-            "one of its values, such as train_dataset['train']."
+            f"train_dataset must have rows 0, 1, 2, …, got a {type(train_dataset).__name__}. Of several data sets pass one, "
+            "such as train_dataset['train']. Of columns pass datasets.Dataset.from_dict(train_dataset)."
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset must have examples, got none. Look at what has filtered them out.")
-    refuse_missing_labels(train_dataset)
+    for name in columns_with_gaps(train_dataset, names=LABELS):
+        # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
+        raise ValueError(
+            f"The column {name!r} of train_dataset must have a label for each example, got none for some. Leave them out: "
+            f"train_dataset.filter(lambda row: row[{name!r}] is not None)."
+        )
     # Sensitivity: which texts share a row depends on all of them, so that one text more changes many rows.
     if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
         raise ValueError(
-            f"train_dataset must have one text in each row, got a column {_PACKED!r}, as of rows that TRL has packed: ε is "
-            "for a row, and one text more moves others to other rows. Do without packing, or pack each person's texts by "
-            "themselves and set privacy_unit_column."
+            f"train_dataset must have one text in each row, got a column {_PACKED!r}, as of rows that TRL has packed: one "
+            "more text moves others to other rows. Do without packing, or pack each person's texts by themselves and set "
+            "privacy_unit_column."
         )
     refuse_repeats(args, train_dataset)
 
 
+def _refuse_stream(train_dataset: Any) -> None:
+    if train_dataset is not None and not has_length(train_dataset):
+        raise ValueError(
+            f"{type(train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "
+            "streaming=True, or make a table of it: datasets.Dataset.from_list(list(train_dataset))."
+        )
+
+
 def refuse_another_dataset(train_dataset: Any, *, of_run: Any) -> None:
-    """Refuse a data set that has taken the place of that of the run, whose number of rows is accounted for."""
-    # Sensitivity: of this one nobody has looked whether rows stand in it more than once.
+    """Refuse a data set that has taken the place of the run's, whose rows are accounted for."""
+    # Sensitivity: nobody has looked for repeated rows in this one.
     if train_dataset is not of_run:
         raise ValueError(
             "train_dataset must stay the same while a training lasts, got another one in get_train_dataloader. Set it "
@@ -175,13 +192,13 @@ def refuse_another_dataset(train_dataset: Any, *, of_run: Any) -> None:
 
 
 def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
-    """Refuse a data set with a length in which rows stand more than once, unless they share a unit of privacy."""
+    """Refuse a data set in which rows stand more than once, unless they share a unit of privacy."""
     # Sensitivity: a record that stands in k rows contributes k times C.
     if args.privacy_unit_column is None and has_length(train_dataset) and has_repeats(train_dataset):
         raise ValueError(
             "train_dataset must have each row once, got one with rows that are repeated, as by select, repeat, Subset or "
             "interleave_datasets, or have numbers in common, as by unfold: ε is for a row, and a record of several rows has "
-            "several. Leave out the repeats, or name what they share with privacy_unit_column."
+            "several. Leave out the repeats, or set privacy_unit_column to a column that they share."
         )
 
 
@@ -194,9 +211,9 @@ def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> No
     known = {*model.parameters()}
     if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            "The optimizer must be of the model's parameters, got one that has others. Let what is trained be part of the "
-            "model (such as weights of a loss), and leave create_optimizer() to train(), or make a new trainer (after FSDP "
-            "cut the parameters)."
+            "The optimizer must be of the model's parameters, got one that has others. Make learned weights of a loss a "
+            "layer of the model, and call it in compute_per_sample_loss. With FSDP leave create_optimizer() to train(), or "
+            "make a new trainer."
         )
 
 
@@ -211,7 +228,7 @@ def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool
         if args.disable_dp:
             raise ValueError(
                 f"disable_dp must be False to resume from {checkpoint}, which holds a privacy ledger, got True. Leave it "
-                "out, or load the weights with from_pretrained to train them on without privacy."
+                "out, or load the weights with from_pretrained."
             )
         raise ValueError(
             f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy, or has lost it, so that it is "
@@ -224,6 +241,5 @@ def refuse_search(args: DopplerTrainingArguments) -> None:
     if not args.disable_dp:
         raise ValueError(
             "hyperparameter_search trains on the same data again and again: every trial would cost its own ε, and the "
-            "choice among them is not accounted for. Search with disable_dp=True on public data, or start one run for "
-            "each setting and add their ε up."
+            "choice among them more. Search with disable_dp=True on public data, or add up the ε of one run per setting."
         )

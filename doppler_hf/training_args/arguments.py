@@ -61,14 +61,12 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     max_examples_per_unit: int | None = HfArg(
         default=None,
-        help="With privacy_unit_column, the most examples of a unit that one step uses, chosen at random. It bounds "
-        "the work and memory of a step, not the privacy, and defaults to no limit.",
+        help="With privacy_unit_column, the most examples of a unit in a step, chosen at random. Default: no limit.",
     )
     clip_unit_mean: bool = HfArg(
         default=True,
-        help="With privacy_unit_column, clip the mean gradient of a unit's examples once, rather than average clipped ones: "
-        "more of the signal is left under the same noise. The examples of a unit in a step must then fit into memory "
-        "together; max_examples_per_unit bounds them.",
+        help="With privacy_unit_column, clip the mean gradient of a unit's examples once, rather than average clipped ones. "
+        "Its examples in a step must then fit into memory together.",
     )
     clipping: Clipping = HfArg(
         default="automatic",
@@ -76,22 +74,20 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     clipping_quantile: float | None = HfArg(
         default=None,
-        help="With clipping=vanilla, the share of gradients that are to be no longer than C, which follows it from "
-        "per_sample_max_grad_norm on (Andrew et al. 2021). The count of those that are takes a hundredth of the privacy "
-        "budget. Default: C stays.",
+        help="With clipping=vanilla, the share of gradients that C, which begins at per_sample_max_grad_norm, is to leave "
+        "as they are (Andrew et al. 2021). Their count takes a hundredth of the privacy budget. Default: C stays.",
     )
     clipping_granularity: Granularity = HfArg(
         default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
     )
     augmentation_multiplicity: int = HfArg(
         default=1,
-        help="K, how many views of each example a step takes, which a random transform or collator makes of it. Their mean "
-        "gradient is clipped, so that the privacy is that of one. Batch sizes count examples; memory and time are K times.",
+        help="K, how many views a random transform or collator makes of an example in a step. Their mean gradient is "
+        "clipped, so that the privacy is that of one. Batch sizes count examples; memory and time are K times.",
     )
     grad_sample_engine: Engine = HfArg(
         default="book_keeping",
-        help="How per-sample gradients are computed: book_keeping, at about the cost of ordinary gradients, or "
-        "opacus, a slow reference.",
+        help="How per-sample gradients are computed: book_keeping, or opacus, a slow reference.",
     )
     grad_sample_self_check: bool = HfArg(
         default=True,
@@ -109,18 +105,16 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     noise_shape: str = HfArg(
         default="auto",
-        help="Shape of the noise over the steps: white, or banded:bands=4, whose noise of one step takes back part of that "
-        "of the three before, so that less of it stays in the weights. It keeps bands - 1 gradients of memory. auto: the "
-        "shape whose noise costs the least loss, by ε, steps, schedule and filter, of those that keep 2 GiB at most; white "
-        "with noise_multiplier, GaLore, clipping_quantile or an optimal-fir filter.",
+        help="Noise over the steps: white, or banded:bands=4, which takes back part of the noise of the three steps before, "
+        "so that less stays in the weights, and keeps bands - 1 gradients in memory. auto: the shape that should cost the "
+        "least loss in 2 GiB; white with noise_multiplier, GaLore, clipping_quantile or an optimal-fir filter.",
     )
     low_pass_filter: str = HfArg(
         default="auto",
         help="Filter over time on the private gradient: none, momentum, first-order-v1, first-order-v2, "
-        "second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1, momentum:beta=0.95 or "
-        "moving-average:taps=4; coefficients such as 'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the "
-        "private gradients; or auto, chosen from steps, noise and schedule, and none behind Adam where the noise is white. "
-        "None of them costs privacy.",
+        "second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1; coefficients such as "
+        "'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the private gradients; or auto, which is none for Adam "
+        "with white noise. None of them costs privacy.",
     )
     weight_filter: str | None = HfArg(
         default=None,
@@ -152,14 +146,12 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     noise_generator: NoiseGenerator = HfArg(
         default="csprng",
-        help="csprng: AES-256-CTR under a secret key; the noise cannot be reproduced, even by an attacker who sees "
-        "the gradient of every step. philox: a generator with a new secret key each step, which runs on the GPU; use it "
-        "if only the last model is released, since it does not withstand an attacker who sees part of a step's noise.",
+        help="csprng: AES-256-CTR under a secret key. philox: a generator with a new secret key each step, which runs on "
+        "the GPU: use it where only the last model is released, as part of a step's noise may give away the rest.",
     )
     floating_point_safe: bool = HfArg(
         default=False,
-        help="Make each noise value from four, against attacks on the gaps between floating-point numbers (Mironov "
-        "2012). Costs four times as many random numbers.",
+        help="Make each noise value from four, against attacks on gaps between floating-point numbers (Mironov 2012).",
     )
     disable_dp: bool = HfArg(
         default=False, help="Train with the stock Trainer, optimizer and sampler: the non-private baseline."

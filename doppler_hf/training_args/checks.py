@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
+from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
 
@@ -77,22 +78,20 @@ _BREAKS_PRIVACY: Final = {
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
 _MENDS: Final = {"fp16": "Use bf16", "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)"}
-# The host's argument, or one of its `accelerator_config` → that it has no effect, the reason, and the mend if there is one.
+# The host's argument, or one of its `accelerator_config` → the reason why it has no effect.
 _WITHOUT_EFFECT: Final = {
-    "data_seed": (False, "because draws come from the operating system's entropy", "Set seed for new weights"),
-    "split_batches": (False, "because each process draws for itself", ""),
-    "use_seedable_sampler": (False, "because draws come from the operating system's entropy", ""),
-    "dataloader_in_order": (False, "because a draw is taken at the step that it is accounted for", ""),
-    "length_column_name": (False, f"because draws are sorted by the lengths of {LENGTH_COLUMN!r}", ""),
-    "average_tokens_across_devices": (False, "because no loss is scaled by a number of tokens", ""),
-    "torch_empty_cache_steps": (
-        False, "because the private step leaves the cache to torch", "Set max_tokens_per_micro_batch to save memory",
-    ),
+    "data_seed": "because draws come from the operating system's entropy",
+    "split_batches": "because each process draws for itself",
+    "use_seedable_sampler": "because draws come from the operating system's entropy",
+    "dataloader_in_order": "because a draw is taken at the step that it is accounted for",
+    "length_column_name": f"because draws are sorted by the lengths of {LENGTH_COLUMN!r}",
+    "average_tokens_across_devices": "because no loss is scaled by a number of tokens",
+    "torch_empty_cache_steps": "because the private step leaves the cache to torch",
     **dict.fromkeys(
         ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-        (False, "because processes add their clipped sums without DistributedDataParallel", ""),
+        "because processes add their clipped sums without DistributedDataParallel",
     ),
-}  # fmt: skip
+}
 
 
 def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
@@ -114,7 +113,10 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
         hint, value = hints[field.name], getattr(args, field.name)
         if get_origin(hint) is Literal:
             if value not in get_args(hint):
-                raise ValueError(f"{field.name} must be one of {', '.join(get_args(hint))}, got {value!r}.")
+                raise ValueError(
+                    f"{field.name} must be one of {', '.join(get_args(hint))}, got {value!r}"
+                    f"{did_you_mean(str(value), get_args(hint))}."
+                )
             continue
         kind, *none = get_args(hint) or (hint,)
         allowed, words, mend = _KINDS[kind]
@@ -189,25 +191,25 @@ def refuse_no_learning_rate(args: TrainingArguments) -> None:
 
 def refuse_without_effect(args: TrainingArguments) -> None:
     """Refuse what would have no effect in this private run."""
-    optimizer = f"with base_optimizer={args.base_optimizer!r}"
-    loss = f"with report_train_loss={args.report_train_loss!r}"
+    adam = f"with base_optimizer={args.base_optimizer!r}"
+    no_noise = (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon")
+    no_units = (args.privacy_unit_column, "if every example is a unit", "Set privacy_unit_column")
+    raw_loss = (
+        args.report_train_loss == "private", f"with report_train_loss={args.report_train_loss!r}",
+        "Set report_train_loss='private'",
+    )  # fmt: skip
+    no_adam = (args.base_optimizer != "sgd", adam, "Set base_optimizer='adam'")
     # Argument → whether it has an effect, the reason if not, and the mend.
     effects = {
-        **dict.fromkeys(
-            ("noise_shape", "noise_generator", "floating_point_safe"),
-            (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon"),
-        ),
+        **{name: (False, reason, "") for name, reason in _WITHOUT_EFFECT.items()},
+        **dict.fromkeys(("noise_shape", "noise_generator", "floating_point_safe"), no_noise),
+        **dict.fromkeys(("max_examples_per_unit", "clip_unit_mean"), no_units),
+        **dict.fromkeys(("per_sample_max_loss", "train_loss_budget"), raw_loss),
         "clipping_quantile": (
             args.clipping == "vanilla", f"with clipping={args.clipping!r}, which brings short gradients to C as well",
             "Set clipping='vanilla'",
         ),
-        **dict.fromkeys(
-            ("max_examples_per_unit", "clip_unit_mean"),
-            (args.privacy_unit_column, "if every example is a unit", "Set privacy_unit_column"),
-        ),
-        "per_sample_max_loss": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
-        "train_loss_budget": (args.report_train_loss == "private", loss, "Set report_train_loss='private'"),
-        "adam_bc_floor": (args.base_optimizer == "adam_bc", optimizer, "Set base_optimizer='adam_bc'"),
+        "adam_bc_floor": (args.base_optimizer == "adam_bc", adam, "Set base_optimizer='adam_bc'"),
         "full_determinism": (
             args.noise_seed is not None,
             "on what differs between two runs: draws, noise and dropout come from the operating system's entropy",
@@ -217,14 +219,10 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             False, "because the filter computes the first moment",
             f"Set low_pass_filter='momentum:beta={args.adam_beta1:g}'",
         ),
-        "adam_beta2": (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'"),
-        "adam_epsilon": (
-            (args.base_optimizer != "sgd", optimizer, "Set base_optimizer='adam'")
-            if args.adam_bc_floor is None
-            else (False, f"with adam_bc_floor={args.adam_bc_floor}", "")
-        ),
+        "adam_beta2": no_adam,
+        "adam_epsilon": no_adam if args.adam_bc_floor is None else (False, f"with adam_bc_floor={args.adam_bc_floor}", ""),
     }  # fmt: skip
-    for name, (has_effect, reason, mend) in (effects | _WITHOUT_EFFECT).items():
+    for name, (has_effect, reason, mend) in effects.items():
         owner = args if name in type(args).__dataclass_fields__ else args.accelerator_config
         value = getattr(owner, name)
         if value != default_of(owner, name) and not has_effect:
@@ -258,8 +256,8 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """Refuse those of the host's arguments that would void the guarantee, with the reason."""
     if args.n_gpu > 1:
         raise ValueError(
-            "Several GPUs in one process cannot be used with differential privacy: nn.DataParallel splits the batch where "
-            "the engine cannot see it. Start with `accelerate launch`."
+            f"One process must see one GPU, got {args.n_gpu}: nn.DataParallel splits batches where the engine cannot see "
+            "it. Start the script with `accelerate launch`, or with CUDA_VISIBLE_DEVICES=0."
         )
     launched = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import check_target_module_exists
 
+from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.optim.galore import BasisChange, Projector, ProjectorSource
 
 
@@ -26,10 +27,8 @@ class GaloreArguments:
         rank: Columns of the projector P.
         update_proj_gap: Optimizer steps from one projector to the next.
         scale: Factor of the update that is projected back.
-        basis_change: The treatment of the optimizer's state when P changes: it is rotated into the new basis, reset to
-            zero, or kept as it is.
-        projector: The algorithm for P: iteration from the last P, iteration from a random start, or a full singular
-            value decomposition.
+        basis_change: What happens to the optimizer's state when P changes.
+        projector: The algorithm for P: iteration from the last P or a random one, or a singular value decomposition.
         projector_source: The gradient from which P is computed: the private one, or the filtered one.
 
     Raises:
@@ -49,25 +48,20 @@ class GaloreArguments:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        for name in ("rank", "update_proj_gap"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"optim_args: {name} must be at least 1, got {getattr(self, name)}.")
+        hints = get_type_hints(GaloreArguments)
+        for name, value in vars(self).items():
+            choices = get_args(hints[name])
+            if choices and value not in choices:
+                found = f"{value!r}{did_you_mean(value, choices)}"
+                raise ValueError(f"optim_args: {name} must be one of {', '.join(choices)}, got {found}.")
+            if hints[name] is int and value < 1:
+                raise ValueError(f"optim_args: {name} must be at least 1, got {value}.")
         if not 0.0 < self.scale < math.inf:
             raise ValueError(f"optim_args: scale must be a finite number > 0, got {self.scale}.")
-        hints = get_type_hints(GaloreArguments)
-        for name in ("basis_change", "projector", "projector_source"):
-            if getattr(self, name) not in get_args(hints[name]):
-                raise ValueError(
-                    f"optim_args: {name} must be one of {', '.join(get_args(hints[name]))}, got {getattr(self, name)!r}."
-                )
 
     @classmethod
     def parse(cls, optim_args: str | None) -> "GaloreArguments":
-        """Read a line of `key=value`, separated by commas.
-
-        Args:
-            optim_args: The line; None or a blank one means the defaults. It may hold `proj_type=std`, as in the host's
-                examples.
+        """Read a line of `key=value`, separated by commas; None or a blank one means the defaults.
 
         Raises:
             ValueError: If a key is unknown or given twice, or a value has the wrong type or is out of range.
@@ -79,8 +73,8 @@ class GaloreArguments:
             key, equals, text = mapping.partition("=")
             if not equals or key not in (*kinds, "proj_type"):
                 raise ValueError(
-                    f"optim_args must be key=value separated by commas, got {mapping!r} in {optim_args!r}. The keys are "
-                    f"{', '.join(kinds)}."
+                    f"optim_args must be key=value separated by commas, got {mapping!r}{did_you_mean(key, kinds)} in "
+                    f"{optim_args!r}. The keys are {', '.join(kinds)}."
                 )
             if key in texts:
                 raise ValueError(f"optim_args={optim_args!r} has {key} twice. Leave one of them out.")
@@ -89,7 +83,7 @@ class GaloreArguments:
         if proj_type != "std":
             raise ValueError(
                 f"optim_args: proj_type must be std, got {proj_type!r}, since a matrix is always projected on its shorter "
-                "side. Leave proj_type out."
+                "side. Leave it out."
             )
         return cls(**{key: _converted(key, text, kind=kinds[key]) for key, text in texts.items()})
 
@@ -109,30 +103,25 @@ def is_all_linear(optim_target_modules: str | list[str]) -> bool:
 
 
 def check_target_modules(optim_target_modules: str | list[str]) -> None:
-    """Check the patterns, as far as that is possible without a model.
-
-    Raises:
-        ValueError: If there is no pattern, one is no string or no regular expression, or all-linear is in a list.
-    """
+    """Refuse patterns that could match nothing in any model."""
     if not isinstance(optim_target_modules, str | list) or not optim_target_modules:
         raise ValueError(
-            f"optim_target_modules={optim_target_modules!r} names no module. Give a list of names, parts of names or "
-            "regular expressions, or the string 'all-linear'. For no GaLore leave it out."
+            f"optim_target_modules={optim_target_modules!r} names no module. Give a list of names or regular expressions, "
+            "or 'all-linear'. For no GaLore leave it out."
         )
     for pattern in [optim_target_modules] if isinstance(optim_target_modules, str) else optim_target_modules:
         if not isinstance(pattern, str) or not pattern:  # an empty one is part of every name
             raise ValueError(f"optim_target_modules must hold names, got {pattern!r}. Leave it out.")
         if isinstance(optim_target_modules, list) and is_all_linear(pattern):
             raise ValueError(
-                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list, where it would be read as part "
-                "of a name. Give the string alone."
+                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list, as part of a name. Give the "
+                "string alone."
             )
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"optim_target_modules must hold regular expressions, got {pattern!r} ({error}). Escape characters that "
-                "are meant literally."
+                f"optim_target_modules must hold regular expressions, got {pattern!r} ({error}). Escape its characters."
             ) from error
 
 
@@ -156,7 +145,7 @@ def check_galore(args: TrainingArguments) -> None:
     if galore.projector_source == "filtered" and (args.low_pass_filter == "none" or chosen_none):
         raise ValueError(
             f"projector_source=filtered in optim_args has no effect with low_pass_filter={args.low_pass_filter!r}: the "
-            "filtered gradient is the gradient itself, of Adam with white noise by default. Leave it out, or set a filter."
+            "filtered gradient is the gradient itself. Leave it out, or set a filter."
         )
     if galore.basis_change != "rotate" and args.low_pass_filter == "none" and args.base_optimizer == "sgd":
         raise ValueError(
@@ -166,19 +155,11 @@ def check_galore(args: TrainingArguments) -> None:
 
 
 def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -> dict[str, nn.Parameter]:
-    """Return the matrices that GaLore projects: the trainable two-dimensional `weight`s of the modules that match.
+    """Return the matrices that GaLore projects: the trainable two-dimensional `weight`s of the modules that match, by name.
 
     A list matches a module whose name contains one of its strings, or which one of them matches in full as a regular
-    expression. A string alone must match the name in full. Embedding tables are never projected, even if a linear layer
-    shares one.
-
-    Args:
-        model: The model.
-        optim_target_modules: Names or regular expressions; "all-linear" for every `nn.Linear` and every `Conv1D` of
-            transformers.
-
-    Returns:
-        The parameters by name, as in `model.named_parameters()`.
+    expression. A string alone must match the name in full; "all-linear" is every `nn.Linear` and `Conv1D`. Embedding tables
+    are never projected, even if a linear layer shares one.
 
     Raises:
         ValueError: If nothing matches. The message has names that would.

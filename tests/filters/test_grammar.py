@@ -158,7 +158,10 @@ def test_filters_that_a_run_chooses_are_no_fixed_ones(text):
         ("butterworth:order=2,cutoff=nan", "cutoff must be a fraction of Nyquist inside (0, 1), got nan."),
         ("butterworth:order=0,cutoff=0.1", "order must be an integer of at least 1, got 0."),
         ("momentum:beta=1", "beta must be a decay in [0, 1), got 1.0."),
-        ("first-order-v1:order=1", "got 'first-order-v1:order=1'."),
+        ("first-order-v1:order=1", "got 'first-order-v1:order=1'"),
+        ("momentm", "got 'momentm' (did you mean 'momentum'?)."),
+        ("buterworth:order=2,cutoff=0.1", "(did you mean 'butterworth'?)."),
+        ("butterworth:order=2,cutof=0.1", "got 'order', 'cutof' (did you mean 'cutoff'?) after"),
         ("bessel:order=2", "butterworth:order=...,cutoff=..., chebyshev1:"),
     ],
 )

@@ -9,8 +9,6 @@ from transformers import (
     BeitForSemanticSegmentation,
     HubertConfig,
     HubertForCTC,
-    MobileNetV2Config,
-    MobileNetV2ForSemanticSegmentation,
     SegformerConfig,
     SegformerForSemanticSegmentation,
     Wav2Vec2Config,
@@ -23,7 +21,6 @@ from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, pixel_l
 from doppler_hf.privacy.losses import has_ctc, has_pixels, per_sample_losses
 from scripts.experiments.tiny_models import padded
 from tests.support.per_example import assert_equals_loop
-from tests.support.tiers import further
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments
 
@@ -143,12 +140,9 @@ def test_one_example_moves_the_sum_by_at_most_c(tmp_path, build, data):
     assert 0.99 < result.distances.min() <= result.distances.max() < 1.0 + 1e-5
 
 
-@pytest.mark.parametrize("name", further([*MODELS], quick=[*MODELS][:2]))
-def test_two_private_steps_and_an_evaluation(tmp_path, name):
-    build, data = MODELS[name]
-    model = build()
-    if build is MODELS["segformer"][0] or build is MODELS["hubert, sum"][0]:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+@pytest.mark.parametrize(("build", "data"), [*MODELS.values()][1:3], ids=[*MODELS][1:3])
+def test_adapters_train_for_two_private_steps_and_are_evaluated(tmp_path, build, data):
+    model = get_peft_model(build(), LoraConfig(r=2, target_modules="all-linear"))
     trainer = trainer_of(tmp_path, model, data(), max_steps=2)
     trainer.train()
     assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 2
@@ -156,14 +150,11 @@ def test_two_private_steps_and_an_evaluation(tmp_path, name):
 
 
 def test_a_norm_over_time_needs_waves_of_one_length(tmp_path):
-    for longest in (None, 320):
-        trainer = trainer_of(tmp_path / str(longest), wav2vec2("group"), voices(longest=longest), max_steps=1)
-        if longest is None:
-            with pytest.raises(ValueError, match=r"\(GroupNorm\) depends on the length to which an example is padded\. Pad"):
-                trainer.train()
-        else:
-            trainer.train()
-            assert trainer.state.global_step == 1
+    with pytest.raises(ValueError, match=r"\(GroupNorm\) depends on the length to which an example is padded\. Pad"):
+        trainer_of(tmp_path, wav2vec2("group"), voices(), max_steps=1).train()
+    trainer = trainer_of(tmp_path / "padded", wav2vec2("group"), voices(longest=320), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_layers_that_cannot_be_trained_are_named_with_what_to_do(tmp_path):
@@ -177,18 +168,18 @@ def test_layers_that_cannot_be_trained_are_named_with_what_to_do(tmp_path):
 
 
 def test_an_auxiliary_head_is_refused():
-    for auxiliary in (True, False):
-        model = ModuleValidator.fix(
-            BeitForSemanticSegmentation(BeitConfig(**BEIT, drop_path_rate=0.0, num_labels=3, use_auxiliary_head=auxiliary))
-        )
-        inputs = padded(pictures(2))
-        pixels = (inputs["labels"] != 255).sum(dim=(1, 2)).float()
-        if auxiliary:
-            with pytest.raises(ValueError, match="BeitForSemanticSegmentation has use_auxiliary_head=True"):
-                per_sample_losses(model, inputs, base_model=model)
-        else:
-            losses = per_sample_losses(model, inputs, base_model=model)
-            torch.testing.assert_close(losses @ pixels / pixels.sum(), model(**inputs).loss)
+    inputs = padded(pictures(2))
+    pixels = (inputs["labels"] != 255).sum(dim=(1, 2)).float()
+    config = BeitConfig(**BEIT, drop_path_rate=0.0, num_labels=3, use_auxiliary_head=True)
+    model = ModuleValidator.fix(BeitForSemanticSegmentation(config))
+    with pytest.raises(
+        ValueError, match=r"BeitForSemanticSegmentation has use_auxiliary_head=True.* Set use_auxiliary_head=F"
+    ):
+        per_sample_losses(model, inputs, base_model=model)
+    config.use_auxiliary_head = False
+    model = ModuleValidator.fix(BeitForSemanticSegmentation(config))
+    losses = per_sample_losses(model, inputs, base_model=model)
+    torch.testing.assert_close(losses @ pixels / pixels.sum(), model(**inputs).loss)
 
 
 def test_an_example_without_labels_or_with_too_many_of_them():
@@ -225,7 +216,7 @@ def test_a_label_that_is_no_class_is_refused_without_its_value():
         assert str(label) not in str(caught.value)
 
 
-@pytest.mark.parametrize("label", [-1, 9, 20])
+@pytest.mark.parametrize("label", [-1, 9])
 def test_a_transcript_with_a_label_that_is_no_class_is_refused(label):
     """torch reads it from the frames of another example, and writes its gradient there."""
     model, rows = wav2vec2(), voices(3)
@@ -239,12 +230,7 @@ def test_a_transcript_with_a_label_that_is_no_class_is_refused(label):
 
 
 def test_models_are_known_by_their_class():
-    models = [
-        wav2vec2(),
-        segformer(),
-        MobileNetV2ForSemanticSegmentation(MobileNetV2Config(depth_multiplier=0.1)),
-        tiny_bert(),
-    ]
-    assert [has_ctc(model) for model in models] == [True, False, False, False]
-    assert [has_pixels(model) for model in models] == [False, True, True, False]
+    models = [wav2vec2(), segformer(), tiny_bert()]
+    assert [has_ctc(model) for model in models] == [True, False, False]
+    assert [has_pixels(model) for model in models] == [False, True, False]
     assert not has_ctc(torch.nn.Linear(2, 2))

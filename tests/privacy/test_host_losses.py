@@ -12,36 +12,25 @@ from transformers import (
     BertForMultipleChoice,
     BertForPreTraining,
     BertForQuestionAnswering,
-    BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     M2M100Config,
     M2M100ForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaForMultipleChoice,
-    RobertaForQuestionAnswering,
     RobertaForTokenClassification,
     T5Config,
     T5ForConditionalGeneration,
     T5ForQuestionAnswering,
     T5ForSequenceClassification,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.privacy.losses import has_choices, token_task
-from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from tests.support.tiers import combined, thorough
+from tests.support.tiers import combined
 from tests.support.tiny import tiny_bert
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -57,7 +46,6 @@ BART = dict(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encod
             decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
             pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2)  # fmt: skip
 M2M100 = dict(attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0)
-VIT = dict(image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 
 
 class NamedOtherwise(GPT2LMHeadModel):
@@ -68,20 +56,15 @@ MODELS = {
     "causal_lm": [
         lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
         lambda: NamedOtherwise(GPT2Config(**GPT2)),
-        lambda: LlamaForCausalLM(LlamaConfig(**ROTARY)),
         lambda: Qwen2ForCausalLM(Qwen2Config(**ROTARY, tie_word_embeddings=True)),
     ],
     "seq2seq_lm": [
         lambda: T5ForConditionalGeneration(T5Config(**T5)),
         lambda: BartForConditionalGeneration(BartConfig(**BART)),
-        lambda: MarianMTModel(MarianConfig(**BART)),
         lambda: M2M100ForConditionalGeneration(M2M100Config(**BART, **M2M100)),
     ],
-    "masked_lm": [lambda: BertForMaskedLM(BertConfig(**BERT)), lambda: RobertaForMaskedLM(RobertaConfig(**ROBERTA))],
-    "token_classification": [
-        lambda: BertForTokenClassification(BertConfig(**BERT)),
-        lambda: RobertaForTokenClassification(RobertaConfig(**ROBERTA)),
-    ],
+    "masked_lm": [lambda: BertForMaskedLM(BertConfig(**BERT))],
+    "token_classification": [lambda: RobertaForTokenClassification(RobertaConfig(**ROBERTA))],
 }
 BUILDERS = [pytest.param(task, build, id=build().__class__.__name__) for task in MODELS for build in MODELS[task]]
 ADAPTED = {  # one model of each task
@@ -140,26 +123,12 @@ def trainer_of(tmp_path, model, *, rows=None, **overrides):
 # --- which task -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("task", "build"), BUILDERS)
-def test_the_task_of_a_model_with_labels_per_token(task, build):
-    assert token_task(build()) == task
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        tiny_bert(),
-        MeanPoolingForSequenceClassification(BertConfig(**BERT)),
-        T5ForSequenceClassification(T5Config(**T5)),
-        ViTForImageClassification(ViTConfig(**VIT)),
-        BertForQuestionAnswering(BertConfig(**BERT)),
-        BertForPreTraining(BertConfig(**BERT)),
-        torch.nn.Linear(2, 2),
-    ],
-    ids=lambda model: type(model).__name__,
-)
-def test_other_models_have_no_labels_per_token(model):
-    assert token_task(model) is None
+def test_other_models_have_no_labels_per_token():
+    for model in (tiny_bert(), T5ForSequenceClassification(T5Config(**T5)), ANSWERS[0](), torch.nn.Linear(2, 2)):
+        assert token_task(model) is None
+    assert has_choices(type("NamedOtherwise", (BertForMultipleChoice,), {})(BertConfig(**BERT)))
+    assert not has_choices(ANSWERS[0]())
+    assert not has_choices(torch.nn.Linear(2, 2))
 
 
 # --- which loss -----------------------------------------------------------------------------------------------------------
@@ -244,13 +213,6 @@ def test_decoder_inputs_of_the_collator_are_kept(tmp_path):
     assert "decoder_input_ids" not in inputs
 
 
-def test_the_host_turns_the_key_value_cache_off(tmp_path):
-    for task in ("causal_lm", "seq2seq_lm"):
-        model = MODELS[task][0]()
-        trainer_of(tmp_path, model)
-        assert model.config.use_cache is False
-
-
 # --- answers and choices --------------------------------------------------------------------------------------------------
 
 
@@ -288,10 +250,9 @@ def pad_choices(rows):
 
 ANSWERS = [
     lambda: BertForQuestionAnswering(BertConfig(**BERT | dict(num_labels=2))),
-    lambda: RobertaForQuestionAnswering(RobertaConfig(**ROBERTA | dict(num_labels=2))),
     lambda: T5ForQuestionAnswering(T5Config(**T5)),
 ]
-CHOICES = [lambda: BertForMultipleChoice(BertConfig(**BERT)), lambda: RobertaForMultipleChoice(RobertaConfig(**ROBERTA))]
+CHOICES = [lambda: BertForMultipleChoice(BertConfig(**BERT))]
 OTHERS = [
     *(pytest.param(build, answer_rows, pad_answers, id=build().__class__.__name__) for build in ANSWERS),
     *(pytest.param(build, choice_rows, pad_choices, id=build().__class__.__name__) for build in CHOICES),
@@ -316,13 +277,10 @@ def test_the_loss_of_answers_and_choices_is_the_models_own_and_no_neighbour_chan
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("options", [*thorough({}), dict(max_tokens_per_micro_batch=40, gradient_accumulation_steps=2)])
-@pytest.mark.parametrize("adapted", [False, *thorough(True)])
 @pytest.mark.parametrize(("build", "rows_of", "collate"), [OTHERS[0], OTHERS[-1]])
-def test_answers_and_choices_train(tmp_path, build, rows_of, collate, adapted, options):
-    model = build()
-    if adapted:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"]))
+def test_answers_and_choices_train(tmp_path, build, rows_of, collate):
+    model = get_peft_model(build(), LoraConfig(r=2, target_modules=["query", "value"]))
+    options = dict(max_tokens_per_micro_batch=40, gradient_accumulation_steps=2)
     rows = rows_of([(5, 3), (2, 4), (6, 2)] * 6 if rows_of is choice_rows else [4, 9, 6] * 6)
     trainer = trainer_of(tmp_path, model, rows=rows, accountant="rdp", **options)
     trainer.data_collator = collate
@@ -339,41 +297,24 @@ def test_the_tokens_of_all_choices_count(tmp_path):
         trainer.train()
 
 
-def test_models_of_choices_are_known_by_their_class():
-    class NamedOtherwise(BertForMultipleChoice):
-        pass
-
-    assert has_choices(NamedOtherwise(BertConfig(**BERT)))
-    assert not has_choices(ANSWERS[0]())
-    assert not has_choices(torch.nn.Linear(2, 2))
-
-
 # --- through the private loop ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("task", ["causal_lm", *thorough("masked_lm", "token_classification")])
-def test_two_private_steps(tmp_path, task):
-    model = MODELS[task][0]()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    rows = token_rows(task, [3, 5, 8, 4] * 4)
+def test_a_row_without_labels_trains(tmp_path):
+    model, rows = MODELS["causal_lm"][0](), token_rows("causal_lm", [3, 5, 8, 4] * 4)
     rows[0]["labels"] = [-100] * len(rows[0]["labels"])  # 0/0 here would make every weight NaN
     trainer = trainer_of(tmp_path, model, rows=rows, per_device_train_batch_size=16, accountant="rdp")
     trainer.train()
     assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 2
-    for name, parameter in model.named_parameters():
-        assert parameter.isfinite().all(), name
-        assert not torch.equal(parameter, before[name]), name
-    assert trainer.evaluate()["eval_loss"] > 0
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 # --- refused --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "model", [BertForPreTraining(BertConfig(**BERT)), T5ForConditionalGeneration(T5Config(**T5)).get_encoder()]
-)
-def test_a_model_without_a_rule_is_refused_by_name(tmp_path, model):
+def test_a_model_without_a_rule_is_refused_by_name(tmp_path):
+    model = BertForPreTraining(BertConfig(**BERT))
     trainer = trainer_of(tmp_path, model)
     with pytest.raises(ValueError, match=rf"no per-example loss for {type(model).__name__}: .*compute_per_sample_loss"):
         trainer.compute_per_sample_loss(model, pad_tokens(token_rows("causal_lm")))
@@ -399,12 +340,11 @@ def test_one_label_an_example_is_refused_where_one_a_token_is_needed(tmp_path):
 
 
 def test_a_balancing_loss_over_the_batch_is_refused(tmp_path):
-    for output_router_logits in (False, True):
-        config = MixtralConfig(**ROTARY, num_local_experts=2, output_router_logits=output_router_logits)
-        model = MixtralForCausalLM(config)
-        trainer, inputs = trainer_of(tmp_path, model), pad_tokens(token_rows("causal_lm"))
-        if output_router_logits:
-            with pytest.raises(ValueError, match="MixtralForCausalLM has output_router_logits=True"):
-                trainer.compute_per_sample_loss(model, inputs)
-        else:
-            assert trainer.compute_per_sample_loss(model, inputs).shape == (3,)
+    model = MixtralForCausalLM(MixtralConfig(**ROTARY, num_local_experts=2, output_router_logits=True))
+    trainer, inputs = trainer_of(tmp_path, model), pad_tokens(token_rows("causal_lm"))
+    with pytest.raises(
+        ValueError, match=r"MixtralForCausalLM has output_router_logits=True.* Set output_router_logits=False"
+    ):
+        trainer.compute_per_sample_loss(model, inputs)
+    model.config.output_router_logits = False
+    assert trainer.compute_per_sample_loss(model, inputs).shape == (3,)

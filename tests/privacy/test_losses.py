@@ -1,10 +1,7 @@
 """Per-example losses are what transformers' own heads average, and depend on their own example alone."""
 
-import math
-
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForQuestionAnsweringLoss
 
 from doppler_hf.privacy.losses import answer_losses, classification_losses, token_losses
@@ -45,22 +42,12 @@ def test_an_example_does_not_see_its_neighbours():
     torch.testing.assert_close(alone, with_long, atol=1e-6, rtol=1e-4)
 
 
-def test_half_precision_logits_give_float32_losses():
-    losses = classification_losses(torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor([0, 1]))
-    assert losses.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("logits", "labels", "problem_type", "message"),
     [
-        (
-            torch.zeros(2, 3),
-            torch.zeros(2, 3, dtype=torch.long),
-            None,
-            r"labels of shape \(batch,\), got 2 and 2 dimensions",
-        ),
+        (torch.zeros(2, 3), torch.zeros(2, 3).long(), None, r"labels of shape \(batch,\), got 2 and 2 dimensions"),
         (torch.zeros(2, 3), torch.zeros(2), None, r"labels of shape \(batch, num_labels\), got 2 and 1 dim"),
-        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), "ranking", "got 'ranking'"),
+        (torch.zeros(2, 3), torch.zeros(2).long(), "ranking", "got 'ranking'"),
     ],
 )
 def test_what_does_not_fit_is_refused(logits, labels, problem_type, message):
@@ -90,19 +77,6 @@ def test_each_entry_is_the_hosts_loss_of_that_example_alone(shift, host_loss):
 
 
 @pytest.mark.parametrize("shift", [True, False])
-def test_token_losses_equal_a_float64_loop(shift):
-    logits, labels = token_batch([6, 2, 9])
-    expected = []
-    for row, targets in zip(logits.softmax(dim=-1).tolist(), labels.tolist()):
-        pairs = zip(row[:-1], targets[1:]) if shift else zip(row, targets)
-        terms = [-math.log(probabilities[target]) for probabilities, target in pairs if target >= 0]
-        expected.append(sum(terms) / len(terms))
-    losses = token_losses(logits, labels, shift=shift)
-    assert losses.dtype == torch.float64
-    torch.testing.assert_close(losses, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("shift", [True, False])
 def test_an_example_without_labelled_tokens_has_no_loss_and_no_gradient(shift):
     logits, labels = token_batch([5, 1, 3])
     labels[1] = -100
@@ -115,18 +89,11 @@ def test_an_example_without_labelled_tokens_has_no_loss_and_no_gradient(shift):
     assert gradient.isfinite().all()
 
 
-def test_one_token_has_no_next_one():
-    logits, labels = token_batch([1, 1])
-    assert token_losses(logits, labels, shift=True).tolist() == [0.0, 0.0]
-    assert torch.all(token_losses(logits, labels, shift=False) > 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_give_float32_token_losses(dtype):
-    logits, labels = token_batch([5, 3], dtype=torch.float32)
-    losses = token_losses(logits.to(dtype), labels, shift=True)
-    assert losses.dtype == torch.float32
-    torch.testing.assert_close(losses, token_losses(logits.to(dtype).float(), labels, shift=True), atol=0, rtol=0)
+def test_half_precision_logits_give_float32_losses():
+    logits, labels = token_batch([5, 3], dtype=torch.bfloat16)
+    for losses_of in (lambda x: token_losses(x, labels, shift=True), lambda x: classification_losses(x[:, 0], labels[:, 0])):
+        assert losses_of(logits).dtype == torch.float32
+        torch.testing.assert_close(losses_of(logits), losses_of(logits.float()), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("shift", [True, False])
@@ -139,26 +106,12 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(shif
     assert logits.numel() <= sum(kept.values()) < 1.01 * logits.numel()
 
 
-@pytest.mark.parametrize("shift", [True, False])
-def test_contiguous_float32_logits_are_read_in_place(shift, monkeypatch):
-    logits, labels = token_batch([5, 3], dtype=torch.float32)
-    read, cross_entropy = [], F.cross_entropy
-    monkeypatch.setattr(F, "cross_entropy", lambda x, *args, **kwargs: read.append(x) or cross_entropy(x, *args, **kwargs))
-    token_losses(logits, labels, shift=shift)
-    assert [x.data_ptr() for x in read] == [logits.data_ptr()]
-
-
 @pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [
-        (
-            torch.zeros(2, 3, 4),
-            torch.zeros(2, 4, dtype=torch.long),
-            r"got 3 and 2 dimensions or other sizes\. Let .* pad labels",
-        ),
-        (torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.long), r"got 3 and 1 dim"),
-        (torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.long), r"got 2 and 2 dim"),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 4).long(), r"got 3 and 2 dimensions or other sizes\. Let .* pad labels"),
+        (torch.zeros(2, 4), torch.zeros(2, 4).long(), r"got 2 and 2 dim"),
         (torch.zeros(2, 3, 4), torch.zeros(2, 3), r"got torch\.float32\. Convert them to torch\.long"),
     ],
 )
@@ -170,7 +123,7 @@ def test_token_labels_that_do_not_fit_are_refused(logits, labels, message):
 # --- question answering ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("positions", [[2, 5], [0, 0], [7, 8], [9, 100], [-1, 3]])
+@pytest.mark.parametrize("positions", [[2, 5], [7, 8], [-1, 100]])
 @pytest.mark.parametrize("one", [(), (1,)])
 def test_an_answers_loss_is_the_hosts_of_that_example_alone(positions, one):
     torch.manual_seed(0)

@@ -1,8 +1,12 @@
-"""The optimizer's filter is the one of the arguments, and the start says so."""
+"""The optimizer's filter is the one of the arguments, and the start says so; its groups may be changed."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.optim import OptimalFIR
 from tests.support.trainers import arguments, trained, trainer_of
 
@@ -25,3 +29,30 @@ def test_a_named_filter_stands_in_the_summary_with_its_noise_gain(tmp_path, caps
 def test_what_is_no_filter_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="taps must be" if name.endswith("taps=1") else name.partition(":")[0]):
         arguments(tmp_path, low_pass_filter=name)
+
+
+def test_a_head_may_learn_faster_as_the_docs_have_it(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    names = {}
+    exec(re.search(r"## Learning rates by layer.*?```python\n(.*?)```", page, flags=re.DOTALL)[1], names)
+
+    def rates(trainer):
+        of = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+        assert len(of) == len([*trainer.model.parameters()])
+        return {name: of[id(p)] for name, p in trainer.model.named_parameters()}
+
+    def trainer(cls, **options):
+        return trainer_of(tmp_path / cls.__name__, cls=cls, save_strategy="steps", save_steps=2, **options)
+
+    def assert_head_is_ten_times_as_fast(fast, plain):
+        for name, rate in rates(plain).items():
+            assert rates(fast)[name] == pytest.approx(rate * (10 if name.startswith("classifier") else 1))
+
+    plain, fast = trained(trainer(DopplerTrainer, max_steps=2)), trained(trainer(names["FastHead"], max_steps=2))
+    assert_head_is_ten_times_as_fast(fast, plain)
+    for each in (plain, fast):
+        each.train()
+    assert_head_is_ten_times_as_fast(fast, plain)
+    resumed = trainer(names["FastHead"], max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4

@@ -125,7 +125,7 @@ def test_positional_arguments_arrive(tmp_path):
     [
         (dict(disable_dp=True, noise_multiplier=None), text_data(), "disable_dp must be False for a private run, got True"),
         ({}, None, "train_dataset must be a data set with a length, got None"),
-        ({}, DatasetDict(train=text_data(), test=text_data()), "must be one data set, got a DatasetDict, whose keys"),
+        ({}, DatasetDict(train=text_data(), test=text_data()), "must have rows 0, 1, 2, …, got a DatasetDict"),
         ({}, text_data().filter(lambda _: False), "train_dataset must have examples, got none"),
         ({}, [], "train_dataset must have examples, got none"),
         ({}, text_data().add_column("seq_lengths", [[1, 2]] * 24), "must have one text in each row, .* 'seq_lengths'"),
@@ -203,7 +203,7 @@ def test_what_is_no_parameter_of_the_model_is_not_trained(tmp_path):
     WithWeightsOfItsOwn.factor = torch.nn.Parameter(torch.zeros(()))
     trainer, recorder = full_batch(tmp_path, hooks={}, cls=WithWeightsOfItsOwn)
     with pytest.raises(
-        ValueError, match=r"must be of the model's parameters, got one that has others\. Let what is trained"
+        ValueError, match=r"must be of the model's parameters, got one that has others\. Make learned weights"
     ):
         trainer.train()
     assert recorder.gradients == []

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from doppler_hf import DopplerTrainingArguments
-from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.training_args.checks import refuse_what_breaks_privacy
 
 
@@ -16,61 +15,38 @@ def arguments(tmp_path, **overrides):
 
 OWN = set(DopplerTrainingArguments.__annotations__)
 
+# Of each kind, range and combination one; tests/training_args/test_from_trainer.py has the host's arguments.
 REFUSED = [
     (dict(target_epsilon=None), "Exactly one of target_epsilon and noise_multiplier must be set, got None and None"),
     (dict(noise_multiplier=1.0), "must be set, got 3.0 and 1.0"),
     (dict(target_epsilon=0.0), "target_epsilon must be a finite number > 0, got 0"),
     (dict(target_epsilon=float("inf")), "got inf"),
-    (dict(target_epsilon="3"), r"target_epsilon must be a number, got '3'\. Write it without quotes"),
-    (dict(target_epsilon=None, noise_multiplier=True), "noise_multiplier must be a number, got True"),
-    (dict(target_delta="1e-5"), r"target_delta must be a number, got '1e-5'\. .*in YAML with a point"),
+    (dict(target_delta="1e-5"), r"target_delta must be a number, got '1e-5'\. .*, in YAML with a point"),
     (dict(per_sample_max_grad_norm=None), "per_sample_max_grad_norm must be a number, got None.*leave it out for 1.0"),
-    (dict(max_tokens_per_micro_batch="64"), "max_tokens_per_micro_batch must be a whole number, got '64'"),
     (dict(max_tokens_per_micro_batch=64.5), "max_tokens_per_micro_batch must be a whole number, got 64.5"),
-    (dict(gradient_accumulation_steps=1.5), "gradient_accumulation_steps must be a whole number ≥ 1, got 1.5. Usual is 1"),
-    (dict(gradient_accumulation_steps=0), "gradient_accumulation_steps must be a whole number ≥ 1, got 0"),
-    (dict(low_pass_filter=None), r"must be a string, got None\. Write 'none' for none, or leave it out for 'auto'"),
-    (dict(low_pass_filter=PAPER_FILTERS["f1"]), "low_pass_filter must be a string, got LowPassFilter"),
-    (dict(noise_shape=None), "noise_shape must be a string, got None. Write 'white' for none"),
+    (dict(augmentation_multiplicity=True), "augmentation_multiplicity must be a whole number, got True"),
     (dict(per_device_train_batch_size="32"), "per_device_train_batch_size must be a whole number, got '32'"),
-    (dict(per_device_train_batch_size=0), "per_device_train_batch_size must be at least 1, got 0"),
-    (dict(max_steps="4"), "max_steps must be a whole number, got '4'"),
     (dict(floating_point_safe="yes"), "floating_point_safe must be True or False, got 'yes'"),
+    (dict(low_pass_filter=None), r"must be a string, got None\. Write 'none' for none, or leave it out for 'auto'"),
+    (dict(gradient_accumulation_steps=1.5), "gradient_accumulation_steps must be a whole number ≥ 1, got 1.5. Usual is 1"),
+    (dict(per_device_train_batch_size=0), "per_device_train_batch_size must be at least 1, got 0"),
+    (dict(max_steps=0), "max_steps must be positive, or -1, got 0. Leave it out"),
     (dict(target_epsilon=None, noise_multiplier=-1.0), "noise_multiplier must be a finite number ≥ 0, got -1"),
     (dict(target_delta=1.5), r"target_delta must lie in \(0, 1\), got 1.5"),
-    (dict(accountant="gdp"), "accountant must be one of prv, rdp, pld, got 'gdp'"),
-    (dict(per_sample_max_grad_norm=0.0), "per_sample_max_grad_norm must be a finite number ≥ 0.0001, got 0.0"),
-    (
-        dict(per_sample_max_grad_norm=1e-8),
-        "per_sample_max_grad_norm must be .* ≥ 0.0001, got 1e-08. .*the rounding of a model",
-    ),
+    (dict(per_sample_max_grad_norm=1e-8), "per_sample_max_grad_norm must be .* ≥ 0.0001, got 1e-08"),
     (dict(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch must be at least 1, got 0"),
     (dict(augmentation_multiplicity=0), "augmentation_multiplicity must be at least 1, got 0. Leave it out"),
-    (dict(augmentation_multiplicity=2.0), "augmentation_multiplicity must be a whole number, got 2.0"),
-    (dict(augmentation_multiplicity=True), "augmentation_multiplicity must be a whole number, got True"),
-    (dict(clipping="soft"), "clipping must be one of"),
-    (dict(clipping_granularity="block"), "clipping_granularity must be one of"),
-    (dict(grad_sample_engine="ghost"), "grad_sample_engine must be one of"),
-    (dict(low_pass_filter="butter"), "butter"),
-    (dict(low_pass_filter="b=0.1;a=1,-0.8"), "Multiply b by"),
-    (dict(base_optimizer="lion"), "base_optimizer must be one of"),
-    (dict(report_train_loss="public"), "report_train_loss must be one of raw, private, none"),
-    (dict(noise_generator="mt19937"), "noise_generator must be one of csprng, philox"),
-    (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 has no effect"),
     (dict(adam_bc_floor=0.0), "adam_bc_floor must be a finite number > 0, got 0"),
-    (dict(max_grad_norm=1.0), "max_grad_norm=1.0 would rescale the private gradient"),
-    (dict(optim="sgd"), "optim='sgd' has no effect"),
-    (
-        dict(optim="galore_adamw", optim_target_modules="all-linear"),
-        "Leave optim out, and switch GaLore on with optim_target_modules",
-    ),
-    (
-        dict(optim_args="rank=4"),
-        "optim_args='rank=4' has no effect without GaLore. Switch GaLore on with optim_target_modules",
-    ),
+    (dict(accountant="gdp"), r"accountant must be one of prv, rdp, pld, got 'gdp'\."),
+    (dict(base_optimizer="adambc"), r"got 'adambc' \(did you mean 'adam_bc'\?\)\."),
+    (dict(noise_shape="band:bands=4"), r"got 'band:bands=4' \(did you mean 'banded'\?\)\."),
+    (dict(low_pass_filter="momentm"), r"got 'momentm' \(did you mean 'momentum'\?\)\."),
+    (dict(optim_target_modules="all-linear", optim_args="rnak=4"), r"got 'rnak=4' \(did you mean 'rank'\?\) in"),
+    (dict(optim_target_modules="all-linear", optim_args="projector=wram"), r"got 'wram' \(did you mean 'warm'\?\)\."),
+    (dict(low_pass_filter="b=0.1;a=1,-0.8"), "Multiply b by"),
+    (dict(optim="galore_adamw", optim_target_modules="all-linear"), "Leave optim out, and switch GaLore on"),
+    (dict(optim_args="rank=4"), "optim_args='rank=4' has no effect without GaLore. Switch GaLore on"),
     (dict(optim_target_modules=[]), r"optim_target_modules=\[\] names no module"),
-    (dict(optim_target_modules=["*mlp"]), "must hold regular expressions"),
-    (dict(optim_target_modules="all-linear", optim_args="rank=0"), "rank must be at least 1, got 0"),
     (dict(optim_target_modules="all-linear", optim_args="projector_source=filtered"), "filtered gradient is the gradient"),
     (
         dict(
@@ -78,17 +54,7 @@ REFUSED = [
         ),
         "basis_change=keep in optim_args has no effect with base_optimizer='sgd'",
     ),
-    (dict(adam_beta1=0.8), "adam_beta1=0.8 has no effect.*momentum:beta=0.8"),
-    (dict(train_sampling_strategy="group_by_length"), "Poisson"),
-    (dict(label_smoothing_factor=0.1), "label_smoothing_factor=0.1 cannot be used"),
-    (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha=5.0 cannot be used"),
-    (dict(dataloader_drop_last=True), "dataloader_drop_last=True cannot be used"),
-    (dict(auto_find_batch_size=True), "auto_find_batch_size=True cannot be used"),
-    (dict(torch_compile=True), "torch_compile=True cannot be used"),
-    (dict(torch_empty_cache_steps=2), "torch_empty_cache_steps=2 has no effect"),
-    (dict(ignore_data_skip=True), "ignore_data_skip=True cannot be used"),
-    (dict(include_num_input_tokens_seen="all"), "include_num_input_tokens_seen='all' cannot be used"),
-    (dict(use_liger_kernel=True), "use_liger_kernel=True cannot be used"),
+    (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 has no effect"),
     (dict(adam_beta2=0.98, base_optimizer="sgd"), "adam_beta2=0.98 has no effect with base_optimizer='sgd'"),
     (dict(adam_epsilon=1e-6, base_optimizer="sgd"), "adam_epsilon=1e-06 has no effect with base_optimizer='sgd'"),
     (dict(adam_epsilon=1e-6, adam_bc_floor=1e-6), "adam_epsilon=1e-06 has no effect with adam_bc_floor=1e-06. Leave it out"),
@@ -96,44 +62,15 @@ REFUSED = [
         dict(target_epsilon=None, noise_multiplier=0.0, noise_generator="philox"),
         "noise_generator='philox' has no effect with noise_multiplier=0. Set target_epsilon, or leave it out",
     ),
-    (
-        dict(target_epsilon=None, noise_multiplier=0.0, floating_point_safe=True),
-        "floating_point_safe=True has no effect with noise_multiplier=0",
-    ),
-    (dict(data_seed=1), "data_seed=1 has no effect because draws come from the operating system"),
-    (dict(accelerator_config={"split_batches": True}), "split_batches=True has no effect because each .* Leave it out"),
-    (dict(accelerator_config={"use_seedable_sampler": False}), "use_seedable_sampler=False has no effect because draws"),
-    (dict(dataloader_in_order=False), "dataloader_in_order=False has no effect because a draw is taken at the step"),
-    (dict(length_column_name="n"), "length_column_name='n' has no effect because draws are sorted by .*'input_ids'"),
-    (dict(average_tokens_across_devices=False), "average_tokens_across_devices=False has no effect"),
-    (dict(ddp_find_unused_parameters=False), "ddp_find_unused_parameters=False has no effect because processes add"),
-    (dict(ddp_bucket_cap_mb=25), "ddp_bucket_cap_mb=25 has no effect"),
-    (dict(ddp_broadcast_buffers=True), "ddp_broadcast_buffers=True has no effect"),
-    (dict(ddp_static_graph=True), "ddp_static_graph=True has no effect"),
-    (dict(max_steps=0), "max_steps must be positive, or -1, got 0. Leave it out"),
     (dict(max_examples_per_unit=3), "max_examples_per_unit=3 has no effect if every example is a unit"),
-    (dict(disable_dp=True), "target_epsilon=3.0 has no effect with disable_dp=True"),
     (dict(disable_dp=True, target_epsilon=None, low_pass_filter="momentum"), "noise_multiplier=0"),
-    (dict(disable_dp=True, target_epsilon=None, max_tokens_per_micro_batch=64), "per_micro_batch=64 has no effect"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused(tmp_path, overrides, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **overrides)
-
-
-GALORE = [
-    dict(optim_target_modules="all-linear"),
-    dict(optim_target_modules=["attn", "mlp"], optim_args="rank=64,update_proj_gap=100,scale=0.10"),
-    dict(optim_target_modules="all-linear", base_optimizer="sgd", optim_args="basis_change=rotate"),
-    dict(optim_target_modules="all-linear", base_optimizer="adam", optim_args="basis_change=reset"),
-    dict(
-        optim_target_modules="all-linear", base_optimizer="sgd", low_pass_filter="momentum",
-        optim_args="basis_change=keep,projector_source=filtered",
-    ),
-]  # fmt: skip
 
 
 # A value other than the default for every argument of our own that the stock Trainer does not have.
@@ -161,34 +98,17 @@ def test_without_privacy_weights_may_be_filtered_and_gradients_clipped(tmp_path)
     assert (args.weight_filter, args.max_grad_norm) == ("momentum:beta=0.97", 0.5)
 
 
-@pytest.mark.parametrize("overrides", GALORE, ids=str)
-def test_galore_goes_with_every_base_optimizer(tmp_path, overrides):
-    args = arguments(tmp_path, learning_rate=1e-3, **overrides)
-    assert args.optim_target_modules == overrides["optim_target_modules"]
-    assert args.optim_args == overrides.get("optim_args")
+def test_without_privacy_optimizers_are_the_hosts(tmp_path):
+    given = dict(optim="galore_adamw", optim_target_modules=["attn"], optim_args="rank=4,proj_type=reverse_std")
+    args = arguments(tmp_path, target_epsilon=None, disable_dp=True, **given)
+    assert {name: getattr(args, name) for name in given} == given
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        dict(optim="galore_adamw", optim_target_modules=["attn"], optim_args="rank=4,proj_type=reverse_std"),
-        dict(optim="ademamix", optim_args="beta3=0.99"),
-    ],
-    ids=str,
-)
-def test_without_privacy_optimizers_are_the_hosts(tmp_path, overrides):
-    args = arguments(tmp_path, target_epsilon=None, disable_dp=True, **overrides)
-    assert {name: getattr(args, name) for name in overrides} == overrides
-
-
-@pytest.mark.parametrize("name", ["fp16", "n_gpu", "deepspeed", "parallelism_config"])
-def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, name, monkeypatch):
+@pytest.mark.parametrize("name", ["deepspeed", "parallelism_config"])
+def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, name):
     args = arguments(tmp_path)
-    if name == "n_gpu":
-        monkeypatch.setattr(type(args), "n_gpu", 2)
-    else:
-        setattr(args, name, True)
-    with pytest.raises(ValueError, match="DataParallel" if name == "n_gpu" else name):
+    setattr(args, name, True)
+    with pytest.raises(ValueError, match=name):
         refuse_what_breaks_privacy(args)
 
 
@@ -205,10 +125,8 @@ def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypa
         arguments(tmp_path)
 
 
-@pytest.mark.parametrize("name", [*PAPER_FILTERS, "b=0.1,0.1;a=1,-0.8"])
-def test_filters_are_kept_in_their_canonical_form(tmp_path, name):
-    args = arguments(tmp_path, low_pass_filter=name)
-    assert args.low_pass_filter == ("f3" if name.startswith("b=") else name)
+def test_filters_are_kept_in_their_canonical_form(tmp_path):
+    assert arguments(tmp_path, low_pass_filter="b=0.1,0.1;a=1,-0.8").low_pass_filter == "f3"
 
 
 def test_every_field_has_help():

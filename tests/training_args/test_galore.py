@@ -48,22 +48,14 @@ def test_the_host_reads_the_same(line, tmp_path, monkeypatch):
 REFUSED_LINES = [
     ("rank=4,lr=1", "separated by commas, got 'lr=1' in 'rank=4,lr=1'. The keys are rank, update_proj_gap, scale, basis_"),
     ("rank", "must be key=value separated by commas, got 'rank' in 'rank'"),
-    ("rank=4,", "got '' in 'rank=4,'"),
     ("rank=4,rank=8", "has rank twice"),
     ("rank=0", "rank must be at least 1, got 0"),
-    ("rank=-3", "rank must be at least 1, got -3"),
     ("rank=4.0", "rank must be a whole number, got '4.0'"),
-    ("rank=", "rank must be a whole number, got ''"),
     ("update_proj_gap=0", "update_proj_gap must be at least 1, got 0"),
-    ("update_proj_gap=ten", "update_proj_gap must be a whole number, got 'ten'"),
     ("scale=0", "scale must be a finite number > 0, got 0"),
-    ("scale=-0.1", "scale must be a finite number > 0, got -0.1"),
-    ("scale=inf", "scale must be a finite number > 0, got inf"),
     ("scale=nan", "scale must be a finite number > 0, got nan"),
     ("scale=1/4", "scale must be a number, got '1/4'"),
     ("basis_change=none", "basis_change must be one of rotate, reset, keep, got 'none'"),
-    ("projector=qr", "projector must be one of svd, randomized, warm, got 'qr'"),
-    ("projector_source=noise", "projector_source must be one of gradient, filtered, got 'noise'"),
     ("proj_type=reverse_std", "proj_type must be std, got 'reverse_std', since a matrix is always projected on its shorter"),
 ]
 
@@ -90,18 +82,15 @@ def host_targets(model, optim_target_modules, tmp_path):
 
 @pytest.mark.parametrize(
     "targets",
-    [
-        "all-linear", "all_linear", ["attention"], ["query", "value"], ["encoder.layer.0.output.dense"],
-        r".*layer\.1.*\.query", [r".*\.layer\.\d\.output\.dense"], [r".*\.0\..*", "classifier"],
-    ],
+    ["all-linear", "all_linear", ["query", "value"], r".*layer\.1.*\.query", [r".*\.0\..*", "classifier"]],
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("name", ["bert", "roberta", "vit", "llama-lm"])
+)
+@pytest.mark.parametrize("name", ["bert", "llama-lm"])
 def test_the_host_chooses_the_same_matrices(name, targets, tmp_path):
     model = MODELS[name]("sdpa")
     expected = host_targets(model, targets, tmp_path)
     if not expected:
-        assert name not in ("bert", "roberta")
+        assert name != "bert"
         with pytest.raises(ValueError, match="matches no module with a trainable matrix"):
             target_parameters(model, targets)
         return
@@ -110,15 +99,8 @@ def test_the_host_chooses_the_same_matrices(name, targets, tmp_path):
     assert all(chosen[name] is p for name, p in model.named_parameters() if name in chosen)
 
 
-def test_all_linear_is_every_linear_layer_of_the_hosts_too():
-    model = MODELS["gpt2"]("sdpa")
-    expected = linear_weights(model, nn.Linear, Conv1D)
-    assert len(expected) == 2 * 4 + 1
-    assert set(target_parameters(model, "all-linear")) == expected
-
-
-@pytest.mark.parametrize("targets", ["all-linear", [".*"], ["h", "wte", "wpe", "lm_head", "w", "t"]], ids=str)
-@pytest.mark.parametrize("name", ["gpt2-lm", "t5-lm", "qwen2-lm", "bert"])
+@pytest.mark.parametrize("targets", ["all-linear", [".*"]], ids=str)
+@pytest.mark.parametrize("name", ["gpt2-lm", "t5-lm"])
 def test_embedding_tables_are_never_projected(name, targets):
     """Also where the head is the table: its gradient is one of rows that were looked up."""
     model = MODELS[name]("sdpa")
@@ -172,12 +154,9 @@ def test_no_match_says_what_there_is(bert):
 
 REFUSED_MODULES = [
     ([], r"optim_target_modules=\[\] names no module"),
-    ("", "optim_target_modules='' names no module"),
     (7, "optim_target_modules=7 names no module"),
     (["query", ""], "must hold names, got ''"),
-    (["query", 3], "must hold names, got 3"),
     (["attn", "*mlp"], r"must hold regular expressions, got '\*mlp' \(nothing to repeat"),
-    ("(query", r"must hold regular expressions, got '\(query'"),
     (["all_linear"], r"has 'all_linear' in a list.*Give the string alone"),
 ]
 
@@ -186,8 +165,3 @@ REFUSED_MODULES = [
 def test_refused_modules(targets, message):
     with pytest.raises(ValueError, match=message):
         check_target_modules(targets)
-
-
-@pytest.mark.parametrize("targets", ["all-linear", "all_linear", "query", ["query"], [r".*\.attn.*", "mlp"]], ids=str)
-def test_accepted_modules(targets):
-    check_target_modules(targets)

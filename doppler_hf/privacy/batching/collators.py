@@ -1,5 +1,6 @@
 """The host's collators without what they read off one example for all."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[
         collator: One of the host's.
 
     Raises:
-        ValueError: If one lacks a column or a choice of another.
+        ValueError: If one lacks a column or a choice of another, or the collator does not pad what is of unequal lengths.
     """
     rows = [example for example in examples if isinstance(example, Mapping)]
     _refuse_other_columns(rows)
@@ -31,7 +32,12 @@ def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[
             "Examples of train_dataset must all have the same number of choices, got different ones. Fill up those that "
             "have fewer, or give DopplerTrainer a data_collator of your own."
         )
-    return collator(examples)
+    try:
+        return collator(examples)
+    except (RuntimeError, ValueError) as error:
+        if not re.match(r"stack expects each|each element in list|Unable to create tensor", str(error)):
+            raise
+        raise _unequal() from None
 
 
 def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
@@ -41,15 +47,32 @@ def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]
     label 3 would have cut 2.5 to 2 for all others.
 
     Args:
-        examples: The examples, of equal sizes.
+        examples: The examples.
         collator: The host's default one.
 
     Raises:
-        ValueError: If one lacks a column of another.
+        ValueError: If one is no mapping, lacks a column of another, or is of another size.
     """
+    for example in examples:
+        # The host also takes objects with attributes; those of a tensor are none of its values.
+        if not isinstance(example, Mapping) and (isinstance(example, Tensor) or not hasattr(example, "__dict__")):
+            raise ValueError(
+                "Examples of train_dataset must map names to values for the default collator, got one of type "
+                f"{type(example).__name__}. Make a table, such as datasets.Dataset.from_dict({{'pixel_values': images, "
+                "'labels': labels}), or give DopplerTrainer a data_collator."
+            )
     rows = [collator([example]) for example in examples]
     _refuse_other_columns(rows)
     return {name: _joined([row[name] for row in rows]) for name in rows[0]}
+
+
+def _unequal() -> ValueError:
+    # Neither which nor their sizes, which torch's own error names: messages end in logs.
+    return ValueError(
+        "Examples must be padded or resized to one size, got a collator that does neither. For texts set "
+        "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer). For labels of tokens set "
+        "data_collator=DataCollatorForTokenClassification(tokenizer)."
+    )
 
 
 def _refuse_other_columns(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -61,6 +84,8 @@ def _refuse_other_columns(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
+    if len({row.shape[1:] for row in rows}) > 1:
+        raise _unequal()
     # Whole numbers beside others stay exactly what they are alone.
     is_mixed = len({row.is_floating_point() for row in rows}) > 1
     return torch.cat([row.double() for row in rows] if is_mixed else list(rows))

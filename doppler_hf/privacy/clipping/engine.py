@@ -237,11 +237,12 @@ class BookKeepingEngine:
         if inside:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
         is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
+        weights = " Put weights of a loss into a layer that compute_per_sample_loss calls." if outside else ""
         return (
             f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. "
             f"{'Set batch_first=True in them, or freeze' if inside and is_turned else 'Freeze'} them with "
             "requires_grad_(False), or if they are an adapter's, leave these layers out of its target_modules, or train "
-            "adapters of another kind, such as LoRA."
+            f"adapters of another kind, such as LoRA.{weights}"
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,10 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
             parameters[key] = before[name]
 
 
+_OTHER_ADAPTERS: Final = "Train adapters of another kind, such as LoRA"
+_TIED_TOKENS: Final = "Leave trainable_token_indices out, and add the embeddings to LoRA's target_modules"
+
+
 def refuse_layers(model: nn.Module) -> None:
     """Refuse layers that mix examples, write values that no noise covers, or are compiled."""
     owners: dict[nn.Module, str] = {}
@@ -79,9 +84,10 @@ def refuse_layers(model: nn.Module) -> None:
             held = [key for key, parameter in child.named_parameters(recurse=False) if parameter.requires_grad]
             # A use in a layer within another one that owns it too would be noted for both.
             if isinstance(child, _CONTAINERS) and held and owners.setdefault(child, name) != name:
+                is_token = child_name == "trainable_tokens_delta"
                 raise ValueError(
                     f"The parameters of '{name}.{child_name}' must be of one layer, got {owners[child]!r} too, so that they "
-                    "have no per-sample gradients. Train adapters of another kind, such as LoRA."
+                    f"have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}."
                 )
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
             raise ValueError(

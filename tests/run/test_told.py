@@ -1,0 +1,299 @@
+"""Ordinary mistakes are told with a mend before anything is spent, and each mend trains."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset, default_collate
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    CLIPConfig,
+    CLIPForImageClassification,
+    CLIPModel,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    ViTMAEConfig,
+    ViTMAEForPreTraining,
+    default_data_collator,
+)
+
+from doppler_hf import DopplerTrainer
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import arguments, trainer_of
+
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0}, "[PAD]")), pad_token="[PAD]")
+IMAGE = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+
+
+def made(tmp_path, data, *, model=None, cls=DopplerTrainer, data_collator=None, processing_class=None, **options):
+    return cls(
+        tiny_bert() if model is None else model,
+        arguments(tmp_path, max_steps=1, grad_sample_self_check=True, **options),
+        data_collator, data, processing_class=processing_class,
+    )  # fmt: skip
+
+
+def trains(trainer):
+    trainer.train()
+    return trainer.state.global_step == 1
+
+
+def told(message, trainer_of_this):
+    """Check that the mistake is told in these words, with nothing spent and no error of another library before it."""
+    with pytest.raises(ValueError, match=message) as caught:
+        trainer_of_this().train()
+    return caught.value
+
+
+# --- data -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_data_set_is_told_how_to_become_one(tmp_path):
+    whole = text_data()
+    listed = lambda rows: Dataset.from_list(list(rows))  # noqa: E731
+    frame, columns, stream = whole.to_pandas(), whole[:], whole.to_iterable_dataset()
+    for given, message, mended in (
+        (frame, r"got a DataFrame of pandas\. Pass datasets\.Dataset\.from_pandas\(train_dataset\)", Dataset.from_pandas),
+        (columns, r"got a dict\. .* Of columns pass datasets\.Dataset\.from_dict\(train_dataset\)", Dataset.from_dict),
+        (DatasetDict(train=whole), r"got a DatasetDict\. .* such as train_dataset\['train'\]", lambda sets: sets["train"]),
+        (stream, r"IterableDataset has no length, .* datasets\.Dataset\.from_list\(list\(", listed),
+    ):  # fmt: skip
+        told(message, lambda given=given: made(tmp_path, given, data_collator=pad))
+        assert trains(made(tmp_path / "mended", mended(given), data_collator=pad))
+    # The host would ask for max_steps first.
+    args = arguments(tmp_path, max_steps=-1)
+    told("IterableDataset has no length", lambda: DopplerTrainer(tiny_bert(), args, pad, stream))
+
+
+@pytest.mark.parametrize(
+    "rows", [np.ones((24, 5), int), torch.ones(24, 5).long(), ["a b"] * 24, TensorDataset(torch.ones(24, 5))]
+)
+def test_rows_without_names_are_told_how_to_get_some(tmp_path, rows):
+    told(
+        r"must map names to values .* datasets\.Dataset\.from_dict\(\{'pixel_values': images,", lambda: made(tmp_path, rows)
+    )
+    table = Dataset.from_dict({"input_ids": [[index] * 3 for index in range(24)], "labels": [0, 1] * 12})
+    assert trains(made(tmp_path, table))
+
+
+def test_rows_of_unequal_lengths_are_told_how_to_be_padded_and_not_how_long_they_are(tmp_path):
+    lengths = {len(row["input_ids"]) for row in text_data()}
+    of_tokens = text_data().map(lambda row: {"labels": [1] * len(row["input_ids"])})
+    tagger = BertForTokenClassification(tiny_bert().config)
+    for options in (
+        dict(data=text_data()),
+        dict(data=text_data().with_format("torch"), data_collator=default_collate),
+        dict(data=of_tokens, model=tagger, processing_class=TOKENIZER),
+    ):
+        error = told(
+            r"must be padded or resized to one size, got a collator", lambda options=options: made(tmp_path, **options)
+        )
+        assert error.__suppress_context__ or error.__context__ is None
+        assert not {int(number) for number in re.findall(r"\d+", str(error))} & lengths
+    assert trains(made(tmp_path / "1", text_data(), processing_class=TOKENIZER))
+    assert trains(made(tmp_path / "2", text_data(), data_collator=DataCollatorWithPadding(TOKENIZER)))
+    assert trains(made(tmp_path / "3", of_tokens, model=tagger, data_collator=DataCollatorForTokenClassification(TOKENIZER)))
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------------
+
+
+class FromLabels(nn.Module):
+    """A model whose forward cannot do without labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class WithoutLoss(FromLabels):
+    def forward(self, x, labels=None):
+        return {"logits": self.layer(x)}
+
+
+class OfHosts(BertForSequenceClassification):
+    def forward(self, input_ids, attention_mask, labels=None):
+        outputs = super().forward(input_ids, attention_mask)
+        return {"loss": F.cross_entropy(outputs.logits, labels), "logits": outputs.logits}
+
+
+class Told(DopplerTrainer):
+    """As the message says."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        return F.cross_entropy(model(**inputs)["logits"], inputs["labels"], reduction="none")
+
+
+@pytest.mark.parametrize(
+    "model", [FromLabels(), WithoutLoss(), OfHosts(tiny_bert().config)], ids=lambda model: type(model).__name__
+)
+def test_a_model_that_computes_its_loss_from_labels_is_told_what_to_override(tmp_path, model):
+    rows = Dataset.from_list([{"x": [float(index)] * 4, "labels": index % 2} for index in range(24)])
+    data, collator = (rows, default_data_collator) if isinstance(model, FromLabels) else (text_data(), pad)
+    options = dict(model=model, data_collator=collator)
+    words = rf"{type(model).__name__}.* whole batch\. Override .* F\.cross_entropy\(model\(\*\*inputs\)\['logits'\]"
+    told(words, lambda: made(tmp_path, data, **options))
+    assert trains(made(tmp_path, data, cls=Told, **options))
+
+
+class Weighted(DopplerTrainer):
+    """Weights of a loss, held by the model."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        if isinstance(self.model.scale, nn.Parameter):
+            return losses * (-self.model.scale).exp() + self.model.scale
+        return self.model.scale(losses)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, losses):
+        return losses * (-self.scale).exp() + self.scale
+
+
+def test_learned_weights_of_a_loss_belong_into_a_layer(tmp_path):
+    model = tiny_bert()
+    model.scale = nn.Parameter(torch.zeros(()))
+    told(
+        r"'scale', used outside of the forward .* Put weights of a loss into a layer that compute_per_sample_loss calls",
+        lambda: made(tmp_path, text_data(), model=model, cls=Weighted, data_collator=pad),
+    )
+    model = tiny_bert()
+    model.scale = Scale()
+    assert trains(made(tmp_path, text_data(), model=model, cls=Weighted, data_collator=pad))
+    assert model.scale.scale != 0.0
+
+
+class OfPatches(DopplerTrainer):
+    """A masked autoencoder's loss; docs/trainer.md has it."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        pixels = inputs["pixel_values"]
+        patches = self.model.patchify(pixels)
+        outputs = model(pixel_values=pixels, noise=torch.rand(patches.shape[:2], device=pixels.device))
+        errors = (outputs.logits - patches).square().mean(dim=-1)
+        return (errors * outputs.mask).sum(dim=1) / outputs.mask.sum(dim=1)
+
+
+def images(**columns):
+    return Dataset.from_dict({"pixel_values": torch.randn(24, 3, 8, 8).tolist(), **columns})
+
+
+def test_a_masked_autoencoder_is_told_what_to_override(tmp_path):
+    sizes = dict(decoder_hidden_size=8, decoder_intermediate_size=8, decoder_num_hidden_layers=1)
+    model = ViTMAEForPreTraining(ViTMAEConfig(**IMAGE, **sizes, decoder_num_attention_heads=2, mask_ratio=0.5))
+    told("The loss of ViTMAEForPreTraining is one number for .* Override", lambda: made(tmp_path, images(), model=model))
+    trainer = made(tmp_path, images(), model=model, cls=OfPatches)
+    assert trains(trainer)
+    pixels, noise = torch.randn(2, 3, 8, 8), torch.rand(2, 4)
+    with torch.no_grad():
+        expected = [model(pixel_values=pixels[[i]], noise=noise[[i]]).loss for i in range(2)]
+        trainer.model.forward = lambda forward=model.forward, **inputs: forward(**inputs | {"noise": noise})
+        found = trainer.compute_per_sample_loss(trainer.model, {"pixel_values": pixels})
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_a_contrastive_model_is_told_to_train_a_classifier(tmp_path):
+    text = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+    config = CLIPConfig(
+        text_config=text | dict(max_position_embeddings=8, eos_token_id=49, bos_token_id=48), vision_config=IMAGE,
+        projection_dim=8,
+    )  # fmt: skip
+    model = CLIPModel(config)
+    pairs = images(input_ids=[[48, 3, index, 49] for index in range(24)])
+    told(
+        r"CLIPModel compares the examples of a batch, .* CLIPForImageClassification",
+        lambda: made(tmp_path, pairs, model=model),
+    )
+    model.save_pretrained(tmp_path / "clip")
+    classifier = CLIPForImageClassification.from_pretrained(tmp_path / "clip", num_labels=2)
+    torch.testing.assert_close(classifier.vision_model.state_dict(), model.vision_model.state_dict())
+    assert trains(made(tmp_path, images(labels=[0, 1] * 12), model=classifier))
+
+
+# --- models and devices ---------------------------------------------------------------------------------------------------
+
+
+def test_new_tokens_of_a_tied_model_are_told_to_be_adapted_otherwise(tmp_path):
+    rows = Dataset.from_list([{"input_ids": [1, 2, 3, 4 + index], "labels": [1, 2, 3, 4 + index]} for index in range(24)])
+
+    def trainer(targets, **options):
+        config = LoraConfig(r=2, fan_in_fan_out=True, task_type="CAUSAL_LM", target_modules=targets, **options)
+        sizes = dict(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=1)
+        return made(tmp_path, rows, model=get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes)), config))
+
+    told(
+        r"Leave trainable_token_indices out, and add the embeddings to LoRA's target_modules",
+        lambda: trainer(["c_attn"], trainable_token_indices=[1, 2]),
+    )
+    mended = trainer(["c_attn", "wte"])
+    assert trains(mended)
+    assert any("wte.lora_embedding_B" in name and parameter.any() for name, parameter in mended.model.named_parameters())
+
+
+def test_a_model_that_is_split_over_gpus_in_one_process_is_told_to_be_launched(tmp_path, monkeypatch):
+    wrapped = nn.DataParallel(tiny_bert())
+    told(
+        r"got DataParallel, .* Pass model\.module\. .* `accelerate launch`",
+        lambda: made(tmp_path, text_data(), model=wrapped),
+    )
+    assert trains(made(tmp_path, text_data(), model=wrapped.module, data_collator=pad))
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    told("One process must see one GPU, got 2", lambda: DopplerTrainer(tiny_bert(), args, pad, text_data()))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # as of two that are visible
+    told("One process must see one GPU, got 2: .* CUDA_VISIBLE_DEVICES=0", lambda: arguments(tmp_path, use_cpu=False))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert arguments(tmp_path, use_cpu=False).n_gpu == 1
+
+
+# --- a checkpoint of other parameters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        (["bert"], [], r"got groups of \[1, 1\] in place of \[11, 14\]"),
+        ([], ["bert"], r"got groups of \[11, 14\] in place of \[1, 1\]"),
+        (["classifier"], ["bert.pooler"], r"got a tensor of shape \[16, 16\] in place of \[2, 16\]"),
+    ],
+)
+def test_a_checkpoint_of_other_parameters_is_told_what_differs(tmp_path, then, now, words):
+    def trainer(frozen, *, source=None, folder="out", steps=4):
+        model = tiny_bert() if source is None else AutoModelForSequenceClassification.from_pretrained(source)
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return trainer_of(
+            tmp_path / folder, model=model, save_strategy="steps", save_steps=2, max_steps=steps, base_optimizer="adam"
+        )
+
+    trainer(then, steps=2).train()
+    checkpoint = str(tmp_path / "out" / "out" / "checkpoint-2")
+    with pytest.raises(ValueError, match=rf"{words}\. Freeze what was frozen then and no more, or start a new"):
+        trainer(now).train(resume_from_checkpoint=checkpoint)
+    resumed = trainer(then)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumed.state.global_step == 4
+    anew = trainer(now, source=checkpoint, folder="anew", steps=2)
+    anew.train()
+    assert anew.state.global_step == 2
