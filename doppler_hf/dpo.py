@@ -1,8 +1,8 @@
 """`DopplerDPOTrainer`: TRL's `DPOTrainer`, whose host is `DopplerTrainer` in place of `Trainer`.
 
-TRL prepares the data, a row at a time, computes what the frozen reference says of each pair, once, and evaluates; its loss
-of a batch, its rewards and margins are of evaluations only. What is trained is the rule of `privacy.pair_losses`. One pair
-of answers is one example: two rows of the model, whose gradient is clipped as a whole.
+TRL prepares the data, a row at a time, computes the frozen reference's log-probabilities of each pair, once, and evaluates.
+Trained is the rule of `privacy.pair_losses`. One pair of answers is one example: two rows, whose gradient is clipped as a
+whole.
 """
 
 import functools
@@ -45,9 +45,6 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
 
     Raises:
         ValueError: If a value is out of range, or a combination breaks privacy or would have no effect.
-
-    Example:
-        >>> args = DopplerDPOConfig(output_dir="out", target_epsilon=8.0, beta=0.1)
     """
 
     learning_rate: float | None = HfArg(
@@ -97,22 +94,16 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
 class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     """`DPOTrainer` with differential privacy: the same data sets, chat templates, references, adapters and arguments.
 
-    With `args.disable_dp` every method is the stock one.
-
-    Args:
-        model: As in `DPOTrainer`; so are the others, in its order.
-        ref_model: The reference, by default the model as it is now, or its base without adapters.
-        args: `DopplerDPOConfig`.
-        data_collator: As in `DPOTrainer`.
-        train_dataset: As in `DPOTrainer`; it must have a length.
+    With `args.disable_dp` every method is the stock one. Arguments are those of `DPOTrainer`, in its order; `ref_model` is
+    by default the model as it is now, or its base without adapters, and `train_dataset` must have a length.
 
     Raises:
-        ValueError: If something would break the guarantee, as in `DopplerTrainer`; or the data set has images, or lies in
-            memory where several processes train, or the model has a loss that balances its experts.
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`, images, a data set in memory where
+            several processes train, or a loss that balances experts.
 
     Example:
+        >>> args = DopplerDPOConfig(output_dir="out", target_epsilon=8.0, beta=0.1)
         >>> trainer = DopplerDPOTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
-        >>> trainer.train()
     """
 
     args: DopplerDPOConfig

@@ -1,11 +1,8 @@
-"""What files share about tensors: the side that a subspace belongs to, the precision of products, equal numbers and bits.
+"""Tensors: the shorter side of a matrix and its subspace, precision of products, equal numbers and bits.
 
 A gradient G of shape (m, n) is read in a subspace of its *shorter* side, with P of shape (min(m, n), rank):
 
     PᵀG for m ≤ n,    G·P for m > n,    and back  P·Y,    Y·Pᵀ
-
-The mechanism draws its noise in that subspace and the optimizer reads the gradient there. If they chose different sides,
-the noise would be in other coordinates than those that are read.
 """
 
 import contextlib
@@ -23,16 +20,7 @@ def is_wide(matrix: Float[Tensor, "m n"]) -> bool:
 
 
 def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) -> Float[Tensor, "_ _"]:
-    """Return PᵀG, shape (rank, n), for m ≤ n and G·P, shape (m, rank), for m > n.
-
-    Args:
-        matrix: G.
-        basis: P, in the dtype of G.
-
-    Example:
-        >>> project(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[0.0], [1.0]]))
-        tensor([[4., 5., 6.]])
-    """
+    """Return PᵀG, shape (rank, n), for m ≤ n and G·P, shape (m, rank), for m > n; P in the dtype of G."""
     return basis.mT @ matrix if is_wide(matrix) else matrix @ basis
 
 

@@ -30,19 +30,7 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 
 @contextlib.contextmanager
 def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_dataset: Any) -> Iterator[None]:
-    """Let one of TRL's trainers be made in the block, if it can be private, and show no piece of an example.
-
-    Args:
-        trainer: The trainer.
-        args: Its arguments.
-        config: The class that they must be of.
-        host: The class of TRL's.
-        train_dataset: The training set.
-
-    Raises:
-        ValueError: If the arguments are of another class, the data set has images or repeated rows, or the loss balances
-            experts.
-    """
+    """Let one of TRL's trainers be made in the block, if it can be private, and show no piece of an example."""
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
     assert isinstance(args, DopplerTrainingArguments)

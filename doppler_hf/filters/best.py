@@ -1,15 +1,13 @@
-r"""The paper's equation "snr_opt", solved numerically: the filter of a given order with the greatest SNR.
+"""The paper's equation "snr_opt", solved numerically: the filter of a given order with the greatest SNR.
 
-For fixed poles, h their response and κ = b * h, the SNR is (u·b) / (bᵀ R b), with u_j = Σ_τ c_τ h_{τ-j} and R_ij the
-autocorrelation of h at lag i - j. With κ = Hb and H = QU (Q orthonormal, U triangular), x = Ub and e = U⁻ᵀ1 it reads
+For fixed poles with response h, κ = b * h and the SNR is (u·b) / (bᵀ R b), u_j = Σ_τ c_τ h_{τ-j}, R_ij the autocorrelation
+of h at lag i - j. With κ = Hb and H = QU (Q orthonormal, U triangular), x = Ub and e = U⁻ᵀ1, this reads
 
-    maximize (Qᵀc · x) / (x · x)    subject to    e · x = Σa,
+    maximize (Qᵀc · x) / (x · x)    subject to    e · x = Σa.
 
-and the maximum is in the plane of Qᵀc and e, in closed form. Noise that is not white goes through h as well: H = QU is then
-the response to it, and U⁻ᵀu stands for Qᵀc. So only the poles are searched. They are written as
-reflection coefficients, which are free in (-1, 1) for exactly the stable polynomials (Levinson-Durbin recursion).
-
-Source: DOPPLER, equation "snr_opt".
+The maximum lies in the plane of Qᵀc and e, in closed form. Shaped noise goes through h too: H = QU is then the response to
+it, and U⁻ᵀu replaces Qᵀc. So only poles are searched, as reflection coefficients, which are free in (-1, 1) for exactly the
+stable polynomials (Levinson-Durbin recursion).
 """
 
 import math
@@ -48,25 +46,22 @@ def best_filter(
     objective: Objective = "snr",
     noise: NoiseShape = WHITE,
 ) -> LowPassFilter:
-    r"""Find the filter of an order with the greatest SNR as T → ∞: of unit gain, stable, and with a positive step response.
+    """Find the valid filter of an order with the greatest SNR as T → ∞.
 
-    Unit gain alone does not bound the SNR: a filter that spreads its weight over ever more lags, by a pole close to 1, has
-    any SNR, while nothing is left of the signal. So the autocorrelation bounds the filter: its poles have a modulus of at
-    most 0.01^(1/lags), which is 1 % at the last lag given, and it has no more taps than there are lags.
+    Unit gain alone does not bound the SNR: a pole close to 1 spreads the weight over ever more lags. So poles have a modulus
+    of at most 0.01^(1/lags), and the filter no more taps than there are lags.
 
     Args:
         autocorrelation: c_0 ... c_{lags-1} of the signal (c_0 = 1/2 in the paper's scale), c_0 > 0, shape (lags,).
         order: n_a = n_b of the filter, from 0 to lags - 1.
-        objective: ``"snr"`` as in the paper; ``"bound"`` for SNR · S_T, on which the bound depends at its best learning
-            rate and which κ ∝ c maximizes (see `doppler_hf.filters.snr`).
-        noise: The shape of the noise that the filter is to remove; white in the paper.
+        objective: ``"snr"`` as in the paper; ``"bound"`` for SNR · S_T, which the convergence bound depends on (see `snr`).
+        noise: The shape of the noise that the filter is to remove.
 
     Returns:
-        The best filter found from a fixed set of starting points: the same each time.
+        The best filter from a fixed set of starting points.
 
     Raises:
-        ValueError: If the autocorrelation is empty, not finite or does not start above 0; the order is not an integer
-            from 0 to lags - 1; or no filter with a positive step response was found.
+        ValueError: If an argument is out of range, or no filter with a positive step response was found.
 
     Example:
         >>> low_pass_filter = best_filter(0.5 * 0.8 ** np.arange(60), 1, objective="bound")

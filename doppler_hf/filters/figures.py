@@ -1,8 +1,7 @@
-r"""A filter in numbers: where it cuts, how late it is, how long it takes to settle.
+"""A filter in numbers: where it cuts, how late it is, how long it takes to settle.
 
-All follow from the impulse response κ: c_t = Σ_{τ≤t} κ_τ is the step response, and the optimizer's m_t / c_t carries the
-noise of one gradient times Σ_{τ≤t} κ_τ² / c_t², which starts at 1 (the first output is the first gradient) and falls to
-the noise gain. Until then the filter does less than it promises.
+All follow from the impulse response κ. The noise of the optimizer's m_t / c_t is that of one gradient times
+Σ_{τ≤t} κ_τ² / c_t², which falls from 1 to the noise gain.
 """
 
 from dataclasses import dataclass
@@ -45,13 +44,7 @@ class FilterFigures:
 
 
 def filter_figures(filter: LowPassFilter) -> FilterFigures:
-    """Compute the figures of a filter.
-
-    Example:
-        >>> figures = filter_figures(LowPassFilter(b=(0.5, 0.5)))
-        >>> figures.noise_gain, figures.cutoff, figures.delay, figures.settling_steps
-        (0.5, 0.5, 0.5, 2)
-    """
+    """Compute the figures of a filter."""
     kappa = np.concatenate(list(impulse_blocks(filter.b, filter.a)))
     response, energy = np.cumsum(kappa), np.cumsum(kappa**2)
     return FilterFigures(

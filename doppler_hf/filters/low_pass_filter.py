@@ -1,13 +1,10 @@
-r"""The low-pass filter of DOPPLER: its coefficients, and what makes them valid.
+"""The low-pass filter of DOPPLER: its coefficients, and what makes them valid.
 
-A filter is the linear recursion
+    m_t = - Σ_{τ=1..n_a} a_τ m_{t-τ} + Σ_{τ=0..n_b} b_τ g_{t-τ}        (Algorithm 2, line 6)
 
-    m_t = - Σ_{τ=1..n_a} a_τ m_{t-τ} + Σ_{τ=0..n_b} b_τ g_{t-τ}
-
-of Algorithm 2, line 6, in SciPy's convention: ``a[0] = 1`` is written out, so the paper's "-9/11" is
-``a = (1, -9/11)``. Valid is one that is stable, has unit gain at frequency zero, and a positive step response. Stable
-means that the roots of z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of the
-roots of 1 + Σ a_τ x^τ, which are their reciprocals and must lie outside.
+As in SciPy ``a[0] = 1`` is written out: the paper's "-9/11" is ``a = (1, -9/11)``. Stable means that the roots of
+z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of their reciprocals, the roots of
+1 + Σ a_τ x^τ, which must lie outside.
 """
 
 import math
@@ -29,32 +26,24 @@ MAX_POLE_MODULUS: Final = 1 - 1e-6
 @final
 @dataclass(frozen=True)
 class LowPassFilter:
-    r"""A causal linear filter with unit gain at frequency zero.
+    """A causal linear filter with unit gain at frequency zero: H(z) = (Σ_τ b_τ z^-τ) / (Σ_τ a_τ z^-τ).
 
-    Its transfer function is H(z) = (Σ_τ b_τ z^-τ) / (Σ_τ a_τ z^-τ). Any sequence of real numbers is accepted and
-    kept as a tuple of floats. Two filters are equal when their coefficients are, however they were made.
+    Filters with equal coefficients are equal.
 
     Args:
         b: Feed-forward coefficients b_0 ... b_{n_b}, on the gradients.
         a: Feedback coefficients 1, a_1 ... a_{n_a}, on the past outputs.
 
     Raises:
-        ValueError: If a coefficient is not a finite real number; ``a[0]`` is not 1; a pole does not lie inside the
-            unit circle (the filter never forgets); the gain at frequency zero, Σb/Σa, is not 1 (the filter would
-            rescale the learning rate); or the step response is not positive (the optimizer divides by it: the c_t of
-            Algorithm 2, line 8).
+        ValueError: If a coefficient is not a finite real number; ``a[0]`` is not 1; a pole does not lie inside the unit
+            circle; the gain at frequency zero, Σb/Σa, is not 1 (it would rescale the learning rate); or the step response,
+            which the optimizer divides by, is not positive.
 
     Example:
-        >>> low_pass = LowPassFilter(b=(0.1, 0.1), a=(1, -0.8))
-        >>> low_pass.order
-        1
-        >>> print(low_pass)
+        >>> print(LowPassFilter(b=(0.1, 0.1), a=(1, -0.8)))
         b=0.1,0.1;a=1.0,-0.8
         >>> LowPassFilter.parse("b=0.5,0.5")
         LowPassFilter(b=(0.5, 0.5), a=(1.0,))
-
-    Source:
-        DOPPLER, Algorithm 2, lines 6-8.
     """
 
     b: tuple[float, ...]

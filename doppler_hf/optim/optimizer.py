@@ -1,4 +1,4 @@
-r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Algorithms 2 and 3).
+"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Algorithms 2 and 3).
 
     g̃_t = g_t | Pᵀ g_t                                    (GaLore)
     m̂_t = lowpass(g̃)_t / c_t
@@ -7,8 +7,7 @@ r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Al
     d_t = m̂_t | m̂_t / max(√v̂_t, ε) | m̂_t / √max(v̂_t - n̂_t, floor)
     x_{t+1} = (1 - lr·weight_decay) x_t - lr · (d_t | scale · P d_t)
 
-with the starting corrections c_t, the filter's response to ones, and k_t = 1 - β₂ᵗ. The gradient is private already when it
-arrives; all that is done here is post-processing.
+with c_t the filter's response to ones, and k_t = 1 - β₂ᵗ.
 """
 
 import functools
@@ -67,39 +66,35 @@ COMPILES_RIGHT: Final = TorchVersion(torch.__version__) >= "2.13"
 
 @final
 class DopplerOptimizer(Optimizer):
-    r"""SGD, Adam or DP-AdamBC on the low-pass filtered gradient, with decoupled weight decay, in a subspace if wanted.
+    """SGD, Adam or DP-AdamBC on the low-pass filtered gradient, with decoupled weight decay, in a subspace if wanted.
 
     Momentum is a filter of first order (``PAPER_FILTERS["momentum"]``), so there is no β₁. ``lr``, ``weight_decay``,
     ``rank``, ``update_proj_gap`` and ``scale`` may differ between parameter groups. Each parameter holds
-    ``low_pass_filter.order`` tensors of state, and one more for the Adam bases.
-
-    With ``rank`` the matrices of a group whose shorter side is longer than that are updated by GaLore, and hold their
-    state at this rank; its other parameters are updated as without, and so are groups without a rank, for which
-    the other arguments of GaLore say nothing.
+    ``low_pass_filter.order`` tensors of state, and one more for the Adam bases. With ``rank`` the matrices of a group whose
+    shorter side is longer are updated by GaLore, and hold their state at this rank.
 
     Args:
         params: Parameters, or parameter groups, as for every torch optimizer.
         lr: Learning rate, at least 0.
-        low_pass_filter: The filter along the steps; or an `OptimalFIR`, whose taps are estimated from the gradients of each
-            parameter group. The latter keeps the last gradients, and neither GaLore nor a compiled update goes with it.
+        low_pass_filter: The filter along the steps; or an `OptimalFIR`, whose taps are estimated from the gradients, without
+            GaLore or a compiled update.
         base: What is done with the filtered gradient: ``"sgd"``, ``"adam"`` (DPAdam), or ``"adam_bc"`` (DPAdamBC,
-            which subtracts the noise from the second moment).
+            which subtracts the noise from the second moment; Tang et al. 2024).
         beta2: Decay of the second moment, in [0, 1).
         eps: Least denominator of ``"adam"``, positive, in units of the gradient.
         floor: Least squared denominator of ``"adam_bc"`` (the γ′ of Tang et al.), positive, in units of the squared
-            gradient. By default ``max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2)``: it matters as much as the
-            learning rate, and follows the noise.
+            gradient. By default ``max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2)``; it matters as much as ``lr``.
         noise_std: Standard deviation of the noise, per coordinate of the mean gradient (the paper's σ_DP). Read by
             ``"adam_bc"`` and by an `OptimalFIR`.
         weight_decay: Decoupled weight decay as in AdamW, at least 0.
-        rank: r of GaLore, or None for none.
+        rank: r of GaLore (Zhao et al. 2024), or None for none.
         update_proj_gap: After how many steps GaLore's basis is found anew.
         scale: Factor of GaLore's updates.
         basis_change: What becomes of filter and second moment when the basis changes: ``"rotate"`` takes them along,
             ``"reset"`` begins anew, ``"keep"`` takes old coordinates for new ones, as the first implementation did.
         projector: How a basis is found; see `galore.find_basis`.
-        projector_source: In what: the ``"gradient"`` of the step, or the ``"filtered"`` one, in which there is less noise.
-            For the latter the filter runs ahead of the projection and keeps its states in full size.
+        projector_source: In what: the ``"gradient"`` of the step, or the less noisy ``"filtered"`` one, for which the filter
+            keeps its states in full size.
         state_dtype: ``torch.bfloat16`` for filter states and second moment of half the size, rounded at random. By
             default float32 for parameters of half precision, and the parameter's own dtype otherwise.
         compiled: Whether torch compiles the update, which takes some twenty seconds once. By default from
@@ -115,9 +110,6 @@ class DopplerOptimizer(Optimizer):
         >>> optimizer.step()
         >>> weight.data
         tensor([0.5000, 0.5000])
-
-    Source:
-        DOPPLER, Algorithms 2 and 3; Tang et al. 2024 for ``"adam_bc"``; Zhao et al. 2024 for ``rank``.
     """
 
     def __init__(
@@ -168,14 +160,7 @@ class DopplerOptimizer(Optimizer):
         return max(DEFAULT_FLOOR_FRACTION * self.noise_std**2, self.eps**2) if self._floor is None else self._floor
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as every torch optimizer does.
-
-        Args:
-            param_group: ``params``, and those of `checks.GROUP_OPTIONS` that differ from the optimizer's.
-
-        Raises:
-            ValueError: If an option lies outside its range, or there is none of that name.
-        """
+        """Add a group of parameters with options of `checks.GROUP_OPTIONS`, as every torch optimizer does."""
         own = set(param_group)  # torch adds the defaults to the dict itself
         super().add_param_group(param_group)
         added = self.param_groups[-1]  # only now are its parameters a list, and the defaults in it
@@ -288,14 +273,10 @@ class DopplerOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a checkpoint of an optimizer with the same base, the same rank, and a filter of the same order.
-
-        The learning rates and weight decays are those of the checkpoint; filter, noise and the other constants stay
-        those of this optimizer.
+        """Load a checkpoint: its learning rates and weight decays; filter, noise and other constants stay this optimizer's.
 
         Raises:
-            ValueError: If the checkpoint was written by another optimizer, for another base or rank, or for a filter of
-                another order.
+            ValueError: If the checkpoint is of another optimizer, base, rank, or order of the filter.
         """
         saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
         for saved_group, group in zip(state_dict["param_groups"], own, strict=False):

@@ -33,13 +33,7 @@ def full_dtype(p: Tensor) -> torch.dtype:
 
 
 def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a parameter's state in a checkpoint.
-
-    Args:
-        saved: Numbers, tensors, and lists of them, by name; of a parameter in shards whole, or the rows that are here.
-        parameter: The parameter.
-        like: A new state of the parameter, whose names, devices and dtypes the copy has.
-    """
+    """Return a copy of a parameter's saved state, with the names, devices and dtypes of a new state, `like`."""
 
     def copied(value: Any, new: Any) -> Any:
         if isinstance(new, list):

@@ -1,12 +1,9 @@
-r"""The same filter on the weights: the trajectory that training takes is low-passed, and the filtered weights are used.
+"""The same filter on the weights: the trajectory of training is low-passed, and the filtered weights are used.
 
     m_t = lowpass(w)_t,    ŵ_t = m_t / c_t,    w_t the weights after step t
 
-With momentum's filter and its start-up correction this is the exponential moving average of weights, which De et al. 2022
-("Unlocking High-Accuracy Differentially Private Image Classification through Scale") found to matter. Training goes on
-with w.
-
-The weights are private, as they are made of private gradients alone; so is what is made of them.
+Momentum's filter gives the exponential moving average of weights of De et al. 2022 ("Unlocking High-Accuracy Differentially
+Private Image Classification through Scale"). Training goes on with w. Private weights in, so this is post-processing.
 """
 
 import contextlib
@@ -38,17 +35,10 @@ class WeightFilter:
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
         >>> weight_filter = WeightFilter([weight], LowPassFilter.parse("momentum:beta=0.5"))
-        >>> for step in range(2):
-        ...     weight.data += 3.0
-        ...     weight_filter.update()
+        >>> weight_filter.update()
         >>> with weight_filter.applied():
         ...     print(weight.data)
-        tensor([5.])
-        >>> weight.data
-        tensor([6.])
-
-    Source:
-        DOPPLER, Algorithm 2, lines 6-8, with weights in place of gradients.
+        tensor([0.])
     """
 
     def __init__(self, params: Iterable[Tensor], low_pass_filter: LowPassFilter) -> None:
@@ -65,11 +55,7 @@ class WeightFilter:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights after an optimizer step into the average.
-
-        Raises:
-            ValueError: If the filtered weights are in the parameters.
-        """
+        """Take the weights after an optimizer step into the average; refused inside of `applied`."""
         self._refuse_while_applied("update()")
         b, a = padded_coefficients(self.low_pass_filter)
         self._response = bias_correction(self._bias_states, b=b, a=a)
@@ -79,17 +65,14 @@ class WeightFilter:
 
     @torch.no_grad()
     def copy_to_params(self) -> None:
-        """Put the filtered weights into the parameters, rounded to their dtype; before the first update it does nothing."""
+        """Put the filtered weights into the parameters, rounded to their dtype; nothing before the first update."""
         if self._response:
             for p, filtered in zip(self._params, self._filtered, strict=True):
                 p.copy_(filtered / self._response)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Have the filtered weights in the parameters, and afterwards, whatever happened, the raw ones again.
-
-        Inside of another one it changes nothing.
-        """
+        """Have the filtered weights in the parameters for the block, and then the raw ones; nested it changes nothing."""
         if self._raw is not None:
             yield
             return
@@ -102,7 +85,7 @@ class WeightFilter:
             self._raw = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the filter's states and the raw weights, whichever are in the parameters: numbers, tensors, and lists."""
+        """Return the filter's states and the raw weights, whichever are in the parameters."""
         return {
             "b": list(self.low_pass_filter.b),
             "a": list(self.low_pass_filter.a),
@@ -117,8 +100,7 @@ class WeightFilter:
         """Load a checkpoint of the same filter and parameters: the states, and into the parameters the raw weights.
 
         Raises:
-            ValueError: If it is of another filter or of other parameters, or if the filtered weights are in the parameters.
-                Nothing has changed then.
+            ValueError: If it is of another filter or other parameters, or inside of `applied`. Nothing has changed then.
         """
         self._refuse_while_applied("load_state_dict()")
         saved = LowPassFilter(b=tuple(state_dict["b"]), a=tuple(state_dict["a"]))

@@ -1,11 +1,10 @@
-"""Time and memory of a private step, before anything is trained: a linear model, whose constants are measured on the spot.
+"""Time and memory of a private step, before training: a linear model, whose constants are measured on the spot.
 
     time   = passes·t₀ + examples·t₁ + trained weights·(noise/P + optimizer) + 4·trained·2(P − 1)/P / bandwidth
     memory = weights + states of the optimizer + noise of earlier steps/P + clipped sums + max(m₀ + examples·m₁, a gradient)
 
-for each of P processes, where t and m, of a forward and backward pass, come from two sizes of micro-batch with the model
-itself, and the seconds of noise and optimizer from some millions of weights. What is counted is in bytes. Not in it are data
-loading, padding, evaluation, the check before the first step, libraries, and that all processes wait for the slowest.
+for each of P processes. t and m come from two sizes of micro-batch, noise and optimizer from some millions of weights. Data
+loading, padding, evaluation, the start check, libraries, and waiting for the slowest process are not included.
 """
 
 import itertools
@@ -34,21 +33,7 @@ _FORGET_PEAK: Final = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to be trained, and how.
-
-    Attributes:
-        batch_size: B, expected, over all processes.
-        micro_batch: Examples of a pass.
-        processes: P.
-        bandwidth: Bytes a second between processes; it must be given for several.
-        engine: As in `ClippedGradients`.
-        base: As in `DopplerOptimizer`.
-        low_pass_filter: The filter.
-        noise_shape: The noise over time.
-
-    Raises:
-        ValueError: If a number is below 1, or there are several processes without a bandwidth.
-    """
+    """What is to be trained, and how; `bandwidth` is in bytes a second, and must be given for several processes."""
 
     batch_size: int
     micro_batch: int
@@ -140,13 +125,9 @@ def estimate(
     losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]],
     setting: Setting,
 ) -> Estimate:
-    """Return what a private step of the model takes on this machine's device, and on `setting.processes` such ones.
+    """Return what a private step takes on this machine's device, and on `setting.processes` such ones.
 
-    Args:
-        model: The model, of which the trained weights require gradients.
-        batch: Makes a batch of a number of examples.
-        losses_of: Returns a loss for each.
-        setting: How it is trained.
+    `batch` makes a batch of a number of examples, `losses_of` returns the loss of each.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device, number = trained[0].device, sum(parameter.numel() for parameter in trained)

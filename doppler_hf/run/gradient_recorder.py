@@ -1,10 +1,7 @@
-r"""`GradientRecorder`: keeps a small image of each step's gradient, from which its spectrum can be measured.
+"""`GradientRecorder`: keeps a small image of each step's gradient, from which its spectrum can be measured.
 
-The image of a gradient is computed by `projection.Projection`.
-
-Privacy. The images of `p.grad` are computed from the private gradient and public numbers: they are post-processing, and as
-private as the gradient. The accountant takes the gradients of *every* step to be released. The recordings of `record_raw`
-have no noise, and void the guarantee of the run.
+Privacy. Images of `p.grad` are post-processing of the private gradients, of which the accountant takes *every* one to be
+released. The recordings of `record_raw` have no noise, and void the guarantee of the run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,12 +24,11 @@ from doppler_hf.training_args import DopplerTrainingArguments
 class GradientRecorder(TrainerCallback):
     """Records the private gradients of a training run, and estimates how much of them is signal.
 
-    With several processes, process 0 records, since the private gradient is the same everywhere. A second training, or a
-    resumed one, begins a new recording, in which `filtered` begins like the filter of a new run.
+    With several processes, process 0 records. A second training, or a resumed one, begins a new recording.
 
     Args:
         dimensions: k, the number of values kept of a gradient. The estimate of the signal's power has a relative standard
-            deviation of at most about √(2/k) over the seed, unless few coordinates hold most of it.
+            deviation of about √(2/k) over the seed, more if few coordinates hold most of it.
         record_raw: Whether to keep the clipped gradient before noise too. It is NOT private, as the ledger then states.
         seed: The seed of the projection. It is public, and independent of the noise.
 
@@ -42,14 +38,12 @@ class GradientRecorder(TrainerCallback):
 
     Raises:
         ValueError: If `dimensions` is out of range. When training begins, if the run's gradients are not private, its noise
-            is not white and of one size (GaLore, `noise_shape`, `clipping_quantile`), its filter changes, its trained
-            weights are in shards, it has fewer of them than dimensions, or several processes with `record_raw`.
+            is not white and of one size, its filter changes, its weights are in shards or fewer than dimensions, or there
+            are several processes with `record_raw`.
 
     Example:
         >>> recorder = GradientRecorder(dimensions=64)
         >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, callbacks=[recorder])
-        >>> trainer.train()
-        >>> frequencies, density = power_spectral_density(recorder.private)
     """
 
     def __init__(self, *, dimensions: int = 256, record_raw: bool = False, seed: int = 0) -> None:
@@ -153,11 +147,7 @@ class GradientRecorder(TrainerCallback):
         self._filter_states = np.zeros((self.low_pass_filter.order, self.dimensions))
 
     def record_raw_gradient(self, sums: Mapping[str, Float[Tensor, "..."]], expected_batch_size: int) -> None:
-        """Record the mean of a step from its clipped sums, before noise is added. The run calls it if `record_raw` is set.
-
-        Raises:
-            ValueError: If `record_raw` is False.
-        """
+        """Record the mean of a step from its clipped sums, before noise is added; only if `record_raw` is set."""
         if not self.record_raw:
             raise ValueError("record_raw must be True to record raw gradients, got False. Set it, or record none.")
         # No noise: this is why the ledger of such a run states that it is not private.
@@ -175,11 +165,8 @@ class GradientRecorder(TrainerCallback):
     def add_estimates(self, logs: dict[str, float]) -> None:
         """Add the power of signal and noise since the last training log to a new one (modified in place).
 
-        `signal_power` and `noise_power` are ‖s‖² and dσ² of the gradient, `signal_power_error` is the standard error of the
-        first, and `snr_before` and `snr_after` are signal per noise before the filter and after it. All are computed from
-        private gradients. With much noise the estimate of the signal, and with it both ratios, may be negative. It is not
-        cut at 0, so that a mean over many logs is unbiased. Logs of evaluations, and of processes that do not record, are
-        not changed.
+        All are estimates from private gradients before and after the filter. With much noise they may be negative, and are
+        not cut at 0, so that a mean over logs is unbiased.
         """
         # The host logs the learning rate with every report on training steps, and with no other.
         rows = self._series(self._private[self._steps_logged :])

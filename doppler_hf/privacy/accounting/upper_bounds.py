@@ -1,17 +1,15 @@
 """Upper bounds on ε of composed Poisson-subsampled Gaussian mechanisms, by three methods.
 
 A step adds N(0, σ²) to a sum of sensitivity 1 over a Poisson sample of rate q. Removing one example turns the output
-(1 − q) N(0, σ²) + q N(1, σ²) into N(0, σ²), and adding one does the reverse; the loss of T steps is a sum of T
-independent privacy losses. Each bound takes the worse direction. For single steps and for Rényi divergences that is
-proven to be removal (Zhu et al. 2022, https://arxiv.org/abs/2106.08567; Mironov et al. 2019), which *prv* and *rdp*
-compute. *pld* computes both and takes the larger, which was removal in every case that was tried.
+(1 − q) N(0, σ²) + q N(1, σ²) into N(0, σ²), adding one does the reverse; T steps sum T independent privacy losses. Each
+bound takes the worse direction. For single steps and for Rényi divergences that is proven to be removal (Zhu et al. 2022,
+https://arxiv.org/abs/2106.08567; Mironov et al. 2019), which *prv* and *rdp* compute. *pld* computes both.
 
 - *rdp*: Rényi divergences (Mironov et al. 2019, https://arxiv.org/abs/1908.10530), turned into ε by Balle et al. 2020,
   https://arxiv.org/abs/1905.09982, Theorem 21, at the best of many orders. The bound holds at every one of them.
-- *prv*: the distribution of the loss on a grid (Gopi et al. 2021, https://arxiv.org/abs/2106.02848). Rounding to the
-  grid errs to either side, so the paper's error bound is added.
-- *pld*: the same with every rounding upwards (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380): a bound at any
-  grid spacing.
+- *prv*: the loss on a grid (Gopi et al. 2021, https://arxiv.org/abs/2106.02848). Rounding errs to either side, so the
+  paper's error bound is added.
+- *pld*: the same, rounded upwards (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380): a bound at any spacing.
 
 A sampled Gaussian is a triple (σ, q, T) with σ > 0, 0 < q ≤ 1 and T ≥ 1. Opacus, which brings torch, is imported when it
 computes.
@@ -119,14 +117,9 @@ def rdp_estimate(mechanisms: Sequence[SampledGaussian], *, delta: float) -> floa
 
 
 def prv_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
-    """Return the bound of privacy random variables on ε at `delta`, or that of *rdp* where it is smaller.
+    """Return the bound of privacy random variables on ε at `delta`, for q < 1, or that of *rdp* where it is smaller.
 
-    *rdp* replaces it below δ = 10⁻¹⁰, and the smaller one of *rdp* and *pld* where this arithmetic overflows, with almost
-    no noise.
-
-    Args:
-        mechanisms: At least one; every q < 1.
-        delta: δ.
+    *rdp* replaces it below δ = 10⁻¹⁰, and the smaller one of *rdp* and *pld* where this arithmetic overflows.
     """
     return _prv(mechanisms, delta=delta, coarsening=1)
 
@@ -134,8 +127,7 @@ def prv_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float
 def prv_estimate(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
     """Return an estimate of `prv_epsilon` in a fraction of the time, as a start for a search. It is no bound.
 
-    The error bound that is added is that of the fine grid, but the coarse grid errs by more: by up to 2e-4 of ε in what was
-    tried, and in one step with q = 0.001 by 2e-3, since the fine one is taken where its error bound is a large part of ε.
+    The coarse grid errs by up to 2e-4 of ε in what was tried, in one step with q = 0.001 by 2e-3.
     """
     return _prv(mechanisms, delta=delta, coarsening=16)
 

@@ -44,12 +44,7 @@ def schema_validator() -> Any:
 
 
 def read_entries(path: Path) -> list[chain.Entry]:
-    """Return the entries of the file, checked against the schema and as a chain.
-
-    Raises:
-        FileNotFoundError: If there is no file.
-        ValueError: If the file is no ledger of this format, or was changed.
-    """
+    """Return the entries of the file, checked against the schema and as a chain."""
     try:
         document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except ValueError as error:
@@ -77,11 +72,7 @@ def is_earlier_state(path: Path, entries: Sequence[chain.Entry]) -> bool:
 
 
 def write_entries(path: Path, entries: Sequence[chain.Entry]) -> None:
-    """Write the file, so that after a crash at any moment there is either the old one or the new one.
-
-    Raises:
-        NoSpaceError: If the disk is full. The old one is left.
-    """
+    """Write the file, so that after a crash at any moment, or on a full disk, the old one or the new one is there."""
     document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a random name, because two runs may write at once
     with space_for("the ledger", folder=path.parent):

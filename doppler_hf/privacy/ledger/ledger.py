@@ -9,8 +9,7 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
     left                the digests of the model's parameters and buffers when the run ended, cleanly or not
     saved               the same of a model that was saved, and the hashes of its weight files; see `weights`
 
-So after a crash at any moment the ledger never counts too few steps, and too many by one portion at most, a hundredth of the
-plan.
+After a crash it never counts too few steps, and too many by one portion at most, a hundredth of the plan.
 """
 
 import contextlib
@@ -44,8 +43,8 @@ class PrivacyLedger:
         entries: The chain.
         runs: The launches of the training.
         claims: Every ε that the entries state.
-        saved: The weights that it speaks for: of every set of files that was saved their hashes, by name.
-        models: The models that it speaks for: their digests, as the training has left or saved them.
+        saved: The hashes of the weights that it speaks for, by name, for every set of files saved.
+        models: The digests of the models that it speaks for.
     """
 
     def __init__(self, record: LedgerRecord) -> None:
@@ -74,8 +73,7 @@ class PrivacyLedger:
             from_step: The optimizer step from which it continues.
 
         Raises:
-            ValueError: If the statement is about other data, another unit of privacy or another δ, so that the two cannot
-                be composed, or this ledger is too short for the step.
+            ValueError: If data, unit of privacy or δ differ, or this ledger is too short for the step.
         """
         ledger = self.as_written()
         ledger._begin("resumed", statement, {"from_step": from_step, "steps_run": ledger.steps_run})
@@ -86,10 +84,7 @@ class PrivacyLedger:
         return type(self)(LedgerRecord(self.entries))
 
     def reserve(self, *, at_most: int) -> bool:
-        """Reserve the next portion of steps, if the last one is used up, before any of them is computed.
-
-        Args:
-            at_most: The number of steps that the run may still make.
+        """Reserve the next portion of steps, at most `at_most`, if the last one is used up, before any of them is computed.
 
         Returns:
             Whether a portion was reserved. The ledger must then be saved before the next step.
@@ -135,12 +130,7 @@ class PrivacyLedger:
         return is_new
 
     def speak_for(self, weights: Mapping[str, str], *, model: ModelDigests) -> bool:
-        """Note that the run has saved these weights, and return whether that was new.
-
-        Args:
-            weights: The SHA-256 of the weight files that were written, by name.
-            model: The digests of the model that they hold.
-        """
+        """Note that the run has saved weight files of these SHA-256, by name, and return whether that was new."""
         # Not twice: the head, which may have been published, stays what it is when the same weights are saved again.
         is_new = not self.has_saved(weights)
         if is_new:
@@ -230,8 +220,7 @@ class PrivacyLedger:
 
         Raises:
             FileNotFoundError: If there is none.
-            ValueError: If it is no ledger of this format, or was changed. The message has the entry, what does not match,
-                and what to do.
+            ValueError: If it is no ledger of this format, or was changed. The message has the entry and what to do.
         """
         path = Path(path) / LEDGER_NAME if Path(path).is_dir() else Path(path)
         try:
@@ -240,11 +229,7 @@ class PrivacyLedger:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Write the ledger into `folder`, whole or not at all.
-
-        Raises:
-            ValueError: If the ledger there is not an earlier state of this one, so that its entries would be lost.
-        """
+        """Write the ledger into `folder`, whole or not at all; refuse to lose the entries of another one there."""
         path = Path(folder) / LEDGER_NAME
         if path.exists() and not is_earlier_state(path, self.entries):
             raise ValueError(
@@ -281,11 +266,7 @@ class PrivacyLedger:
 
 
 def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
-    """Return the ledger that continues all the others.
-
-    Raises:
-        ValueError: If two of them are of different runs, so that either would leave out what the other has spent.
-    """
+    """Return the ledger that continues all the others; refuse two of different runs."""
     longest = max(ledgers, key=lambda ledger: len(ledger.entries))
     for ledger in ledgers:
         if not ledger.is_prefix_of(longest):
@@ -308,15 +289,7 @@ def ledgers_in(folder: str | Path) -> dict[Path, PrivacyLedger]:
 
 
 def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) -> Path | None:
-    """Rename the ledger of `folder` after its head, so that it is neither lost nor taken for that of another training.
-
-    Args:
-        folder: The folder that may hold a ledger.
-        unless: Tells whether the ledger there may stay.
-
-    Returns:
-        Its new path; None if it was not renamed.
-    """
+    """Rename the ledger of `folder` after its head, `unless` it may stay, and return its new path if it was renamed."""
     path = Path(folder) / LEDGER_NAME
     if not path.exists():
         return None

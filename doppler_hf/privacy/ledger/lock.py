@@ -10,14 +10,7 @@ LOCK_NAME: Final = "_privacy_ledger.lock"
 
 
 class WriterLock:
-    """Keeps other runs, of this process or another, from writing to the ledger of a folder. It can be entered repeatedly.
-
-    Args:
-        folder: The folder, which entering the lock creates.
-
-    Raises:
-        ValueError: If another run holds it.
-    """
+    """Keeps other runs, of this process or another, from writing to the ledger of a folder. It can be entered repeatedly."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)

@@ -1,10 +1,9 @@
 """The terms of a run's guarantee, fixed before its first step.
 
-A step draws each of N units with probability q = B/N, clips a unit's contribution to norm C, and adds noise σC. With a
-private training loss it also releases the sum of clipped losses with noise of its own, and with a clip norm that follows a
-quantile the count of gradients within it. All of these are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L² + 1/σ_b².
-The accountant bounds T steps of it, for add/remove neighbours. If the noise is shaped over b steps, b groups of units take
-turns, and the accountant bounds ⌈T/b⌉ turns at b times the rate.
+A step draws each of N units with probability q = B/N, clips a unit's contribution to norm C, and adds noise σC. It may also
+release, from the same draw and with noise of their own, the sum of clipped losses and the count of gradients within the
+clip norm. Together these are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L² + 1/σ_b², of which the accountant bounds T
+steps for add/remove neighbours. If b groups of units take turns, it bounds ⌈T/b⌉ turns at b times the rate.
 """
 
 from dataclasses import dataclass
