@@ -17,11 +17,8 @@ from doppler_hf.filters.design import PAPER_FILTERS, momentum
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
-# The longest delay, as a share of the run.
-MAX_DELAY_SHARE: Final = 0.02
-
-# A shorter delay, Σκ² > 1/2, is not worth its buffer.
-MIN_DELAY: Final = 0.5
+MAX_DELAY_SHARE: Final = 0.02  # the longest delay, as a share of the run
+MIN_DELAY: Final = 0.5  # a shorter one, Σκ² > 1/2, is not worth its buffer
 
 
 def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, noise: NoiseShape = WHITE) -> LowPassFilter:
@@ -34,13 +31,6 @@ def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, no
 
     Returns:
         `momentum(beta)`, beta to three decimals; no filter in runs of fewer than 25 steps.
-
-    Raises:
-        ValueError: If steps or learning rates are out of range.
-
-    Example:
-        >>> print(auto_filter(1000, noise=NoiseShape.banded(4)))
-        momentum:beta=0.941
     """
     return _best_filter(ClosedLoop.of_run(steps, learning_rates), noise, steps=steps)
 
@@ -53,7 +43,7 @@ def auto_noise_shape(
     low_pass_filter: LowPassFilter | None = None,
     most_bands: int | None = None,
 ) -> NoiseShape:
-    """Pick the noise shape with the least loss among runs of equal ε.
+    """Pick the noise shape with the least loss among runs of equal ε; white where none is better by `WORTHWHILE`.
 
     Args:
         noise_multiplier_of: σ for a number of bands, at equal ε; infinite where there is none. It is asked for 1, 2, 4, ...
@@ -62,12 +52,6 @@ def auto_noise_shape(
         learning_rates: As for `auto_filter`.
         low_pass_filter: The filter of the run; None for `auto_filter` with each number of bands.
         most_bands: The most that fit into memory; None for any number.
-
-    Returns:
-        White noise where no other shape is better by `WORTHWHILE`, or where the filter's loop is unstable.
-
-    Raises:
-        ValueError: If an argument is out of range, or a noise multiplier is not positive.
 
     Example:
         >>> sigmas = {1: 0.83, 2: 0.98, 4: 1.21, 8: 1.54, 16: 2.02}  # MNIST, ε = 3, B = 1000, T = 300
@@ -79,9 +63,7 @@ def auto_noise_shape(
     while bands <= min(steps, most_bands or steps) and math.isfinite(sigma := noise_multiplier_of(bands)):
         if not sigma > 0:
             raise ValueError(f"noise_multiplier_of must return positive numbers, got {sigma} for {bands} bands.")
-        chosen = low_pass_filter
-        if chosen is None:
-            chosen = _best_filter(loop, NoiseShape.banded(bands), steps=steps)
+        chosen = low_pass_filter or _best_filter(loop, NoiseShape.banded(bands), steps=steps)
         shape = loop.best_shape(bands, chosen)
         loss = sigma**2 * loop.loss(chosen, shape)
         if not loss < (1 - WORTHWHILE) * least:

@@ -29,12 +29,8 @@ from doppler_hf.filters.snr import check_autocorrelation
 Objective = Literal["snr", "bound"]
 Array = NDArray[np.float64]
 
-# What is left of a pole's response at the last lag that is given.
-LAST_LAG: Final = 0.01
-
-# The reflection coefficients are tanh of what is searched, up to 1 - 2e-7.
-SEARCH_RANGE: Final = 8.0
-
+LAST_LAG: Final = 0.01  # what is left of a pole's response at the last lag
+SEARCH_RANGE: Final = 8.0  # reflection coefficients are tanh of what is searched, up to 1 - 2e-7
 # On seven autocorrelations, orders 1 to 3 and both objectives, 8 starts missed what 64 find once, and 24 never.
 RANDOM_STARTS: Final = 24
 
@@ -46,7 +42,7 @@ def best_filter(
     objective: Objective = "snr",
     noise: NoiseShape = WHITE,
 ) -> LowPassFilter:
-    """Find the valid filter of an order with the greatest SNR as T → ∞.
+    """Find the valid filter of an order with the greatest SNR as T → ∞, from a fixed set of starting points.
 
     Unit gain alone does not bound the SNR: a pole close to 1 spreads the weight over ever more lags. So poles have a modulus
     of at most 0.01^(1/lags), and the filter no more taps than there are lags.
@@ -57,16 +53,8 @@ def best_filter(
         objective: ``"snr"`` as in the paper; ``"bound"`` for SNR · S_T, which the convergence bound depends on (see `snr`).
         noise: The shape of the noise that the filter is to remove.
 
-    Returns:
-        The best filter from a fixed set of starting points.
-
     Raises:
         ValueError: If an argument is out of range, or no filter with a positive step response was found.
-
-    Example:
-        >>> low_pass_filter = best_filter(0.5 * 0.8 ** np.arange(60), 1, objective="bound")
-        >>> round(low_pass_filter.a[1], 3)
-        -0.8
     """
     check_autocorrelation(autocorrelation)
     lags = len(autocorrelation)
@@ -75,17 +63,17 @@ def best_filter(
     if not isinstance(order, Integral) or not 0 <= order < lags:
         raise ValueError(f"order must be an integer from 0 to {lags - 1}, one less than the lags known, got {order}.")
     starts = [np.zeros(order), *np.random.default_rng(0).normal(size=(RANDOM_STARTS, order))] if order else [np.zeros(0)]
-    # Among poles alone, then, where the b that goes with them has a step response that is not positive, among both.
-    searches = [_search_poles(start, autocorrelation, objective, noise) for start in starts]
-    b, a = max(searches, key=lambda found: _value(*found, autocorrelation, objective, noise))
+    # Among poles alone; then, if the best of these has a step response that is not positive, among poles and zeros.
+    found = [_search_poles(start, autocorrelation, objective, noise) for start in starts]
+    b, a = max(found, key=lambda each: _value(*each, autocorrelation, objective, noise))
     if _lowest_step(b, a, lags) <= 0:
-        both = [_search_both(start, autocorrelation, objective, noise) for start in starts]
-        allowed = [found for found in both if _lowest_step(*found, lags) > 0]
-        if not allowed:
+        found = [_search_both(start, autocorrelation, objective, noise) for start in starts]
+        found = [each for each in found if _lowest_step(*each, lags) > 0]
+        if not found:
             raise ValueError(
                 f"No filter of order {order} with a positive step response suits this autocorrelation. Try another order."
             )
-        b, a = max(allowed, key=lambda found: _value(*found, autocorrelation, objective, noise))
+        b, a = max(found, key=lambda each: _value(*each, autocorrelation, objective, noise))
     return from_coefficients(tuple(b), tuple(a))
 
 

@@ -28,25 +28,14 @@ from doppler_hf.filters.design import positive_integer
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
-# The share of the way of the weights in which the gradient turns by its own length, in the flattest direction that counts.
-TURN_SHARE: Final = 0.1
-
-# x = ηλ of the sharpest direction, at the full learning rate.
-SHARPEST: Final = 1.0
-
-# The loss is a power: a share of it that is twice as large as that of the noise. Less is not worth a delay, a buffer, or a
-# larger noise of single steps.
-WORTHWHILE: Final = 0.02
-
-# The largest modulus of a root of a strategy, and by which share the loss must fall for it. Within the first the noise of a
-# step is some five times that of white noise at most. Behind the long momentum of thousands of steps the second takes away a
-# quarter of the loss, with noise that settles in some hundred steps and is up to fifteen times as large.
+TURN_SHARE: Final = 0.1  # of the way of the weights, in which the gradient turns by its own length in the flattest direction
+SHARPEST: Final = 1.0  # x = ηλ of the sharpest direction, at the full learning rate
+WORTHWHILE: Final = 0.02  # the share of the loss that is worth a delay, a buffer, or a larger noise of single steps
+# The largest modulus of a strategy's root, and the share by which the loss must fall for it. Within the first a step's noise
+# is at most five times white noise. Behind the momentum of long runs the second saves a quarter of the loss, with noise up
+# to fifteen times as large.
 LARGEST_ROOTS: Final[Mapping[float, float]] = {0.9: 0.0, 0.99: WORTHWHILE}
-
-# Of the grid: directions, sizes of the learning rate, and frequencies.
-_DIRECTIONS: Final = 16
-_RATES: Final = 10
-_FREQUENCIES: Final = 2048
+_DIRECTIONS, _RATES, _FREQUENCIES = 16, 10, 2048  # of the grid
 
 
 @final
@@ -56,9 +45,6 @@ class ClosedLoop:
     Args:
         x: ηλ of every direction, above 0, shape (directions,).
         weights: Weight of each direction, of sum 1, shape (directions,); equal by default.
-
-    Raises:
-        ValueError: If there is no direction, or x is not above 0.
 
     Example:
         >>> loop, momentum = ClosedLoop.of_run(300), LowPassFilter(b=(0.1,), a=(1.0, -0.9))
@@ -86,9 +72,6 @@ class ClosedLoop:
         Args:
             steps: Length of the run T.
             learning_rates: The learning rate of each step, in any unit, shape (steps,); constant by default.
-
-        Raises:
-            ValueError: If steps is no positive integer, or the learning rates are not `steps` numbers ≥ 0, one above 0.
         """
         rates = _relative_rates(positive_integer("steps", steps), learning_rates)
         flattest = min(1 / (TURN_SHARE * math.fsum(rates)), SHARPEST)
@@ -181,7 +164,5 @@ def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float
         if not 0 <= rate < math.inf:
             raise ValueError(f"learning_rates must be finite and at least 0, got {rate} at step {step}.")
     if not max(learning_rates):
-        raise ValueError(
-            "learning_rates must not all be 0, for the weights would not move. Give at least one that is positive."
-        )
+        raise ValueError("learning_rates must not all be 0, since the weights would not move. Give at least one above 0.")
     return np.array(learning_rates) / max(learning_rates)

@@ -47,9 +47,6 @@ def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
         order: Number of poles, at least 1.
         cutoff: End of the passband, as a fraction of Nyquist (1 is half a cycle per optimizer step).
         ripple_db: Depth of the ripple in the passband, in decibels; the gain is 1 at frequency zero.
-
-    Raises:
-        ValueError: If an argument is out of range, or no valid filter has these properties.
     """
     ripple_db = _decibels("ripple_db", ripple_db, "Use butterworth for no ripple")
     return _designed("chebyshev1", scipy.signal.cheby1, order, cutoff, ripple_db=ripple_db)
@@ -60,26 +57,15 @@ def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilte
 
     Args:
         order: Number of poles, at least 1.
-        cutoff: Start of the stopband, as a fraction of Nyquist (1 is half a cycle per optimizer step); the gain has fallen
-            to the attenuation there.
+        cutoff: Start of the stopband, at which the attenuation is reached, as a fraction of Nyquist.
         attenuation_db: Least attenuation of the stopband, in decibels.
-
-    Raises:
-        ValueError: If an argument is out of range, or no valid filter has these properties.
     """
     attenuation_db = _decibels("attenuation_db", attenuation_db, "Give 20 for a tenth of the amplitude")
     return _designed("chebyshev2", scipy.signal.cheby2, order, cutoff, attenuation_db=attenuation_db)
 
 
 def momentum(beta: float) -> LowPassFilter:
-    """Return the exponential moving average m_t = β m_{t-1} + (1 - β) g_t.
-
-    Args:
-        beta: Decay, in [0, 1): Adam's β₁.
-
-    Raises:
-        ValueError: If beta lies outside [0, 1).
-    """
+    """Return the exponential moving average m_t = β m_{t-1} + (1 - β) g_t, for a decay β in [0, 1): Adam's β₁."""
     if not (isinstance(beta, Real) and 0 <= beta < 1):
         raise ValueError(f"beta must be a decay in [0, 1), got {beta}.")
     beta = float(beta)
@@ -87,14 +73,7 @@ def momentum(beta: float) -> LowPassFilter:
 
 
 def moving_average(taps: int) -> LowPassFilter:
-    """Return the mean of the last gradients, m_t = (g_t + ... + g_{t-n+1}) / n.
-
-    Args:
-        taps: How many gradients n, at least 1; the filter keeps n - 1 states per parameter.
-
-    Raises:
-        ValueError: If taps is not a positive integer.
-    """
+    """Return the mean of the last n = `taps` gradients, which keeps n - 1 states per parameter."""
     taps = positive_integer("taps", taps)
     return _named(f"moving-average:taps={taps}", LowPassFilter(b=(1 / taps,) * taps))
 
@@ -105,9 +84,6 @@ def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPas
     Args:
         b: Feed-forward coefficients.
         a: Feedback coefficients, the leading one included.
-
-    Raises:
-        ValueError: If ``a[0]`` is 0, there is no gain at frequency zero to divide by, or the filter is not valid.
 
     Example:
         >>> from_coefficients([1, 1])

@@ -1,8 +1,4 @@
-"""A filter in numbers: where it cuts, how late it is, how long it takes to settle.
-
-All follow from the impulse response κ. The noise of the optimizer's m_t / c_t is that of one gradient times
-Σ_{τ≤t} κ_τ² / c_t², which falls from 1 to the noise gain.
-"""
+"""A filter in numbers: where it cuts, how late it is, how long it takes to settle."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -30,7 +26,7 @@ class FilterFigures:
         cutoff: Lowest frequency at which the gain is 1/√2 (-3 dB), as a fraction of Nyquist; 1 if there is none.
         delay: Group delay at frequency 0, in steps: by how much the output lags behind a slow change.
         settling_steps: Steps until the step response stays within 2 % of 1.
-        startup_steps: Steps until the noise of the bias-corrected output stays within 10 % of what it settles at.
+        startup_steps: Steps until Σ_{τ≤t} κ_τ² / c_t², the noise of m_t / c_t, stays within 10 % of the noise gain.
         largest_pole: Largest modulus of a pole, 0 without feedback.
     """
 

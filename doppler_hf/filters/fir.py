@@ -33,9 +33,6 @@ def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Obj
         autocorrelation: c_0 ... c_{taps-1} of the signal in any scale, shape (taps,).
         objective: ``"bound"`` for b ∝ c, as in the paper; ``"snr"`` for b ∝ c + r, r the root mean square of c (see `snr`).
 
-    Raises:
-        ValueError: If the autocorrelation is empty or not finite, or its sum or the filter's step response is not positive.
-
     Example:
         >>> optimal_fir(np.array([0.5, 0.3, 0.2]))
         LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
@@ -65,13 +62,6 @@ def estimate_autocorrelation(
 
     Returns:
         c_0 ... c_{taps-1}, shape (taps,), c_0 = ½; the standard error is `autocorrelation_standard_error`.
-
-    Raises:
-        ValueError: If gradients are missing or not finite, noise_std is negative, or taps is not from 1 to steps.
-
-    Example:
-        >>> estimate_autocorrelation(np.array([[1.0], [1.0], [1.0]]), 0.0)
-        array([0.5, 0.5, 0.5])
     """
     gradients = checked(gradients, name="gradients")
     steps, dimension = gradients.shape
@@ -96,12 +86,6 @@ def autocorrelation_from_products(
         noise_std: Standard deviation of the white noise per coordinate.
         dimension: Number of coordinates d.
         steps: Number of steps in the mean at lag 0.
-
-    Returns:
-        c_0 ... c_{taps-1}, shape (taps,): c_0 = ½, the others in [0, ½].
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
     check_autocorrelation(products)
     check_noise(noise_std)
@@ -118,7 +102,7 @@ def autocorrelation_from_products(
 def autocorrelation_standard_error(
     autocorrelation: Float64[np.ndarray, " taps"], *, signal_power: float, noise_std: float, dimension: int, steps: int
 ) -> Float64[np.ndarray, " taps"]:
-    """Return an upper bound on the standard error of the estimate, for the given signal and random white noise.
+    """Return an upper bound on the standard error of each c_τ, for the given signal and random white noise.
 
     For τ ≥ 1 the products of noise with noise in C_τ have variance d σ⁴ / (T-τ), those of noise with signal at most
     4 σ² S / (T-τ), S = ‖s‖²; C_0 has (2 d σ⁴ + 4 σ² S) / T, and Cov(C_τ, C_0) = 4 σ² S ρ_τ / T. To first order,
@@ -130,13 +114,7 @@ def autocorrelation_standard_error(
         signal_power: S, mean squared norm of the signal over all coordinates.
         noise_std: Standard deviation σ of the noise per coordinate.
         dimension: Number of coordinates d.
-        steps: Number of gradients T.
-
-    Returns:
-        The bound for each c_τ, shape (taps,); 0 at lag 0, where c is ½ by definition.
-
-    Raises:
-        ValueError: If an argument is out of range, or there are more taps than steps.
+        steps: Number of gradients T, at least taps.
     """
     check_autocorrelation(autocorrelation)
     check_noise(noise_std)

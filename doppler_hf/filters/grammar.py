@@ -10,8 +10,6 @@ from typing import Final
 from doppler_hf.filters.design import PAPER_FILTERS, butterworth, chebyshev1, chebyshev2, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
-COEFFICIENTS: Final = "b=b0,b1,...;a=1,a1,... (';a=...' may be left out)"
-
 DESIGNS: Final[Mapping[str, Callable[..., LowPassFilter]]] = {
     "butterworth": butterworth,
     "chebyshev1": chebyshev1,
@@ -35,13 +33,9 @@ OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"op
 
 
 def parse_name(text: str) -> tuple[str, dict[str, float]]:
-    """Split a name of the grammar into its word and the values behind the colon. No filter is made.
+    """Split a name into its word and the values behind the colon, as ``("butterworth", {"order": 2, "cutoff": 0.1})``.
 
-    Returns:
-        ``("butterworth", {"order": 2, "cutoff": 0.1})``, ``("auto", {})``, or ``("b", {})`` for coefficients.
-
-    Raises:
-        ValueError: If the word is unknown, or its values are not exactly those that it takes.
+    No filter is made; coefficients give ``("b", {})``.
     """
     compact = re.sub(r"\s", "", text)
     if compact.startswith("b="):
@@ -71,10 +65,6 @@ def parse_filter(text: str) -> LowPassFilter:
 
     Raises:
         ValueError: If the text is none of these, the filter is not valid, or a run chooses its coefficients.
-
-    Example:
-        >>> LowPassFilter.parse("momentum")
-        LowPassFilter(b=(0.1,), a=(1.0, -0.9))
     """
     word, values = parse_name(text)
     if word == "b":
@@ -121,5 +111,5 @@ def _form(word: str) -> str:
 def _unreadable(text: str) -> ValueError:
     return ValueError(
         f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design as {', '.join(map(_form, KEYS))}, or coefficients as "
-        f"{COEFFICIENTS}, got {text!r}."
+        f"b=b0,b1,...;a=1,a1,... (';a=...' may be left out), got {text!r}."
     )

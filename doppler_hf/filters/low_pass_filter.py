@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 DC_GAIN_RTOL: Final = 1e-6
 
-# A slower pole averages over more than a million steps, longer than any run, and its response could not be checked
-# in reasonable time.
-MAX_POLE_MODULUS: Final = 1 - 1e-6
+MAX_POLE_MODULUS: Final = 1 - 1e-6  # a slower pole averages over more steps than any run has, and cannot be checked
 
 
 @final
@@ -58,8 +56,7 @@ class LowPassFilter:
         object.__setattr__(self, "a", _real_coefficients("a", self.a))
         if self.a[0] != 1.0:
             raise ValueError(f"a[0] must be 1, got {self.a[0]!r}. Divide b and a by it.")
-        # The order matters: only a stable filter has a gain at frequency zero, and only with both does its step
-        # response settle.
+        # In this order: only a stable filter has a gain at frequency zero, and only with both its step response settles.
         _check_poles(self.a)
         _check_dc_gain(self.b, self.a)
         _check_step_response(self.b, self.a)

@@ -26,8 +26,6 @@ from jaxtyping import Float64
 
 from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS
 
-_FORMS: Final = "'white', 'banded:bands=4' or 'banded:c=1,0.5,0.375'"
-
 
 @final
 @dataclass(frozen=True)
@@ -86,11 +84,11 @@ class NoiseShape:
             if found := re.fullmatch(r"banded:bands=(\d+)", compact):
                 return cls.banded(int(found[1]))
             if found := re.fullmatch(r"banded:c=(.+)", compact):
-                coefficients = tuple(map(float, found[1].split(",")))
-                return cls(coefficients)
+                return cls(tuple(map(float, found[1].split(","))))
         except ValueError as error:
             raise ValueError(f"noise_shape={text!r} is no shape of noise: {error}") from error
-        raise ValueError(f"noise_shape must be one of {_FORMS}, or for a training 'auto', got {text!r}.")
+        forms = "'white', 'banded:bands=4' or 'banded:c=1,0.5,0.375'"
+        raise ValueError(f"noise_shape must be one of {forms}, or for a training 'auto', got {text!r}.")
 
     @property
     def bands(self) -> int:

@@ -37,13 +37,6 @@ def signal_to_noise_ratio(
         autocorrelation: c_0 ... c_{lags-1} of the signal, c_0 = 1/2, shape (lags,); 0 beyond.
         steps: Length of the run T, at least 1; None for the limit T → ∞.
         noise: The shape of the noise, whose power is counted for the same σ.
-
-    Raises:
-        ValueError: If the autocorrelation is empty or not finite, or steps is less than 1.
-
-    Example:
-        >>> signal_to_noise_ratio(LowPassFilter(b=(1.0,)), np.array([0.5, 0.4]), steps=100)
-        0.5
     """
     check_autocorrelation(autocorrelation)
     if steps is None:

@@ -53,13 +53,10 @@ from doppler_hf.optim.state import (
 from doppler_hf.optim.update import update
 from doppler_hf.shards import part_here
 
-# The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
-# is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
-# hence a fraction of it, not a constant. Measured on two tasks and two ε (recipes/results/floor.md), with a rate
-# for each: 0.1 to 1 are the same, below that accuracy falls.
+# Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
+# of that difference, hence a fraction of noise_std². In recipes/results/floor.md 0.1 to 1 are the same, less is worse.
 DEFAULT_FLOOR_FRACTION: Final = 0.3
-# Parameters from which on compiling, some twenty seconds, is worth its time.
-WORTH_COMPILING: Final = 20_000_000
+WORTH_COMPILING: Final = 20_000_000  # parameters from which on compiling, some twenty seconds, is worth its time
 # What torch 2.11 compiles writes wrong numbers into some tensors of half precision.
 COMPILES_RIGHT: Final = TorchVersion(torch.__version__) >= "2.13"
 
@@ -134,9 +131,7 @@ class DopplerOptimizer(Optimizer):
         compiled: bool | None = None,
     ) -> None:
         self._filter = FixedFilter(low_pass_filter) if isinstance(low_pass_filter, LowPassFilter) else low_pass_filter
-        # These are attributes and no group options: load_state_dict replaces the groups by those of the checkpoint,
-        # and with them it would silently put back the noise_std of an earlier run, which is wrong as soon as the
-        # privacy arguments have changed.
+        # Attributes, not group options: load_state_dict would put back an earlier run's noise_std with its groups.
         self.low_pass_filter = low_pass_filter
         self.basis_change: BasisChange = basis_change
         self.projector: Projector = projector
@@ -319,8 +314,7 @@ class DopplerOptimizer(Optimizer):
         return state
 
     def _new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        # Adam and AdamBC have the same state, and strings do not belong in it: the number tells a checkpoint of one from
-        # the other's.
+        # Adam and AdamBC have the same state: this number, since a state holds no strings, tells them apart.
         state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base)}
         dtype = self.state_dtype or full_dtype(p)
         zeros = zeros_in_full = functools.partial(torch.zeros_like, part_here(p).detach(), dtype=dtype)

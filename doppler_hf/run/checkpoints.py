@@ -66,8 +66,7 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         if checkpoints and not whole:
             raise ValueError(
                 f"resume_from_checkpoint=True must find a whole checkpoint in {output_dir}, got {len(checkpoints)} whose "
-                f"writing was interrupted ({_INTERRUPTED}). Remove them to begin anew. What was "
-                "spent stays in its ledger, which is set aside, and the ε of both add up."
+                f"writing was interrupted ({_INTERRUPTED}). Remove them to begin anew. The ε of both runs add up."
             )
         return whole[-1] if whole else True
     if isinstance(resume_from_checkpoint, str | os.PathLike):

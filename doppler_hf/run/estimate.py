@@ -7,6 +7,7 @@ for each of P processes. t and m come from two sizes of micro-batch, noise and o
 loading, padding, evaluation, the start check, libraries, and waiting for the slowest process are not included.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -132,18 +133,12 @@ def estimate(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device, number = trained[0].device, sum(parameter.numel() for parameter in trained)
     meter = Meter(device)
-    sizes = (max(1, setting.micro_batch // 2), setting.micro_batch)
-    if sizes[0] == sizes[1]:
-        sizes = (1, 2)
+    sizes = (max(1, setting.micro_batch // 2), max(2, setting.micro_batch))
     found = []
     with ClippedGradients(model, engine=setting.engine, clipping="automatic") as clipped:
         for size in sizes:
-            inputs = batch(size)
-
-            def one_pass(inputs: dict[str, Tensor] = inputs) -> None:
-                clipped.backward(losses_of(inputs))
-
-            clipped.backward(losses_of(inputs))  # so that the sums are there, which are counted
+            one_pass = functools.partial(lambda inputs: clipped.backward(losses_of(inputs)), batch(size))
+            one_pass()  # so that the sums are there, which are counted
             found.append((meter.peak(one_pass), meter.seconds(one_pass)))
     (low, per_example) = _line(sizes, found)
     noise, step, kept = _of_a_weight(setting, device=device, sampled=min(number, _SAMPLED), meter=meter)

@@ -36,11 +36,6 @@ class GradientRecorder(TrainerCallback):
         noise_std: Standard deviation of the noise in each number recorded, σ_DP √(d/k); 0 before training.
         low_pass_filter: The run's filter; none before training.
 
-    Raises:
-        ValueError: If `dimensions` is out of range. When training begins, if the run's gradients are not private, its noise
-            is not white and of one size, its filter changes, its weights are in shards or fewer than dimensions, or there
-            are several processes with `record_raw`.
-
     Example:
         >>> recorder = GradientRecorder(dimensions=64)
         >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, callbacks=[recorder])
@@ -115,22 +110,13 @@ class GradientRecorder(TrainerCallback):
         if args.disable_dp:
             raise ValueError("GradientRecorder records private gradients, and disable_dp=True has none. Leave one out.")
         if args.optim_target_modules is not None:
-            raise ValueError(
-                "GradientRecorder assumes white noise, which GaLore (optim_target_modules) does not have. Record a run "
-                "without it."
-            )
+            raise ValueError("GradientRecorder assumes white noise, unlike that of GaLore. Leave optim_target_modules out.")
         if self.record_raw and args.world_size > 1:
-            raise ValueError(
-                f"record_raw must run on one process, got {args.world_size}, each of which would have a part of the sum. "
-                "Record on one process."
-            )
+            raise ValueError(f"record_raw must run on one process, which has the whole sum, got {args.world_size}.")
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         if not isinstance(optimizer.low_pass_filter, LowPassFilter):
-            raise ValueError(
-                f"GradientRecorder cannot follow {optimizer.low_pass_filter}, whose taps change. Record a run with a fixed "
-                "filter."
-            )
+            raise ValueError(f"The recorded filter must be fixed, got {optimizer.low_pass_filter}. Set another one.")
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         if any(isinstance(p, DTensor) for p in self._parameters.values()):
             raise ValueError(
@@ -192,14 +178,9 @@ class GradientRecorder(TrainerCallback):
 def refuse_other_noise(shape: NoiseShape, *, clipping_quantile: float | None) -> None:
     """Refuse to record under noise that is not white, or changes its size."""
     if not shape.is_white:
-        raise ValueError(
-            f"GradientRecorder takes the noise for white, and noise_shape must be so, got {shape}. Set noise_shape='white'."
-        )
+        raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
     if clipping_quantile is not None:
-        raise ValueError(
-            "GradientRecorder takes the noise to be of one size, and clipping_quantile must be None, got "
-            f"{clipping_quantile}. Leave it out."
-        )
+        raise ValueError(f"clipping_quantile must be None with a GradientRecorder, got {clipping_quantile}. Leave it out.")
 
 
 def recorders_in(callbacks: Iterable[TrainerCallback]) -> list[GradientRecorder]:

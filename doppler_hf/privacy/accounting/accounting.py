@@ -56,16 +56,6 @@ def joint_noise_multiplier(*noise_multipliers: float) -> float:
     Release i adds noise of standard deviation σᵢ·Cᵢ to a sum of sensitivity Cᵢ over the same sample. In units of its own
     noise each output shifts by a vector of norm at most 1/σᵢ when an example joins, so all together by at most √Σ σᵢ⁻².
     That is one Gaussian mechanism, drawn with the same probability.
-
-    Args:
-        noise_multipliers: At least one; 0 is a release without noise, infinity one without information.
-
-    Raises:
-        ValueError: If there is no noise multiplier, or a negative one.
-
-    Example:
-        >>> joint_noise_multiplier(3.0, 4.0)
-        2.4
     """
     if not noise_multipliers:
         raise ValueError("noise_multipliers must have at least one entry, got none.")

@@ -8,8 +8,7 @@ from scipy.optimize import brentq
 
 from doppler_hf.privacy.accounting.accounting import Accountant, Method, Releases, bound, composed, get_total_epsilon
 
-# At most this share of the target is left unspent.
-_CALIBRATION_TOLERANCE = 1e-3
+_CALIBRATION_TOLERANCE = 1e-3  # at most this share of the target is left unspent
 
 
 def get_noise_multiplier(

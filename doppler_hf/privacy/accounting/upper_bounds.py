@@ -36,16 +36,9 @@ _WHOLE_ORDERS = tuple(itertools.chain(*_ORDERS_APART))
 # Opacus sums a series until its terms fall below e⁻³⁰ ≈ 10⁻¹³ of a sum of at least 1. Rounding errs by as much again, and so
 # does the sum at whole orders.
 _RDP_SERIES_ERROR = 1e-12
-
-# Largest grids: up to half a second a call.
-_PRV_POINTS = 2**20
-# The fewest of a coarse grid: it errs most where it is short anyway, in runs of few steps.
-_FEWEST_PRV_POINTS = 2**13
-_PLD_POINTS = 2**16
-
-# The part of ε above which PRV's error bound says that a coarse grid is too coarse.
-_LARGE_ERROR = 5e-3
-
+_PRV_POINTS, _PLD_POINTS = 2**20, 2**16  # largest grids: up to half a second a call
+_FEWEST_PRV_POINTS = 2**13  # of a coarse grid, which errs most in runs of few steps, where it is short anyway
+_LARGE_ERROR = 5e-3  # the part of ε above which PRV's error bound says that a coarse grid is too coarse
 # Below this δ the rounding of double-precision Fourier transforms (10⁻¹⁵ and more, composed) is no longer small beside δ.
 _SMALLEST_FOURIER_DELTA = 1e-10
 

@@ -31,9 +31,7 @@ from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_N
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
 
 LEDGER_NAME: Final = "privacy_ledger.json"
-
-# A run reserves its steps in about this many portions.
-_PORTIONS: Final = 100
+_PORTIONS: Final = 100  # in about so many a run reserves its steps
 
 
 class PrivacyLedger:

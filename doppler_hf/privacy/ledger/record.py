@@ -34,23 +34,15 @@ class Claim(NamedTuple):
 
 @dataclass
 class Run:
-    """One launch of the training. Counts of steps are over the ledger's life.
-
-    Attributes:
-        from_step: The optimizer step from which it was resumed; None for the first.
-        steps_before: Steps counted before it.
-        steps_reserved: Steps that may have been released by its end.
-        steps_released: Steps that are known to have been released.
-        is_closed: Whether it ended cleanly.
-    """
+    """One launch of the training. Counts of steps are over the ledger's life."""
 
     statement: PrivacyStatement
     versions: Mapping[str, str]
-    from_step: int | None
+    from_step: int | None  # the optimizer step from which it was resumed; None for the first
     steps_before: int
     steps_reserved: int
     steps_released: int
-    is_closed: bool = False
+    is_closed: bool = False  # whether it ended cleanly
 
     @property
     def steps_counted(self) -> int:

@@ -35,30 +35,18 @@ class PrivacyStatement:
     """The terms of a run's guarantee.
 
     Attributes:
-        num_units: N, public.
+        num_units: N, public; `expected_batch_size` is B and `sample_rate` q = B/N, in units, over all processes.
         unit_of_privacy: What is protected, such as "one example" or "all examples with the same 'user_id'".
         max_examples_per_unit: The most examples of a unit in one draw; None if a unit is one example, or has no cap.
-        expected_batch_size: B, in units, over all processes.
-        sample_rate: q = B/N.
-        noise_multiplier: σ, the noise on the gradient in units of C.
-        noise_shape: Its shape over the steps, as in `filters.NoiseShape`.
-        per_sample_max_grad_norm: C.
-        clipping: The clipping function.
-        clipping_granularity: One norm over all parameters, or one for each layer.
-        clipping_quantile: γ, if C follows that quantile of the gradients' norms, from `per_sample_max_grad_norm` on.
-        count_noise_multiplier: The noise on the count of gradients that are not clipped, from which C follows, in units of
-            its sensitivity; None without a quantile.
-        augmentation_multiplicity: The views of an example, whose mean gradient is clipped; ε does not depend on it.
-        clip_unit_mean: Whether the mean gradient of a unit's examples is clipped, rather than each; nor on this.
+        noise_multiplier: σ, the noise on the gradient in units of C, which is `per_sample_max_grad_norm`.
+        clipping_quantile: γ, if C follows that quantile of the norms, by a count with noise `count_noise_multiplier`.
+        augmentation_multiplicity: The views of an example, whose mean gradient is clipped.
+        clip_unit_mean: Whether the mean gradient of a unit's examples is clipped, rather than each.
         train_loss: How the training loss is reported; "raw" is not covered by the guarantee.
-        per_sample_max_loss: The most that one unit adds to the private training loss; None without one.
-        loss_noise_multiplier: σ_L, the noise on that loss in units of it; None without one.
-        target_delta: δ.
+        per_sample_max_loss: The most that one unit adds to the private training loss, of noise `loss_noise_multiplier`.
         target_epsilon: The ε that was asked for, or None when σ was given.
-        accountant: The accountant that bounds ε.
         steps_planned: T, counted from the first step of the training, also if it was resumed.
         private: False if there is no noise, noise or draws can be reproduced, or gradients are recorded without noise.
-        noise_source: The source of the noise, in one line.
     """
 
     num_units: int
@@ -129,14 +117,12 @@ class PrivacyStatement:
         views = self.augmentation_multiplicity
         of_views = "" if views == 1 else f", the mean gradient over {views} views of an example"
         of_units = ", the mean gradient over a unit's examples" if self.clip_unit_mean else ""
-        moves = (
-            ""
-            if self.clipping_quantile is None
-            else (
+        moves = ""
+        if self.clipping_quantile is not None:
+            moves = (
                 f" at first, then the quantile {self.clipping_quantile:g} of the norms, by a count with noise multiplier "
-                f"{self.count_noise_multiplier:.4g}"
             )
-        )
+            moves += f"{self.count_noise_multiplier:.4g}"
         return f"{self.per_sample_max_grad_norm:g}{moves} ({self.clipping}, {self.clipping_granularity}{of_views}{of_units})"
 
     @property
