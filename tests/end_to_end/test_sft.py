@@ -16,7 +16,7 @@ from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
 from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
 from tests.support.tiers import further, thorough
-from tests.support.trainers import trained, weights
+from tests.support.trainers import weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
@@ -125,12 +125,6 @@ def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
     assert [f"{piece!r}" in caplog.text for piece in pieces] == [bool(options)] * 2
 
 
-def test_units_are_those_of_a_column(tmp_path):
-    data = chat.prompts().add_column("user", [row % 5 for row in range(24)])
-    trainer = trained(trainer_of(tmp_path, data=data, privacy_unit_column="user", per_device_train_batch_size=1))
-    assert trainer.privacy.ledger.statement.num_units == 5
-
-
 def test_defaults_are_those_of_trl_and_ours(tmp_path):
     expected = {field.name: field.default for field in dataclasses.fields(DopplerTrainingArguments)}
     expected |= {field.name: field.default for field in dataclasses.fields(SFTConfig)}
@@ -173,23 +167,11 @@ def test_saved_resumed_and_generating(tmp_path, name):
     assert answers[0].shape[1] > asked.shape[1]
 
 
-@pytest.mark.thorough
-def test_a_model_and_its_tokenizer_may_be_named(tmp_path):
-    tiny_llama().save_pretrained(tmp_path / "model")
-    chat_tokenizer().save_pretrained(tmp_path / "model")
-    data, args = chat.conversations(), arguments(tmp_path / "out", target_epsilon=8.0, eval_strategy="no")
-    trainer = DopplerSFTTrainer(str(tmp_path / "model"), args, train_dataset=data)
-    trainer.train()
-    assert trainer.evaluate(data.select(range(3)))["eval_loss"] > 0
-    assert 0 < trainer.privacy.epsilon() <= 8.0
-
-
 CANNOT = " cannot be used with differential privacy: "
 REFUSED = {
     "packing=True": (dict(packing=True), CANNOT + "a row would hold several texts"),
     "padding_free=True": (dict(padding_free=True), CANNOT + "it joins the texts of a batch"),
     "loss_type='dft'": (dict(loss_type="dft"), CANNOT + "an example's loss is the mean"),
-    "activation_offloading=True": (dict(activation_offloading=True), CANNOT + "it brings activations back once"),
     "use_liger_kernel=True": (dict(use_liger_kernel=True), CANNOT + "its fused layers"),
     "gradient_checkpointing_kwargs": (
         dict(gradient_checkpointing_kwargs={"selective": True}), " must not have 'selective' with differential privacy, got"
@@ -211,24 +193,12 @@ def test_arguments_of_another_class_are_refused(tmp_path):
             DopplerSFTTrainer(tiny_llama(), args, train_dataset=chat.prompts(), processing_class=chat_tokenizer())
 
 
-def test_a_stream_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="IterableDataset has no length, so it cannot be Poisson-sampled"):
-        trainer_of(tmp_path, data=chat.prompts().to_iterable_dataset())
-
-
 def test_rows_that_are_repeated_are_refused_though_trl_writes_them_anew(tmp_path):
     twice = chat.prompts().repeat(2)
     with pytest.raises(ValueError, match="train_dataset must have each row once, got one with rows that are repeated"):
         trainer_of(tmp_path, data=twice)
     with_units = twice.add_column("user", [*range(24)] * 2)
     assert len(trainer_of(tmp_path, data=with_units, privacy_unit_column="user").train_dataset) == 48
-
-
-def test_a_batch_in_one_row_is_refused(tmp_path):
-    trainer = trainer_of(tmp_path, bf16=False)
-    trainer.data_collator.padding_free = True
-    with pytest.raises(ValueError, match=r"one row for each example \(no packing\)"):
-        trainer.train()
 
 
 def test_a_loss_of_the_users_own_is_refused_unless_it_is_per_example(tmp_path):

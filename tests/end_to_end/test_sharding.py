@@ -28,7 +28,6 @@ from transformers import (
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments, GradientRecorder
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
 from tests.end_to_end.test_generation import GeneratingArguments, GeneratingTrainer
 from tests.support import processes
 from tests.support.folders import write_bert, write_glue
@@ -50,19 +49,6 @@ SMALL = dict(
 def lora_model(**overrides):
     model = tiny_bert(num_hidden_layers=2, **overrides)
     return get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
-
-
-def head_model(names=("classifier",), **overrides):
-    """A frozen base whose head is trained."""
-    model = tiny_bert(num_hidden_layers=2, **overrides)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(part in name for part in names))
-    return model
-
-
-def bias_model():
-    """A model whose layers have a trained and a frozen weight each."""
-    return head_model(("bias", "classifier"))
 
 
 def adapters_model(**overrides):
@@ -165,56 +151,6 @@ def small_draws(folder, world, *, name, model=lora_model, **options):
     return found | {"passes": trainer.passes, "spare": trainer.spare}
 
 
-class Full(Watched):
-    """A process whose memory does not suffice for more than two rows, from the first step on."""
-
-    place = "forward"
-    failures = 0
-    most = math.inf
-
-    def compute_per_sample_loss(self, model, inputs):
-        is_full = getattr(self, "passes", None) is not None and self.args.process_index == 1 and self.failures < self.most
-        if not is_full or len(inputs["labels"]) <= 2:
-            return super().compute_per_sample_loss(model, inputs)
-        if self.place == "sum":
-            return self.fail_in_sum(super().compute_per_sample_loss(model, inputs))
-        layer = model.get_submodule("base_model.model.bert.encoder.layer.1.attention.output.LayerNorm")
-
-        def watch(module, inputs, output):
-            if self.place == "forward":
-                self.fail()
-            output.register_hook(lambda gradient: self.fail())
-
-        hook = layer.register_forward_hook(watch)
-        try:
-            losses = super().compute_per_sample_loss(model, inputs)
-        finally:
-            hook.remove()
-        if self.place == "loss":
-            self.fail()
-        return losses
-
-    def fail_in_sum(self, losses):
-        """Let the memory not suffice where the sum of the third layer is formed, when two are added up already."""
-        sums, form = self._sharding.sharded_sums, ShardedSums._rows_of_layer
-        sums._rows_of_layer = lambda number, *rest: self.fail() if number == 2 else form(sums, number, *rest)
-        return losses
-
-    def fail(self):
-        if self.place == "sum":
-            del self._sharding.sharded_sums._rows_of_layer
-        self.failures += 1
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def out_of_memory(folder, world, *, place, model=lora_model, most=math.inf, **options):
-    cls = type("Full", (Full,), {"place": place, "most": most})
-    options |= FSDP
-    trainer = trainer_of(Path(folder) / f"full-{place}-{world}", world=world, model=model().double(), cls=cls, **options)
-    found = outcome(trainer)
-    return found | {"failures": trainer.failures, "passes": trainer.passes, "spare": trainer.spare}
-
-
 def checkpointed(folder, world, *, reentrant, **options):
     options |= dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     return run(folder, world, **options)
@@ -268,7 +204,7 @@ def pad_labels(examples):
     return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-MODELS = {"lora": lora_model, "head": head_model, "full": full_model, "adapters": adapters_model}
+MODELS = {"lora": lora_model, "full": full_model}
 # Of weights in shards what is kept of them too: two states of the optimizer, and those of a weight filter.
 STATES = {"full": dict(base_optimizer="adam_bc", weight_filter="momentum:beta=0.5")}
 
@@ -298,24 +234,6 @@ def resumed(folder, world, *, kind, source, **options):
     if world > 1:
         torch.distributed.barrier()
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    return {
-        "gradients": torch.stack(recorder.gradients),
-        "trained": trained(trainer.model),
-        "shards": [*shards(trainer.model)],
-    }
-
-
-def twice(folder, world, *, name, model=head_model, **options):
-    """Train, and go on from the last checkpoint with the same trainer."""
-    trainer = trainer_of(
-        Path(folder) / f"{name}-{world}", world=world, model=model().double(), save_strategy="steps", save_steps=2,
-        **options,
-    )  # fmt: skip
-    trainer.train()
-    trainer.args.max_steps = 6
-    recorder = Recorder()
-    trainer.add_callback(recorder)
-    trainer.train(resume_from_checkpoint=True)
     return {
         "gradients": torch.stack(recorder.gradients),
         "trained": trained(trainer.model),
@@ -356,20 +274,6 @@ def law(folder, world):
         "std": trainer.private_run.mechanism.noise_std(0) / expected,
         "whole": sum(p.numel() for p in trainer.model.parameters()),
     }
-
-
-def weights_of_checks(folder, world):
-    """Return in which types process 0 has seen a frozen weight of bfloat16, before the first step and in it."""
-    trainer = trainer_of(Path(folder) / f"types-{world}", world=world, model=lora_model().to(torch.bfloat16), **FSDP)
-    seen = Path(folder) / f"types-{world}-{trainer.args.process_index}.txt"  # what is in a file no check puts back
-
-    def watch(module, *_):
-        with seen.open("a") as file:
-            print("check" if trainer.privacy.ledger is None else "step", module.weight.dtype, file=file)
-
-    trainer.model.get_submodule("base_model.model.bert.encoder.layer.0.output.dense").register_forward_hook(watch)
-    trainer.train()
-    return {*seen.read_text().splitlines()}
 
 
 def parts(folder, world):
@@ -427,17 +331,6 @@ def fail_in_loss(trainer):
     trainer.compute_per_sample_loss = fail
 
 
-def call_twice(trainer):
-    loss = trainer.compute_per_sample_loss
-
-    def two_passes(model, inputs):
-        with torch.no_grad():
-            loss(model, dict(inputs))
-        return loss(model, inputs)
-
-    trainer.compute_per_sample_loss = two_passes
-
-
 def move_a_weight(trainer):
     with torch.no_grad():
         next(value for value in trainer.model.parameters() if value.requires_grad).add_(1.0)
@@ -452,12 +345,6 @@ def die(trainer):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class OfTheBatch(DopplerTrainer):
-    def compute_per_sample_loss(self, model, inputs):
-        losses = super().compute_per_sample_loss(model, inputs)
-        return losses + 0.3 * losses.mean()
-
-
 ALIKE = {"fsdp": None, "fsdp_config": None}
 LONG = dict(step=99, max_steps=101, grad_sample_self_check=False)
 RATE = dict(base_optimizer="adam_bc", low_pass_filter="momentum", learning_rate=None, max_steps=2)
@@ -470,49 +357,30 @@ ALL_TRAINED = {
     "small-full": functools.partial(small_draws, model=full_model),
     "tied": functools.partial(language, model=functools.partial(gpt2_model, is_full=True)),
     "shared": functools.partial(language, model=bart_model),
-    "checkpointed-all": functools.partial(checkpointed, reentrant=False, model=full_model),
-    "reentrant-all": functools.partial(checkpointed, reentrant=True, model=full_model),
     "bfloat16-all": functools.partial(run, model=full_model, dtype=torch.bfloat16, max_steps=1),
     "shaped": functools.partial(run, model=full_model, noise_shape="banded:bands=3", **RARE),
     "quantile": functools.partial(run, model=full_model, clipping_quantile=0.5, clipping="vanilla", **RARE),
-    "per-layer": functools.partial(run, model=full_model, clipping_granularity="per_layer", grad_sample_engine="opacus"),
-    "twice-all": functools.partial(twice, model=full_model, base_optimizer="adam_bc"),
 }  # fmt: skip
 CASES = {
-    "sum": functools.partial(out_of_memory, place="sum", model=full_model, most=2, **ADAM),
     "law": law,
     "neighbours-full": functools.partial(neighbours, model=full_model),
     "small": functools.partial(small_draws, name="small"),
     "small-fsdp": functools.partial(small_draws, name="small-fsdp", **FSDP),
     "rate": functools.partial(run, name="rate", **RATE),
     "rate-fsdp": functools.partial(run, name="rate-fsdp", **(RATE | FSDP)),
-    "bias": functools.partial(run, name="bias", model=bias_model),
-    "bias-fsdp": functools.partial(run, name="bias-fsdp", model=bias_model, **FSDP),
     "bfloat16": functools.partial(run, name="bfloat16", dtype=torch.bfloat16),
     "bfloat16-fsdp": functools.partial(run, name="bfloat16-fsdp", dtype=torch.bfloat16, **FSDP),
-    "autocast": functools.partial(run, name="autocast", dtype=torch.float32, bf16=True),
-    "autocast-fsdp": functools.partial(run, name="autocast-fsdp", dtype=torch.float32, bf16=True, **FSDP),
     "language": functools.partial(language, name="language"),
     "language-fsdp": functools.partial(language, name="language-fsdp", **FSDP),
     "generating": functools.partial(generating, name="generating"),
     "generating-fsdp": functools.partial(generating, name="generating-fsdp", **FSDP),
-    "checkpointed": functools.partial(checkpointed, name="checkpointed", reentrant=False),
-    "checkpointed-fsdp": functools.partial(checkpointed, name="checkpointed-fsdp", reentrant=False, **FSDP),
     "reentrant": functools.partial(checkpointed, name="reentrant", reentrant=True),
     "reentrant-fsdp": functools.partial(checkpointed, name="reentrant-fsdp", reentrant=True, **FSDP),
-    "twice": functools.partial(twice, name="twice"),
-    "twice-fsdp": functools.partial(twice, name="twice-fsdp", **FSDP),
     "ddp": functools.partial(run, name="ddp"),
     "fsdp": functools.partial(run, name="fsdp", **FSDP),
-    "forward": functools.partial(out_of_memory, place="forward"),
-    "loss": functools.partial(out_of_memory, place="loss"),
-    "backward": functools.partial(out_of_memory, place="backward"),
     "neighbours": neighbours,
-    "types": weights_of_checks,
     "parts": parts,
     "error": functools.partial(message_of, name="error", act=fail_in_loss),
-    "passes": functools.partial(message_of, name="passes", act=call_twice),
-    "batch": functools.partial(message_of, name="batch", act=str, cls=OfTheBatch),
     "weight": functools.partial(message_of, name="weight", act=move_a_weight, **LONG),
     "weight-ddp": functools.partial(message_of, name="weight-ddp", act=move_a_weight, **(LONG | ALIKE)),
     "shard": functools.partial(message_of, name="shard", act=move_a_shard, **LONG),
@@ -545,8 +413,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_processes(folder):
-    whole = "ddp", "fsdp", "small", "small-fsdp", "backward"
-    return processes.launch(__file__, folder, 2, *whole, "full-cut", "sum", "law", timeout=600)
+    whole = "ddp", "fsdp", "small", "small-fsdp"
+    return processes.launch(__file__, folder, 2, *whole, "full-cut", "law", timeout=600)
 
 
 def assert_equal(runs, others):
@@ -589,23 +457,6 @@ def test_a_process_without_examples_waits_for_nobody(two_processes):
     assert [found["passes"] - found["spare"] for found in with_shards] == own
 
 
-def assert_halved(runs, expected):
-    assert len({found["passes"] for found in runs}) == 1
-    assert [found["failures"] > 0 for found in runs] == [rank == 1 for rank in range(len(runs))]
-    for found in runs:
-        assert_close(found, expected)
-
-
-def test_what_does_not_fit_into_the_memory_of_one_process_is_halved_by_it(two_processes):
-    assert_halved(two_processes["backward"], two_processes["fsdp"][0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", "loss"])
-def test_wherever_it_does_not_fit(place, two_processes, tmp_path):
-    assert_halved(processes.launch(__file__, tmp_path, 2, place)[place], two_processes["fsdp"][0])
-
-
 # --- trained weights in shards --------------------------------------------------------------------------------------------
 
 
@@ -644,13 +495,6 @@ def assert_small_draws(with_all, cut):
 @pytest.mark.slow
 def test_a_process_without_examples_adds_zeros_and_keeps_its_rows(all_trained):
     assert_small_draws(all_trained["small-full"], all_trained["small-full-cut"])
-
-
-def test_nothing_of_a_pass_is_kept_whose_sum_does_not_fit_into_memory(two_processes):
-    """Layers that were added up already are dropped by all, so that no example counts twice."""
-    runs = two_processes["sum"]
-    assert [found["failures"] for found in runs] == [0, 2]
-    assert_as_one(runs, two_processes["full-cut"][0])
 
 
 def assert_law(runs):
@@ -716,16 +560,6 @@ def test_four_processes_with_shards_of_what_is_trained(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_processes_equal_one(tmp_path):
-    four = processes.launch(__file__, tmp_path, 4, "ddp", "fsdp", "small", "small-fsdp", "backward")
-    one = run(tmp_path, 1, name="one")
-    for found in (*four["ddp"], *four["fsdp"]):
-        assert_close(found, one)
-    assert_equal(four["small-fsdp"], four["small"])
-    assert_halved(four["backward"], one)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted({*PAIRS} - {"ddp", "small"}))
 def test_whatever_is_trained(case, tmp_path):
     found = processes.launch(__file__, tmp_path, 2, case, f"{case}-fsdp")
@@ -750,7 +584,7 @@ def saving(folder):
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_saved_gives_the_same_outputs_in_a_plain_process(kind, saving, folder):
     final = folder / f"saved-{kind}-2" / "final"
-    if kind in ("lora", "adapters"):
+    if kind == "lora":
         model = PeftModel.from_pretrained(tiny_bert(num_hidden_layers=2).double(), final)
     else:
         model = BertForSequenceClassification.from_pretrained(final)
@@ -784,17 +618,10 @@ def test_each_process_has_its_part_of_the_frozen_weights(number, tmp_path):
     assert all(found["own"] < 1.05 * found["whole"] / number and not found["left"] for found in runs)
 
 
-@pytest.mark.slow
-def test_bfloat16_is_checked_in_float32(tmp_path):
-    first, other = processes.launch(__file__, tmp_path, 2, "types")["types"]
-    assert first == {"check torch.bfloat16", "check torch.float32", "step torch.bfloat16"}
-    assert other == {"step torch.bfloat16"}  # process 0 checks for all
-
-
 # --- the end of all -------------------------------------------------------------------------------------------------------
 
 
-ERRORS = ["error", "error-all", "passes", "batch", "weight", "weight-ddp", "shard", "taps", "recorder", "early"]
+ERRORS = ["error", "error-all", "weight", "weight-ddp", "shard", "taps", "recorder", "early"]
 
 
 @pytest.fixture(scope="module")
@@ -809,17 +636,11 @@ ENDED = "OthersKnow: All processes of a training must run to its end, got proces
 @pytest.mark.parametrize(
     ("case", "first", "second"),
     [
-        (
-            "error",
-            ENDED,
-            "ZeroDivisionError: in a",
-        ),
+        ("error", ENDED, "ZeroDivisionError: in a"),
         ("error-all", ENDED, "ZeroDivisionError: in a"),
         ("taps", *["ValueError: low_pass_filter='optimal-fir:taps=4' cannot be used with trained weights in shards"] * 2),
         ("recorder", *["ValueError: GradientRecorder must have whole gradients, got trained weights in shards"] * 2),
         ("early", *["ValueError: The optimizer must be of the model's parameters, got one that has others"] * 2),
-        ("passes", *["OthersKnow: All processes must gather the same weights in the same order under FSDP, got diff"] * 2),
-        ("batch", *["ValueError: The loss of one example has a gradient in the places of others"] * 2),
         ("weight", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
         ("weight-ddp", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
         ("shard", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),

@@ -203,17 +203,3 @@ def test_only_many_parameters_are_compiled_unless_told(compiled, threshold, comp
             p.grad = torch.ones_like(p)
         optimizer.step()
     assert asked == [expected]
-
-
-def test_where_compiling_is_switched_off_slices_are_taken_in_silence(monkeypatch):
-    """As by TORCH_COMPILE_DISABLE=1 in the environment."""
-    monkeypatch.setattr("torch._dynamo.config.disable", True)
-    monkeypatch.setattr("doppler_hf.optim.one_pass.Program", None)  # would not be callable
-    weights = []
-    for compiled in (True, False):
-        p = torch.nn.Parameter(torch.ones(100))
-        optimizer = DopplerOptimizer([p], 0.1, low_pass_filter=PAPER_FILTERS["second-order"], base="adam", compiled=compiled)
-        p.grad = torch.linspace(-1, 1, 100)
-        optimizer.step()
-        weights.append(p.detach())
-    assert torch.equal(*weights)

@@ -89,7 +89,7 @@ def test_resuming_is_uninterrupted_to_the_bit(dtypes, base, name):
 
 @pytest.mark.parametrize(
     ("dtypes", "base", "name", "basis_change", "projector", "projector_source"),
-    pairwise(DTYPES, BASES, FILTERS, BASIS_CHANGES, PROJECTORS, PROJECTOR_SOURCES, strength=3),
+    pairwise(DTYPES, BASES, FILTERS, BASIS_CHANGES, PROJECTORS, PROJECTOR_SOURCES),
     ids=str,
 )
 def test_resuming_with_galore_is_uninterrupted_to_the_bit(dtypes, base, name, basis_change, projector, projector_source):
@@ -101,7 +101,6 @@ def test_resuming_with_galore_is_uninterrupted_to_the_bit(dtypes, base, name, ba
     ("change", "message"),
     [
         ({"rank": 3}, r"^The checkpoint is of rank 2, this optimizer of 3\. Set rank=2\.$"),
-        ({"rank": None}, r"^The checkpoint is of rank 2, this optimizer of None\. Set rank=2\.$"),
         ({"base": "adam"}, "The checkpoint is of base 'adam_bc', this optimizer of 'adam'. Set base='adam_bc'"),
         ({"low_pass_filter": PAPER_FILTERS["momentum"]}, "filter of order 2, this optimizer's momentum is of order 1"),
         ({"projector_source": "filtered"}, "The checkpoint is of projector_source 'gradient', this optimizer of 'filtered'"),
@@ -119,12 +118,6 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(change, 
     assert_same(params, loading, params_before, before)
     for group, group_before in zip(loading.param_groups, before.param_groups, strict=True):
         assert {**group, "params": None} == {**group_before, "params": None}
-
-
-def test_a_checkpoint_without_galore_is_refused_with_it():
-    params = parameters(*SHAPES)
-    with pytest.raises(ValueError, match=r"^The checkpoint is of rank None, this optimizer of 2\. Set rank=None\.$"):
-        optimizer_of(params, **GALORE).load_state_dict(optimizer_of(params).state_dict())
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_even_before_its_first_step():
@@ -177,15 +170,6 @@ def test_copies_keep_all_constants_and_continue_to_the_bit(copied):
         assert getattr(other, name) == getattr(optimizer, name), name
     run(optimizer, params, range(4, 9))
     run(other, others, range(4, 9))
-    assert_same(params, optimizer, others, other)
-
-
-def test_a_copy_before_the_first_step_takes_the_same_steps():
-    params = parameters(*SHAPES)
-    optimizer = optimizer_of(params, **GALORE)
-    others, other = copy.deepcopy((params, optimizer))
-    run(optimizer, params, range(5))
-    run(other, others, range(5))
     assert_same(params, optimizer, others, other)
 
 
@@ -256,10 +240,12 @@ def test_schedulers_set_the_learning_rate_of_the_next_step(schedule, of_tensor):
     assert float(resumed.param_groups[0]["lr"]) == float(optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES[1:], ids=str)
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("reordered", ["both", "parameters", "gradients"])
-def test_parameters_and_gradients_in_another_order_of_memory(base, dtype, state_dtype, reordered):
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "base", "reordered"),
+    [(*dtypes, *rest) for dtypes, *rest in pairwise(DTYPES[1:], BASES, ["both", "parameters", "gradients"])],
+    ids=str,
+)
+def test_parameters_and_gradients_in_another_order_of_memory(dtype, state_dtype, base, reordered):
     def channels_last(tensor):
         return tensor.to(memory_format=torch.channels_last)
 
