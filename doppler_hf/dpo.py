@@ -41,11 +41,7 @@ _NOT_PRIVATE: Final = {
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
-    """Arguments of `DopplerDPOTrainer`: those of `DPOConfig` with its defaults, and of `DopplerTrainingArguments`.
-
-    Raises:
-        ValueError: If a value is out of range, or a combination breaks privacy or would have no effect.
-    """
+    """Arguments of `DopplerDPOTrainer`: those of `DPOConfig` with its defaults, and of `DopplerTrainingArguments`."""
 
     learning_rate: float | None = HfArg(
         default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 1e-6."
@@ -68,8 +64,8 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         trl_checks.refuse_arguments(self, _NOT_PRIVATE)
         if not self.precompute_ref_log_probs:
             raise ValueError(
-                "precompute_ref_log_probs must be True with differential privacy, got False: the model is called once for "
-                "each micro-batch, and the reference for each pair by itself. Leave it out."
+                "precompute_ref_log_probs must be True with differential privacy, got False: the reference is computed for "
+                "each pair by itself. Leave it out."
             )
         others = [kind for kind in self.loss_type if kind not in PAIR_LOSSES]
         if others or not self.loss_type:
@@ -80,14 +76,11 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         if not self.beta > 0:
             raise ValueError(f"beta must be > 0, got {self.beta}. Usual is 0.1.")
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}: it is the share of pairs whose labels "
-                "are the wrong way round. Usual is 0.1."
-            )
+            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}. Usual is 0.1.")
         if self.label_smoothing and "robust" not in self.loss_type:
             raise ValueError(
-                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Set "
-                "loss_type='robust', or leave it out."
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Set 'robust', or "
+                "leave it out."
             )
 
 

@@ -25,11 +25,7 @@ _NOT_PRIVATE: Final = {
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
 @dataclass
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
-    """Arguments of `DopplerSFTTrainer`: those of `SFTConfig` with its defaults, and of `DopplerTrainingArguments`.
-
-    Raises:
-        ValueError: If a value is out of range, or a combination breaks privacy or would have no effect.
-    """
+    """Arguments of `DopplerSFTTrainer`: those of `SFTConfig` with its defaults, and of `DopplerTrainingArguments`."""
 
     learning_rate: float | None = HfArg(
         default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 2e-5."

@@ -23,8 +23,7 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
     if (args.gradient_checkpointing_kwargs or {}).get(_SELECTIVE):
         raise ValueError(
             f"gradient_checkpointing_kwargs must not have {_SELECTIVE!r} with differential privacy, got "
-            f"{args.gradient_checkpointing_kwargs}: what it keeps can be used once, and the engine of per-sample "
-            "gradients asks for it again. Leave it out, which recomputes whole layers."
+            f"{args.gradient_checkpointing_kwargs}, whose tensors the engine would need twice. Leave it out."
         )
 
 
@@ -53,9 +52,8 @@ def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_d
         logger.removeFilter(without_piece)
     if trainer.aux_loss_enabled:
         raise ValueError(
-            "The balancing loss of a router must be off with differential privacy, got router_aux_loss_coef="
-            f"{trainer.router_aux_loss_coef}: it is one number for the whole batch and cannot be split into examples. Set "
-            "router_aux_loss_coef=0.0."
+            "The balancing loss of a router, one for the whole batch, must be off with differential privacy, got "
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef}. Set router_aux_loss_coef=0.0."
         )
 
 

@@ -7,9 +7,6 @@ Python, safetensors and torch alike. A disk that is really full is made where th
 import contextlib
 import errno
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -130,52 +127,3 @@ def test_a_run_whose_files_are_limited_goes_on_when_they_are_not(tmp_path, place
     with pytest.raises(NoSpaceError, match=match), files_of_at_most(largest - 1):
         trainer.train()
     check_what_is_left(tmp_path, trainer)
-
-
-SCRIPT = """
-import os, subprocess, sys
-from pathlib import Path
-from doppler_hf.disk import NoSpaceError
-from tests.support.tiny import tiny_bert
-from tests.support.trainers import trainer_of
-from tests.test_disk import OPTIONS, check_what_is_left
-
-home, begun, failed = Path(sys.argv[1]), [], 0
-for space in [*range(1, 12), *range(12, 90, 3)]:
-    folder = home / str(space)
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], check=True)
-    trainer = trainer_of(folder, **OPTIONS)
-    free = os.statvfs(folder)
-    (folder / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 4096 * space))
-    try:
-        trainer.train()
-    except NoSpaceError:
-        failed += 1
-    (folder / "other").unlink()
-    begun += check_what_is_left(folder, trainer)
-    subprocess.run(["umount", folder], check=True)
-print("failed", failed, "went on from", sorted(set(begun)))
-"""
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_really_full(tmp_path):
-    """It has one block more each time, so that each file is the last for which there is space."""
-    own_mounts = ["unshare", "--mount", "--map-root-user"]
-    probe = [*own_mounts, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    try:
-        allowed = subprocess.run(probe, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        allowed = False
-    if not allowed:
-        pytest.skip("the system lets us mount nothing")
-    root = Path(__file__).parents[1]
-    result = subprocess.run(
-        [*own_mounts, sys.executable, "-c", SCRIPT, str(tmp_path)],
-        cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    said = result.stdout.splitlines()[-1]
-    assert said.endswith("went on from [2, 4]")
-    assert int(said.split()[1]) > 10

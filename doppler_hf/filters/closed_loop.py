@@ -6,11 +6,6 @@ x = ηλ and H the filter's response this is a closed loop:
     w = -η H / (e^{iω} - 1 + xH) · n,    ½ λ E w² = ½ η noise_std² L(x),    L(x) = x ∫ |H|² S / |e^{iω} - 1 + xH|² dω/2π,
 
 S = ‖c‖²/|c(e^{-iω})|² the power density of noise of the strategy c. White noise without a filter has L(x) = 1 / (2 - x).
-
-- A filter hardly changes L(x) for white noise: the gradient pulls back for longer what the filter removes in a step.
-- Shaping removes noise from flat directions, and adds it in sharp ones, whose loop follows high frequencies.
-- Behind a filter with a real pole, as momentum, the loop is slow in all directions, and shaping gains in all of them.
-
 Assumed by convention: curvatures spread evenly on a logarithmic scale from x = 10 η̂ / Σ η, where the gradient turns by its
 own length in a tenth of the way of the weights, up to x = 1, and learning rates change slowly.
 """
@@ -67,12 +62,7 @@ class ClosedLoop:
 
     @classmethod
     def of_run(cls, steps: int, learning_rates: Sequence[float] | None = None) -> "ClosedLoop":
-        """Return the directions of a run at every size of its learning rate, weighted by its share of the way.
-
-        Args:
-            steps: Length of the run T.
-            learning_rates: The learning rate of each step, in any unit, shape (steps,); constant by default.
-        """
+        """Return the directions of a run at every size of its learning rate, weighted by its share of the way."""
         rates = _relative_rates(positive_integer("steps", steps), learning_rates)
         flattest = min(1 / (TURN_SHARE * math.fsum(rates)), SHARPEST)
         middles = (np.arange(_DIRECTIONS) + 0.5) / _DIRECTIONS

@@ -18,25 +18,15 @@ HALF_POWER: Final = 0.5**0.5
 
 @dataclass(frozen=True)
 class FilterFigures:
-    """What one compares filters by.
+    """What one compares filters by."""
 
-    Args:
-        order: Buffers that an optimizer keeps per parameter.
-        noise_gain: Share of white noise power that passes, Σκ².
-        cutoff: Lowest frequency at which the gain is 1/√2 (-3 dB), as a fraction of Nyquist; 1 if there is none.
-        delay: Group delay at frequency 0, in steps: by how much the output lags behind a slow change.
-        settling_steps: Steps until the step response stays within 2 % of 1.
-        startup_steps: Steps until Σ_{τ≤t} κ_τ² / c_t², the noise of m_t / c_t, stays within 10 % of the noise gain.
-        largest_pole: Largest modulus of a pole, 0 without feedback.
-    """
-
-    order: int
-    noise_gain: float
-    cutoff: float
-    delay: float
-    settling_steps: int
-    startup_steps: int
-    largest_pole: float
+    order: int  # buffers that an optimizer keeps per parameter
+    noise_gain: float  # share of white noise power that passes, Σκ²
+    cutoff: float  # lowest frequency at which the gain is 1/√2 (-3 dB), as a fraction of Nyquist; 1 if there is none
+    delay: float  # group delay at frequency 0, in steps: how far the output lags behind a slow change
+    settling_steps: int  # steps until the step response stays within 2 % of 1
+    startup_steps: int  # steps until Σ_{τ≤t} κ_τ² / c_t², the noise of m_t / c_t, stays within 10 % of the noise gain
+    largest_pole: float  # largest modulus of a pole, 0 without feedback
 
 
 def filter_figures(filter: LowPassFilter) -> FilterFigures:

@@ -5,13 +5,9 @@ Let g_t = s_t + w_t with white noise w of standard deviation σ in each of d coo
 
     c_τ = ½ ρ_τ = ½ min(max(C_τ / C_0, 0), 1),    b_τ = c_τ / Σ c
 
-estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for the bound (see `snr`).
-
-The paper's closed form differs: it takes ½ ‖g_{t-τ}‖² less noise off each product (what remains is ρ_τ - ½, so lags with
-ρ_τ < ½ get no weight), leaves the noise in lag 0 (which adds d σ² / ‖s‖² to c_0), and clamps at each step instead of in the
-mean (which inflates both powers where σ² √(2d) exceeds ‖s‖²). It estimates something else, and is not used here.
-
-The private gradients are released already, so the filter is post-processing and costs no privacy.
+estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for the bound (see `snr`). The
+paper's closed form instead takes ½ ‖g_{t-τ}‖² less noise off each product, leaves the noise in lag 0, and clamps at each
+step: lags with ρ_τ < ½ get no weight, and the noisier the gradients, the closer the filter is to none.
 """
 
 import math

@@ -116,13 +116,9 @@ def _check_poles(a: Sequence[float]) -> None:
 
 def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
     gain = math.fsum(b) / math.fsum(a)
-    if gain == 0:
-        raise ValueError(
-            f"The DC gain sum(b)/sum(a) must be 1, got 0: b={tuple(b)} removes the mean gradient. Choose b with a positive "
-            "sum."
-        )
     if abs(gain - 1) > DC_GAIN_RTOL:
-        raise ValueError(f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. Multiply b by {1 / gain:.17g}.")
+        mend = f"Multiply b by {1 / gain:.17g}" if gain else "Choose b with a positive sum"
+        raise ValueError(f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. {mend}.")
 
 
 def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:

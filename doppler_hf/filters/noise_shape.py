@@ -30,18 +30,11 @@ from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS
 @final
 @dataclass(frozen=True)
 class NoiseShape:
-    """The strategy of a banded factorization; one band is white noise.
-
-    Args:
-        c: Its coefficients 1, c_1 ... c_{b-1}.
+    """The strategy 1, c_1 ... c_{b-1} of a banded factorization; one band is white noise.
 
     Raises:
         ValueError: If a coefficient is not finite, the first is not 1, the last is 0, or a root of z^{b-1} + c_1 z^{b-2} ...
             lies outside the unit circle, so that the noise would grow.
-
-    Example:
-        >>> NoiseShape.parse("banded:bands=3").c
-        (1.0, 0.5, 0.375)
     """
 
     c: tuple[float, ...] = (1.0,)
@@ -56,8 +49,7 @@ class NoiseShape:
             raise ValueError(f"The strategy c of a noise shape must be finite, got {self.c}. Leave out what is not.")
         if self.c[-1] == 0.0:
             raise ValueError(
-                f"The strategy c of a noise shape must not end with 0, got {self.c}. Leave it out: a band without effect "
-                "costs privacy."
+                f"The strategy c of a noise shape must not end with 0, which costs ε, got {self.c}. Leave it out."
             )
         modulus = max(np.abs(np.roots(self.c)), default=0.0)
         if modulus > MAX_POLE_MODULUS:

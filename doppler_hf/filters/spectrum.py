@@ -24,17 +24,11 @@ Method = Literal["welch", "autocorrelation"]
 
 
 class PowerEstimate(NamedTuple):
-    """The power of signal and noise in gradients.
+    """The power of signal and noise in gradients."""
 
-    Attributes:
-        signal: Mean squared norm less that of the noise: unbiased, so it may be below 0, and is not clamped.
-        error: Standard error of `signal`.
-        noise: Mean squared norm of the noise, known exactly.
-    """
-
-    signal: float
-    error: float
-    noise: float
+    signal: float  # mean squared norm less that of the noise: unbiased, so it may be below 0, and is not clamped
+    error: float  # standard error of `signal`
+    noise: float  # mean squared norm of the noise, known exactly
 
     @property
     def snr(self) -> float:

@@ -40,9 +40,6 @@ class OptimalFIR:
     Args:
         taps: How many gradients the filter looks at, this step's included; at least 2.
         update_gap: After how many steps the taps are found anew, at least 1.
-
-    Raises:
-        ValueError: If either is not such a number.
     """
 
     taps: int

@@ -54,8 +54,8 @@ def check_group(optimizer: "DopplerOptimizer", group: dict[str, Any], *, own: se
         raise ValueError(f"update_proj_gap must be a whole number of at least 1, got {group['update_proj_gap']}.")
     if rank is not None and isinstance(optimizer.low_pass_filter, OptimalFIR):
         raise ValueError(
-            f"rank must be None for {optimizer.low_pass_filter}, which compares gradients of different steps, some of them "
-            f"in another basis, got {rank}. Leave it out, or take a fixed filter."
+            f"rank must be None for {optimizer.low_pass_filter}, which compares gradients of different steps, got {rank}. "
+            "Leave it out, or take a fixed filter."
         )
     # A scheduler that was there before the group has put its own mark on the others.
     for name in sorted(own - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}):

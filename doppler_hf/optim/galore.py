@@ -45,13 +45,9 @@ def find_basis(
 ) -> Float[Tensor, "short r"]:
     """Return P, shape (shorter side, rank): orthonormal directions of the shorter side that hold much of a matrix.
 
-    Args:
-        matrix: What to project, such as a private gradient, in float32 at least.
-        rank: r, at most the length of the shorter side.
-        projector: ``"svd"`` takes the best, by a full SVD (Zhao et al. 2024). ``"randomized"`` finds them up to chance in
-            the range of a random product (Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1). ``"warm"`` makes one
-            step of subspace iteration from `previous`, and is ``"randomized"`` without it.
-        previous: The basis so far.
+    ``"svd"`` takes the best, by a full SVD (Zhao et al. 2024). ``"randomized"`` finds them up to chance in the range of a
+    random product (Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1). ``"warm"`` makes one step of subspace
+    iteration from `previous`, and is ``"randomized"`` without it.
     """
     short = matrix if is_wide(matrix) else matrix.T
     if projector == "svd":

@@ -24,14 +24,7 @@ from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 def low_pass(
     grad: Float[Tensor, "*shape"], states: list[Float[Tensor, "*shape"]], *, b: Sequence[float], a: Sequence[float]
 ) -> Float[Tensor, "*shape"]:
-    """Advance the filter by one step and return m_t, a new tensor (Algorithm 2, line 6).
-
-    Args:
-        grad: The gradient g_t, any shape, in float32 at least.
-        states: The ``order`` states, of the gradient's shape and of any precision, zeros at first (modified in place).
-        b: Feed-forward coefficients.
-        a: Feedback coefficients, padded to ``order + 1``; ``a[0]`` is 1.
-    """
+    """Advance the filter by one step and return m_t, a new tensor (the ``order`` states modified in place)."""
     s = [in_float32(state) for state in states]
     m = torch.add(s[0], grad, alpha=b[0]) if s else grad * b[0]
     for i, (s_i, later) in enumerate(zip_longest(s, s[1:]), start=1):

@@ -33,11 +33,8 @@ class LowPassOptimizer(Optimizer):
     moment of the *filtered* gradient; for Algorithm 3's Adam and AdamBC use `DopplerOptimizer`.
 
     Args:
-        base: The optimizer. It may have taken steps already.
+        base: The optimizer, which does not filter the gradient itself. It may have taken steps already.
         low_pass_filter: The filter along the steps.
-
-    Raises:
-        ValueError: If the base is not a torch optimizer, or filters the gradient itself.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -53,8 +50,8 @@ class LowPassOptimizer(Optimizer):
             raise ValueError(f"base must be a torch.optim.Optimizer, got {base!r}. Build one first and give it here.")
         if isinstance(base, LowPassOptimizer | DopplerOptimizer):
             raise ValueError(
-                f"base must be an optimizer without a filter, got a {type(base).__name__} with {base.low_pass_filter}: that "
-                "would be two filters in a row. Give that one the filter that you want."
+                f"base must be an optimizer without a filter, got a {type(base).__name__} with {base.low_pass_filter}. Give "
+                "that one the filter that you want."
             )
         if not isinstance(low_pass_filter, LowPassFilter):
             raise ValueError(
@@ -128,11 +125,7 @@ class LowPassOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a checkpoint of the same kind of base and of a filter of the same order.
-
-        Raises:
-            ValueError: If the checkpoint does not fit, or the base refuses it. Nothing has changed then.
-        """
+        """Load a checkpoint of the same kind of base and order of filter; refuse others before anything changes."""
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

@@ -268,11 +268,7 @@ class DopplerOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a checkpoint: its learning rates and weight decays; filter, noise and other constants stay this optimizer's.
-
-        Raises:
-            ValueError: If the checkpoint is of another optimizer, base, rank, or order of the filter.
-        """
+        """Load a checkpoint's state, learning rates and weight decays; refuse another kind of optimizer, base, rank or filter."""
         saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
         for saved_group, group in zip(state_dict["param_groups"], own, strict=False):
             refuse_other_group(saved_group, group)

@@ -23,22 +23,13 @@ from doppler_hf.optim.state import full_dtype
 
 @final
 class WeightFilter:
-    """Low-passes the trajectory of parameters. It holds ``low_pass_filter.order + 1`` tensors for each, float32 at least.
-
-    Args:
-        params: The parameters that are trained.
-        low_pass_filter: The filter along the steps.
-
-    Raises:
-        ValueError: If there are no parameters.
+    """Low-passes the trajectory of trained parameters. It holds ``low_pass_filter.order + 1`` tensors, float32 at least, for each.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(1))
-        >>> weight_filter = WeightFilter([weight], LowPassFilter.parse("momentum:beta=0.5"))
-        >>> weight_filter.update()
+        >>> weight_filter = WeightFilter(model.parameters(), LowPassFilter.parse("momentum:beta=0.99"))
+        >>> weight_filter.update()  # after each optimizer step
         >>> with weight_filter.applied():
-        ...     print(weight.data)
-        tensor([0.])
+        ...     evaluate(model)
     """
 
     def __init__(self, params: Iterable[Tensor], low_pass_filter: LowPassFilter) -> None:
@@ -97,23 +88,17 @@ class WeightFilter:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of the same filter and parameters: the states, and into the parameters the raw weights.
-
-        Raises:
-            ValueError: If it is of another filter or other parameters, or inside of `applied`. Nothing has changed then.
-        """
+        """Load a checkpoint of the same filter and parameters, with the raw weights; refuse others and change nothing."""
         self._refuse_while_applied("load_state_dict()")
         saved = LowPassFilter(b=tuple(state_dict["b"]), a=tuple(state_dict["a"]))
         if saved != self.low_pass_filter:
             raise ValueError(
-                f"The checkpoint is of the weight filter {saved}, this one is {self.low_pass_filter}. Set that of the "
-                "checkpoint's run."
+                f"The checkpoint is of the weight filter {saved}, this one is {self.low_pass_filter}. Set the checkpoint's."
             )
         shapes, own = ([tuple(tensor.shape) for tensor in tensors] for tensors in (state_dict["raw"], self._params))
         if shapes != own:
             raise ValueError(
-                f"The checkpoint's weights have the shapes {shapes}, the parameters {own}. Build the model of the "
-                "checkpoint's run, with the same parameters trained."
+                f"The checkpoint's weights have the shapes {shapes}, the parameters {own}. Build the checkpoint's model."
             )
         self._response = state_dict["response"]
         self._bias_states = list(state_dict["bias_states"])

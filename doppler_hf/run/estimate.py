@@ -47,10 +47,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.micro_batch, self.processes) < 1:
-            raise ValueError(
-                "Batch size, micro-batch and processes must be at least 1, got "
-                f"{self.batch_size}, {self.micro_batch} and {self.processes}. Give larger ones."
-            )
+            numbers = f"{self.batch_size}, {self.micro_batch} and {self.processes}"
+            raise ValueError(f"Batch size, micro-batch and processes must be at least 1, got {numbers}. Give larger ones.")
         if self.processes > 1 and not (self.bandwidth is not None and self.bandwidth > 0):
             raise ValueError(
                 f"--bandwidth must be given for {self.processes} processes, got {self.bandwidth}: how many bytes a second "

@@ -120,8 +120,8 @@ class GradientRecorder(TrainerCallback):
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         if any(isinstance(p, DTensor) for p in self._parameters.values()):
             raise ValueError(
-                "GradientRecorder must have whole gradients, got trained weights in shards (FSDP). Record a run with "
-                "recipes/accelerate/ddp.yaml, with which each process has all weights."
+                "GradientRecorder must have whole gradients, got trained weights in shards (FSDP). Use "
+                "recipes/accelerate/ddp.yaml."
             )
         number = sum(p.numel() for p in self._parameters.values())
         if self.dimensions > number:

@@ -77,12 +77,6 @@ def test_spectra_that_do_not_exist_are_refused(options, message):
         power_spectral_density(SERIES, **options)
 
 
-@pytest.mark.parametrize("max_lag", [-1, 45, 2.0])
-def test_lags_that_do_not_exist_are_refused(max_lag):
-    with pytest.raises(ValueError, match=f"max_lag must be an integer from 0 to 44, .* got {max_lag}"):
-        autocorrelation(SERIES, max_lag)
-
-
 @pytest.mark.usefixtures("unchecked_arrays")
 def test_what_is_no_series_is_refused():
     with pytest.raises(ValueError, match=r"series must have shape .* got \(45,\)"):

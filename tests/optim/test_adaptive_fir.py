@@ -8,9 +8,8 @@ import torch
 
 from doppler_hf.filters import (
     moving_average,
-    parse_name,
 )
-from doppler_hf.optim import DopplerOptimizer, LowPassOptimizer, OptimalFIR
+from doppler_hf.optim import DopplerOptimizer, OptimalFIR
 from doppler_hf.optim.adaptive_fir import found_anew
 from tests.support.optimizers import saved_and_loaded
 
@@ -212,17 +211,12 @@ def test_what_does_not_go_with_it_is_refused_at_construction(options, message):
         optimizer_of(parameters(), **options)
 
 
-def test_other_optimizers_refuse_it():
-    with pytest.raises(ValueError, match="low_pass_filter must be a fixed LowPassFilter"):
-        LowPassOptimizer(torch.optim.SGD(parameters(), lr=0.1), FIR)
-
-
 @pytest.mark.parametrize(
     ("saved_filter", "own_filter", "message"),
     [
-        (FIR, OptimalFIR(taps=3), "with 4 taps that the run finds, this optimizer's has 3 taps that the run finds"),
-        (FIR, moving_average(4), "with 4 taps that the run finds, this optimizer's has fixed ones"),
-        (moving_average(4), FIR, "with fixed coefficients, this optimizer's has 4 taps that the run finds"),
+        (FIR, OptimalFIR(taps=3), "filter has 4 taps that the run finds, this optimizer's 3 taps that the run finds"),
+        (FIR, moving_average(4), "filter has 4 taps that the run finds, this optimizer's fixed coefficients"),
+        (moving_average(4), FIR, "filter has fixed coefficients, this optimizer's 4 taps that the run finds"),
     ],
     ids=str,
 )
@@ -233,12 +227,6 @@ def test_a_checkpoint_of_another_filter_is_refused(saved_filter, own_filter, mes
     with pytest.raises(ValueError, match=message):
         loading.load_state_dict(saving.state_dict())
     assert not loading.state
-
-
-def test_named_as_in_the_grammar():
-    for written in ("optimal-fir:taps=8", "optimal-fir:taps=8,update_gap=20"):
-        _, values = parse_name(written)
-        assert str(OptimalFIR(**values)) == written
 
 
 def test_another_filter_is_not_taken_for_one_whose_taps_follow():

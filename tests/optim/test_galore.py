@@ -116,18 +116,6 @@ def test_warm_is_one_step_of_subspace_iteration():
     np.testing.assert_allclose(basis @ basis.T, expected @ expected.T, atol=1e-12, rtol=1e-12)
 
 
-def test_warm_begins_as_randomized_and_follows_a_direction_that_rotates():
-    basis = None
-    for t in range(40):
-        direction = torch.zeros(20, 1, dtype=torch.float64)
-        direction[0], direction[1] = math.cos(0.05 * t), math.sin(0.05 * t)
-        matrix = 5 * direction @ normal(1, 30, seed=t) + 0.5 * normal(20, 30, seed=100 + t)
-        before, basis = basis, find_basis(matrix, 1, projector="warm", previous=basis)
-        if before is None:
-            assert torch.equal(basis, find_basis(matrix, 1, projector="randomized"))
-        assert (basis.T @ direction).abs().item() > 0.98
-
-
 def test_the_first_basis_of_a_warm_optimizer_is_that_of_its_gradient():
     params = parameters((5, 9))
     optimizer = optimizer_of(params)
@@ -138,13 +126,6 @@ def test_the_first_basis_of_a_warm_optimizer_is_that_of_its_gradient():
         assert torch.equal(optimizer.state[params[0]]["basis"], basis)
         step(optimizer, params, t + 1)
         step(optimizer, params, t + 2)
-
-
-def test_randomized_is_deterministic_and_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    one, other = (find_basis(normal(20, 30), 3, projector="randomized") for _ in range(2))
-    assert torch.equal(one, other)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -312,22 +293,6 @@ def test_asking_for_subspaces_leaves_no_trace():
     optimizer_of([with_grad, frozen]).load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("source", ["gradient", "filtered"])
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize(("shape", "low"), [((5, 9), (2, 9)), ((9, 5), (9, 2)), ((6, 6), (2, 6))], ids=str)
-def test_state_has_the_rank(shape, low, base, source):
-    params = parameters(shape)
-    optimizer = optimizer_of(params, base=base, projector_source=source)
-    step(optimizer, params, 0)
-    state = optimizer.state[params[0]]
-    assert state["basis"].shape == (min(shape), 2)
-    assert [tensor.shape for tensor in state["filter_states"]] == [
-        shape if source == "filtered" else low
-    ] * SECOND_ORDER.order
-    assert ("exp_avg_sq" in state) == (base != "sgd")
-    assert state.get("exp_avg_sq", torch.empty(low)).shape == low
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_what_has_no_side_above_the_rank_is_updated_as_without(base):
     shapes = [(2, 9), (9, 2), (1, 1), (7,), (4, 5, 6), (4, 5, 3, 3), ()]
@@ -362,22 +327,6 @@ def test_groups_have_their_own_rank_gap_and_scale():
             optimizers[index].step()
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("source", ["gradient", "filtered"])
-def test_half_precision_matrices_move_as_their_float32_twins(source):
-    (half,) = parameters((5, 9), dtype=torch.bfloat16)
-    twin = torch.nn.Parameter(half.detach().float())
-    pair = [optimizer_of([p], base="adam", weight_decay=0.1, projector_source=source) for p in (half, twin)]
-    for t in range(8):
-        half.grad = normal(5, 9, seed=t, dtype=torch.bfloat16)
-        twin.grad = half.grad.float()
-        for optimizer in pair:
-            optimizer.step()
-        assert torch.equal(half, twin.bfloat16())
-        twin.data.copy_(half)
-    tensors = [pair[0].state[half][name] for name in ("basis", "exp_avg_sq")] + pair[0].state[half]["filter_states"]
-    assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
 @pytest.mark.parametrize(

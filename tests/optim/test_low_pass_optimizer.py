@@ -77,18 +77,6 @@ def test_equals_the_base_on_gradients_filtered_by_scipy(name, low_pass_filter):
     np.testing.assert_allclose(trajectory(optimizer, ours, gradients()), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("low_pass_filter", [PAPER_FILTERS["none"], LowPassFilter(b=(1 + 5e-7,))], ids=str)
-def test_order_0_gives_the_base_exactly_the_gradient(low_pass_filter):
-    p = parameter()
-    base = Recorder([p])
-    optimizer = LowPassOptimizer(base, low_pass_filter)
-    for grad in gradients():
-        p.grad = torch.tensor(grad)
-        optimizer.step()
-        assert torch.equal(base.seen[-1][0], p.grad)
-    assert not optimizer.filter_state
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("name", ["none", "f6"])
 def test_the_gradient_is_the_very_tensor_and_untouched_afterwards(name, fails):
@@ -183,18 +171,6 @@ def test_state_of_several_groups_is_matched_to_its_parameters():
         assert_same(loading.filter_state[p], saving.filter_state[p])
 
 
-def test_loading_does_not_share_memory_with_the_checkpoint():
-    one, other = parameter(), parameter()
-    saving, loading = (LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f5"]) for p in (one, other))
-    trajectory(saving, one, gradients(5))
-    checkpoint = saving.state_dict()
-    before = copy.deepcopy(checkpoint)
-    loading.load_state_dict(checkpoint)
-    assert checkpoint.keys() == before.keys()
-    trajectory(loading, other, gradients(5))
-    assert_same(checkpoint, before)
-
-
 def test_a_checkpoint_of_another_order_is_refused_before_anything_changes():
     p = parameter()
     saving = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f6"])
@@ -211,13 +187,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes():
     p = parameter()
     loading = LowPassOptimizer(torch.optim.AdamW([p], 0.7), PAPER_FILTERS["f6"])
     assert_refused_and_unchanged(BASES["adamw"]([p]), loading, p, message="not written by LowPassOptimizer")
-
-
-def test_a_checkpoint_that_the_base_refuses_changes_nothing():
-    p = parameter()
-    saving = LowPassOptimizer(torch.optim.SGD([p, parameter()], 0.1), PAPER_FILTERS["f6"])
-    loading = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f6"])
-    assert_refused_and_unchanged(saving, loading, p, message="doesn't match the size")
 
 
 def assert_refused_and_unchanged(saving, loading, p, *, message):
@@ -285,22 +254,6 @@ def test_accelerate_wraps_it_at_any_time(dtype):
     again.zero_grad()
     assert p.grad is None
     assert again.param_groups is optimizer.base.param_groups
-
-
-def test_learning_rate_schedulers_change_the_base():
-    p = parameter([0.0])
-    base = torch.optim.SGD([p], 1.0)
-    optimizer = LowPassOptimizer(base, PAPER_FILTERS["none"])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    for _ in range(3):
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        scheduler.step()
-    assert p.item() == -(1 + 0.5 + 0.25)
-    assert base.param_groups[0]["lr"] == 0.125
-    optimizer.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    scheduler.step()
-    assert base.param_groups[0]["lr"] == 0.0625
 
 
 def test_a_base_with_two_points_is_switched():

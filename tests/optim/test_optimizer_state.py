@@ -194,22 +194,6 @@ def test_a_group_added_late_begins_anew_and_resumes():
     assert_same(early + late, optimizer, early_copies + late_copies, resumed)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_a_parameter_that_is_frozen_for_a_while_goes_on_where_it_stopped(base):
-    params, moving = parameters(*SHAPES), parameters((4, 4))
-    whole = clones(params)
-    optimizer = optimizer_of([*params, *moving], base=base, **GALORE)
-    reference = optimizer_of(whole, base=base, **GALORE)
-    for t in range(6):
-        run(optimizer, params + moving, [t])
-        run(reference, whole, [t])
-        for p in params:
-            p.grad = None
-        for _ in range(2):
-            optimizer.step()
-    assert_same(params, optimizer, whole, reference)
-
-
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerState
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from tests.support.tiers import thorough
-from tests.support.trainers import StopAt, trained, trainer_of, weights
+from tests.support.trainers import trained, trainer_of, weights
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
 
@@ -95,11 +95,6 @@ def test_without_a_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 2
 
 
-def test_where_there_is_no_checkpoint_the_host_says_so(tmp_path):
-    with pytest.raises(ValueError, match="No valid checkpoint found"):
-        trainer_of(tmp_path, **OPTIONS).train(resume_from_checkpoint=True)
-
-
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -163,22 +158,6 @@ def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_pat
     assert all(tensor.isfinite().all() for tensor in load_file(out / f"checkpoint-{steps}" / "model.safetensors").values())
     verified = [sys.executable, "-m", "doppler_hf", "verify", str(out)]
     assert "verified" in subprocess.run(verified, cwd=root, capture_output=True, text=True, check=True).stdout.lower()
-
-
-@pytest.mark.thorough
-def test_auto_keeps_the_filter_of_a_checkpoint_whatever_it_would_choose(tmp_path):
-    """For 400 steps momentum is chosen and for 4 nothing; for 404 and 800 momentum of other coefficients."""
-    options = dict(low_pass_filter="auto", noise_shape="banded:bands=2", save_strategy="steps", save_steps=4)
-    for steps, chosen, others in ((400, "momentum", (404, 800, 5)), (4, "none", (400,))):
-        folder = tmp_path / str(steps)
-        first = trained(trainer_of(folder, **options, max_steps=steps, callbacks=[StopAt(4)]))
-        own = str(first.optimizer.optimizer.low_pass_filter)
-        assert own.startswith(chosen)
-        for max_steps in others:
-            resumed = trainer_of(folder, **options, max_steps=max_steps, callbacks=[StopAt(5)])
-            resumed.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-4"))
-            assert str(resumed.optimizer.optimizer.low_pass_filter) == own
-            assert resumed.state.global_step == 5
 
 
 def test_a_filter_of_another_order_is_refused_with_the_name_of_the_checkpoints(tmp_path):

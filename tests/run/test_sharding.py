@@ -14,14 +14,12 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.as_in_training import in_full_precision
-from doppler_hf.privacy.clipping.memory import Memory
-from doppler_hf.privacy.reachable import is_opaque
 from doppler_hf.run import sharded_states
 from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.sharded_states import whole_state
 from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, shared_by_layers
 from tests.support.tiny import tiny_bert
-from tests.support.trainers import arguments, trainer_of
+from tests.support.trainers import arguments
 
 pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused")
 
@@ -74,17 +72,6 @@ def test_settings_that_a_private_run_cannot_have_are_refused(tmp_path, monkeypat
 def test_arguments_beside_it_are_refused(tmp_path, monkeypatch, options, message):
     with pytest.raises(ValueError, match=message), kept_from_host(asked(tmp_path, monkeypatch, **options)):
         pass
-
-
-def test_the_trainer_refuses_when_it_is_made(tmp_path, monkeypatch):
-    """What a launcher asks for comes by the environment, and was trained with parts of what is trained before."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "1")
-    with pytest.raises(ValueError, match="fsdp_version=2 in a private run, got 1"):
-        trainer_of(tmp_path)
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(ValueError, match="several processes, got one"):
-        trainer_of(tmp_path)
 
 
 def test_the_host_is_not_told_in_the_meantime_only(tmp_path, monkeypatch):
@@ -146,17 +133,6 @@ def test_much_that_is_trained_is_cut_too(rank):
     assert is_cut == {rank == 8}
     assert sharding.sharded_sums is None if rank == 2 else sharding.sharded_sums.places.keys() == trained.keys()
     assert not any(group.reduce_grads for group in groups_of(model))  # no gradient leaves its process unclipped
-
-
-@pytest.mark.usefixtures("group")
-def test_what_fsdp_cannot_cut_stays_whole_where_all_is_trained():
-    sizes = dict(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    model = T5ForConditionalGeneration(T5Config(**sizes))
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    sharding = cut(model)
-    whole = {name for name, value in model.named_parameters() if not isinstance(value, DTensor)}
-    assert whole == {"shared.weight", "scale"}
-    assert sharding.sharded_sums.places.keys() == dict(model.named_parameters()).keys() - whole
 
 
 def tokens():
@@ -277,20 +253,6 @@ def test_weights_that_more_than_the_head_shares_stay_whole():
     bart = BartForConditionalGeneration(BartConfig(vocab_size=50, d_model=16, decoder_attention_heads=2, **sizes))
     assert [value is bart.model.shared.weight for value in shared_by_layers(bart.requires_grad_(False))] == [True]
     assert shared_by_layers(tiny_bert().requires_grad_(False)) == []
-
-
-@pytest.mark.usefixtures("group")
-def test_modules_of_fsdp_are_looked_into_and_its_own_objects_are_not():
-    model = lora(tiny_bert())
-    cut(model)
-    assert isinstance(model, FSDPModule)
-    assert not is_opaque(type(model))
-    assert is_opaque(type(model._get_fsdp_state()))
-    memory = Memory(lambda: None, model)
-    model(input_ids=torch.tensor([[5, 6, 7]]))
-    assert not memory._written()
-    model.bank = torch.ones(3)
-    assert {name for _, name in memory._written()} == {"bank"}
 
 
 def test_an_optimizer_keeps_its_states_if_they_cannot_be_made_whole(monkeypatch):

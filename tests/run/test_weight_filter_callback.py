@@ -201,15 +201,6 @@ def test_resumed_equals_uninterrupted(runs, tmp_path):
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_prediction_within_and_saving_after_training(runs, tmp_path):
-    _, filtered, _ = runs
-    filtered.save_model(str(tmp_path / "end"))
-    assert torch.equal(saved_weights(tmp_path / "end"), filtered.seen[6])
-    filtered.seen.clear()
-    filtered.predict(filtered.eval_dataset)
-    assert torch.equal(filtered.seen[6], weights(filtered))
-
-
 def test_the_best_model_is_a_filtered_one(tmp_path):
     options = OPTIONS | dict(load_best_model_at_end=True, metric_for_best_model="loss", save_steps=1)
     trainer = trained(trainer_of(tmp_path, cls=Filtered, **options | {"learning_rate": 1.0}))
@@ -228,13 +219,3 @@ def test_a_model_for_release_only_has_no_raw_weights(tmp_path):
     trainer_of(tmp_path, cls=Filtered, **OPTIONS | {"max_steps": 2, "save_only_model": True}).train()
     assert not list((tmp_path / "out").rglob(WEIGHT_FILTER_NAME))
     assert list((tmp_path / "out").rglob("model.safetensors"))
-
-
-def test_without_privacy_it_is_the_average_of_the_stock_trainer(tmp_path):
-    options = OPTIONS | dict(disable_dp=True, noise_multiplier=None, noise_seed=None, low_pass_filter="auto")
-    options["report_train_loss"] = "raw"
-    stock = trained(trainer_of(tmp_path / "stock", cls=Stock, **options))
-    filtered = trained(trainer_of(tmp_path, cls=Filtered, **options))
-    raw = torch.stack([stock.seen[step] for step in range(1, 7)]).double().numpy()
-    expected = scipy.signal.lfilter([0.3], [1, -0.7], raw, axis=0)[-1] / (1 - 0.7**6)
-    np.testing.assert_allclose(weights(filtered), expected, rtol=1e-5, atol=1e-6)

@@ -23,17 +23,11 @@ Method = Accountant | Literal["prv estimate", "rdp estimate"]
 
 
 class Releases(NamedTuple):
-    """A number of steps run under the same mechanism.
+    """A number of steps run under the same mechanism."""
 
-    Attributes:
-        noise_multiplier: σ, in units of the clip norm.
-        sample_rate: q, the probability with which a unit is drawn at a step.
-        steps: T.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
+    noise_multiplier: float  # σ, in units of the clip norm
+    sample_rate: float  # q, the probability with which a unit is drawn at a step
+    steps: int  # T
 
     @classmethod
     def in_turns(cls, noise_multiplier: float, sample_rate: float, steps: int, *, groups: int) -> "Releases":
@@ -119,8 +113,8 @@ def composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[Sa
             raise ValueError(f"steps must be at least 0, got {steps}.")
         if sample_rate == 1.0 and accountant == "prv":
             raise ValueError(
-                "sample_rate, the expected batch size over the number of units, must be less than 1 with accountant='prv', "
-                "got 1. Use accountant='pld' or 'rdp', or a smaller batch."
+                "sample_rate must be less than 1 with accountant='prv', got 1. Use accountant='pld' or 'rdp', or a smaller "
+                "batch."
             )
         if steps > 0:
             counts[noise_multiplier, sample_rate] = counts.get((noise_multiplier, sample_rate), 0) + steps

@@ -135,10 +135,9 @@ def _prv(mechanisms: Sequence[SampledGaussian], *, delta: float, coarsening: int
     rdp = (rdp_epsilon if coarsening == 1 else rdp_estimate)(mechanisms, delta=delta)
     steps = [count for _, _, count in mechanisms]
     delta_error = delta / 1000
-    # The grid's half width follows the paper's Remark 5.6: neither the whole nor any single step may lie beyond it.
-    # Opacus's own accountant differs in the number of points only, which follows from a fixed error of 0.01 in ε: too
-    # coarse for ε = 0.1, needlessly fine for ε = 20. Here the number of points is given (it grows as √T, up to a limit of
-    # time), and the error follows. For one T the error is smooth in σ and q, as calibration needs.
+    # The grid's half width follows the paper's Remark 5.6: neither the whole nor any single step may lie beyond it. Opacus
+    # sets the number of points by an error of 0.01 in ε: too coarse for ε = 0.1, needlessly fine for ε = 20. Here it grows
+    # as √T up to a limit, and the error, which follows, is smooth in σ and q for one T, as calibration needs.
     reach, _ = _epsilon_at_best_whole_order(mechanisms, delta=delta_error / 4)
     for sigma, rate, _ in mechanisms:
         alone, _ = _epsilon_at_best_whole_order([(sigma, rate, 1)], delta=delta_error / (8 * sum(steps)))
@@ -164,8 +163,7 @@ def _prv(mechanisms: Sequence[SampledGaussian], *, delta: float, coarsening: int
             # Lower bound, estimate, upper bound: the last is δ's and ε's error bound away from the estimate.
             _, _, upper = composed.compute_epsilon(delta, delta_error, epsilon_error)
     except (FloatingPointError, RuntimeError):
-        # Overflow with almost no noise, or a mean outside the grid. RDP's bound may be a third larger, and no noise
-        # multiplier would then meet a target in between.
+        # Overflow with almost no noise, or a mean outside the grid. RDP's bound alone may be a third larger: a jump in σ.
         return min(rdp, pld_epsilon(mechanisms, delta=delta))
     if coarsening > 1 and epsilon_error > _LARGE_ERROR * upper:
         return prv_epsilon(mechanisms, delta=delta)
@@ -204,13 +202,11 @@ def pld_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float
     parts = [
         (sigma / math.sqrt(steps), rate, 1) if rate == 1.0 else (sigma, rate, steps) for sigma, rate, steps in mechanisms
     ]
-    # The mass beyond the grid, at most 10⁻⁴ δ in all steps together, counts as an infinite loss. It is a whole power of e,
-    # so that the cache of a step's distribution serves several T.
+    # The mass beyond the grid, at most 10⁻⁴ δ in all, is an infinite loss; as a power of e it is cached for several T.
     log_tail = float(math.floor(math.log(1e-4 * delta / sum(steps for _, _, steps in parts))))
     scales = [_loss_scales(sigma, rate, log_tail) for sigma, rate, _ in parts]
-    # Rounding to a grid of spacing h adds about h²/6 to the variance of every step's loss. With h a 25th of the root of
-    # the mean variance, ε is about 1e-4 too large. If the loss is mostly near 0 and rarely large, such a grid may be long,
-    # so its length is capped, and a step's spread counts up to a 40th of the largest loss only.
+    # A grid of spacing h adds about h²/6 to the variance of a step's loss: with h a 25th of the root of the mean variance, ε
+    # is about 1e-4 too large. For losses rarely large the length is capped, and the spread at a 40th of the largest loss.
     variance = sum(
         min(spread, farthest / 40.0) ** 2 * steps for (spread, farthest), (_, _, steps) in zip(scales, parts, strict=True)
     )

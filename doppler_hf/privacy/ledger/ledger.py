@@ -35,23 +35,15 @@ _PORTIONS: Final = 100  # in about so many a run reserves its steps
 
 
 class PrivacyLedger:
-    """The record of a training's releases and their statements. Made by `open`, `load` or `resume`.
-
-    Attributes:
-        entries: The chain.
-        runs: The launches of the training.
-        claims: Every ε that the entries state.
-        saved: The hashes of the weights that it speaks for, by name, for every set of files saved.
-        models: The digests of the models that it speaks for.
-    """
+    """The record of a training's releases and their statements. Made by `open`, `load` or `resume`."""
 
     def __init__(self, record: LedgerRecord) -> None:
         self._record = record
         self.entries: Sequence[chain.Entry] = record.entries
         self.runs: Sequence[Run] = record.runs
-        self.claims: Sequence[Claim] = record.claims
-        self.saved: Sequence[Mapping[str, str]] = record.saved
-        self.models: Sequence[ModelDigests] = record.models
+        self.claims: Sequence[Claim] = record.claims  # every ε that the entries state
+        self.saved: Sequence[Mapping[str, str]] = record.saved  # hashes of the weights that it speaks for, by name
+        self.models: Sequence[ModelDigests] = record.models  # digests of the models that it speaks for
         self._is_training = False
 
     # --- written by a run ---------------------------------------------------------------------------------------------
@@ -64,15 +56,7 @@ class PrivacyLedger:
         return ledger
 
     def resume(self, statement: PrivacyStatement, *, from_step: int) -> Self:
-        """Return a ledger that continues this one, which stays unchanged.
-
-        Args:
-            statement: The statement of the run that begins. Its σ, target and number of steps may differ.
-            from_step: The optimizer step from which it continues.
-
-        Raises:
-            ValueError: If data, unit of privacy or δ differ, or this ledger is too short for the step.
-        """
+        """Return a ledger that continues this one at an optimizer step, for the same data, unit of privacy and δ."""
         ledger = self.as_written()
         ledger._begin("resumed", statement, {"from_step": from_step, "steps_run": ledger.steps_run})
         return ledger
@@ -82,11 +66,7 @@ class PrivacyLedger:
         return type(self)(LedgerRecord(self.entries))
 
     def reserve(self, *, at_most: int) -> bool:
-        """Reserve the next portion of steps, at most `at_most`, if the last one is used up, before any of them is computed.
-
-        Returns:
-            Whether a portion was reserved. The ledger must then be saved before the next step.
-        """
+        """Reserve the next portion of steps, before they are computed, and return whether the ledger must now be saved."""
         run = self.runs[-1]
         assert self._is_training
         if run.steps_released < run.steps_reserved:
@@ -214,12 +194,7 @@ class PrivacyLedger:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a ledger, or the ledger of a folder.
-
-        Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If it is no ledger of this format, or was changed. The message has the entry and what to do.
-        """
+        """Read a ledger, or the ledger of a folder; a ValueError names the entry that was changed, and what to do."""
         path = Path(path) / LEDGER_NAME if Path(path).is_dir() else Path(path)
         try:
             return cls(LedgerRecord(read_entries(path)))

@@ -32,45 +32,30 @@ _NEVER_COVERED: Final = (
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """The terms of a run's guarantee.
+    """The terms of a run's guarantee."""
 
-    Attributes:
-        num_units: N, public; `expected_batch_size` is B and `sample_rate` q = B/N, in units, over all processes.
-        unit_of_privacy: What is protected, such as "one example" or "all examples with the same 'user_id'".
-        max_examples_per_unit: The most examples of a unit in one draw; None if a unit is one example, or has no cap.
-        noise_multiplier: σ, the noise on the gradient in units of C, which is `per_sample_max_grad_norm`.
-        clipping_quantile: γ, if C follows that quantile of the norms, by a count with noise `count_noise_multiplier`.
-        augmentation_multiplicity: The views of an example, whose mean gradient is clipped.
-        clip_unit_mean: Whether the mean gradient of a unit's examples is clipped, rather than each.
-        train_loss: How the training loss is reported; "raw" is not covered by the guarantee.
-        per_sample_max_loss: The most that one unit adds to the private training loss, of noise `loss_noise_multiplier`.
-        target_epsilon: The ε that was asked for, or None when σ was given.
-        steps_planned: T, counted from the first step of the training, also if it was resumed.
-        private: False if there is no noise, noise or draws can be reproduced, or gradients are recorded without noise.
-    """
-
-    num_units: int
-    unit_of_privacy: str
-    max_examples_per_unit: int | None
-    expected_batch_size: int
-    sample_rate: float
-    noise_multiplier: float
+    num_units: int  # N, public
+    unit_of_privacy: str  # such as "one example" or "all examples with the same 'user_id'"
+    max_examples_per_unit: int | None  # in one draw; None if a unit is one example, or has no cap
+    expected_batch_size: int  # B, in units, over all processes
+    sample_rate: float  # q = B/N
+    noise_multiplier: float  # σ, the noise on the gradient in units of C
     noise_shape: str
-    per_sample_max_grad_norm: float
+    per_sample_max_grad_norm: float  # C
     clipping: Literal["automatic", "vanilla"]
     clipping_granularity: Literal["flat", "per_layer"]
-    clipping_quantile: float | None
-    count_noise_multiplier: float | None
-    augmentation_multiplicity: int
-    clip_unit_mean: bool
-    train_loss: Literal["raw", "none", "private"]
-    per_sample_max_loss: float | None
-    loss_noise_multiplier: float | None
+    clipping_quantile: float | None  # γ, if C follows that quantile of the norms
+    count_noise_multiplier: float | None  # σ_b, of the count of gradients within C, from which C follows
+    augmentation_multiplicity: int  # views of an example, whose mean gradient is clipped
+    clip_unit_mean: bool  # whether the mean gradient of a unit's examples is clipped, rather than each
+    train_loss: Literal["raw", "none", "private"]  # "raw" is not covered by the guarantee
+    per_sample_max_loss: float | None  # the most that one unit adds to the private training loss
+    loss_noise_multiplier: float | None  # σ_L, the noise on that loss in units of it
     target_delta: float
-    target_epsilon: float | None
+    target_epsilon: float | None  # None when σ was given
     accountant: Accountant
-    steps_planned: int
-    private: bool
+    steps_planned: int  # T, from the first step of the training, also if it was resumed
+    private: bool  # False without noise, with reproducible noise or draws, or with gradients recorded before noise
     noise_source: str
 
     @property

@@ -155,13 +155,6 @@ def test_one_step_more_than_affordable_overruns(sigma, rate, target, at_most, ac
     assert get_epsilon(**mechanism, steps=steps) <= target < get_epsilon(**mechanism, steps=steps + 1)
 
 
-def test_no_step_is_affordable_without_noise_and_none_is_asked_for():
-    mechanism = dict(target_epsilon=1.0, sample_rate=0.1, delta=1e-5)
-    assert get_steps(**mechanism, noise_multiplier=0.0, at_most=10) == 0
-    assert get_steps(**mechanism, noise_multiplier=1e-3, at_most=10) == 0
-    assert get_steps(**mechanism, noise_multiplier=5.0, at_most=0) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -36,12 +36,6 @@ def test_epsilon_is_the_accountants():
     }
 
 
-def test_the_chosen_accountant_comes_first():
-    ledger = after(PrivacyLedger.open(statement(accountant="rdp")), 5)
-    assert list(ledger.epsilons()) == ["rdp", "prv", "pld"]
-    assert ledger.epsilon() == ledger.epsilons()["rdp"]
-
-
 def test_a_private_loss_is_a_release_of_the_same_step():
     terms = dict(train_loss="private", per_sample_max_loss=4.0, loss_noise_multiplier=3.0)
     ledger = after(PrivacyLedger.open(statement(**terms)), 10)
@@ -130,19 +124,6 @@ def test_a_clean_end_gives_back_what_was_not_run(tmp_path):
     assert loaded.steps_run == ledger.steps_run == 1
     assert loaded.claims[-1].history == loaded.history == [Releases(1.0, 0.05, 1)]
     assert loaded.claims[-1].epsilons == ledger.epsilons()
-
-
-def test_a_checkpoint_states_what_its_weights_cost(tmp_path):
-    ledger = PrivacyLedger.open(statement(steps_planned=1000))
-    ledger.reserve(at_most=1000)
-    for _ in range(4):
-        ledger.record_step()
-    ledger.checkpoint(4)
-    ledger.save(tmp_path)
-    (claim,) = PrivacyLedger.load(tmp_path).claims
-    assert claim.history == [Releases(1.0, 0.05, 4)]
-    assert claim.epsilons == {"prv": get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=4, delta=1e-5)}
-    assert PrivacyLedger.load(tmp_path).steps_run == 10
 
 
 class Killed(Exception):
@@ -261,15 +242,6 @@ def test_a_ledger_of_something_else_is_refused_and_stays_as_it_is(overrides, fro
         earlier.resume(statement(), from_step=from_step)
     assert json.dumps(earlier.entries) == entries
     assert earlier.steps_run == 3
-
-
-def test_a_resumed_ledger_leaves_the_earlier_one_alone():
-    earlier = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 3)
-    resumed = after(earlier.resume(statement(**NOT_PRIVATE), from_step=3), 2)
-    assert (earlier.steps_run, resumed.steps_run) == (3, 5)
-    assert after(earlier, 4).steps_run == 7
-    assert earlier.is_prefix_of(earlier)
-    assert not earlier.is_prefix_of(resumed)
 
 
 def test_the_latest_ledger_goes_on_from_all_others():
