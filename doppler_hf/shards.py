@@ -1,7 +1,4 @@
-"""A tensor in shards on several processes, each of which has some of its rows: those rows, and the whole.
-
-FSDP2 cuts a weight into as many runs of rows as there are processes; the last ones may be shorter, or empty.
-"""
+"""A tensor in shards on several processes, each of which has a run of its rows (FSDP2; the last may be shorter or empty)."""
 
 from typing import NamedTuple
 

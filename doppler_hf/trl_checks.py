@@ -52,8 +52,8 @@ def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_d
         logger.removeFilter(without_piece)
     if trainer.aux_loss_enabled:
         raise ValueError(
-            "The balancing loss of a router, one for the whole batch, must be off with differential privacy, got "
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef}. Set router_aux_loss_coef=0.0."
+            "The balancing loss of a router must be off with differential privacy, got router_aux_loss_coef="
+            f"{trainer.router_aux_loss_coef}: it is one for the whole batch. Set router_aux_loss_coef=0.0."
         )
 
 

@@ -3,7 +3,7 @@
 - low_pass_filter: the filter and its validity
 - design, grammar: presets and designs, and their names
 - noise_shape: the noise over time, white or shaped
-- response, figures: impulse, step, frequency, delay, noise gain; and a summary in one row
+- response: impulse, step, frequency, delay, noise gain; and a summary in one row
 - snr, best: a filter's signal-to-noise ratio, and the filter with the greatest
 - spectrum, fir: measured autocorrelations and spectra, and taps from gradients
 - closed_loop, auto: the loss that noise costs, and the choice with the least
@@ -21,7 +21,6 @@ from doppler_hf.filters.design import (
     momentum,
     moving_average,
 )
-from doppler_hf.filters.figures import FilterFigures, filter_figures
 from doppler_hf.filters.fir import (
     autocorrelation_from_products,
     autocorrelation_standard_error,
@@ -31,7 +30,15 @@ from doppler_hf.filters.fir import (
 from doppler_hf.filters.grammar import parse_name
 from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.filters.response import frequency_response, group_delay, impulse_response, noise_gain, step_response
+from doppler_hf.filters.response import (
+    FilterFigures,
+    filter_figures,
+    frequency_response,
+    group_delay,
+    impulse_response,
+    noise_gain,
+    step_response,
+)
 from doppler_hf.filters.snr import signal_to_noise_ratio
 from doppler_hf.filters.spectrum import (
     PowerEstimate,

@@ -1,11 +1,8 @@
 """The filter and the noise shape with the least loss in `closed_loop`, from public numbers alone.
 
 The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, of delay D = β / (1 - β). Its real pole keeps the loop of filter and
-weights stable wherever SGD is; the paper's filters of second order do not. The shortest delay within `WORTHWHILE` of the
-least loss is taken, at most T/50.
-
-Each number of bands has a σ of its own, since a unit is drawn in its turn with b times the probability. Bands double while
-the loss falls.
+weights stable wherever SGD is; the paper's filters of second order do not. Each number of bands has a σ of its own, since a
+unit is drawn in its turn with b times the probability; bands double while the loss falls.
 """
 
 import math

@@ -52,9 +52,6 @@ def best_filter(
         order: n_a = n_b of the filter, from 0 to lags - 1.
         objective: ``"snr"`` as in the paper; ``"bound"`` for SNR · S_T, which the convergence bound depends on (see `snr`).
         noise: The shape of the noise that the filter is to remove.
-
-    Raises:
-        ValueError: If an argument is out of range, or no filter with a positive step response was found.
     """
     check_autocorrelation(autocorrelation)
     lags = len(autocorrelation)

@@ -3,8 +3,7 @@
     m_t = - Σ_{τ=1..n_a} a_τ m_{t-τ} + Σ_{τ=0..n_b} b_τ g_{t-τ}        (Algorithm 2, line 6)
 
 As in SciPy ``a[0] = 1`` is written out: the paper's "-9/11" is ``a = (1, -9/11)``. Stable means that the roots of
-z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of their reciprocals, the roots of
-1 + Σ a_τ x^τ, which must lie outside.
+z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of their reciprocals by mistake.
 """
 
 import math

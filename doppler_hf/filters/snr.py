@@ -2,16 +2,12 @@
 
     SNR = Σ_{t<T} Σ_{τ≤t} c_τ κ_τ / Σ_{t<T} Σ_{τ≤t} κ_τ²,
 
-κ the impulse response, c the autocorrelation of the gradient's signal in the paper's scale: c_τ = ρ_τ/2 with c_τ = c_{-τ},
-ρ the ordinary autocorrelation.
+κ the impulse response, c the autocorrelation of the gradient's signal in the paper's scale: c_τ = ρ_τ/2 = c_{-τ}.
 
 - Momentum, κ_τ = 0.1 · 0.9^τ, has SNR = 1.9 Σ_{τ≥0} 0.9^τ c_τ as T → ∞. The paper's 1.9 · (1/2 + Σ_{τ≥0}) counts c_0 twice.
-- κ ∝ c does not maximize the SNR under unit gain. Among filters of n taps (T → ∞) κ_τ ∝ c_τ + r does, r the root mean
-  square of c, with the value n (mean + r) / 2 against n · mean.
+- Under unit gain κ_τ ∝ c_τ + r maximizes the SNR (T → ∞), r the root mean square of c over n taps: n (mean + r) / 2.
 - κ ∝ c maximizes SNR · S_T = (ΣΣ c_τ κ_τ)² / ΣΣ κ_τ² (Cauchy-Schwarz). The theorem's bound depends on that product once its
   learning rate is tuned: the minimum over η of F_0 / (η S_T) + η L N / (2 SNR) is √(2 F_0 L N / (S_T SNR)).
-
-Source: DOPPLER, equations "snr" and "snr_opt", Theorem "Convergence".
 """
 
 import numpy as np

@@ -129,10 +129,6 @@ def estimate_power(
         dimension: Number of coordinates d.
         filter: The filter of m̂; none by default.
         first_step: Steps that the filter had run before the first of these.
-
-    Example:
-        >>> estimate_power(np.array([3.0, 5.0]), noise_std=1.0, dimension=2)
-        PowerEstimate(signal=2.0, error=2.449489742783178, noise=2.0)
     """
     if square_norms.ndim != 1 or not len(square_norms):
         raise ValueError(f"square_norms must have one for each step in one row, got shape {square_norms.shape}.")

@@ -93,14 +93,7 @@ class LowPassOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step the base on the filtered gradients; every ``p.grad`` is put back, even if the base raises.
-
-        Args:
-            closure: Must be None: evaluating the loss again would make a second gradient that was never privatized.
-
-        Raises:
-            ValueError: If a closure is given, or a gradient is sparse. Nothing has changed then.
-        """
+        """Step the base on the filtered gradients and put back every ``p.grad``; a closure is refused."""
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
         grads = {p: dense(p.grad) for p in self._params() if p.grad is not None}

@@ -168,14 +168,7 @@ class DopplerOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient (modified in place).
-
-        Args:
-            closure: Must be None: evaluating the loss again would make a second gradient that was never privatized.
-
-        Raises:
-            ValueError: If a closure is given, or a gradient is sparse.
-        """
+        """Update every parameter that has a gradient (in place); a closure, whose gradient has no noise, is refused."""
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
         # Of a parameter in shards the rows that are here: each coordinate is updated by itself.
@@ -268,19 +261,12 @@ class DopplerOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a checkpoint's state, learning rates and weight decays; refuse another kind of optimizer, base, rank or filter."""
+        """Load a checkpoint's state, learning rates and weight decays; refuse another optimizer's, base, rank or filter."""
         saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
         for saved_group, group in zip(state_dict["param_groups"], own, strict=False):
             refuse_other_group(saved_group, group)
         for saved_state in saved_states.values():
-            refuse_other_state(
-                saved_state,
-                base=self.base,
-                order=self.low_pass_filter.order,
-                filter_name=str(self.low_pass_filter),
-                saved_filter_name=filter_name_of(state_dict),
-                projector_source=self.projector_source,
-            )
+            refuse_other_state(saved_state, self, saved_filter_name=filter_name_of(state_dict))
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, own, strict=True):
             group.update({name: before[name] for name in ("update_proj_gap", "scale", "low_pass_filter") if name in before})

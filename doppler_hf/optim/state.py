@@ -5,14 +5,17 @@ that would round the float32 state to 8 bits, so state is copied from the checkp
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.optim.galore import PROJECTOR_SOURCES, ProjectorSource
+from doppler_hf.optim.galore import PROJECTOR_SOURCES
 from doppler_hf.shards import rows_here
+
+if TYPE_CHECKING:
+    from doppler_hf.optim.optimizer import DopplerOptimizer
 
 Base = Literal["sgd", "adam", "adam_bc"]
 BASES: Final[tuple[Base, ...]] = get_args(Base)
@@ -63,23 +66,15 @@ def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> No
         )
 
 
-def refuse_other_state(
-    saved: dict[str, Any],
-    *,
-    base: Base,
-    order: int,
-    filter_name: str,
-    saved_filter_name: str | None,
-    projector_source: ProjectorSource,
-) -> None:
+def refuse_other_state(saved: dict[str, Any], optimizer: "DopplerOptimizer", *, saved_filter_name: str | None) -> None:
     """Refuse a parameter's state in a checkpoint that is not of a `DopplerOptimizer` of this kind."""
-    _refuse_other("base", BASES[saved["base"]], base)
+    _refuse_other("base", BASES[saved["base"]], optimizer.base)
     if "projector_source" in saved:
-        _refuse_other("projector_source", PROJECTOR_SOURCES[saved["projector_source"]], projector_source)
-    saved_order = len(saved["filter_states"])
-    if saved_order != order:
+        _refuse_other("projector_source", PROJECTOR_SOURCES[saved["projector_source"]], optimizer.projector_source)
+    saved_order, own = len(saved["filter_states"]), optimizer.low_pass_filter
+    if saved_order != own.order:
         raise ValueError(
-            f"The checkpoint is of a filter of order {saved_order}, this optimizer's {filter_name} is of order {order}. Set "
+            f"The checkpoint is of a filter of order {saved_order}, this optimizer's {own} is of order {own.order}. Set "
             f"low_pass_filter={saved_filter_name!r}."
         )
 

@@ -23,7 +23,7 @@ from doppler_hf.optim.state import full_dtype
 
 @final
 class WeightFilter:
-    """Low-passes the trajectory of trained parameters. It holds ``low_pass_filter.order + 1`` tensors, float32 at least, for each.
+    """Low-passes the trajectory of trained parameters, with ``low_pass_filter.order + 1`` tensors each, float32 at least.
 
     Example:
         >>> weight_filter = WeightFilter(model.parameters(), LowPassFilter.parse("momentum:beta=0.99"))

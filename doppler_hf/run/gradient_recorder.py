@@ -1,7 +1,6 @@
-"""`GradientRecorder`: keeps a small image of each step's gradient, from which its spectrum can be measured.
+"""`GradientRecorder`: a small image of each step's gradient (`projection.Projection`), to measure its spectrum.
 
-Privacy. Images of `p.grad` are post-processing of the private gradients, of which the accountant takes *every* one to be
-released. The recordings of `record_raw` have no noise, and void the guarantee of the run.
+Images of `p.grad` are post-processing of the private gradients. Those of `record_raw` have no noise, and void the guarantee.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,10 +34,6 @@ class GradientRecorder(TrainerCallback):
     Attributes:
         noise_std: Standard deviation of the noise in each number recorded, σ_DP √(d/k); 0 before training.
         low_pass_filter: The run's filter; none before training.
-
-    Example:
-        >>> recorder = GradientRecorder(dimensions=64)
-        >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, callbacks=[recorder])
     """
 
     def __init__(self, *, dimensions: int = 256, record_raw: bool = False, seed: int = 0) -> None:

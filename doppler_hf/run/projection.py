@@ -1,9 +1,7 @@
 """A small linear image of a gradient: a count sketch (Charikar, Chen and Farach-Colton).
 
 A gradient of d coordinates becomes k = `dimensions` numbers, y_j = Σ_{i: h(i)=j} ε_i g_i. Coordinate i is in column i mod W
-of a table of width W = min(d, 2^17 - 1). Its sign is that of the row times that of the column, and the column determines the
-sum: one pass over the gradient, and d/W + 2W random numbers.
-
+of a table of width W = min(d, 2^17 - 1). Its sign is that of the row times that of the column, which determines the sum.
 E‖P g‖² is ‖g‖² over the public seed. White noise of standard deviation σ becomes independent noise of standard deviation
 σ √(d/k) in each number, up to how evenly d divides by k. P is linear: the filtered gradient's image is the filtered image.
 """

@@ -1,6 +1,5 @@
 """TRL's direct preference optimization with privacy: its data sets and arguments, our losses, sums, ledger and refusals."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -10,7 +9,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
@@ -168,19 +166,6 @@ def test_a_reference_is_computed_pair_by_pair_without_dropout(tmp_path, kept):
         ids = torch.tensor([rows[0]["input_ids"][0]])
         each = tiny_llama().eval()(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
     assert each[len(rows[0]["prompt_ids"]) - 1 :].sum().item() == pytest.approx(rows[0]["ref_chosen_logps"], rel=1e-5)
-
-
-def test_defaults_are_those_of_trl_and_ours(tmp_path):
-    def defaults(cls):
-        made = {field.name: field.default_factory for field in dataclasses.fields(cls)}
-        values = {field.name: field.default for field in dataclasses.fields(cls)}
-        return values | {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
-
-    changed = {"learning_rate": None, "max_grad_norm": None, "precompute_ref_log_probs": None}
-    assert defaults(DopplerDPOConfig) == defaults(DopplerTrainingArguments) | defaults(DPOConfig) | changed
-    private, stock = arguments(tmp_path), arguments(tmp_path, disable_dp=True)
-    assert (private.learning_rate, private.precompute_ref_log_probs) == (None, True)
-    assert (stock.learning_rate, stock.precompute_ref_log_probs) == (DPOConfig.learning_rate, False)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(loss_type="aot", ld_alpha=0.5)], ids=str)

@@ -1,7 +1,5 @@
 """Shaped noise through the real trainer: turns are kept, the ledger counts them, and what else must follow, follows."""
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +8,8 @@ from transformers import TrainerCallback
 from doppler_hf import DopplerTrainer, GradientRecorder
 from doppler_hf.privacy.accounting import Releases
 from tests.support.tiers import thorough
-from tests.support.tiny import InOrder, pad, text_data
-from tests.support.trainers import NoSignal, Recorder, arguments, trained, trainer_of
+from tests.support.tiny import pad, text_data
+from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of
 
 SHAPE = "banded:bands=3"
 
@@ -131,28 +129,3 @@ def test_too_many_bands_and_a_recorder_are_refused_before_a_ledger_is_written(tm
         trainer_of(tmp_path, noise_shape="banded:bands=4").train()
     with pytest.raises(ValueError, match=r"noise_shape must be 'white' with a GradientRecorder, got banded"):
         trainer_of(tmp_path, noise_shape=SHAPE, callbacks=[GradientRecorder(dimensions=4)]).train()
-
-
-class ShuffleLater(TrainerCallback):
-    """Shuffles a list before the second epoch."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if state.global_step > 0:
-            random.Random(0).shuffle(self.rows)
-
-
-def test_rows_that_are_shuffled_between_epochs_would_take_part_out_of_turn(tmp_path):
-    data, recorder = InOrder(text_data(48)), Recorder()
-    callbacks = [ShuffleLater(data.rows), recorder]
-    trainer = trainer_of(tmp_path, noise_shape=SHAPE, data=data, callbacks=callbacks, max_steps=8)
-    with pytest.raises(ValueError, match=r"must keep its order during train\(\), got .* turns of shaped noise"):
-        trainer.train()
-    assert len(recorder.gradients) == trainer.privacy.ledger.steps_run == trainer.private_run.sampler.steps_per_epoch
-
-
-def test_with_white_noise_any_order_is_as_good(tmp_path):
-    data = InOrder(text_data(48))
-    trained(trainer_of(tmp_path, data=data, callbacks=[ShuffleLater(data.rows)], max_steps=8))

@@ -12,9 +12,8 @@ from transformers import ProcessorMixin
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
-from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
-from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
+from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
 from tests.support.tiers import further, thorough
 from tests.support.trainers import weights
 
@@ -105,16 +104,6 @@ def test_one_example_moves_the_sum_by_at_most_c(tmp_path, name):
     assert result.couplings.max() < 1e-10
 
 
-def test_a_row_is_prepared_alone_and_stays_a_row(tmp_path):
-    options = dict(max_length=30, shuffle_dataset=True)
-    data = chat.conversations()
-    trainer = trainer_of(tmp_path, "conversation", data=data, **options)
-    prepare = [trainer.processing_class, trainer.args, False, None, "train"]
-    alone = [trainer._prepare_dataset(data.select([row]), *prepare)[0]["input_ids"] for row in range(len(data))]
-    assert sorted(trainer.train_dataset["input_ids"]) == sorted(alone)
-    assert max(map(len, alone)) == 30
-
-
 # TRL shows a piece once in the life of a process.
 @pytest.mark.parametrize(("pieces", "options"), [("xy", {}), ("uv", dict(disable_dp=True))])
 def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
@@ -150,23 +139,6 @@ def test_without_privacy_it_is_trls(tmp_path):
     assert ours.state.log_history[0]["num_tokens"] == stock.state.log_history[0]["num_tokens"] > 0
 
 
-# PEFT looks for the base model's own vocabulary where this one, made on the spot, lies nowhere.
-@pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
-@pytest.mark.parametrize("name", [*thorough("prompt"), "conversational prompt"])
-@pytest.mark.thorough
-def test_saved_resumed_and_generating(tmp_path, name):
-    whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
-    assert torch.equal(weights(resumed), weights(whole))
-    assert PrivacyLedger.load(tmp_path).steps_run == 4  # of which one was released twice
-    card = (tmp_path / "README.md").read_text()
-    assert "SFT" in card
-    assert "## Differential privacy" in card
-    asked = chat_tokenizer()("good", return_tensors="pt")["input_ids"]
-    answers = [model.eval().generate(asked, max_new_tokens=4, do_sample=False) for model in (saved, whole.model)]
-    assert torch.equal(*answers)
-    assert answers[0].shape[1] > asked.shape[1]
-
-
 CANNOT = " cannot be used with differential privacy: "
 REFUSED = {
     "packing=True": (dict(packing=True), CANNOT + "a row would hold several texts"),
@@ -199,20 +171,6 @@ def test_rows_that_are_repeated_are_refused_though_trl_writes_them_anew(tmp_path
         trainer_of(tmp_path, data=twice)
     with_units = twice.add_column("user", [*range(24)] * 2)
     assert len(trainer_of(tmp_path, data=with_units, privacy_unit_column="user").train_dataset) == 48
-
-
-def test_a_loss_of_the_users_own_is_refused_unless_it_is_per_example(tmp_path):
-    class OfBatch(DopplerSFTTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return 2 * super().compute_loss(*args, **kwargs)
-
-    class OfExamples(OfBatch):
-        def compute_per_sample_loss(self, *args, **kwargs):
-            return 2 * super().compute_per_sample_loss(*args, **kwargs)
-
-    with pytest.raises(ValueError, match=r"OfBatch.compute_loss has no effect on a private training"):
-        trainer_of(tmp_path, cls=OfBatch)
-    trainer_of(tmp_path, cls=OfExamples).train()
 
 
 def test_a_loss_that_balances_experts_is_refused(tmp_path):

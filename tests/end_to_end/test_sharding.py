@@ -18,8 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
     TrainerCallback,
 )
 
@@ -153,28 +151,6 @@ def checkpointed(folder, world, *, reentrant, **options):
     return run(folder, world, **options)
 
 
-def gpt2_model(*, is_full=False):
-    """A language model whose head is its embedding."""
-    torch.manual_seed(0)
-    coins = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, **coins)
-    adapters = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True)
-    return GPT2LMHeadModel(config) if is_full else get_peft_model(GPT2LMHeadModel(config), adapters)
-
-
-def language(folder, world, *, name, model=gpt2_model, **options):
-    data = text_data().remove_columns("labels").map(lambda example: {"labels": example["input_ids"]})
-    trainer = trainer_of(
-        Path(folder) / f"{name}-{world}", world=world, model=model().double(), data=data, collator=pad_labels, **options
-    )
-    return outcome(trainer)
-
-
-def pad_labels(examples):
-    batch = pad([{**example, "labels": 0} for example in examples])
-    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
-
-
 MODELS = {"lora": lora_model, "full": full_model}
 # Of weights in shards what is kept of them too: two states of the optimizer, and those of a weight filter.
 STATES = {"full": dict(base_optimizer="adam_bc", weight_filter="momentum:beta=0.5")}
@@ -247,21 +223,6 @@ def law(folder, world):
     }
 
 
-def parts(folder, world):
-    """Return how many bytes of weights a process has, of all there are."""
-    model = lora_model(hidden_size=64, intermediate_size=128)
-    whole = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
-    trainer = trainer_of(Path(folder) / f"parts-{world}", world=world, model=model, grad_sample_self_check=False, **FSDP)
-    trainer.train()
-    own = sum(value.to_local().nbytes for value in shards(trainer.model).values())
-    left = [
-        name
-        for name, value in trainer.model.named_parameters()
-        if not value.requires_grad and not isinstance(value, DTensor)
-    ]
-    return {"whole": whole, "own": own, "left": left}
-
-
 # --- errors ---------------------------------------------------------------------------------------------------------------
 
 
@@ -316,7 +277,6 @@ def die(trainer):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-ALIKE = {"fsdp": None, "fsdp_config": None}
 LONG = dict(step=99, max_steps=101, grad_sample_self_check=False)
 RATE = dict(base_optimizer="adam_bc", low_pass_filter="momentum", learning_rate=None, max_steps=2)
 ADAM = dict(base_optimizer="adam_bc", logging_steps=1)
@@ -326,7 +286,6 @@ ALL_TRAINED = {
     "full": functools.partial(run, model=full_model, **ADAM),
     "adapters": functools.partial(run, model=adapters_model, **ADAM),
     "small-full": functools.partial(small_draws, model=full_model),
-    "tied": functools.partial(language, model=functools.partial(gpt2_model, is_full=True)),
     "bfloat16-all": functools.partial(run, model=full_model, dtype=torch.bfloat16, max_steps=1),
     "shaped": functools.partial(run, model=full_model, noise_shape="banded:bands=3", **RARE),
     "quantile": functools.partial(run, model=full_model, clipping_quantile=0.5, clipping="vanilla", **RARE),
@@ -340,26 +299,20 @@ CASES = {
     "rate-fsdp": functools.partial(run, name="rate-fsdp", **(RATE | FSDP)),
     "bfloat16": functools.partial(run, name="bfloat16", dtype=torch.bfloat16),
     "bfloat16-fsdp": functools.partial(run, name="bfloat16-fsdp", dtype=torch.bfloat16, **FSDP),
-    "language": functools.partial(language, name="language"),
-    "language-fsdp": functools.partial(language, name="language-fsdp", **FSDP),
     "reentrant": functools.partial(checkpointed, name="reentrant", reentrant=True),
     "reentrant-fsdp": functools.partial(checkpointed, name="reentrant-fsdp", reentrant=True, **FSDP),
     "ddp": functools.partial(run, name="ddp"),
     "fsdp": functools.partial(run, name="fsdp", **FSDP),
     "neighbours": neighbours,
-    "parts": parts,
     "error": functools.partial(message_of, name="error", act=fail_in_loss),
     "weight": functools.partial(message_of, name="weight", act=move_a_weight, **LONG),
-    "weight-ddp": functools.partial(message_of, name="weight-ddp", act=move_a_weight, **(LONG | ALIKE)),
     "shard": functools.partial(message_of, name="shard", act=move_a_shard, **LONG),
     "taps": functools.partial(message_of, name="taps", model=full_model, low_pass_filter="optimal-fir:taps=4"),
     "recorder": functools.partial(
         message_of, name="recorder", model=full_model, callbacks=[GradientRecorder(dimensions=4)]
     ),
     "early": functools.partial(early_optimizer, name="early", model=full_model),
-    "error-all": functools.partial(message_of, name="error-all", act=fail_in_loss, model=full_model),
     "die": functools.partial(message_of, name="die", act=die),
-    "die-ddp": functools.partial(message_of, name="die-ddp", act=die, **ALIKE),
 } | {
     f"{what}-{kind}": functools.partial(function, kind=kind, **(FSDP | STATES.get(kind, {}) | options))
     for kind in MODELS
@@ -576,19 +529,10 @@ def test_a_run_is_resumed_on_another_number_of_processes(kind, saving, folder):
     torch.testing.assert_close(plain["gradients"], uninterrupted, atol=1e-9, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [2, 4])
-def test_each_process_has_its_part_of_the_frozen_weights(number, tmp_path):
-    runs = processes.launch(__file__, tmp_path, number, "parts")["parts"]
-    assert sum(found["own"] for found in runs) == runs[0]["whole"]
-    # Rows of a weight are not parted, and the last process has fewer.
-    assert all(found["own"] < 1.05 * found["whole"] / number and not found["left"] for found in runs)
-
-
 # --- the end of all -------------------------------------------------------------------------------------------------------
 
 
-ERRORS = ["error", "error-all", "weight", "weight-ddp", "shard", "taps", "recorder", "early"]
+ERRORS = ["error", "weight", "shard", "taps", "recorder", "early"]
 
 
 @pytest.fixture(scope="module")
@@ -604,12 +548,10 @@ ENDED = "OthersKnow: All processes of a training must run to its end, got proces
     ("case", "first", "second"),
     [
         ("error", ENDED, "ZeroDivisionError: in a"),
-        ("error-all", ENDED, "ZeroDivisionError: in a"),
         ("taps", *["ValueError: low_pass_filter='optimal-fir:taps=4' cannot be used with trained weights in shards"] * 2),
         ("recorder", *["ValueError: GradientRecorder must have whole gradients, got trained weights in shards"] * 2),
         ("early", *["ValueError: The optimizer must be of the model's parameters, got one that has others"] * 2),
         ("weight", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
-        ("weight-ddp", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
         ("shard", *["RuntimeError: The weights must be the same on all processes, got others on process 1 than"] * 2),
     ],
 )
@@ -620,8 +562,7 @@ def test_what_one_process_cannot_do_ends_all(case, first, second, errors):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["die", "die-ddp"])
-def test_a_process_that_dies_ends_the_others(case, tmp_path):
+def test_a_process_that_dies_ends_the_others(tmp_path):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = os.environ | {
         "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -629,7 +570,7 @@ def test_a_process_that_dies_ends_the_others(case, tmp_path):
     }  # fmt: skip
     both = [  # without a launcher, which would end the other one
         subprocess.Popen(
-            [sys.executable, __file__, "2", str(tmp_path), case],
+            [sys.executable, __file__, "2", str(tmp_path), "die"],
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -637,7 +578,7 @@ def test_a_process_that_dies_ends_the_others(case, tmp_path):
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, -signal.SIGKILL]
     assert "OthersKnow: All processes of a training must run to its end, and another one has ended" in outputs[0]
-    _, seconds = processes.load(tmp_path, case, 2, 0)
+    _, seconds = processes.load(tmp_path, "die", 2, 0)
     assert seconds < 60
 
 

@@ -74,8 +74,3 @@ def test_proportional_taps_are_best_for_the_bound_and_not_for_the_snr(taps):
 def test_bad_autocorrelations_are_refused(autocorrelation, message):
     with pytest.raises(ValueError, match=message):
         signal_to_noise_ratio(PAPER_FILTERS["f1"], autocorrelation, 10)
-
-
-def test_a_run_has_steps():
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        signal_to_noise_ratio(PAPER_FILTERS["f1"], SLOW, 0)

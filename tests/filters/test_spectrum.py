@@ -67,8 +67,6 @@ def test_the_papers_spectrum_is_the_transform_of_the_autocorrelation(steps):
     [
         ({"method": "music"}, "method must be one of welch, autocorrelation, got 'music'"),
         ({"segment": 1}, "segment must be an integer from 2 to the 45 steps, got 1"),
-        ({"segment": 46}, "segment must be .* got 46"),
-        ({"segment": 9.0}, "segment must be .* got 9.0"),
         ({"method": "autocorrelation", "segment": 9}, "segment must be left out for the autocorrelation, .* got 9"),
     ],
 )
@@ -155,11 +153,8 @@ def test_without_noise_all_is_signal():
     ("changed", "message"),
     [
         ({"square_norms": np.zeros(0)}, r"shape \(0,\)"),
-        ({"square_norms": np.zeros((2, 2))}, r"shape \(2, 2\)"),
-        ({"square_norms": np.array([1.0, -1.0])}, "square_norms must be finite and at least 0, got -1.0"),
         ({"square_norms": np.array([np.nan])}, "square_norms must be finite and at least 0, got nan"),
         ({"noise_std": -0.1}, "noise_std must be finite and at least 0, got -0.1"),
-        ({"dimension": 0}, "dimension must be at least 1 .* got 0 and 0"),
         ({"first_step": -1}, "first_step at least 0, got 2 and -1"),
     ],
 )

@@ -201,7 +201,7 @@ def test_what_is_no_number_of_taps_is_refused(arguments, message):
     [
         (
             {"rank": 2},
-            "rank must be None for optimal-fir:taps=4,update_gap=5, which compares gradients of different steps, .* got 2",
+            "rank must be None for optimal-fir:taps=4,update_gap=5, which compares gradients of different steps, got 2",
         ),
         ({"compiled": True}, "compiled must not be True for optimal-fir:taps=4,update_gap=5, whose taps change"),
     ],

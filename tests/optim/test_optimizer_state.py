@@ -141,21 +141,6 @@ def test_gap_and_scale_stay_and_learning_rate_and_weight_decay_are_loaded():
     ]
 
 
-def test_state_of_less_precision_is_loaded_into_more_and_back():
-    for saved_dtype, own_dtype in ((torch.bfloat16, None), (None, torch.bfloat16)):
-        params, others = parameters(*SHAPES, dtype=torch.float32), parameters(*SHAPES, dtype=torch.float32)
-        saving, loading = (
-            optimizer_of(ps, **GALORE, state_dtype=dtype) for ps, dtype in ((params, saved_dtype), (others, own_dtype))
-        )
-        run(saving, params, range(2))
-        loading.load_state_dict(saved_and_loaded(saving.state_dict()))
-        for p, other in zip(params, others, strict=True):
-            v = loading.state[other]["exp_avg_sq"]
-            assert v.dtype == (own_dtype or torch.float32)
-            assert torch.equal(v, saving.state[p]["exp_avg_sq"].to(v.dtype))
-            assert loading.state[other].get("basis", p).dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
 )
@@ -194,20 +179,11 @@ def test_a_group_added_late_begins_anew_and_resumes():
     assert_same(early + late, optimizer, early_copies + late_copies, resumed)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t)),
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=8, cycle_momentum=False),
-    ],
-    ids=["LambdaLR", "OneCycleLR"],
-)
-@pytest.mark.parametrize("of_tensor", [False, True])
-def test_schedulers_set_the_learning_rate_of_the_next_step(schedule, of_tensor):
+def test_schedulers_set_the_learning_rate_of_the_next_step():
     params, others = parameters(*SHAPES), parameters(*SHAPES)
-    lr = torch.tensor(0.05, dtype=torch.float64) if of_tensor else 0.05
+    lr = torch.tensor(0.05, dtype=torch.float64)
     optimizer, by_hand = optimizer_of(params, lr=lr, **GALORE), optimizer_of(others, **GALORE)
-    scheduler = schedule(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
     rates = set()
     for t in range(7):
         rate = float(optimizer.param_groups[0]["lr"])

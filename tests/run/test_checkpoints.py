@@ -160,14 +160,6 @@ def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_pat
     assert "verified" in subprocess.run(verified, cwd=root, capture_output=True, text=True, check=True).stdout.lower()
 
 
-def test_a_filter_of_another_order_is_refused_with_the_name_of_the_checkpoints(tmp_path):
-    options = dict(save_strategy="steps", save_steps=2)
-    trainer_of(tmp_path, **options, low_pass_filter="momentum:beta=0.8", max_steps=2).train()
-    resumed = trainer_of(tmp_path, **options, low_pass_filter="none", max_steps=4)
-    with pytest.raises(ValueError, match=r"Set low_pass_filter='momentum:beta=0\.8'\.$"):
-        resumed.train(resume_from_checkpoint=True)
-
-
 FILTERED = OPTIONS | dict(weight_filter="momentum:beta=0.9")
 
 

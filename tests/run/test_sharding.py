@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.as_in_training import in_full_precision
 from doppler_hf.run import sharded_states
 from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.sharded_states import whole_state
@@ -157,16 +156,6 @@ def test_clipped_sums_of_gathered_weights_are_those_of_whole_ones():
 
 
 @pytest.mark.usefixtures("group")
-def test_an_ordinary_gradient_of_a_gathered_weight_is_found():
-    model = tiny_bert()
-    with ClippedGradients(model, sharded_sums=cut(model).sharded_sums) as clipped:
-        clipped.is_checked = True
-        model.dropout.register_forward_hook(lambda module, inputs, output: output * model.classifier.bias.sum())
-        with pytest.raises(ValueError, match=r"No per-sample gradient for .* 'classifier\.bias', used outside"):
-            clipped.backward(model(**tokens()).logits.sum(dim=1))
-
-
-@pytest.mark.usefixtures("group")
 def test_trained_shards_without_sharded_sums_are_refused():
     model = tiny_bert()
     cut(model)
@@ -223,26 +212,6 @@ def test_of_a_base_under_adapters_its_embeddings_are_saved_alone():
     assert sorted(names - set(whole_state(model))) == sorted(frozen)
     assert {"base_model.model.bert.embeddings.word_embeddings.weight"} <= set(whole_state(model))
     assert all(".lora_" not in name and "modules_to_save" not in name for name in frozen)
-
-
-@pytest.mark.usefixtures("group")
-def test_weights_are_gathered_in_float32_while_that_is_asked_for():
-    model = lora(tiny_bert())
-    model = model.bfloat16()
-    sharding, seen = cut(model), []
-    layer = model.get_submodule("base_model.model.bert.encoder.layer.0.output.dense")
-    layer.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
-    batch = {"input_ids": torch.tensor([[5, 6, 7]])}
-
-    def look():
-        model(**batch)
-        with in_full_precision(model), sharding.in_step.in_float32():
-            model(**batch)
-        model(**batch)
-        return 7
-
-    assert sharding.in_step.on_process_0(look) == 7
-    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def test_weights_that_more_than_the_head_shares_stay_whole():

@@ -85,10 +85,7 @@ def get_epsilon(
 
 
 def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: Accountant = "prv") -> float:
-    """Return an upper bound on ε after several runs on the same data, as `get_epsilon` does for one.
-
-    If the arithmetic of PRV or PLD fails, it is the bound of another accountant.
-    """
+    """Return `get_epsilon` of several runs on the same data; where PRV or PLD fails, another accountant's bound."""
     mechanisms = composed(history, accountant=accountant)
     if not 0.0 < delta < 1.0:
         raise ValueError(f"delta must lie in (0, 1), got {delta}.")

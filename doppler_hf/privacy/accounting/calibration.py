@@ -80,10 +80,7 @@ def get_noise_multiplier(
 def noise_multiplier_in_turns(
     groups: int, *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: Accountant
 ) -> float:
-    """Return σ of a run in which b groups of units take turns, as `get_noise_multiplier` unchecked.
-
-    It is infinite where a unit would be drawn in every turn of several groups, or no σ up to 10⁶ is known to reach ε.
-    """
+    """Return σ of a run in which b groups take turns, unchecked; infinite where q·b ≥ 1 or no σ up to 10⁶ reaches ε."""
     turns = Releases.in_turns(1.0, sample_rate, steps, groups=groups)
     if groups > 1 and turns.sample_rate >= 1.0:
         return math.inf
@@ -137,10 +134,7 @@ def get_steps(
     spent: Sequence[Releases] = (),
     at_most: int,
 ) -> int:
-    """Return how many further steps, at most `at_most`, keep ε of everything together within `target_epsilon`.
-
-    The arguments are those of `get_noise_multiplier`.
-    """
+    """Return how many further steps, at most `at_most`, keep ε of everything together within `target_epsilon`."""
     _check_target(target_epsilon)
     if at_most < 0:
         raise ValueError(f"at_most must be at least 0, got {at_most}.")

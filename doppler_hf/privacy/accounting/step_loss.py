@@ -1,9 +1,6 @@
 """The privacy loss of one step, as PRV composes it: Opacus's distribution, in a fraction of the time.
 
-Removing an example turns x ~ (1 − q)·N(0, σ²) + q·N(1, σ²) into N(0, σ²), with the loss
-
-    L(x) = ln(1 − q + q·exp((2x − 1)/(2σ²))).
-
+Removing an example turns x ~ (1 − q)·N(0, σ²) + q·N(1, σ²) into N(0, σ²), with L(x) = ln(1 − q + q·exp((2x − 1)/(2σ²))).
 Opacus computes its distribution function on the whole grid, though it is 0 or 1 on most of it, and its mean by adaptive
 quadrature. For the mean the trapezoidal rule is exact to rounding (Trefethen and Weideman 2014,
 https://doi.org/10.1137/130932132). This module imports Opacus, which brings torch.

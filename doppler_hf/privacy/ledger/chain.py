@@ -1,6 +1,4 @@
-"""An append-only list of entries: every entry carries the hash of the one before.
-
-    hash_i = SHA-256(canonical JSON of entry i without its hash),   previous_hash_i = hash_{i−1}
+"""A chain of entries: hash_i = SHA-256(canonical JSON of entry i without its hash), previous_hash_i = hash_{i−1}.
 
 This reveals an edited, missing, inserted or exchanged entry. It does not reveal a tail that was cut off, or a chain that was
 rewritten: against these, publish the last hash (the head) where it cannot be changed.

@@ -1,4 +1,4 @@
-"""The file of a privacy ledger: JSON with a schema, read strictly and written whole or not at all.
+"""The file of a privacy ledger: JSON with a schema, read strictly, and written whole or not at all by one run at a time.
 
     {"$schema": "urn:doppler-hf:privacy-ledger:6", "format_version": 6, "entries": […]}
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from filelock import FileLock, Timeout
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
@@ -25,6 +26,7 @@ from doppler_hf.privacy.ledger import chain
 FORMAT: Final = 6
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
+LOCK_NAME: Final = "_privacy_ledger.lock"  # the host uploads no file whose name begins with "_"
 _PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting")
 
 
@@ -102,3 +104,24 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"Constants must be true, false or null, got {text}.")
+
+
+class WriterLock:
+    """Keeps other runs, of this process or another, from writing to the ledger of a folder. It can be entered repeatedly."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._lock = FileLock(self._folder / LOCK_NAME, thread_local=False)
+
+    def __enter__(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(
+                f"{self._folder} is the folder of another private run, which is still going on. Use another output_dir, or "
+                "wait until that run has ended."
+            ) from None
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()

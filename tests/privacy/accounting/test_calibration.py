@@ -143,18 +143,6 @@ def test_affordable_steps_against_counting(at_most, spent):
         assert steps == max(0, sum(cost <= target for cost in costs) - 1)
 
 
-@pytest.mark.parametrize("accountant", ["prv", "pld"])
-@pytest.mark.parametrize(
-    ("sigma", "rate", "target", "at_most"), [(0.8, 0.1, 5.0, 500), (4.0, 0.3, 1.0, 500), *thorough((2.0, 1e-3, 0.5, 10**6))]
-)
-def test_one_step_more_than_affordable_overruns(sigma, rate, target, at_most, accountant, calls):
-    mechanism = dict(noise_multiplier=sigma, sample_rate=rate, delta=1e-5, accountant=accountant)
-    steps = get_steps(target_epsilon=target, **mechanism, at_most=at_most)
-    assert 0 < steps < at_most
-    assert len(calls) <= 10
-    assert get_epsilon(**mechanism, steps=steps) <= target < get_epsilon(**mechanism, steps=steps + 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
