@@ -33,7 +33,7 @@ _Outcome = TypeVar("_Outcome")
 
 
 def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
-    """Do something on process 0, and return its outcome on every process; so do refusals, and the end of process 0."""
+    """Do something on process 0, and return its outcome, or raise its refusal, on every process."""
     found: list[Any] = [None]
     if PartialState().is_main_process:
         try:

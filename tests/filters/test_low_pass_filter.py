@@ -35,6 +35,7 @@ def test_order_counts_states(b, a, order):
         ((1.0, 0j), (1.0,), "b[1] must be a finite real number, got 0j."),
         ((2.0,), (2.0,), "a[0] must be 1, got 2.0. Divide b and a by it."),
         ((0.3,), (1.0, -0.9), "must be 1, got 3. Multiply b by 0.333333333333333"),
+        ((1 + 2e-6,), (1.0,), "must be 1, got 1.000002. Multiply b by"),
         ((1.0, -1.0), (1.0,), "The DC gain sum(b)/sum(a) must be 1, got 0:"),
         ((1.0,), (1.0, -1.0), "must lie strictly inside the unit circle (at most 0.999999 from 0), got 1."),
         ((2.02,), (1.0, 0.0, 1.02), "from 0), got 1.00995049."),

@@ -10,7 +10,7 @@ import scipy.stats
 import torch
 
 from doppler_hf.filters import corrected_noise_gain, noise_gain
-from doppler_hf.run import gradient_recorder as recorder_module
+from doppler_hf.run import projection as projection_module
 from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
 from tests.support.trainers import Recorder, trainer_of
 
@@ -34,7 +34,7 @@ def matrix(number, **options):
 def width(request, monkeypatch):
     """Tables of 13 columns, or of all coordinates."""
     if request.param == "several rows":
-        monkeypatch.setattr(recorder_module, "TABLE_WIDTH", 13)
+        monkeypatch.setattr(projection_module, "TABLE_WIDTH", 13)
 
 
 @pytest.mark.usefixtures("width")

@@ -104,10 +104,8 @@ class PrivacyStatement:
         of_units = ", the mean gradient over a unit's examples" if self.clip_unit_mean else ""
         moves = ""
         if self.clipping_quantile is not None:
-            moves = (
-                f" at first, then the quantile {self.clipping_quantile:g} of the norms, by a count with noise multiplier "
-            )
-            moves += f"{self.count_noise_multiplier:.4g}"
+            count = f"by a count with noise multiplier {self.count_noise_multiplier:.4g}"
+            moves = f" at first, then the quantile {self.clipping_quantile:g} of the norms, {count}"
         return f"{self.per_sample_max_grad_norm:g}{moves} ({self.clipping}, {self.clipping_granularity}{of_views}{of_units})"
 
     @property

@@ -126,6 +126,14 @@ def test_several_mechanisms_against_the_exact_gaussian():
     assert rdp_epsilon(full, delta=1e-6) == pytest.approx(rdp_epsilon([(1 / mu, 1.0, 1)], delta=1e-6), rel=1e-6)
 
 
+@pytest.mark.parametrize("sigma", [0.5, 20.0])
+def test_rdp_is_converted_at_the_best_order(sigma):
+    # Balle et al. 2020, for ρ(α) = α/2σ², at orders 50 times as dense.
+    orders, delta = 1 + np.geomspace(1e-3, 1e3, 5000), 1e-5
+    epsilons = orders / (2 * sigma**2) + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)
+    assert epsilons.min() <= rdp_epsilon([(sigma, 1.0, 1)], delta=delta) < epsilons.min() * 1.005
+
+
 def test_rdp_takes_over_where_it_is_smaller_than_the_error_of_prv():
     mechanism = [(2000.0, 1e-5, 20_000)]
     assert prv_epsilon(mechanism, delta=1e-4) == rdp_epsilon(mechanism, delta=1e-4) < 0.002
