@@ -36,7 +36,7 @@ def test_order_counts_states(b, a, order):
         ((2.0,), (2.0,), "a[0] must be 1, got 2.0. Divide b and a by it."),
         ((0.3,), (1.0, -0.9), "must be 1, got 3. Multiply b by 0.333333333333333"),
         ((1 + 2e-6,), (1.0,), "must be 1, got 1.000002. Multiply b by"),
-        ((1.0, -1.0), (1.0,), "The DC gain sum(b)/sum(a) must be 1, got 0:"),
+        ((1.0, -1.0), (1.0,), "The DC gain sum(b)/sum(a) must be 1, got 0. Choose b with a positive sum."),
         ((1.0,), (1.0, -1.0), "must lie strictly inside the unit circle (at most 0.999999 from 0), got 1."),
         ((2.02,), (1.0, 0.0, 1.02), "from 0), got 1.00995049."),
         ((-0.5, 1.5), (1.0,), "got -0.5 at step 0 "),
