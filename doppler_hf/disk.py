@@ -22,15 +22,7 @@ class NoSpaceError(OSError):
 
 @contextlib.contextmanager
 def space_for(what: str, *, folder: Path) -> Iterator[None]:
-    """Let a full disk, or quota, end the block in one clear error.
-
-    Args:
-        what: What the block writes, in words.
-        folder: Where.
-
-    Raises:
-        NoSpaceError: If there is no space for it.
-    """
+    """Let a full disk, or quota, end a block that writes `what` to `folder` in one clear error."""
     try:
         yield
     except NoSpaceError:  # of a part of it

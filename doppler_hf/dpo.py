@@ -1,8 +1,8 @@
 """`DopplerDPOTrainer`: TRL's `DPOTrainer`, whose host is `DopplerTrainer` in place of `Trainer`.
 
-TRL prepares the data, a row at a time, computes what the frozen reference says of each pair, once, and evaluates; its loss
-of a batch, its rewards and margins are of evaluations only. What is trained is the rule of `privacy.pair_losses`. One pair
-of answers is one example: two rows of the model, whose gradient is clipped as a whole.
+TRL prepares the data, a row at a time, computes the frozen reference's log-probabilities of each pair, once, and evaluates.
+Trained is the rule of `privacy.pair_losses`. One pair of answers is one example: two rows, whose gradient is clipped as a
+whole.
 """
 
 import functools
@@ -41,14 +41,7 @@ _NOT_PRIVATE: Final = {
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
-    """Arguments of `DopplerDPOTrainer`: those of `DPOConfig` with its defaults, and of `DopplerTrainingArguments`.
-
-    Raises:
-        ValueError: If a value is out of range, or a combination breaks privacy or would have no effect.
-
-    Example:
-        >>> args = DopplerDPOConfig(output_dir="out", target_epsilon=8.0, beta=0.1)
-    """
+    """Arguments of `DopplerDPOTrainer`: those of `DPOConfig` with its defaults, and of `DopplerTrainingArguments`."""
 
     learning_rate: float | None = HfArg(
         default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 1e-6."
@@ -71,8 +64,8 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         trl_checks.refuse_arguments(self, _NOT_PRIVATE)
         if not self.precompute_ref_log_probs:
             raise ValueError(
-                "precompute_ref_log_probs must be True with differential privacy, got False: the model is called once for "
-                "each micro-batch, and the reference for each pair by itself. Leave it out."
+                "precompute_ref_log_probs must be True with differential privacy, got False: the reference is computed for "
+                "each pair by itself. Leave it out."
             )
         others = [kind for kind in self.loss_type if kind not in PAIR_LOSSES]
         if others or not self.loss_type:
@@ -83,36 +76,27 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         if not self.beta > 0:
             raise ValueError(f"beta must be > 0, got {self.beta}. Usual is 0.1.")
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}: it is the share of pairs whose labels "
-                "are the wrong way round. Usual is 0.1."
-            )
+            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}. Usual is 0.1.")
         if self.label_smoothing and "robust" not in self.loss_type:
             raise ValueError(
-                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Set "
-                "loss_type='robust', or leave it out."
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Set 'robust', or "
+                "leave it out."
             )
 
 
 class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     """`DPOTrainer` with differential privacy: the same data sets, chat templates, references, adapters and arguments.
 
-    With `args.disable_dp` every method is the stock one.
-
-    Args:
-        model: As in `DPOTrainer`; so are the others, in its order.
-        ref_model: The reference, by default the model as it is now, or its base without adapters.
-        args: `DopplerDPOConfig`.
-        data_collator: As in `DPOTrainer`.
-        train_dataset: As in `DPOTrainer`; it must have a length.
+    With `args.disable_dp` every method is the stock one. Arguments are those of `DPOTrainer`, in its order; `ref_model` is
+    by default the model as it is now, or its base without adapters, and `train_dataset` must have a length.
 
     Raises:
-        ValueError: If something would break the guarantee, as in `DopplerTrainer`; or the data set has images, or lies in
-            memory where several processes train, or the model has a loss that balances its experts.
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`, images, a data set in memory where
+            several processes train, or a loss that balances experts.
 
     Example:
+        >>> args = DopplerDPOConfig(output_dir="out", target_epsilon=8.0, beta=0.1)
         >>> trainer = DopplerDPOTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
-        >>> trainer.train()
     """
 
     args: DopplerDPOConfig

@@ -17,14 +17,7 @@ class MissingExtraError(ImportError):
 
 
 def require(extra: str) -> None:
-    """Check that an extra is installed, before work that needs it.
-
-    Args:
-        extra: A key of `EXTRAS`.
-
-    Raises:
-        MissingExtraError: If it is not installed. The message has the line that installs it.
-    """
+    """Check that an extra of `EXTRAS` is installed, before work that needs it."""
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     if missing:
         raise MissingExtraError(f'{", ".join(missing)} must be installed for this. Run pip install "doppler_hf[{extra}]".')

@@ -1,8 +1,7 @@
 """`DopplerSFTTrainer`: TRL's `SFTTrainer`, whose host is `DopplerTrainer` in place of `Trainer`.
 
-TRL prepares the data, a row at a time, and evaluates; its own loss, a mean over the tokens of a batch, and its counts of
-tokens and hits are of evaluations only. What is trained is the rule of `privacy.losses`: an example's loss is the mean over
-its own labelled tokens, those of the completion, of the assistant's turns, or all. One row is one example.
+TRL prepares the data, a row at a time, and evaluates. Trained is the rule of `privacy.losses`: an example's loss is the mean
+over its own labelled tokens, those of the completion, of the assistant's turns, or all. One row is one example.
 """
 
 from dataclasses import dataclass
@@ -26,14 +25,7 @@ _NOT_PRIVATE: Final = {
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
 @dataclass
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
-    """Arguments of `DopplerSFTTrainer`: those of `SFTConfig` with its defaults, and of `DopplerTrainingArguments`.
-
-    Raises:
-        ValueError: If a value is out of range, or a combination breaks privacy or would have no effect.
-
-    Example:
-        >>> args = DopplerSFTConfig(output_dir="out", target_epsilon=8.0, max_length=512)
-    """
+    """Arguments of `DopplerSFTTrainer`: those of `SFTConfig` with its defaults, and of `DopplerTrainingArguments`."""
 
     learning_rate: float | None = HfArg(
         default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 2e-5."
@@ -51,19 +43,14 @@ class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
 class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     """`SFTTrainer` with differential privacy: the same data sets, chat templates, adapters and arguments.
 
-    With `args.disable_dp` every method is the stock one.
-
-    Args:
-        model: As in `SFTTrainer`; so are the others, in its order.
-        args: `DopplerSFTConfig`.
+    With `args.disable_dp` every method is the stock one. Arguments are those of `SFTTrainer`, in its order.
 
     Raises:
-        ValueError: If something would break the guarantee, as in `DopplerTrainer`; or the data set has images, or the model
-            a loss that balances its experts.
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`, images, or a loss that balances experts.
 
     Example:
+        >>> args = DopplerSFTConfig(output_dir="out", target_epsilon=8.0, max_length=512)
         >>> trainer = DopplerSFTTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
-        >>> trainer.train()
     """
 
     args: DopplerSFTConfig

@@ -1,8 +1,4 @@
-"""A tensor in shards on several processes, each of which has some of its rows: those rows, and the whole.
-
-FSDP2 cuts a weight into as many runs of rows as there are processes; the last ones may be shorter, or empty. What is made of
-one coordinate at a time, such as noise and an optimizer's step, is made of the rows here alone.
-"""
+"""A tensor in shards on several processes, each of which has a run of its rows (FSDP2; the last may be shorter or empty)."""
 
 from typing import NamedTuple
 
@@ -11,12 +7,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Place(NamedTuple):
-    """Where in a whole tensor the rows of this process are, in one dimension.
-
-    Attributes:
-        begin: The first of their coordinates.
-        numel: How many the whole has.
-    """
+    """Where in a whole tensor of `numel` coordinates the rows of this process begin."""
 
     begin: int
     numel: int

@@ -23,26 +23,13 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
     if (args.gradient_checkpointing_kwargs or {}).get(_SELECTIVE):
         raise ValueError(
             f"gradient_checkpointing_kwargs must not have {_SELECTIVE!r} with differential privacy, got "
-            f"{args.gradient_checkpointing_kwargs}: what it keeps can be used once, and the engine of per-sample "
-            "gradients asks for it again. Leave it out, which recomputes whole layers."
+            f"{args.gradient_checkpointing_kwargs}, whose tensors the engine would need twice. Leave it out."
         )
 
 
 @contextlib.contextmanager
 def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_dataset: Any) -> Iterator[None]:
-    """Let one of TRL's trainers be made in the block, if it can be private, and show no piece of an example.
-
-    Args:
-        trainer: The trainer.
-        args: Its arguments.
-        config: The class that they must be of.
-        host: The class of TRL's.
-        train_dataset: The training set.
-
-    Raises:
-        ValueError: If the arguments are of another class, the data set has images or repeated rows, or the loss balances
-            experts.
-    """
+    """Let one of TRL's trainers be made in the block, if it can be private, and show no piece of an example."""
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
     assert isinstance(args, DopplerTrainingArguments)
@@ -66,8 +53,7 @@ def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_d
     if trainer.aux_loss_enabled:
         raise ValueError(
             "The balancing loss of a router must be off with differential privacy, got router_aux_loss_coef="
-            f"{trainer.router_aux_loss_coef}: it is one number for the whole batch and cannot be split into examples. Set "
-            "router_aux_loss_coef=0.0."
+            f"{trainer.router_aux_loss_coef}: it is one for the whole batch. Set router_aux_loss_coef=0.0."
         )
 
 

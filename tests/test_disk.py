@@ -7,9 +7,6 @@ Python, safetensors and torch alike. A disk that is really full is made where th
 import contextlib
 import errno
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +14,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from doppler_hf.disk import NoSpaceError, space_for
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.ledger import file
 from tests.support.ledgers import statement
 from tests.support.tiers import thorough
-from tests.support.trainers import trained, trainer_of
+from tests.support.trainers import trainer_of
 
 resource = pytest.importorskip("resource", reason="only POSIX limits the sizes of files")
 OPTIONS = dict(max_steps=4, save_strategy="steps", save_steps=2, noise_seed=1)
@@ -43,10 +39,9 @@ def sizes(folder):
 # --- what is said ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_one_line(tmp_path, code):
+def test_a_full_disk_is_one_line(tmp_path):
     with pytest.raises(NoSpaceError) as caught, space_for("a checkpoint", folder=tmp_path):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert str(caught.value) == (
         f"{tmp_path} must have space for a checkpoint, got a full disk or quota. Free some (save_total_limit keeps fewer "
         "checkpoints), and resume from the last checkpoint that was written to its end."
@@ -59,7 +54,7 @@ def test_other_errors_are_left_alone(tmp_path):
     assert type(caught.value) is PermissionError
 
 
-@pytest.mark.parametrize("size", [0, 100, 20_000])
+@pytest.mark.parametrize("size", [0, 20_000])
 def test_torch_and_safetensors_are_understood(tmp_path, size):
     from safetensors.torch import save_file
 
@@ -80,7 +75,7 @@ def test_wherever_writing_stops_the_old_ledger_is_left(tmp_path):
     ledger.reserve(at_most=10)
     ledger.save(tmp_path / "whole")
     size = (tmp_path / "whole" / path.name).stat().st_size
-    for limit in (*range(0, size, 101), size - 1):
+    for limit in (*range(0, size, 503), size - 1):
         with pytest.raises(NoSpaceError, match="must have space for the ledger"), files_of_at_most(limit):
             ledger.save(tmp_path)
         assert path.read_bytes() == before
@@ -88,23 +83,6 @@ def test_wherever_writing_stops_the_old_ledger_is_left(tmp_path):
     with files_of_at_most(size):
         ledger.save(tmp_path)
     assert PrivacyLedger.load(tmp_path).entries == ledger.entries
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_what_is_written_late_may_fail_too(tmp_path, monkeypatch, call):
-    ledger = PrivacyLedger.open(statement())
-    ledger.save(tmp_path)
-    before = (tmp_path / "privacy_ledger.json").read_bytes()
-    ledger.reserve(at_most=10)
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(file.os, call, full)
-    with pytest.raises(NoSpaceError):
-        ledger.save(tmp_path)
-    assert sizes(tmp_path).keys() == {"privacy_ledger.json"}
-    assert (tmp_path / "privacy_ledger.json").read_bytes() == before
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------------
@@ -149,60 +127,3 @@ def test_a_run_whose_files_are_limited_goes_on_when_they_are_not(tmp_path, place
     with pytest.raises(NoSpaceError, match=match), files_of_at_most(largest - 1):
         trainer.train()
     check_what_is_left(tmp_path, trainer)
-
-
-def test_a_model_that_does_not_fit_is_said_so(tmp_path):
-    trainer = trained(trainer_of(tmp_path, max_steps=1))
-    with pytest.raises(NoSpaceError, match="must have space for the model"), files_of_at_most(5000):
-        trainer.save_model()
-    trainer.save_model()
-    assert not PrivacyLedger.load(tmp_path / "out").unknown_weights(tmp_path / "out")
-
-
-SCRIPT = """
-import os, subprocess, sys
-from pathlib import Path
-from doppler_hf.disk import NoSpaceError
-from tests.support.tiny import tiny_bert
-from tests.support.trainers import trainer_of
-from tests.test_disk import OPTIONS, check_what_is_left
-
-home, begun, failed = Path(sys.argv[1]), [], 0
-for space in [*range(1, 12), *range(12, 90, 3)]:
-    folder = home / str(space)
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], check=True)
-    trainer = trainer_of(folder, **OPTIONS)
-    free = os.statvfs(folder)
-    (folder / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 4096 * space))
-    try:
-        trainer.train()
-    except NoSpaceError:
-        failed += 1
-    (folder / "other").unlink()
-    begun += check_what_is_left(folder, trainer)
-    subprocess.run(["umount", folder], check=True)
-print("failed", failed, "went on from", sorted(set(begun)))
-"""
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_really_full(tmp_path):
-    """It has one block more each time, so that each file is the last for which there is space."""
-    own_mounts = ["unshare", "--mount", "--map-root-user"]
-    probe = [*own_mounts, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    try:
-        allowed = subprocess.run(probe, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        allowed = False
-    if not allowed:
-        pytest.skip("the system lets us mount nothing")
-    root = Path(__file__).parents[1]
-    result = subprocess.run(
-        [*own_mounts, sys.executable, "-c", SCRIPT, str(tmp_path)],
-        cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    said = result.stdout.splitlines()[-1]
-    assert said.endswith("went on from [2, 4]")
-    assert int(said.split()[1]) > 10

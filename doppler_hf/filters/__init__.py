@@ -1,17 +1,12 @@
 """Low-pass filters on the time axis of training: design, analyse, estimate and choose them (NumPy and SciPy only).
 
-- low_pass_filter: what a filter is
-- design: presets, designs, coefficients
-- grammar: how one is written
+- low_pass_filter: the filter and its validity
+- design, grammar: presets and designs, and their names
 - noise_shape: the noise over time, white or shaped
-- response: impulse, step, frequency, delay, noise gain
-- snr: what a filter is worth for a signal
-- figures: its figures, in one row
-- spectrum: measured autocorrelations and spectra
-- best: the best filter for a signal
-- fir: taps from gradients
-- closed_loop: what noise costs once the gradient pulls back
-- auto: a choice for who has none
+- response: impulse, step, frequency, delay, noise gain; and a summary in one row
+- snr, best: a filter's signal-to-noise ratio, and the filter with the greatest
+- spectrum, fir: measured autocorrelations and spectra, and taps from gradients
+- closed_loop, auto: the loss that noise costs, and the choice with the least
 """
 
 from doppler_hf.filters.auto import auto_filter, auto_noise_shape
@@ -26,7 +21,6 @@ from doppler_hf.filters.design import (
     momentum,
     moving_average,
 )
-from doppler_hf.filters.figures import FilterFigures, filter_figures
 from doppler_hf.filters.fir import (
     autocorrelation_from_products,
     autocorrelation_standard_error,
@@ -36,7 +30,15 @@ from doppler_hf.filters.fir import (
 from doppler_hf.filters.grammar import parse_name
 from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.filters.response import frequency_response, group_delay, impulse_response, noise_gain, step_response
+from doppler_hf.filters.response import (
+    FilterFigures,
+    filter_figures,
+    frequency_response,
+    group_delay,
+    impulse_response,
+    noise_gain,
+    step_response,
+)
 from doppler_hf.filters.snr import signal_to_noise_ratio
 from doppler_hf.filters.spectrum import (
     PowerEstimate,

@@ -1,15 +1,8 @@
-r"""A filter and a shape of the noise for people who do not want to choose: those with which the noise costs the least loss.
+"""The filter and the noise shape with the least loss in `closed_loop`, from public numbers alone.
 
-The loss is that of `doppler_hf.filters.closed_loop`: it follows from the length of the run, its schedule and, for the shape,
-its σ, all of them public.
-
-The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, of delay D = β / (1 - β): its real pole keeps the loop of filter
-and weights stable wherever SGD is, which the paper's filters of second order do not. The longer its delay, the less noise
-is left of a shaped one, while from white noise there is little to gain. Of the delays that come within a hundredth of the
-least noise the shortest is taken, and none that is longer than T/50, so that the run forgets its start e^25 times.
-
-The shape. Each number of bands has a σ of its own, since a unit is drawn in its turn with b times the probability. Bands are
-doubled while the loss falls, with the strategy that is best for this schedule and this filter.
+The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, of delay D = β / (1 - β). Its real pole keeps the loop of filter and
+weights stable wherever SGD is; the paper's filters of second order do not. Each number of bands has a σ of its own, since a
+unit is drawn in its turn with b times the probability; bands double while the loss falls.
 """
 
 import math
@@ -21,15 +14,12 @@ from doppler_hf.filters.design import PAPER_FILTERS, momentum
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
-# The longest delay, as a share of the run.
-MAX_DELAY_SHARE: Final = 0.02
-
-# A shorter delay, Σκ² > 1/2, is not worth its buffer.
-MIN_DELAY: Final = 0.5
+MAX_DELAY_SHARE: Final = 0.02  # the longest delay, as a share of the run
+MIN_DELAY: Final = 0.5  # a shorter one, Σκ² > 1/2, is not worth its buffer
 
 
 def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, noise: NoiseShape = WHITE) -> LowPassFilter:
-    r"""Pick a filter from what is known before a run: momentum, of the shortest delay that removes nearly all that any does.
+    """Pick momentum with the shortest delay that removes nearly all the noise that any delay removes.
 
     Args:
         steps: Length of the run T.
@@ -37,17 +27,7 @@ def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, no
         noise: The shape of the noise.
 
     Returns:
-        `momentum(beta)`, beta to three decimals; or no filter, in runs of fewer than 25 steps.
-
-    Raises:
-        ValueError: If steps is not a positive integer, or the learning rates are not one for each step, negative, not
-            finite, or all zero.
-
-    Example:
-        >>> print(auto_filter(1000))
-        momentum:beta=0.667
-        >>> print(auto_filter(1000, noise=NoiseShape.banded(4)))
-        momentum:beta=0.941
+        `momentum(beta)`, beta to three decimals; no filter in runs of fewer than 25 steps.
     """
     return _best_filter(ClosedLoop.of_run(steps, learning_rates), noise, steps=steps)
 
@@ -60,21 +40,15 @@ def auto_noise_shape(
     low_pass_filter: LowPassFilter | None = None,
     most_bands: int | None = None,
 ) -> NoiseShape:
-    r"""Pick the shape of the noise that costs the least loss among runs of equal ε.
+    """Pick the noise shape with the least loss among runs of equal ε; white where none is better by `WORTHWHILE`.
 
     Args:
-        noise_multiplier_of: σ of the run with so many bands, at equal ε; infinite where there is none. It is asked for 1, 2,
-            4, ... bands, until the loss does not fall any more.
-        steps: As for `auto_filter`.
+        noise_multiplier_of: σ for a number of bands, at equal ε; infinite where there is none. It is asked for 1, 2, 4, ...
+            bands until the loss stops falling.
+        steps: Length of the run T.
         learning_rates: As for `auto_filter`.
-        low_pass_filter: The filter of the run; None for the one of `auto_filter`, chosen anew for each number of bands.
-        most_bands: The most that there is memory for; None for any number.
-
-    Returns:
-        White noise where no other shape is better by a hundredth, or where the filter makes a loop that is not stable.
-
-    Raises:
-        ValueError: If an argument is out of range, as in `auto_filter`, or a noise multiplier is not positive.
+        low_pass_filter: The filter of the run; None for `auto_filter` with each number of bands.
+        most_bands: The most that fit into memory; None for any number.
 
     Example:
         >>> sigmas = {1: 0.83, 2: 0.98, 4: 1.21, 8: 1.54, 16: 2.02}  # MNIST, ε = 3, B = 1000, T = 300
@@ -86,9 +60,7 @@ def auto_noise_shape(
     while bands <= min(steps, most_bands or steps) and math.isfinite(sigma := noise_multiplier_of(bands)):
         if not sigma > 0:
             raise ValueError(f"noise_multiplier_of must return positive numbers, got {sigma} for {bands} bands.")
-        chosen = low_pass_filter
-        if chosen is None:
-            chosen = _best_filter(loop, NoiseShape.banded(bands), steps=steps)
+        chosen = low_pass_filter or _best_filter(loop, NoiseShape.banded(bands), steps=steps)
         shape = loop.best_shape(bands, chosen)
         loss = sigma**2 * loop.loss(chosen, shape)
         if not loss < (1 - WORTHWHILE) * least:

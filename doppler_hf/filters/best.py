@@ -1,15 +1,13 @@
-r"""The paper's equation "snr_opt", solved numerically: the filter of a given order with the greatest SNR.
+"""The paper's equation "snr_opt", solved numerically: the filter of a given order with the greatest SNR.
 
-For fixed poles, h their response and κ = b * h, the SNR is (u·b) / (bᵀ R b), with u_j = Σ_τ c_τ h_{τ-j} and R_ij the
-autocorrelation of h at lag i - j. With κ = Hb and H = QU (Q orthonormal, U triangular), x = Ub and e = U⁻ᵀ1 it reads
+For fixed poles with response h, κ = b * h and the SNR is (u·b) / (bᵀ R b), u_j = Σ_τ c_τ h_{τ-j}, R_ij the autocorrelation
+of h at lag i - j. With κ = Hb and H = QU (Q orthonormal, U triangular), x = Ub and e = U⁻ᵀ1, this reads
 
-    maximize (Qᵀc · x) / (x · x)    subject to    e · x = Σa,
+    maximize (Qᵀc · x) / (x · x)    subject to    e · x = Σa.
 
-and the maximum is in the plane of Qᵀc and e, in closed form. Noise that is not white goes through h as well: H = QU is then
-the response to it, and U⁻ᵀu stands for Qᵀc. So only the poles are searched. They are written as
-reflection coefficients, which are free in (-1, 1) for exactly the stable polynomials (Levinson-Durbin recursion).
-
-Source: DOPPLER, equation "snr_opt".
+The maximum lies in the plane of Qᵀc and e, in closed form. Shaped noise goes through h too: H = QU is then the response to
+it, and U⁻ᵀu replaces Qᵀc. So only poles are searched, as reflection coefficients, which are free in (-1, 1) for exactly the
+stable polynomials (Levinson-Durbin recursion).
 """
 
 import math
@@ -31,12 +29,8 @@ from doppler_hf.filters.snr import check_autocorrelation
 Objective = Literal["snr", "bound"]
 Array = NDArray[np.float64]
 
-# What is left of a pole's response at the last lag that is given.
-LAST_LAG: Final = 0.01
-
-# The reflection coefficients are tanh of what is searched, up to 1 - 2e-7.
-SEARCH_RANGE: Final = 8.0
-
+LAST_LAG: Final = 0.01  # what is left of a pole's response at the last lag
+SEARCH_RANGE: Final = 8.0  # reflection coefficients are tanh of what is searched, up to 1 - 2e-7
 # On seven autocorrelations, orders 1 to 3 and both objectives, 8 starts missed what 64 find once, and 24 never.
 RANDOM_STARTS: Final = 24
 
@@ -48,30 +42,16 @@ def best_filter(
     objective: Objective = "snr",
     noise: NoiseShape = WHITE,
 ) -> LowPassFilter:
-    r"""Find the filter of an order with the greatest SNR as T → ∞: of unit gain, stable, and with a positive step response.
+    """Find the valid filter of an order with the greatest SNR as T → ∞, from a fixed set of starting points.
 
-    Unit gain alone does not bound the SNR: a filter that spreads its weight over ever more lags, by a pole close to 1, has
-    any SNR, while nothing is left of the signal. So the autocorrelation bounds the filter: its poles have a modulus of at
-    most 0.01^(1/lags), which is 1 % at the last lag given, and it has no more taps than there are lags.
+    Unit gain alone does not bound the SNR: a pole close to 1 spreads the weight over ever more lags. So poles have a modulus
+    of at most 0.01^(1/lags), and the filter no more taps than there are lags.
 
     Args:
         autocorrelation: c_0 ... c_{lags-1} of the signal (c_0 = 1/2 in the paper's scale), c_0 > 0, shape (lags,).
         order: n_a = n_b of the filter, from 0 to lags - 1.
-        objective: ``"snr"`` as in the paper; ``"bound"`` for SNR · S_T, on which the bound depends at its best learning
-            rate and which κ ∝ c maximizes (see `doppler_hf.filters.snr`).
-        noise: The shape of the noise that the filter is to remove; white in the paper.
-
-    Returns:
-        The best filter found from a fixed set of starting points: the same each time.
-
-    Raises:
-        ValueError: If the autocorrelation is empty, not finite or does not start above 0; the order is not an integer
-            from 0 to lags - 1; or no filter with a positive step response was found.
-
-    Example:
-        >>> low_pass_filter = best_filter(0.5 * 0.8 ** np.arange(60), 1, objective="bound")
-        >>> round(low_pass_filter.a[1], 3)
-        -0.8
+        objective: ``"snr"`` as in the paper; ``"bound"`` for SNR · S_T, which the convergence bound depends on (see `snr`).
+        noise: The shape of the noise that the filter is to remove.
     """
     check_autocorrelation(autocorrelation)
     lags = len(autocorrelation)
@@ -80,17 +60,17 @@ def best_filter(
     if not isinstance(order, Integral) or not 0 <= order < lags:
         raise ValueError(f"order must be an integer from 0 to {lags - 1}, one less than the lags known, got {order}.")
     starts = [np.zeros(order), *np.random.default_rng(0).normal(size=(RANDOM_STARTS, order))] if order else [np.zeros(0)]
-    # Among poles alone, then, where the b that goes with them has a step response that is not positive, among both.
-    searches = [_search_poles(start, autocorrelation, objective, noise) for start in starts]
-    b, a = max(searches, key=lambda found: _value(*found, autocorrelation, objective, noise))
+    # Among poles alone; then, if the best of these has a step response that is not positive, among poles and zeros.
+    found = [_search_poles(start, autocorrelation, objective, noise) for start in starts]
+    b, a = max(found, key=lambda each: _value(*each, autocorrelation, objective, noise))
     if _lowest_step(b, a, lags) <= 0:
-        both = [_search_both(start, autocorrelation, objective, noise) for start in starts]
-        allowed = [found for found in both if _lowest_step(*found, lags) > 0]
-        if not allowed:
+        found = [_search_both(start, autocorrelation, objective, noise) for start in starts]
+        found = [each for each in found if _lowest_step(*each, lags) > 0]
+        if not found:
             raise ValueError(
                 f"No filter of order {order} with a positive step response suits this autocorrelation. Try another order."
             )
-        b, a = max(allowed, key=lambda found: _value(*found, autocorrelation, objective, noise))
+        b, a = max(found, key=lambda each: _value(*each, autocorrelation, objective, noise))
     return from_coefficients(tuple(b), tuple(a))
 
 

@@ -1,25 +1,13 @@
-r"""What privacy noise costs in loss once the gradient pulls back: the number by which filter and noise shape are chosen.
+"""What privacy noise costs in loss once the gradient pulls back: the number by which filter and noise shape are chosen.
 
-Noise moves the weights, and the gradient at the moved weights answers, through the filter, in all later steps. In a
-direction of curvature λ the weights are w_{t+1} = w_t - η m_t, m = κ * (λw + n), with n the noise of the gradient. In terms
-of the spectrum this is a closed loop, with x = ηλ and H the filter's response:
+In a direction of curvature λ the weights are w_{t+1} = w_t - η m_t, m = κ * (λw + n), n the noise of the gradient. With
+x = ηλ and H the filter's response this is a closed loop:
 
     w = -η H / (e^{iω} - 1 + xH) · n,    ½ λ E w² = ½ η noise_std² L(x),    L(x) = x ∫ |H|² S / |e^{iω} - 1 + xH|² dω/2π,
 
-S = ‖c‖²/|c(e^{-iω})|² the power density of noise of the strategy c. White noise without a filter has L(x) = 1 / (2 - x): as
-much in every direction but the sharpest, and infinitely much at x = 2, where SGD becomes unstable. Three things follow:
-
-- A filter hardly changes the L(x) of white noise. What it takes away in a step, the gradient pulls back for longer.
-- Shaping takes noise out of flat directions, where it adds up. What it adds at high frequencies comes back in the sharp
-  ones, whose loop is fast enough to follow it: without a filter little or nothing is gained.
-- Behind a filter with a real pole, as momentum, the loop is slow in all directions, and shaping gains in all of them. This
-  is noise shaping as in audio converters: the filter is for the noise that there is, and the noise for the filter.
-
-A filter of second order, such as the paper's, makes a loop of third order, which swings or is unstable where x is large.
-
-What is assumed, because nobody knows it before the run: curvatures spread evenly on a logarithmic scale, from directions in
-which the gradient turns by its own length in a tenth of the way that the weights go, x = 10 η̂ / Σ η, up to x = 1, half of
-where SGD becomes unstable; and a learning rate that changes slowly, so that the noise settles. These are conventions.
+S = ‖c‖²/|c(e^{-iω})|² the power density of noise of the strategy c. White noise without a filter has L(x) = 1 / (2 - x).
+Assumed by convention: curvatures spread evenly on a logarithmic scale from x = 10 η̂ / Σ η, where the gradient turns by its
+own length in a tenth of the way of the weights, up to x = 1, and learning rates change slowly.
 """
 
 import math
@@ -35,25 +23,14 @@ from doppler_hf.filters.design import positive_integer
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
-# The share of the way of the weights in which the gradient turns by its own length, in the flattest direction that counts.
-TURN_SHARE: Final = 0.1
-
-# x = ηλ of the sharpest direction, at the full learning rate.
-SHARPEST: Final = 1.0
-
-# The loss is a power: a share of it that is twice as large as that of the noise. Less is not worth a delay, a buffer, or a
-# larger noise of single steps.
-WORTHWHILE: Final = 0.02
-
-# The largest modulus of a root of a strategy, and by which share the loss must fall for it. Within the first the noise of a
-# step is some five times that of white noise at most. Behind the long momentum of thousands of steps the second takes away a
-# quarter of the loss, with noise that settles in some hundred steps and is up to fifteen times as large.
+TURN_SHARE: Final = 0.1  # of the way of the weights, in which the gradient turns by its own length in the flattest direction
+SHARPEST: Final = 1.0  # x = ηλ of the sharpest direction, at the full learning rate
+WORTHWHILE: Final = 0.02  # the share of the loss that is worth a delay, a buffer, or a larger noise of single steps
+# The largest modulus of a strategy's root, and the share by which the loss must fall for it. Within the first a step's noise
+# is at most five times white noise. Behind the momentum of long runs the second saves a quarter of the loss, with noise up
+# to fifteen times as large.
 LARGEST_ROOTS: Final[Mapping[float, float]] = {0.9: 0.0, 0.99: WORTHWHILE}
-
-# Of the grid: directions, sizes of the learning rate, and frequencies.
-_DIRECTIONS: Final = 16
-_RATES: Final = 10
-_FREQUENCIES: Final = 2048
+_DIRECTIONS, _RATES, _FREQUENCIES = 16, 10, 2048  # of the grid
 
 
 @final
@@ -62,17 +39,12 @@ class ClosedLoop:
 
     Args:
         x: ηλ of every direction, above 0, shape (directions,).
-        weights: How much each direction counts, of sum 1, shape (directions,); equally by default.
-
-    Raises:
-        ValueError: If there is no direction, or x is not above 0.
+        weights: Weight of each direction, of sum 1, shape (directions,); equal by default.
 
     Example:
-        >>> loop = ClosedLoop.of_run(300)
-        >>> none, momentum = LowPassFilter(b=(1.0,)), LowPassFilter(b=(0.1,), a=(1.0, -0.9))
-        >>> shaped = NoiseShape.banded(4)
-        >>> [round(loop.loss(each, shaped) / loop.loss(each), 2) for each in (none, momentum)]
-        [0.88, 0.32]
+        >>> loop, momentum = ClosedLoop.of_run(300), LowPassFilter(b=(0.1,), a=(1.0, -0.9))
+        >>> round(loop.loss(momentum, NoiseShape.banded(4)) / loop.loss(momentum), 2)
+        0.32
     """
 
     def __init__(
@@ -90,16 +62,7 @@ class ClosedLoop:
 
     @classmethod
     def of_run(cls, steps: int, learning_rates: Sequence[float] | None = None) -> "ClosedLoop":
-        """Return the directions of a run, at every size of its learning rate, by how much of the way is gone at it.
-
-        Args:
-            steps: Length of the run T.
-            learning_rates: The learning rate of each step, in any unit, shape (steps,); constant by default.
-
-        Raises:
-            ValueError: If steps is not a positive integer, or the learning rates are not one for each step, negative, not
-                finite, or all zero.
-        """
+        """Return the directions of a run at every size of its learning rate, weighted by its share of the way."""
         rates = _relative_rates(positive_integer("steps", steps), learning_rates)
         flattest = min(1 / (TURN_SHARE * math.fsum(rates)), SHARPEST)
         middles = (np.arange(_DIRECTIONS) + 0.5) / _DIRECTIONS
@@ -110,29 +73,17 @@ class ClosedLoop:
         return cls(np.outer(shares, curvatures).ravel(), np.repeat(shares / shares.sum() / _DIRECTIONS, _DIRECTIONS))
 
     def loss(self, low_pass_filter: LowPassFilter, shape: NoiseShape = WHITE) -> float:
-        """Return the mean of L(x) over the directions, for noise of this σ; infinite if one of them is unstable.
-
-        Args:
-            low_pass_filter: The filter.
-            shape: The shape of the noise.
-
-        Returns:
-            L, where white noise without a filter has ½ in flat directions. It scales with σ².
-        """
+        """Return the mean of L(x) over the directions, which scales with σ²; infinite if the loop is unstable in one."""
         passed = self._passed(low_pass_filter)
         if passed is None:
             return math.inf
         return shape.norm**2 * float(np.sum(passed / np.abs(self._response(np.array(shape.c))) ** 2))
 
     def best_shape(self, bands: int, low_pass_filter: LowPassFilter) -> NoiseShape:
-        """Return the strategy of so many bands with the least loss, its coefficients to four decimals.
+        """Return the strategy of b bands with the least loss behind a filter, its coefficients to four decimals.
 
-        L depends on |c|² alone. With ‖c‖² held fixed it is convex in that, so that there is one minimum. Of the strategies
-        that attain it, this is the one with all roots inside the unit circle.
-
-        Args:
-            bands: b, at least 1.
-            low_pass_filter: The filter through which the noise goes.
+        L depends on |c|² alone and is convex in it at fixed ‖c‖², so it has one minimum. Of the strategies that attain it,
+        this is the one with all roots inside the unit circle.
         """
         start, passed = NoiseShape.banded(bands), self._passed(low_pass_filter)
         if start.is_white or passed is None:
@@ -182,10 +133,7 @@ def _with_roots(roots: Inexact[np.ndarray, " roots"]) -> NoiseShape:
 
 
 def _in_leja_order(roots: Inexact[np.ndarray, " roots"]) -> Inexact[np.ndarray, " roots"]:
-    """Return the roots such that each is, of those that are left, the farthest from those before, by the product.
-
-    Multiplied in the order of their angles, as `np.roots` gives them, a hundred factors leave no digit of the polynomial.
-    """
+    """Return the roots such that each is the farthest, by product, from those before: `np.poly` then keeps its digits."""
     ordered, left = [], roots
     distances = np.log(np.maximum(np.abs(left), 1e-300))
     while len(left):
@@ -206,7 +154,5 @@ def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float
         if not 0 <= rate < math.inf:
             raise ValueError(f"learning_rates must be finite and at least 0, got {rate} at step {step}.")
     if not max(learning_rates):
-        raise ValueError(
-            "learning_rates must not all be 0, for the weights would not move. Give at least one that is positive."
-        )
+        raise ValueError("learning_rates must not all be 0, since the weights would not move. Give at least one above 0.")
     return np.array(learning_rates) / max(learning_rates)

@@ -1,13 +1,9 @@
-r"""Where good coefficients come from: the classical designs, and the paper's presets.
+"""Classical designs, and the paper's presets (its two coefficient tables).
 
-Each design ends at unit gain at frequency zero, Σb = Σa, and remembers what it was asked for, so that the filter prints
-as `butterworth:order=2,cutoff=0.1`. The presets are the rows of the paper's two coefficient tables (Appendix,
-"Hyper-parameter choice" and the ablation of f1-f6).
+Each design has unit gain at frequency zero and prints as it was made, as `butterworth:order=2,cutoff=0.1`.
 
-A filter may ring around 1 in its step response; one that rings down to zero is refused by `LowPassFilter`, for the
-optimizer divides by that response. Butterworth filters and Chebyshev's of type II overshoot by less than a quarter and
-stay clear of zero. Those of type I do not when their order is high and their ripple deep: of orders 1 to 8 and cutoffs
-from 0.02 to 0.98 none rings that low with up to 10 dB, but with 20 dB some do from order 6 on, and with 40 dB from order 4.
+`LowPassFilter` refuses a step response that rings down to zero. Butterworth and Chebyshev II stay clear of it, and so does
+Chebyshev I up to order 8 with ripples up to 10 dB; with 20 dB some filters fail from order 6 on, with 40 dB from order 4.
 """
 
 import math
@@ -26,7 +22,7 @@ CUTOFF_GAIN_ATOL: Final = 1e-3
 
 
 def butterworth(order: int, cutoff: float) -> LowPassFilter:
-    r"""Design a Butterworth filter of unit gain at frequency zero, which has the flattest passband.
+    """Design a Butterworth filter, which has the flattest passband.
 
     |H(f)|² = 1 / (1 + (tan(πf/2) / tan(π cutoff/2))^(2 order)), with f as a fraction of Nyquist.
 
@@ -35,86 +31,41 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
         cutoff: Frequency at which the gain is 1/√2, as a fraction of Nyquist (1 is half a cycle per optimizer step).
 
     Raises:
-        ValueError: If the order is not a positive integer, the cutoff is not inside (0, 1), or the cutoff is so low
-            for the order that the coefficients cannot hold the poles.
+        ValueError: If an argument is out of range, or float64 coefficients cannot hold the poles.
 
     Example:
         >>> print(butterworth(2, 0.1))
         butterworth:order=2,cutoff=0.1
-
-    Source:
-        `scipy.signal.butter`. The paper's own filters are listed in `PAPER_FILTERS`.
     """
     return _designed("butterworth", scipy.signal.butter, order, cutoff)
 
 
 def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
-    r"""Design a Chebyshev filter of type I: steeper than Butterworth, at the price of a rippled passband.
+    """Design a Chebyshev filter of type I: steeper than Butterworth, with a rippled passband.
 
     Args:
         order: Number of poles, at least 1.
         cutoff: End of the passband, as a fraction of Nyquist (1 is half a cycle per optimizer step).
-        ripple_db: Depth of the ripple in the passband, in decibels.
-
-    Returns:
-        The filter, rescaled to unit gain at frequency zero (SciPy's has the bottom of the ripple there when the
-        order is even).
-
-    Raises:
-        ValueError: If the order is not a positive integer, the cutoff is not inside (0, 1), the ripple is not
-            positive, or no valid filter has these properties.
-
-    Example:
-        >>> print(chebyshev1(3, 0.2, ripple_db=1.0))
-        chebyshev1:order=3,cutoff=0.2,ripple_db=1.0
-
-    Source:
-        `scipy.signal.cheby1`. The paper's own filters are listed in `PAPER_FILTERS`.
+        ripple_db: Depth of the ripple in the passband, in decibels; the gain is 1 at frequency zero.
     """
     ripple_db = _decibels("ripple_db", ripple_db, "Use butterworth for no ripple")
     return _designed("chebyshev1", scipy.signal.cheby1, order, cutoff, ripple_db=ripple_db)
 
 
 def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilter:
-    r"""Design a Chebyshev filter of type II: a flat passband, and a stopband that ripples below a given level.
+    """Design a Chebyshev filter of type II: a flat passband, and a stopband that ripples below a given level.
 
     Args:
         order: Number of poles, at least 1.
-        cutoff: Start of the stopband, as a fraction of Nyquist (1 is half a cycle per optimizer step). The gain has
-            fallen to the attenuation there; its 3 dB point lies lower.
-        attenuation_db: By how much the stopband is attenuated at least, in decibels.
-
-    Raises:
-        ValueError: If the order is not a positive integer, the cutoff is not inside (0, 1), the attenuation is not
-            positive, or no valid filter has these properties.
-
-    Example:
-        >>> print(chebyshev2(2, 0.2, attenuation_db=20))
-        chebyshev2:order=2,cutoff=0.2,attenuation_db=20.0
-
-    Source:
-        `scipy.signal.cheby2`.
+        cutoff: Start of the stopband, at which the attenuation is reached, as a fraction of Nyquist.
+        attenuation_db: Least attenuation of the stopband, in decibels.
     """
     attenuation_db = _decibels("attenuation_db", attenuation_db, "Give 20 for a tenth of the amplitude")
     return _designed("chebyshev2", scipy.signal.cheby2, order, cutoff, attenuation_db=attenuation_db)
 
 
 def momentum(beta: float) -> LowPassFilter:
-    r"""Return the exponential moving average, m_t = β m_{t-1} + (1 - β) g_t: momentum as a filter of first order.
-
-    Args:
-        beta: Decay, in [0, 1): Adam's β₁.
-
-    Raises:
-        ValueError: If beta lies outside [0, 1).
-
-    Example:
-        >>> momentum(0.5)
-        LowPassFilter(b=(0.5,), a=(1.0, -0.5))
-
-    Source:
-        DOPPLER, Section "The proposed approach", *Connection to momentum method*.
-    """
+    """Return the exponential moving average m_t = β m_{t-1} + (1 - β) g_t, for a decay β in [0, 1): Adam's β₁."""
     if not (isinstance(beta, Real) and 0 <= beta < 1):
         raise ValueError(f"beta must be a decay in [0, 1), got {beta}.")
     beta = float(beta)
@@ -122,36 +73,17 @@ def momentum(beta: float) -> LowPassFilter:
 
 
 def moving_average(taps: int) -> LowPassFilter:
-    r"""Return the mean of the last gradients, m_t = (g_t + ... + g_{t-n+1}) / n: the filter that forgets all at once.
-
-    It keeps n - 1 states per parameter for the noise gain, 1/n, that momentum has with one at β = (n - 1)/(n + 1).
-
-    Args:
-        taps: How many gradients n, at least 1.
-
-    Raises:
-        ValueError: If taps is not a positive integer.
-
-    Example:
-        >>> moving_average(2)
-        LowPassFilter(b=(0.5, 0.5), a=(1.0,))
-    """
+    """Return the mean of the last n = `taps` gradients, which keeps n - 1 states per parameter."""
     taps = positive_integer("taps", taps)
     return _named(f"moving-average:taps={taps}", LowPassFilter(b=(1 / taps,) * taps))
 
 
 def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPassFilter:
-    r"""Make a filter from coefficients of any scale, as other tools print them: H becomes H / H(0), with ``a[0] = 1``.
-
-    `LowPassFilter` takes coefficients as they are and refuses another gain than one; this rescales them.
+    """Make a filter from coefficients of any scale, as other tools print them: H becomes H / H(0), with ``a[0] = 1``.
 
     Args:
         b: Feed-forward coefficients.
         a: Feedback coefficients, the leading one included.
-
-    Raises:
-        ValueError: If ``a[0]`` is 0, the coefficients have no gain at frequency zero to divide by, or the rescaled
-            filter is not valid.
 
     Example:
         >>> from_coefficients([1, 1])

@@ -1,20 +1,13 @@
-r"""The optimal filter without feedback, from the private gradients alone (DOPPLER, Section 5.3, *Optimal FIR filter*).
+"""The optimal filter without feedback, from the private gradients alone (DOPPLER, Section 5.3, *Optimal FIR filter*).
 
-Let g_t = s_t + w_t with white noise w of standard deviation σ in each of d coordinates. The noise adds d σ² to the mean of
-⟨g_t, g_{t-τ}⟩ at lag 0, and nothing at the others. So the means C_τ of these products over the steps, less d σ² at lag 0,
-are unbiased, and
+Let g_t = s_t + w_t with white noise w of standard deviation σ in each of d coordinates. It adds d σ² to the mean C_0 of
+‖g_t‖² and nothing to the means C_τ of ⟨g_t, g_{t-τ}⟩ at other lags. So with d σ² taken off C_0,
 
     c_τ = ½ ρ_τ = ½ min(max(C_τ / C_0, 0), 1),    b_τ = c_τ / Σ c
 
-estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for the bound (see `snr`).
-
-The paper's closed form differs in three ways: it takes ½ ‖g_{t-τ}‖² less noise off each product, leaves the noise in the
-product at lag 0, and clamps at each step instead of in the mean. The first is its choice c_{-τ} = ½, which
-makes room for a large step in the proof: what remains is ρ_τ - ½, so lags with ρ_τ < ½ get no weight at all. The second adds
-d σ² / ‖s‖² to c_0, so the noisier the gradients, the closer the filter to none. The third inflates both powers when
-σ² √(2d) is more than ‖s‖². It estimates a different thing, and is not taken here.
-
-Private gradients in, a filter out: post-processing of what is already private, which costs no privacy.
+estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for the bound (see `snr`). The
+paper's closed form instead takes ½ ‖g_{t-τ}‖² less noise off each product, leaves the noise in lag 0, and clamps at each
+step: lags with ρ_τ < ½ get no weight, and the noisier the gradients, the closer the filter is to none.
 """
 
 import math
@@ -30,23 +23,15 @@ from doppler_hf.filters.spectrum import check_noise, checked
 
 
 def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Objective = "bound") -> LowPassFilter:
-    r"""Return the best filter of unit gain without feedback for a signal of the given autocorrelation, in closed form.
+    """Return the best filter of unit gain without feedback for a signal of the given autocorrelation, in closed form.
 
     Args:
         autocorrelation: c_0 ... c_{taps-1} of the signal in any scale, shape (taps,).
-        objective: ``"bound"`` for b ∝ c, as the paper has it, which is best for the convergence bound; ``"snr"`` for
-            b ∝ c + r, r the root mean square of c, which has the greatest SNR (see `doppler_hf.filters.snr`).
-
-    Raises:
-        ValueError: If the autocorrelation is empty or not finite, its sum is not positive, or the filter's step response
-            is not.
+        objective: ``"bound"`` for b ∝ c, as in the paper; ``"snr"`` for b ∝ c + r, r the root mean square of c (see `snr`).
 
     Example:
         >>> optimal_fir(np.array([0.5, 0.3, 0.2]))
         LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
-
-    Source:
-        DOPPLER, Section 5.3, *Optimal FIR filter*.
     """
     check_autocorrelation(autocorrelation)
     if objective == "snr":
@@ -64,26 +49,15 @@ def estimate_autocorrelation(
     *,
     taps: int | None = None,
 ) -> Float64[np.ndarray, " taps"]:
-    r"""Estimate the autocorrelation of the signal in noisy gradients, from the gradients and the noise's known size.
+    """Estimate the autocorrelation of the signal in noisy gradients.
 
     Args:
         gradients: Successive private gradients, flattened, shape (steps, dimension).
-        noise_std: Standard deviation σ of the noise per coordinate (σ_DP), of white noise.
-        taps: For how many lags, from 1 to steps; by default for all.
+        noise_std: Standard deviation σ of the white noise per coordinate (σ_DP).
+        taps: Number of lags, from 1 to steps; by default all.
 
     Returns:
-        c_0 ... c_{taps-1}, shape (taps,): half the autocorrelation, c_0 = ½. Its standard error is
-        `autocorrelation_standard_error`.
-
-    Raises:
-        ValueError: If there are no gradients, they are not finite, noise_std is negative, or taps is not from 1 to steps.
-
-    Example:
-        >>> estimate_autocorrelation(np.array([[1.0], [1.0], [1.0]]), 0.0)
-        array([0.5, 0.5, 0.5])
-
-    Source:
-        DOPPLER, Section 5.3, *Optimal FIR filter*.
+        c_0 ... c_{taps-1}, shape (taps,), c_0 = ½; the standard error is `autocorrelation_standard_error`.
     """
     gradients = checked(gradients, name="gradients")
     steps, dimension = gradients.shape
@@ -99,26 +73,15 @@ def estimate_autocorrelation(
 def autocorrelation_from_products(
     products: Float64[np.ndarray, " taps"], noise_std: float, *, dimension: int, steps: int
 ) -> Float64[np.ndarray, " taps"]:
-    r"""Make the same estimate from mean products gathered along the way, for who cannot keep all the gradients.
+    """Make the same estimate from mean products, when not all gradients can be kept.
 
-    Where the power C_0 is less than its own standard error under noise alone, σ² √(2d/steps), that is put in its place, so
-    that an unlucky draw does not divide by nothing.
+    A power C_0 below its standard error under noise alone, σ² √(2d/steps), is replaced by that error.
 
     Args:
         products: Means over the steps of ⟨g_t, g_{t-τ}⟩ for τ = 0 ... taps-1, shape (taps,).
         noise_std: Standard deviation of the white noise per coordinate.
         dimension: Number of coordinates d.
-        steps: Over how many steps the mean at lag 0 was taken.
-
-    Returns:
-        c_0 ... c_{taps-1}, shape (taps,): c_0 = ½, the others in [0, ½].
-
-    Raises:
-        ValueError: If the products are empty or not finite, noise_std is negative, or dimension or steps is less than 1.
-
-    Example:
-        >>> autocorrelation_from_products(np.array([3.0, 1.0]), 1.0, dimension=1, steps=100)
-        array([0.5 , 0.25])
+        steps: Number of steps in the mean at lag 0.
     """
     check_autocorrelation(products)
     check_noise(noise_std)
@@ -135,35 +98,19 @@ def autocorrelation_from_products(
 def autocorrelation_standard_error(
     autocorrelation: Float64[np.ndarray, " taps"], *, signal_power: float, noise_std: float, dimension: int, steps: int
 ) -> Float64[np.ndarray, " taps"]:
-    r"""Return the standard error of the unbiased estimate, for the given signal and random white noise.
+    """Return an upper bound on the standard error of each c_τ, for the given signal and random white noise.
 
-    Of C_τ, τ ≥ 1, the products of noise with noise have variance d σ⁴ / (T-τ), and those of noise with signal at most
-    σ² mean‖s_{t+τ} + s_{t-τ}‖² / (T-τ) ≤ 4 σ² S / (T-τ), S = ‖s‖²; C_0 has (2 d σ⁴ + 4 σ² S) / T; and Cov(C_τ, C_0) is
-    4 σ² S ρ_τ / T. For the quotient, to first order and hence for an error well below 1,
+    For τ ≥ 1 the products of noise with noise in C_τ have variance d σ⁴ / (T-τ), those of noise with signal at most
+    4 σ² S / (T-τ), S = ‖s‖²; C_0 has (2 d σ⁴ + 4 σ² S) / T, and Cov(C_τ, C_0) = 4 σ² S ρ_τ / T. To first order,
 
         4 S² Var(c_τ) ≤ d σ⁴ (1/(T-τ) + 2 ρ_τ²/T) + 4 σ² S (1/(T-τ) - ρ_τ²/T).
 
-    The autocorrelation meant is that of the signal that was there, as a mean over these steps.
-
     Args:
-        autocorrelation: c_0 ... c_{taps-1} with c_0 = ½, shape (taps,).
+        autocorrelation: c_0 ... c_{taps-1} of the signal over these steps, c_0 = ½, shape (taps,).
         signal_power: S, mean squared norm of the signal over all coordinates.
         noise_std: Standard deviation σ of the noise per coordinate.
         dimension: Number of coordinates d.
-        steps: Number of gradients T.
-
-    Returns:
-        Upper bound of the standard error of each c_τ, shape (taps,); 0 at lag 0, where c is ½ by definition.
-
-    Raises:
-        ValueError: If signal_power is not positive, noise_std is negative, or there are more taps than steps.
-
-    Example:
-        >>> error = autocorrelation_standard_error(
-        ...     np.array([0.5, 0.5]), signal_power=1.0, noise_std=0.1, dimension=100, steps=101
-        ... )
-        >>> error.round(4)
-        array([0.    , 0.0087])
+        steps: Number of gradients T, at least taps.
     """
     check_autocorrelation(autocorrelation)
     check_noise(noise_std)

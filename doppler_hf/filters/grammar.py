@@ -1,8 +1,6 @@
 """One grammar for filters, in recipes, flags and messages: presets, designs, coefficients, and filters that a run chooses.
 
-    first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    optimal-fir:taps=8    auto
-
-A name is a word, and after a colon what it takes as key=value, in any order. Blanks do not count.
+first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    optimal-fir:taps=8    auto
 """
 
 import difflib
@@ -12,8 +10,6 @@ from typing import Final
 
 from doppler_hf.filters.design import PAPER_FILTERS, butterworth, chebyshev1, chebyshev2, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
-
-COEFFICIENTS: Final = "b=b0,b1,...;a=1,a1,... (';a=...' may be left out)"
 
 DESIGNS: Final[Mapping[str, Callable[..., LowPassFilter]]] = {
     "butterworth": butterworth,
@@ -44,18 +40,9 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
 
 
 def parse_name(text: str) -> tuple[str, dict[str, float]]:
-    """Split a name of the grammar into its word and what stands behind the colon. No filter is made.
+    """Split a name into its word and the values behind the colon, as ``("butterworth", {"order": 2, "cutoff": 0.1})``.
 
-    Returns:
-        The word and its values: ``("butterworth", {"order": 2, "cutoff": 0.1})``, ``("auto", {})``, a preset's name and
-        ``{}``; for coefficients ``("b", {})``.
-
-    Raises:
-        ValueError: If the word is unknown, or what follows is not exactly what it takes.
-
-    Example:
-        >>> parse_name("optimal-fir:taps=8")
-        ('optimal-fir', {'taps': 8})
+    No filter is made; coefficients give ``("b", {})``.
     """
     compact = re.sub(r"\s", "", text)
     if compact.startswith("b="):
@@ -79,24 +66,13 @@ def parse_filter(text: str) -> LowPassFilter:
     """Return the filter of a name; `LowPassFilter.parse` is this function.
 
     Args:
-        text: A key of `PAPER_FILTERS`; a design as ``butterworth:order=2,cutoff=0.1``; or ``b=0.1,0.1;a=1,-0.8``
-            (without ``;a=...`` for a filter without feedback).
+        text: A key of `PAPER_FILTERS`; a design as ``butterworth:order=2,cutoff=0.1``; or ``b=0.1,0.1;a=1,-0.8``.
 
     Returns:
-        The filter, so that ``LowPassFilter.parse(str(filter)) == filter`` exactly; one of `PAPER_FILTERS` where it has the
-        coefficients of that.
+        The filter, with ``LowPassFilter.parse(str(filter)) == filter``; one of `PAPER_FILTERS` if it has equal coefficients.
 
     Raises:
-        ValueError: If the text is none of these, if the filter it describes is not valid, or if it is ``auto`` or
-            ``optimal-fir:...``, whose coefficients a run chooses.
-
-    Example:
-        >>> LowPassFilter.parse("momentum")
-        LowPassFilter(b=(0.1,), a=(1.0, -0.9))
-        >>> print(LowPassFilter.parse("moving-average: taps=4"))
-        moving-average:taps=4
-        >>> print(LowPassFilter.parse("b=1"))
-        none
+        ValueError: If the text is none of these, the filter is not valid, or a run chooses its coefficients.
     """
     word, values = parse_name(text)
     if word == "b":
@@ -143,5 +119,6 @@ def _form(word: str) -> str:
 def _unreadable(text: str) -> ValueError:
     return ValueError(
         f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design as {', '.join(map(_form, KEYS))}, or coefficients as "
-        f"{COEFFICIENTS}, got {text!r}{did_you_mean(re.split('[:=]', text)[0], (*PAPER_FILTERS, *KEYS))}."
+        "b=b0,b1,...;a=1,a1,... (';a=...' may be left out), got "
+        f"{text!r}{did_you_mean(re.split('[:=]', text)[0], (*PAPER_FILTERS, *KEYS))}."
     )

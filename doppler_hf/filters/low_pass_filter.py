@@ -1,13 +1,9 @@
-r"""The low-pass filter of DOPPLER: its coefficients, and what makes them valid.
+"""The low-pass filter of DOPPLER: its coefficients, and what makes them valid.
 
-A filter is the linear recursion
+    m_t = - Σ_{τ=1..n_a} a_τ m_{t-τ} + Σ_{τ=0..n_b} b_τ g_{t-τ}        (Algorithm 2, line 6)
 
-    m_t = - Σ_{τ=1..n_a} a_τ m_{t-τ} + Σ_{τ=0..n_b} b_τ g_{t-τ}
-
-of Algorithm 2, line 6, in SciPy's convention: ``a[0] = 1`` is written out, so the paper's "-9/11" is
-``a = (1, -9/11)``. Valid is one that is stable, has unit gain at frequency zero, and a positive step response. Stable
-means that the roots of z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of the
-roots of 1 + Σ a_τ x^τ, which are their reciprocals and must lie outside.
+As in SciPy ``a[0] = 1`` is written out: the paper's "-9/11" is ``a = (1, -9/11)``. Stable means that the roots of
+z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of their reciprocals by mistake.
 """
 
 import math
@@ -21,40 +17,30 @@ from numpy.typing import NDArray
 
 DC_GAIN_RTOL: Final = 1e-6
 
-# A slower pole averages over more than a million steps, longer than any run, and its response could not be checked
-# in reasonable time.
-MAX_POLE_MODULUS: Final = 1 - 1e-6
+MAX_POLE_MODULUS: Final = 1 - 1e-6  # a slower pole averages over more steps than any run has, and cannot be checked
 
 
 @final
 @dataclass(frozen=True)
 class LowPassFilter:
-    r"""A causal linear filter with unit gain at frequency zero.
+    """A causal linear filter with unit gain at frequency zero: H(z) = (Σ_τ b_τ z^-τ) / (Σ_τ a_τ z^-τ).
 
-    Its transfer function is H(z) = (Σ_τ b_τ z^-τ) / (Σ_τ a_τ z^-τ). Any sequence of real numbers is accepted and
-    kept as a tuple of floats. Two filters are equal when their coefficients are, however they were made.
+    Filters with equal coefficients are equal.
 
     Args:
         b: Feed-forward coefficients b_0 ... b_{n_b}, on the gradients.
         a: Feedback coefficients 1, a_1 ... a_{n_a}, on the past outputs.
 
     Raises:
-        ValueError: If a coefficient is not a finite real number; ``a[0]`` is not 1; a pole does not lie inside the
-            unit circle (the filter never forgets); the gain at frequency zero, Σb/Σa, is not 1 (the filter would
-            rescale the learning rate); or the step response is not positive (the optimizer divides by it: the c_t of
-            Algorithm 2, line 8).
+        ValueError: If a coefficient is not a finite real number; ``a[0]`` is not 1; a pole does not lie inside the unit
+            circle; the gain at frequency zero, Σb/Σa, is not 1 (it would rescale the learning rate); or the step response,
+            which the optimizer divides by, is not positive.
 
     Example:
-        >>> low_pass = LowPassFilter(b=(0.1, 0.1), a=(1, -0.8))
-        >>> low_pass.order
-        1
-        >>> print(low_pass)
+        >>> print(LowPassFilter(b=(0.1, 0.1), a=(1, -0.8)))
         b=0.1,0.1;a=1.0,-0.8
         >>> LowPassFilter.parse("b=0.5,0.5")
         LowPassFilter(b=(0.5, 0.5), a=(1.0,))
-
-    Source:
-        DOPPLER, Algorithm 2, lines 6-8.
     """
 
     b: tuple[float, ...]
@@ -69,8 +55,7 @@ class LowPassFilter:
         object.__setattr__(self, "a", _real_coefficients("a", self.a))
         if self.a[0] != 1.0:
             raise ValueError(f"a[0] must be 1, got {self.a[0]!r}. Divide b and a by it.")
-        # The order matters: only a stable filter has a gain at frequency zero, and only with both does its step
-        # response settle.
+        # In this order: only a stable filter has a gain at frequency zero, and only with both its step response settles.
         _check_poles(self.a)
         _check_dc_gain(self.b, self.a)
         _check_step_response(self.b, self.a)
@@ -130,13 +115,9 @@ def _check_poles(a: Sequence[float]) -> None:
 
 def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
     gain = math.fsum(b) / math.fsum(a)
-    if gain == 0:
-        raise ValueError(
-            f"The DC gain sum(b)/sum(a) must be 1, got 0: b={tuple(b)} removes the mean gradient. Choose b with a positive "
-            "sum."
-        )
     if abs(gain - 1) > DC_GAIN_RTOL:
-        raise ValueError(f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. Multiply b by {1 / gain:.17g}.")
+        mend = f"Multiply b by {1 / gain:.17g}" if gain else "Choose b with a positive sum"
+        raise ValueError(f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. {mend}.")
 
 
 def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:

@@ -1,15 +1,14 @@
-r"""The shape of privacy noise over time: white, or pushed to high frequencies, where a low-pass filter removes it.
+"""The shape of privacy noise over time: white, or pushed to high frequencies, where a low-pass filter removes it.
 
 With a strategy c = (1, c_1, …, c_{b-1}) and white z_t of variance σ²‖c‖², the noise of step t is
 
     y_t = z_t - Σ_{k=1}^{b-1} c_k y_{t-k},    that is  y = C⁻¹ z,    C the banded Toeplitz matrix whose first column is c.
 
-Privacy is about CG + Cy, and Cy is white. If every unit takes part at most once in b steps, its contributions to CG stand in
+Privacy: CG + Cy has white noise Cy. If every unit takes part at most once in b steps, its contributions to CG stand in
 disjoint rows, each of norm ‖c‖ times that of its gradient: the Gaussian mechanism of noise multiplier σ, once in b steps
-(Choquette-Choo et al. 2023, https://arxiv.org/abs/2306.08153). What the weights see is y, filtered and summed. A c with
-Σc > 1 makes that sum smaller by 1/Σc: the noise of one step takes back part of that of the steps before.
+(Choquette-Choo et al. 2023, https://arxiv.org/abs/2306.08153). The sum of y over the steps is smaller by 1/Σc.
 
-The strategy used here is the series of (1 - x)^(-1/2), cut to b terms: whole, it is the best Toeplitz factor of the prefix
+The default strategy is the series of (1 - x)^(-1/2), cut to b terms: whole, it is the best Toeplitz factor of the prefix
 sum up to lower-order terms (Henzinger et al. 2023; Kalinin & Lampert 2024, https://arxiv.org/abs/2405.13763).
 """
 
@@ -28,26 +27,15 @@ from jaxtyping import Float64
 from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS
 
-_FORMS: Final = "'white', 'banded:bands=4' or 'banded:c=1,0.5,0.375'"
-
 
 @final
 @dataclass(frozen=True)
 class NoiseShape:
-    r"""The strategy of a banded factorization; one band is white noise.
-
-    Args:
-        c: Its coefficients 1, c_1 ... c_{b-1}.
+    """The strategy 1, c_1 ... c_{b-1} of a banded factorization; one band is white noise.
 
     Raises:
-        ValueError: If there is no coefficient, one is not a finite number, the first is not 1, the last is 0, or the noise
-            would grow from step to step: a root of z^{b-1} + c_1 z^{b-2} + ... outside the unit circle.
-
-    Example:
-        >>> NoiseShape.parse("banded:bands=3").c
-        (1.0, 0.5, 0.375)
-        >>> print(NoiseShape())
-        white
+        ValueError: If a coefficient is not finite, the first is not 1, the last is 0, or a root of z^{b-1} + c_1 z^{b-2} ...
+            lies outside the unit circle, so that the noise would grow.
     """
 
     c: tuple[float, ...] = (1.0,)
@@ -62,8 +50,7 @@ class NoiseShape:
             raise ValueError(f"The strategy c of a noise shape must be finite, got {self.c}. Leave out what is not.")
         if self.c[-1] == 0.0:
             raise ValueError(
-                f"The strategy c of a noise shape must not end with 0, got {self.c}. Leave it out: a band without effect "
-                "costs privacy."
+                f"The strategy c of a noise shape must not end with 0, which costs ε, got {self.c}. Leave it out."
             )
         modulus = max(np.abs(np.roots(self.c)), default=0.0)
         if modulus > MAX_POLE_MODULUS:
@@ -74,11 +61,7 @@ class NoiseShape:
 
     @classmethod
     def banded(cls, bands: int) -> "NoiseShape":
-        """Return the strategy of b bands from the series of (1 - x)^(-1/2): 1, 1/2, 3/8, 5/16, ...
-
-        Raises:
-            ValueError: If `bands` is below 1.
-        """
+        """Return the strategy of b bands from the series of (1 - x)^(-1/2): 1, 1/2, 3/8, 5/16, ..."""
         if bands < 1:
             raise ValueError(f"bands must be at least 1, got {bands}. 1 is white noise.")
         # c_k = (2k choose k) / 4^k
@@ -86,11 +69,7 @@ class NoiseShape:
 
     @classmethod
     def parse(cls, text: str) -> "NoiseShape":
-        """Return the shape of a name: white, banded:bands=4, or banded:c=1,0.5,0.375.
-
-        Raises:
-            ValueError: If it is none of these.
-        """
+        """Return the shape of a name: white, banded:bands=4, or banded:c=1,0.5,0.375."""
         compact = re.sub(r"\s", "", text)
         if compact == "white":
             return cls()
@@ -98,12 +77,12 @@ class NoiseShape:
             if found := re.fullmatch(r"banded:bands=(\d+)", compact):
                 return cls.banded(int(found[1]))
             if found := re.fullmatch(r"banded:c=(.+)", compact):
-                coefficients = tuple(map(float, found[1].split(",")))
-                return cls(coefficients)
+                return cls(tuple(map(float, found[1].split(","))))
         except ValueError as error:
             raise ValueError(f"noise_shape={text!r} is no shape of noise: {error}") from error
         hint = did_you_mean(text.partition(":")[0], ("white", "banded", "auto"))
-        raise ValueError(f"noise_shape must be one of {_FORMS}, or for a training 'auto', got {text!r}{hint}.")
+        forms = "'white', 'banded:bands=4' or 'banded:c=1,0.5,0.375'"
+        raise ValueError(f"noise_shape must be one of {forms}, or for a training 'auto', got {text!r}{hint}.")
 
     @property
     def bands(self) -> int:
@@ -125,22 +104,11 @@ class NoiseShape:
         return np.asarray(scipy.signal.lfilter([1.0], self.c, np.eye(1, steps)[0]))
 
     def spectrum(self, frequencies: Float64[np.ndarray, " frequencies"]) -> Float64[np.ndarray, " frequencies"]:
-        """Return the power density of the settled noise, in units of white noise of the same σ: ‖c‖² / |c(e^{-iω})|².
-
-        Args:
-            frequencies: As fractions of Nyquist, in [0, 1], shape (frequencies,).
-        """
+        """Return the power density of the settled noise per σ² at fractions of Nyquist: ‖c‖² / |c(e^{-iω})|²."""
         return np.asarray(np.abs(self.norm / scipy.signal.freqz(self.c, worN=frequencies, fs=2)[1]) ** 2)
 
     def std(self, step: int) -> float:
-        """Return the standard deviation of the noise of one step alone, in units of white noise of the same σ.
-
-        Args:
-            step: Counted from 0, where the recursion begins. It rises for some b steps, and is constant then.
-
-        Raises:
-            ValueError: If `step` is below 0.
-        """
+        """Return the noise's standard deviation per σ at a step, from 0; it rises for some b steps, then is constant."""
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}. Count it from the first step of the noise.")
         # The response falls by its largest pole, so that what comes after so many bands does not show in a float.
@@ -148,14 +116,7 @@ class NoiseShape:
         return self.norm * float(np.linalg.norm(response))
 
     def std_of_sum(self, rates: Sequence[float]) -> float:
-        """Return the standard deviation of the sum of all noise of a run, which is what stays in the weights of SGD.
-
-        Args:
-            rates: The learning rate of each step.
-
-        Returns:
-            In units of one step of white noise of the same σ, of which white noise has ‖rates‖.
-        """
+        """Return the standard deviation per σ of Σ_t rate_t y_t, the noise that stays in the weights of SGD."""
         return self.norm * float(np.linalg.norm(scipy.signal.lfilter([1.0], self.c, rates[::-1])))
 
     def __str__(self) -> str:

@@ -1,94 +1,48 @@
-r"""What a filter does to a signal: its response to an impulse, to a step, to white noise and to slow changes.
+"""A filter's response to an impulse, to a step, to white noise and to slow changes, and its figures.
 
     m_t = Σ_{τ=0..t} κ_τ g_{t-τ},    c_t = Σ_{τ=0..t} κ_τ,    Var[m_∞] / Var[g] = Σ_{τ≥0} κ_τ²   (white g)
 
-κ is the impulse response of the paper's equation "kappa", c_t the bias correction of Algorithm 2, line 7, and Σκ²
-the denominator of the normalized SNR (equation "snr"). What the noise gain buys costs time: the output follows a slow
-change of the gradient after the group delay, Σ τ κ_τ steps.
+κ is the paper's equation "kappa", c_t the bias correction of Algorithm 2, line 7, and Σκ² the denominator of equation "snr".
 """
 
 import warnings
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import scipy.optimize
 import scipy.signal
 from jaxtyping import Complex128, Float64
+from numpy.typing import NDArray
 
 from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
 # Below this gain (-180 dB) a delay would be the ratio of two rounding errors.
 _REMOVED: Final = 1e-9
+SETTLED: Final = 0.02
+STARTED: Final = 0.1
+HALF_POWER: Final = 0.5**0.5
 
 
 def impulse_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    r"""Return the weights κ_τ with which past gradients enter the filtered one: m_t = Σ_τ κ_τ g_{t-τ}.
-
-    Args:
-        filter: The filter.
-        steps: How many weights, at least 1.
-
-    Raises:
-        ValueError: If steps is less than 1.
-
-    Example:
-        >>> impulse_response(LowPassFilter(b=(0.5,), a=(1.0, -0.5)), 3)
-        array([0.5  , 0.25 , 0.125])
-
-    Source:
-        DOPPLER, equation "kappa".
-    """
+    """Return the weights κ_0 ... κ_{steps-1} of past gradients, m_t = Σ_τ κ_τ g_{t-τ}, for at least one step."""
     _check_steps(steps)
-    impulse = np.zeros(steps)
-    impulse[0] = 1.0
-    return np.asarray(scipy.signal.lfilter(filter.b, filter.a, impulse))
+    return np.asarray(scipy.signal.lfilter(filter.b, filter.a, np.eye(1, steps)[0]))
 
 
 def step_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    r"""Return the output for a constant input of one: c_t = Σ_{τ≤t} κ_τ, the share of m_t that is not its zero start.
-
-    Args:
-        filter: The filter.
-        steps: How many steps, at least 1.
-
-    Returns:
-        c_0 ... c_{steps-1}, shape (steps,): positive, and 1 in the limit.
-
-    Raises:
-        ValueError: If steps is less than 1.
-
-    Example:
-        >>> step_response(LowPassFilter(b=(0.5,), a=(1.0, -0.5)), 3)
-        array([0.5  , 0.75 , 0.875])
-
-    Source:
-        DOPPLER, Algorithm 2, line 7.
-    """
+    """Return the output for a constant input of one, c_t = Σ_{τ≤t} κ_τ > 0, for at least one step."""
     _check_steps(steps)
     return np.asarray(scipy.signal.lfilter(filter.b, filter.a, np.ones(steps)))
 
 
 def noise_gain(filter: LowPassFilter, noise: NoiseShape = WHITE) -> float:
-    r"""Return the noise power that passes, in units of white noise of the same σ: ‖c‖² Σ (κ * g)², or Σ κ² for white noise.
+    """Return the noise power that passes, per σ²: ‖c‖² Σ (κ * g)², g the response of `noise`; Σ κ² for white noise.
 
-    It is summed in blocks of at least 4096 steps until one adds less than 1e-18 of the sum. The slowest pole that is
-    accepted, 1 - 1e-6, loses 0.8 % of its energy in a block, so that what is left out is below 1.3e-16 of the sum, the
-    rounding of a float64. The sum stays accurate for long filters without feedback, where a Lyapunov equation is
-    ill-conditioned.
-
-    Args:
-        filter: The filter.
-        noise: The shape of the noise, whose response g goes ahead of κ.
-
-    Returns:
-        Variance of the settled output per σ²: for white noise 1 without a filter, (1 - β)/(1 + β) for momentum.
-
-    Example:
-        >>> round(noise_gain(LowPassFilter(b=(0.1,), a=(1.0, -0.9))), 9)
-        0.052631579
-
-    Source:
-        DOPPLER, equation "snr" (its denominator, per step).
+    It is summed in blocks of at least 4096 steps until one adds less than 1e-18 of the sum. The slowest pole accepted,
+    1 - 1e-6, loses 0.8 % of its energy in a block, so less than 1.3e-16 of the sum is left out. Unlike a Lyapunov equation
+    this stays accurate for long filters without feedback.
     """
     response = impulse_blocks(filter.b, np.convolve(filter.a, noise.c).tolist())
     return noise.norm**2 * float(sum(np.sum(kappa**2) for kappa in response))
@@ -97,53 +51,24 @@ def noise_gain(filter: LowPassFilter, noise: NoiseShape = WHITE) -> float:
 def frequency_response(
     filter: LowPassFilter, frequencies: Float64[np.ndarray, " frequencies"]
 ) -> Complex128[np.ndarray, " frequencies"]:
-    r"""Return what becomes of an oscillation e^{iωt}: H = Σ_τ κ_τ e^{-iωτ}, its gain |H| and phase.
-
-    Args:
-        filter: The filter.
-        frequencies: As fractions of Nyquist (ω = π · frequency), in [0, 1], shape (frequencies,).
-
-    Returns:
-        H, shape (frequencies,); 1 at frequency 0.
-
-    Raises:
-        ValueError: If a frequency lies outside [0, 1].
-
-    Example:
-        >>> abs(frequency_response(LowPassFilter(b=(0.5, 0.5)), np.array([0.0, 0.5, 1.0]))).round(6)
-        array([1.      , 0.707107, 0.      ])
-
-    Source:
-        `scipy.signal.freqz`.
-    """
-    _check_frequencies(frequencies)
+    """Return H = Σ_τ κ_τ e^{-iωτ} at fractions of Nyquist, ω = π · frequency, in [0, 1]."""
+    outside = frequencies[~((frequencies >= 0) & (frequencies <= 1))]
+    if len(outside):
+        raise ValueError(f"frequencies must be fractions of Nyquist (half a cycle per step) in [0, 1], got {outside[0]}.")
     return np.asarray(scipy.signal.freqz(filter.b, filter.a, worN=frequencies, fs=2)[1])
 
 
 def group_delay(
     filter: LowPassFilter, frequencies: Float64[np.ndarray, " frequencies"]
 ) -> Float64[np.ndarray, " frequencies"]:
-    r"""Return by how many steps the filter delays the components of a signal around each frequency: -dφ/dω, H = |H|e^{iφ}.
-
-    At frequency 0 and for unit gain it is the mean age of the gradients in the output, Σ_τ τ κ_τ.
+    """Return by how many steps a filter delays a signal around each frequency: -dφ/dω; at 0, Σ_τ τ κ_τ.
 
     Args:
         filter: The filter.
         frequencies: As fractions of Nyquist, in [0, 1], shape (frequencies,).
 
     Returns:
-        Steps, shape (frequencies,); NaN at a frequency that the filter removes (gain below 1e-9), where no delay is
-        defined.
-
-    Raises:
-        ValueError: If a frequency lies outside [0, 1].
-
-    Example:
-        >>> group_delay(LowPassFilter(b=(0.5,), a=(1.0, -0.5)), np.array([0.0])).round(12)
-        array([1.])
-
-    Source:
-        `scipy.signal.group_delay`.
+        Steps, shape (frequencies,); NaN at a frequency that the filter removes (gain below 1e-9).
     """
     passed = np.abs(frequency_response(filter, frequencies)) >= _REMOVED
     delay = np.full(len(frequencies), np.nan)
@@ -154,12 +79,53 @@ def group_delay(
     return delay
 
 
-def _check_frequencies(frequencies: Float64[np.ndarray, " frequencies"]) -> None:
-    outside = frequencies[~((frequencies >= 0) & (frequencies <= 1))]
-    if len(outside):
-        raise ValueError(f"frequencies must be fractions of Nyquist (half a cycle per step) in [0, 1], got {outside[0]}.")
-
-
 def _check_steps(steps: int) -> None:
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
+
+
+@dataclass(frozen=True)
+class FilterFigures:
+    """What one compares filters by."""
+
+    order: int  # buffers that an optimizer keeps per parameter
+    noise_gain: float  # share of white noise power that passes, Σκ²
+    cutoff: float  # lowest frequency at which the gain is 1/√2 (-3 dB), as a fraction of Nyquist; 1 if there is none
+    delay: float  # group delay at frequency 0, in steps: how far the output lags behind a slow change
+    settling_steps: int  # steps until the step response stays within 2 % of 1
+    startup_steps: int  # steps until Σ_{τ≤t} κ_τ² / c_t², the noise of m_t / c_t, stays within 10 % of the noise gain
+    largest_pole: float  # largest modulus of a pole, 0 without feedback
+
+
+def filter_figures(filter: LowPassFilter) -> FilterFigures:
+    """Compute the figures of a filter."""
+    kappa = np.concatenate(list(impulse_blocks(filter.b, filter.a)))
+    response, energy = np.cumsum(kappa), np.cumsum(kappa**2)
+    return FilterFigures(
+        order=filter.order,
+        noise_gain=noise_gain(filter),
+        cutoff=_half_power_frequency(filter),
+        delay=float(group_delay(filter, np.zeros(1))[0]),
+        settling_steps=_steps_until_it_stays(np.abs(response - 1) <= SETTLED),
+        startup_steps=_steps_until_it_stays(np.abs(energy / response**2 / energy[-1] - 1) <= STARTED),
+        largest_pole=float(max(np.abs(np.roots(filter.a)), default=0.0)),
+    )
+
+
+def _half_power_frequency(filter: LowPassFilter) -> float:
+    def excess(frequency: float) -> float:
+        return float(np.abs(frequency_response(filter, np.array([frequency])))[0]) - HALF_POWER
+
+    # Dense near zero, where slow filters cut, and near one, where the others may fall steeply.
+    grid = np.union1d(np.geomspace(1e-8, 1, 4096), np.linspace(0, 1, 4097))
+    below = np.abs(frequency_response(filter, grid)) <= HALF_POWER
+    if not below.any():
+        return 1.0
+    first = int(np.argmax(below))
+    return round(float(scipy.optimize.brentq(excess, grid[first - 1], grid[first], xtol=1e-14)), 12)
+
+
+def _steps_until_it_stays(inside: NDArray[np.bool_]) -> int:
+    """Return how many steps it takes, the first counting as one, until the condition holds for good."""
+    outside = np.flatnonzero(~inside)
+    return int(outside[-1]) + 2 if len(outside) else 1

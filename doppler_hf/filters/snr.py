@@ -1,24 +1,13 @@
-r"""How much a filter is worth: the paper's normalized SNR, what it does to the bound, and the filters that maximize it.
+"""The paper's normalized SNR of a filter, and the filters that maximize it.
 
     SNR = Σ_{t<T} Σ_{τ≤t} c_τ κ_τ / Σ_{t<T} Σ_{τ≤t} κ_τ²,
 
-κ the impulse response and c the autocorrelation of the gradient's signal in the paper's scale, in which c_0 = 1/2: with
-c_τ = c_{-τ}, the assumption ⟨∇F_t, ∇F_{t-τ}⟩ ≥ c_τ ‖∇F_t‖² + c_{-τ} ‖∇F_{t-τ}‖² holds for c_τ = ρ_τ/2, ρ being the
-ordinary autocorrelation with ρ_0 = 1.
+κ the impulse response, c the autocorrelation of the gradient's signal in the paper's scale: c_τ = ρ_τ/2 = c_{-τ}.
 
-Three things about it that the paper passes over:
-
-- Momentum, κ_τ = 0.1 · 0.9^τ, has SNR = 1.9 Σ_{τ≥0} 0.9^τ c_τ as T → ∞, an equality. The paper writes 1.9 · (1/2 + Σ_{τ≥0}),
-  which counts c_0 = 1/2 twice: too much by 0.95. Its sum has to begin at τ = 1. At finite T the SNR can also lie below it.
-- κ ∝ c does not maximize the SNR under unit gain. Among filters of n taps the maximum (T → ∞) is where κ_τ ∝ c_τ + r, with r
-  the root mean square of c over the n taps, and its value is n (mean + r) / 2 against n · mean for κ ∝ c. The two agree only
-  where c is constant. The SNR is linear in κ above and quadratic below, so it rewards a small and wide κ, whatever is
-  left of the signal.
-- κ ∝ c maximizes SNR · S_T = (ΣΣ c_τ κ_τ)² / ΣΣ κ_τ² (Cauchy-Schwarz, at every T, and without any constraint on the gain).
-  That is what the theorem's bound depends on once its learning rate is tuned: the minimum over η of
-  F_0 / (η S_T) + η L N / (2 SNR) is √(2 F_0 L N / (S_T SNR)). So κ ∝ c is the right filter for the bound.
-
-Source: DOPPLER, equations "snr" and "snr_opt", Theorem "Convergence", Section "Impact of the low-pass filter".
+- Momentum, κ_τ = 0.1 · 0.9^τ, has SNR = 1.9 Σ_{τ≥0} 0.9^τ c_τ as T → ∞. The paper's 1.9 · (1/2 + Σ_{τ≥0}) counts c_0 twice.
+- Under unit gain κ_τ ∝ c_τ + r maximizes the SNR (T → ∞), r the root mean square of c over n taps: n (mean + r) / 2.
+- κ ∝ c maximizes SNR · S_T = (ΣΣ c_τ κ_τ)² / ΣΣ κ_τ² (Cauchy-Schwarz). The theorem's bound depends on that product once its
+  learning rate is tuned: the minimum over η of F_0 / (η S_T) + η L N / (2 SNR) is √(2 F_0 L N / (S_T SNR)).
 """
 
 import numpy as np
@@ -37,26 +26,13 @@ def signal_to_noise_ratio(
     *,
     noise: NoiseShape = WHITE,
 ) -> float:
-    r"""Return the paper's normalized SNR of a filter, for a gradient of the given autocorrelation.
+    """Return the paper's normalized SNR of a filter, for a gradient of the given autocorrelation.
 
     Args:
         filter: The filter.
-        autocorrelation: c_0 ... c_{lags-1} of the signal, c_0 = 1/2 by the paper's convention, shape (lags,); 0 beyond.
+        autocorrelation: c_0 ... c_{lags-1} of the signal, c_0 = 1/2, shape (lags,); 0 beyond.
         steps: Length of the run T, at least 1; None for the limit T → ∞.
-        noise: The shape of the noise, whose power is counted for the same σ; the paper's is white.
-
-    Returns:
-        The SNR: 1/2 for no filter and white noise.
-
-    Raises:
-        ValueError: If the autocorrelation is empty or not finite, or steps is less than 1.
-
-    Example:
-        >>> signal_to_noise_ratio(LowPassFilter(b=(1.0,)), np.array([0.5, 0.4]), steps=100)
-        0.5
-
-    Source:
-        DOPPLER, equation "snr".
+        noise: The shape of the noise, whose power is counted for the same σ.
     """
     check_autocorrelation(autocorrelation)
     if steps is None:

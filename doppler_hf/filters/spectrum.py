@@ -1,20 +1,16 @@
-r"""Measurement: the autocorrelation and the spectrum of a series of gradients, and how much of its power is signal.
+"""Measurement: the autocorrelation and the spectrum of a series of gradients, and how much of its power is signal.
 
     φ_τ = E⟨g_t, g_{t-τ}⟩ / d,    P(ν) = Σ_τ φ_τ e^{-iπντ},    ∫_0^1 P(ν) dν = φ_0,    ν as a fraction of Nyquist
 
-White noise of variance s² has P = s² at all frequencies, and a filter turns P into |H|² P. The mean is not removed: it is
-the part of the gradient that a low-pass filter is there to keep.
-
-Nobody may look at the signal s_t in g_t = s_t + w_t, but the size σ of the white noise is public, and so
-
-    mean ‖g_t‖² - d σ²         estimates mean ‖s_t‖² from private gradients,
-    mean ‖m̂_t‖² - d σ² Σκ²     the same after a filter with impulse response κ.
+White noise of variance s² has P = s² everywhere, and a filter turns P into |H|² P. The mean is not removed: a low-pass
+filter is there to keep it. The signal s_t in g_t = s_t + w_t is secret, but σ is public, so mean ‖g_t‖² - d σ² estimates
+mean ‖s_t‖² from private gradients, and mean ‖m̂_t‖² - d σ² Σκ² after a filter.
 
 Source: DOPPLER, Section 3 (P_s is the Fourier transform of φ_s) and Appendix A; Welch 1967.
 """
 
 import math
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import scipy.signal
@@ -25,22 +21,14 @@ from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
 from doppler_hf.filters.response import impulse_response, step_response
 
 Method = Literal["welch", "autocorrelation"]
-METHODS: Final[tuple[Method, ...]] = get_args(Method)
 
 
 class PowerEstimate(NamedTuple):
-    """How much of the mean squared norm of gradients is signal, and how much noise.
+    """The power of signal and noise in gradients."""
 
-    Attributes:
-        signal: Mean squared norm less that of the noise: unbiased, and therefore below 0 at times where there is much
-            noise. It is not clamped, so that it can be averaged.
-        error: Standard error of `signal`.
-        noise: Mean squared norm of the noise, known exactly.
-    """
-
-    signal: float
-    error: float
-    noise: float
+    signal: float  # mean squared norm less that of the noise: unbiased, so it may be below 0, and is not clamped
+    error: float  # standard error of `signal`
+    noise: float  # mean squared norm of the noise, known exactly
 
     @property
     def snr(self) -> float:
@@ -51,24 +39,16 @@ class PowerEstimate(NamedTuple):
 def autocorrelation(
     series: Float[np.ndarray, "steps dimension"], max_lag: int | None = None
 ) -> Float64[np.ndarray, " lags"]:
-    r"""Return the autocorrelation of a series, as a mean over its coordinates: φ_τ = Σ_{t≥τ} ⟨g_t, g_{t-τ}⟩ / (d T).
+    """Return the autocorrelation of a series, as a mean over its coordinates: φ_τ = Σ_{t≥τ} ⟨g_t, g_{t-τ}⟩ / (d T).
 
-    Divided by T at every lag, not by the T - τ products that there are: the biased estimate, smaller than the unbiased one
-    by 1 - τ/T, whose spectrum is never negative.
+    The division is by T at every lag: the biased estimate, whose spectrum is never negative.
 
     Args:
         series: One row for each step, shape (steps, dimension).
-        max_lag: The greatest lag, from 0 to steps - 1; by default steps - 1.
+        max_lag: The greatest lag, from 0 to steps - 1, which is the default.
 
     Returns:
-        φ_0 ... φ_{max_lag}, shape (max_lag + 1,), in squared units of the series; φ_0 is the mean square.
-
-    Raises:
-        ValueError: If the series is empty or not finite, or max_lag is out of range.
-
-    Example:
-        >>> autocorrelation(np.array([[1.0], [1.0], [-1.0]]), 1)
-        array([1., 0.])
+        φ_0 ... φ_{max_lag}, shape (max_lag + 1,), in squared units of the series.
     """
     series = checked(series)
     steps = len(series)
@@ -83,43 +63,28 @@ def autocorrelation(
 def power_spectral_density(
     series: Float[np.ndarray, "steps dimension"], method: Method = "welch", *, segment: int | None = None
 ) -> tuple[Float64[np.ndarray, " frequencies"], Float64[np.ndarray, " frequencies"]]:
-    r"""Return the distribution of a series' power over frequency, as a mean over its coordinates.
+    """Return the distribution of a series' power over frequency, as a mean over its coordinates.
 
     Args:
         series: One row for each step, shape (steps, dimension).
-        method: ``"welch"`` averages the spectra of half overlapping segments under a Hann window: less detail, less error.
-            ``"autocorrelation"`` is the paper's, the Fourier transform of `autocorrelation` at all lags: every
-            frequency, each coordinate with an error as large as the value itself.
+        method: ``"welch"`` averages the spectra of half overlapping segments under a Hann window. ``"autocorrelation"``, the
+            paper's, transforms `autocorrelation` at all lags, with an error as large as the value in each coordinate.
         segment: Length of Welch's segments, from 2 to steps; by default 2/9 of the steps, which makes eight of them.
 
     Returns:
-        Frequencies as fractions of Nyquist from 0 on, and P there in squared units of the series. Over the whole circle,
-        where all frequencies but 0 and 1 count twice, the paper's method has exactly the mean φ_0.
-
-    Raises:
-        ValueError: If the series is empty or not finite, there is no such method, or segment is out of range or given for
-            a method without segments.
-
-    Example:
-        >>> power_spectral_density(np.array([[1.0], [1.0]]), "autocorrelation")
-        (array([0. , 0.5, 1. ]), array([2., 1., 0.]))
-
-    Source:
-        DOPPLER, Section 3 and Appendix A; `scipy.signal.welch`.
+        Frequencies as fractions of Nyquist from 0 on, and P there in squared units of the series.
     """
     series = checked(series)
     steps = len(series)
     if method == "autocorrelation":
         if segment is not None:
-            raise ValueError(
-                f"segment must be left out for the autocorrelation, which is taken over all lags, got {segment}."
-            )
+            raise ValueError(f"segment must be left out for the autocorrelation, which takes all lags, got {segment}.")
         lags = autocorrelation(series)
         # Both signs of τ: twice the real part, less the lag 0 that both contain.
         density = 2 * np.fft.rfft(lags, n=2 * steps).real - lags[0]
         return np.arange(steps + 1) / steps, density
     if method != "welch":
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+        raise ValueError(f"method must be one of welch, autocorrelation, got {method!r}.")
     segment = max(2, 2 * steps // 9) if segment is None else segment
     if not isinstance(segment, int | np.integer) or not 2 <= segment <= steps:
         raise ValueError(f"segment must be an integer from 2 to the {steps} steps, got {segment}.")
@@ -132,41 +97,13 @@ def power_spectral_density(
 def corrected_output(
     filter: LowPassFilter, series: Float[np.ndarray, "steps dimension"]
 ) -> Float64[np.ndarray, "steps dimension"]:
-    r"""Return what the optimizer makes of a series from its first step on: m̂_t = m_t / c_t.
-
-    Args:
-        filter: The filter, with states of zero before the first step.
-        series: One row for each step, shape (steps, dimension).
-
-    Raises:
-        ValueError: If the series is empty or not finite.
-
-    Example:
-        >>> corrected_output(LowPassFilter(b=(0.5,), a=(1.0, -0.5)), np.array([[1.0], [4.0]]))
-        array([[1.],
-               [3.]])
-
-    Source:
-        DOPPLER, Algorithm 2, lines 6-8.
-    """
+    """Return the optimizer's m̂_t = m_t / c_t for a series, shape (steps, dimension), from zero states on."""
     series = checked(series)
     return scipy.signal.lfilter(filter.b, filter.a, series, axis=0) / step_response(filter, len(series))[:, None]
 
 
 def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    r"""Return the share of white noise power that is in m̂_t: Σ_{τ≤t} κ_τ² / c_t², from 1 down to Σκ² in a settled filter.
-
-    Args:
-        filter: The filter.
-        steps: How many steps from the first on, at least 1.
-
-    Raises:
-        ValueError: If steps is less than 1.
-
-    Example:
-        >>> corrected_noise_gain(LowPassFilter(b=(0.5,), a=(1.0, -0.5)), 2).round(6)
-        array([1.      , 0.555556])
-    """
+    """Return the share of white noise power in m̂_t, for at least one step: Σ_{τ≤t} κ_τ² / c_t², from 1 down to Σκ²."""
     return np.cumsum(impulse_response(filter, steps) ** 2) / step_response(filter, steps) ** 2
 
 
@@ -178,34 +115,20 @@ def estimate_power(
     filter: LowPassFilter = PAPER_FILTERS["none"],
     first_step: int = 0,
 ) -> PowerEstimate:
-    r"""Estimate the power of the signal in successive noisy gradients, before a filter or after it.
+    """Estimate the power of the signal in successive noisy gradients, before a filter or after it.
 
-    The standard error is that of the noise, for the signal that was there: with R_τ = Σ_j κ_j κ_{j+τ} the noise's
-    autocorrelation after the filter,
+    The standard error is over the noise, with R_τ = Σ_j κ_j κ_{j+τ} and S the estimate, at least 0:
 
-        T Var = 2 d σ⁴ Σ_{|τ|<T} (1 - |τ|/T) R_τ² + 4 σ² S Σ_{|τ|<T} |R_τ|,
+        T Var ≤ 2 d σ⁴ Σ_{|τ|<T} (1 - |τ|/T) R_τ² + 4 σ² S Σ_{|τ|<T} |R_τ|.
 
-    where the second term is an upper bound, S the estimate, or 0 where that is negative. The steps
-    in which the filter settles have their own noise gain G_t in place of R_0, and R_τ is scaled to it, which
-    overstates the error of the first few steps.
+    While the filter settles, R_τ is scaled to its noise gain of that step, which overstates the error of the first few.
 
     Args:
         square_norms: ‖g_t‖², or with a filter ‖m̂_t‖², of successive steps, shape (steps,).
         noise_std: Standard deviation σ of the white noise per coordinate of g.
         dimension: Number of coordinates d.
-        filter: The filter that m̂ is from; none by default.
-        first_step: How many steps the filter had run before the first of these.
-
-    Returns:
-        The powers of signal and noise, in squared units of the gradient, and the standard error.
-
-    Raises:
-        ValueError: If there are no squared norms, one of them is negative or not finite, noise_std or first_step is
-            negative, or dimension is less than 1.
-
-    Example:
-        >>> estimate_power(np.array([3.0, 5.0]), noise_std=1.0, dimension=2)
-        PowerEstimate(signal=2.0, error=2.449489742783178, noise=2.0)
+        filter: The filter of m̂; none by default.
+        first_step: Steps that the filter had run before the first of these.
     """
     if square_norms.ndim != 1 or not len(square_norms):
         raise ValueError(f"square_norms must have one for each step in one row, got shape {square_norms.shape}.")
@@ -231,21 +154,13 @@ def estimate_power(
 def measure_noise_gain(
     noise: Float[np.ndarray, "steps dimension"], filtered: Float[np.ndarray, "steps dimension"]
 ) -> tuple[float, float]:
-    r"""Return the noise gain of whatever filtered some noise, and its standard error: Σ‖w̃_t‖² / Σ‖w_t‖².
+    """Return the noise gain Σ‖w̃_t‖² / Σ‖w_t‖² of whatever filtered some noise, and its standard error.
 
-    The standard error is that of a ratio of sums over the coordinates, which must be independent and at least two:
-    with A_i, B_i the sums of coordinate i and r the ratio, √(Σ(A_i - r B_i)² d/(d-1)) / ΣB_i.
+    With A_i, B_i the sums of coordinate i and r the ratio, the error is √(Σ(A_i - r B_i)² d/(d-1)) / ΣB_i.
 
     Args:
-        noise: The noise w, shape (steps, dimension).
-        filtered: The same noise after the filter, of steps in which that is settled, shape (steps, dimension).
-
-    Raises:
-        ValueError: If a series is empty, not finite, or of fewer than two coordinates, or the noise is zero.
-
-    Example:
-        >>> measure_noise_gain(np.array([[1.0, -1.0]]), np.array([[0.5, -0.5]]))
-        (0.25, 0.0)
+        noise: The noise w, shape (steps, dimension), of at least two independent coordinates.
+        filtered: The same noise after the settled filter, shape (steps, dimension).
     """
     after, before = (np.sum(checked(series) ** 2, axis=0) for series in (filtered, noise))
     if len(before) < 2 or not before.any():

@@ -1,9 +1,8 @@
 """Right of the privacy boundary: optimizers on gradients that are private already. Nothing here may import the left.
 
-- optimizer: Algorithm 3: `step` for all parameters
-- update: and for one of them
-- checks: what it refuses
-- low_pass, adaptive_fir: its filter: a fixed one, and one that follows the gradients
+- optimizer, update: Algorithm 3: `step` for all parameters, and for one
+- checks: the ranges of its arguments
+- low_pass, adaptive_fir: a fixed filter, and one that follows the gradients
 - galore: its subspaces
 - one_pass: `update` in one pass over memory
 - rounding, state: bfloat16 second moments; checkpoints without loss

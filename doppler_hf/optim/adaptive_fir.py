@@ -1,18 +1,14 @@
-r"""A filter without feedback whose taps follow the private gradients (DOPPLER, Section 5.3, *Optimal FIR filter*).
+"""A filter without feedback whose taps follow the private gradients (DOPPLER, Section 5.3, *Optimal FIR filter*).
 
     m̂_t = Σ_{τ<n} b_τ g_{t-τ} / Σ_{τ<min(t,n)} b_τ,    b_τ = c_τ / Σ c,    c_τ = ½ min(max(C_τ / C_0, 0), 1)
 
-C_τ is the mean of ⟨g_t, g_{t-τ}⟩ over the coordinates of a parameter group and over time, less the noise's variance for
-lag 0. The mean over time forgets: a step counts 0.998^age, so that it is over all steps at first and over the last 500 or so
-later, for the autocorrelation changes as training goes on. The taps of a group are found anew every `update_gap` steps, if
-the signal's power C_0 is then more than twice its own standard error under noise alone; otherwise they stay as they are.
+C_τ is the mean of ⟨g_t, g_{t-τ}⟩ over the coordinates of a parameter group and over time, less the noise's variance at lag
+0. A step counts 0.998^age, since the autocorrelation changes. The taps of a group are found anew every `update_gap` steps if
+the signal's power C_0 exceeds twice its standard error under noise alone.
 
-They begin as a moving average. On synthetic gradients of correlation 0.9 or 0.98 from step to step and of noise power 10 to
-1000 times that of the signal, 8 equal taps give 1.6 to 2.7 times the gradient's own cosine with the signal; at correlation
-0.5 they give 0.7 to 1.1 times it. Where the signal is weak the taps stay long as they are, so the beginning counts.
-
-All of this reads gradients that are private when they arrive, and the size of the noise, which is public: post-processing,
-which costs no privacy.
+They begin as a moving average. On synthetic gradients of correlation 0.9 or 0.98 from step to step and noise power 10 to
+1000 times the signal's, 8 equal taps give 1.6 to 2.7 times the gradient's cosine with the signal; at correlation 0.5, 0.7 to
+1.1 times. Gradients arrive private and the noise's size is public: this is post-processing.
 """
 
 import math
@@ -44,13 +40,6 @@ class OptimalFIR:
     Args:
         taps: How many gradients the filter looks at, this step's included; at least 2.
         update_gap: After how many steps the taps are found anew, at least 1.
-
-    Raises:
-        ValueError: If either is not such a number.
-
-    Example:
-        >>> print(OptimalFIR(taps=8), OptimalFIR(taps=8, update_gap=20))
-        optimal-fir:taps=8 optimal-fir:taps=8,update_gap=20
     """
 
     taps: int
@@ -64,11 +53,7 @@ class OptimalFIR:
 
     @classmethod
     def parse(cls, name: str) -> "OptimalFIR":
-        """Return the filter of a name in the grammar, as ``optimal-fir:taps=8``.
-
-        Raises:
-            ValueError: If it is the name of another filter.
-        """
+        """Return the filter of a name in the grammar, as ``optimal-fir:taps=8``."""
         word, values = parse_name(name)
         if word != "optimal-fir":
             raise ValueError(f"The filter must be 'optimal-fir:taps=...', got {name!r}. LowPassFilter.parse reads others.")
@@ -88,11 +73,7 @@ class OptimalFIR:
         return {"taps": [1 / self.taps] * self.taps}
 
     def new_state(self, zeros: Callable[[], Tensor]) -> dict[str, Any]:
-        """Return the last gradients, the newest first, and a parameter's share of its group's estimate.
-
-        That is ``products``, ⟨g_t, g_{t-τ}⟩ summed over time and coordinates, and ``pairs``, how many of them there are, by
-        lag. Both fade alike, so that their quotient is a mean.
-        """
+        """Return the last gradients, newest first, and by lag the sums of ⟨g_t, g_{t-τ}⟩ and of how many there are."""
         history = [zeros() for _ in range(self.order)]
         products = torch.zeros(self.taps, dtype=torch.float64, device=history[0].device)
         pairs, bias_states = [0.0] * self.taps, [0.0] * self.order
@@ -103,13 +84,7 @@ class OptimalFIR:
         return (tuple(group["taps"]),)
 
     def begin(self, state: dict[str, Any], group: dict[str, Any], *, noise_std: float) -> float:
-        """Let earlier products fade, make room for the new gradient, and return c_t.
-
-        Args:
-            state: The parameter's (modified in place).
-            group: The parameter's.
-            noise_std: Of the noise in this gradient. It leaves the sums at once, since a later step may have another.
-        """
+        """Let earlier products fade, make room for the new gradient, and return c_t (state modified in place)."""
         history, numel = state["filter_states"], state["filter_states"][0].numel()
         history.insert(0, history.pop())  # the oldest, whose place the newest takes
         state["products"].mul_(MEMORY)
@@ -140,7 +115,7 @@ class OptimalFIR:
 
 
 def found_anew(taps: list[float], states: Sequence[dict[str, Any]], *, noise_std: float) -> list[float]:
-    """Return the taps of a group by the estimate so far, or `taps`, those that it has, if that is not certain enough."""
+    """Return the taps of a group by the estimate so far, or the present `taps` if that is not certain enough."""
     pairs = np.sum([state["pairs"] for state in states], axis=0)
     if pairs[-1] == 0:
         return taps

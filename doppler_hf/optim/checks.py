@@ -30,10 +30,8 @@ def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> No
             raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}.")
     if not 0 <= optimizer.beta2 < 1:
         raise ValueError(f"beta2 must lie in [0, 1), got {optimizer.beta2}.")
-    if not 0 < optimizer.eps < math.inf:
-        raise ValueError(f"eps must be a finite number > 0, got {optimizer.eps}.")
-    if not 0 <= optimizer.noise_std < math.inf:
-        raise ValueError(f"noise_std must be a finite number ≥ 0, got {optimizer.noise_std}.")
+    _check_finite("eps", optimizer.eps, above_0=True)
+    _check_finite("noise_std", optimizer.noise_std)
     low_pass_filter, base = optimizer.low_pass_filter, optimizer.base
     if optimizer.compiled and isinstance(low_pass_filter, OptimalFIR):
         raise ValueError(f"compiled must not be True for {low_pass_filter}, whose taps change, got True. Leave it out.")
@@ -41,27 +39,24 @@ def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> No
         raise ValueError(
             f"floor must be None for base {base!r}, which has none, got {floor}. Leave it out or set base='adam_bc'."
         )
-    if floor is not None and not 0 < floor < math.inf:
-        raise ValueError(f"floor must be a finite number > 0, got {floor}. Leave it out to follow noise_std.")
+    if floor is not None:
+        _check_finite("floor", floor, above_0=True)
 
 
 def check_group(optimizer: "DopplerOptimizer", group: dict[str, Any], *, own: set[str]) -> None:
     """Refuse a parameter group with options outside their range, or without effect; `own` are those that it was given."""
-    for name in ("lr", "weight_decay"):
-        if not 0 <= group[name] < math.inf:
-            raise ValueError(f"{name} must be a finite number ≥ 0, got {group[name]}.")
+    for name in ("lr", "weight_decay", "scale"):
+        _check_finite(name, group[name], above_0=name == "scale")
     rank = group["rank"]
     if rank is not None and not (isinstance(rank, int) and rank >= 1):
         raise ValueError(f"rank must be a whole number of at least 1, got {rank}. Leave it out for no projection.")
-    if rank is not None and isinstance(optimizer.low_pass_filter, OptimalFIR):
-        raise ValueError(
-            f"rank must be None for {optimizer.low_pass_filter}, which compares gradients of different steps, some of them "
-            f"in another basis, got {rank}. Leave it out, or take a fixed filter."
-        )
     if not (isinstance(group["update_proj_gap"], int) and group["update_proj_gap"] >= 1):
         raise ValueError(f"update_proj_gap must be a whole number of at least 1, got {group['update_proj_gap']}.")
-    if not 0 < group["scale"] < math.inf:
-        raise ValueError(f"scale must be a finite number > 0, got {group['scale']}.")
+    if rank is not None and isinstance(optimizer.low_pass_filter, OptimalFIR):
+        raise ValueError(
+            f"rank must be None for {optimizer.low_pass_filter}, which compares gradients of different steps, got {rank}. "
+            "Leave it out, or take a fixed filter."
+        )
     # A scheduler that was there before the group has put its own mark on the others.
     for name in sorted(own - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}):
         raise ValueError(f"A group has {name}={group[name]!r}, which has no effect here. Leave it out.")
@@ -70,3 +65,8 @@ def check_group(optimizer: "DopplerOptimizer", group: dict[str, Any], *, own: se
     dtype = optimizer.state_dtype
     if dtype is not None and any(p.dtype == torch.float64 for p in group["params"]):
         raise ValueError(f"state_dtype must be None for a parameter of torch.float64, got {dtype}. Leave it out.")
+
+
+def _check_finite(name: str, value: float, *, above_0: bool = False) -> None:
+    if not (value > 0 if above_0 else value >= 0) or value == math.inf:
+        raise ValueError(f"{name} must be a finite number {'> 0' if above_0 else '≥ 0'}, got {value}.")

@@ -1,15 +1,13 @@
-r"""GaLore: the state of a matrix in a subspace of rank r (Zhao et al. 2024; DOPPLER, Algorithm 3, "Use GaLore").
+"""GaLore: the state of a matrix in a subspace of rank r (Zhao et al. 2024; DOPPLER, Algorithm 3, "Use GaLore").
 
     g̃_t = Pᵀ G_t,    X_{t+1} = X_t - lr·scale · P d_t        (G of shape m×n with m ≤ n, P of shape m×r)
 
-and g̃ = G P, X - lr·scale · d Pᵀ for m > n: the shorter side is projected. P has orthonormal columns, so white noise in G
-is white in g̃, of the same variance, and what DPAdamBC subtracts stays right. The one step on whose own gradient P is found
-is an exception: the directions in which its noise happens to be large were picked, and there it has up to (1 + √(m/n))²
-times the variance, so that the first update of a run, and after a reset, is divided by too much.
+and g̃ = G P, X - lr·scale · d Pᵀ for m > n: the shorter side is projected. P has orthonormal columns, so white noise in G is
+white in g̃, of the same variance, as DPAdamBC needs. The step on whose own gradient P is found is an exception: its noise
+has up to (1 + √(m/n))² times the variance in the directions found.
 
-P is renewed now and then, and the state of filter and second moment was in the old coordinates. With Q = P_newᵀ P_old a
-state s becomes Q s. The second moment v becomes, coordinate by coordinate, Σ_j Q_ij² v_j, as for uncorrelated ones; the
-part of a new direction that lies outside of the old subspace, 1 - Σ_j Q_ij², has no history and gets the mean of v.
+When P is renewed, with Q = P_newᵀ P_old, a state s becomes Q s and the second moment Σ_j Q_ij² v_j, as for uncorrelated
+coordinates. The part of a new direction outside the old subspace, 1 - Σ_j Q_ij², gets the mean of v.
 """
 
 from typing import Any, Final, Literal, get_args
@@ -63,25 +61,11 @@ def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) ->
 def find_basis(
     matrix: Float[Tensor, "m n"], rank: int, *, projector: Projector, previous: Float[Tensor, "short r"] | None = None
 ) -> Float[Tensor, "short r"]:
-    r"""Return P, shape (shorter side, rank): orthonormal directions of the shorter side that hold much of a matrix.
+    """Return P, shape (shorter side, rank): orthonormal directions of the shorter side that hold much of a matrix.
 
-    Args:
-        matrix: What to project, such as a private gradient, in float32 at least.
-        rank: r, at most the length of the shorter side.
-        projector: ``"svd"`` takes the best there are, by a full SVD. ``"randomized"`` finds them up to chance in the
-            range of a random product, after one power iteration. ``"warm"`` makes one step of subspace iteration
-            from `previous`, and is ``"randomized"`` without it.
-        previous: The basis so far.
-
-    Example:
-        >>> find_basis(torch.diag(torch.tensor([1.0, 3.0, 2.0])), 1, projector="svd").abs()
-        tensor([[0.],
-                [1.],
-                [0.]])
-
-    Source:
-        Zhao et al., "GaLore", ICML 2024, for the full SVD; Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1, for the
-        randomized one.
+    ``"svd"`` takes the best, by a full SVD (Zhao et al. 2024). ``"randomized"`` finds them up to chance in the range of a
+    random product (Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1). ``"warm"`` makes one step of subspace
+    iteration from `previous`, and is ``"randomized"`` without it.
     """
     short = matrix if is_wide(matrix) else matrix.T
     if projector == "svd":
@@ -114,16 +98,7 @@ def renew_basis(
     projector_source: ProjectorSource,
     basis_change: BasisChange,
 ) -> None:
-    """Find a parameter's basis anew, and do with its filter and second moment what `basis_change` says (modified in place).
-
-    Args:
-        state: The parameter's.
-        source: In what to find it, in float32 at least.
-        rank: r.
-        projector: How; see `find_basis`.
-        projector_source: ``"filtered"`` for a filter ahead of the projection, which knows nothing of bases.
-        basis_change: ``"rotate"``, ``"reset"``, or ``"keep"``.
-    """
+    """Find a parameter's basis anew in `source`, and do with its state what `basis_change` says (modified in place)."""
     is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
     state["basis"] = find_basis(source, rank, projector=projector, previous=None if is_first else old)
     if is_first or basis_change == "keep":
@@ -170,15 +145,7 @@ def rotated(
     new: Float[Tensor, "short r"],
     wide: bool,
 ) -> tuple[list[Float[Tensor, "_ _"]], Float[Tensor, "_ _"] | None]:
-    """Return new filter states and second moment in the coordinates of a new basis.
-
-    Args:
-        states: The filter's states, shape (r, n) or (m, r).
-        exp_avg_sq: v, of the same shape, or None.
-        old: The basis that they are in.
-        new: The one that they shall be in.
-        wide: Whether the coordinates are the first dimension.
-    """
+    """Return filter states and second moment in the coordinates of a new basis, the first dimension if `wide`."""
     change = new.T @ old
 
     def along_basis(matrix: Float[Tensor, "r r"], state: Float[Tensor, "_ _"]) -> Float[Tensor, "_ _"]:

@@ -1,14 +1,11 @@
-r"""The filter stage: m̂_t = m_t / c_t (DOPPLER, Algorithm 2, lines 6-8).
-
-Lines 6 and 7 as printed keep n_a past outputs and n_b past gradients for each parameter. The transposed direct form
-II is the same filter,
+"""The filter stage: m̂_t = m_t / c_t (DOPPLER, Algorithm 2, lines 6-8), in the transposed direct form II.
 
     m_t = s_1 + b_0 g_t,    s_i ← s_{i+1} + b_i g_t - a_i m_t    (i = 1 ... n, s_{n+1} = 0),
 
-with n = max(n_a, n_b) states (Oppenheim and Schafer, *Discrete-Time Signal Processing*, Section 6.4).
+with n = max(n_a, n_b) states instead of n_a + n_b (Oppenheim and Schafer, *Discrete-Time Signal Processing*, Section 6.4).
 
-In float32 the rounding of the states grows with the order and with 1/cutoff: about 1e-6 relative for every filter of
-the paper, 1e-2 for a Butterworth filter of order 4 at 0.02 of Nyquist. Prefer a lower order to a very low cutoff.
+In float32 the states' rounding grows with the order and 1/cutoff: 1e-6 relative for the paper's filters, 1e-2 for a
+Butterworth filter of order 4 at 0.02 of Nyquist. Prefer a lower order to a very low cutoff.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,25 +24,7 @@ from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 def low_pass(
     grad: Float[Tensor, "*shape"], states: list[Float[Tensor, "*shape"]], *, b: Sequence[float], a: Sequence[float]
 ) -> Float[Tensor, "*shape"]:
-    r"""Advance the filter by one step: m_t from g_t.
-
-    Args:
-        grad: The gradient g_t, any shape, in float32 at least.
-        states: The ``order`` states, of the gradient's shape and of any precision, zeros at first (modified in place).
-        b: Feed-forward coefficients.
-        a: Feedback coefficients, padded to ``order + 1``; ``a[0]`` is 1.
-
-    Returns:
-        The filtered gradient m_t, a new tensor, not yet corrected for its zero start.
-
-    Example:
-        >>> states = [torch.zeros(1)]
-        >>> [low_pass(torch.ones(1), states, b=(0.5,), a=(1.0, -0.5)).item() for _ in range(3)]
-        [0.5, 0.75, 0.875]
-
-    Source:
-        DOPPLER, Algorithm 2, line 6.
-    """
+    """Advance the filter by one step and return m_t, a new tensor (the ``order`` states modified in place)."""
     s = [in_float32(state) for state in states]
     m = torch.add(s[0], grad, alpha=b[0]) if s else grad * b[0]
     for i, (s_i, later) in enumerate(zip_longest(s, s[1:]), start=1):
@@ -62,24 +41,7 @@ def low_pass(
 
 
 def bias_correction(states: list[float], *, b: Sequence[float], a: Sequence[float]) -> float:
-    r"""Advance the step response by one step: c_t, the same recursion driven by ones.
-
-    Args:
-        states: The ``order`` states, zeros at first (modified in place).
-        b: Feed-forward coefficients.
-        a: Feedback coefficients; ``a[0]`` is 1.
-
-    Returns:
-        c_t, positive for every `LowPassFilter`.
-
-    Example:
-        >>> states = [0.0]
-        >>> [bias_correction(states, b=(0.5,), a=(1.0, -0.5)) for _ in range(3)]
-        [0.5, 0.75, 0.875]
-
-    Source:
-        DOPPLER, Algorithm 2, line 7.
-    """
+    """Advance the step response by one step and return c_t > 0 (Algorithm 2, line 7; states modified in place)."""
     shifted = [*states, 0.0]
     response = shifted[0] + b[0]
     parts = zip_longest(shifted[1:], b[1:], a[1:], fillvalue=0.0)
@@ -88,26 +50,17 @@ def bias_correction(states: list[float], *, b: Sequence[float], a: Sequence[floa
 
 
 def padded_coefficients(low_pass_filter: LowPassFilter) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (b, a), the latter filled with zeros to ``order + 1`` coefficients.
-
-    Example:
-        >>> padded_coefficients(LowPassFilter(b=(0.5, 0.5)))
-        ((0.5, 0.5), (1.0, 0.0))
-    """
+    """Return (b, a), the latter filled with zeros to ``order + 1`` coefficients."""
     b, a = low_pass_filter.b, low_pass_filter.a
     return b, a + (0.0,) * (len(b) - len(a))
 
 
 @final
 class FixedFilter:
-    """A `LowPassFilter` as `DopplerOptimizer` asks it; an `OptimalFIR`, which follows the gradients, answers the same.
+    """A `LowPassFilter` with the interface that `DopplerOptimizer` needs; `OptimalFIR` has the same.
 
-    It keeps its states with each parameter's. A step of a parameter begins (`begin`, which returns c_t), then `advance`
-    turns g_t into m_t, for the whole or slice by slice; the step of a group ends with `end`. Only a fixed filter, which is
-    linear with coefficients that stay, may have its states rotated, or be compiled.
-
-    Attributes:
-        order: How many tensors it keeps for each parameter.
+    It keeps its states with each parameter's. `begin` begins a step of a parameter and returns c_t, `advance` turns g_t
+    into m_t, whole or slice by slice, and `end` ends the step of a group.
     """
 
     def __init__(self, low_pass_filter: LowPassFilter) -> None:
@@ -116,11 +69,11 @@ class FixedFilter:
         self._coefficients = padded_coefficients(low_pass_filter)
 
     def new_group(self) -> dict[str, Any]:
-        """Return what it adds to the options of a parameter group: its name, by which a checkpoint tells its filter."""
+        """Return its name, by which a checkpoint tells its filter, for the options of a parameter group."""
         return {"low_pass_filter": self._name}
 
     def new_state(self, zeros: Callable[[], Tensor]) -> dict[str, Any]:
-        """Return the states of filter and step response; the latter too, since a parameter may begin later than others."""
+        """Return the states of filter and step response; both per parameter, since one may begin later than others."""
         return {"filter_states": [zeros() for _ in range(self.order)], "bias_states": [0.0] * self.order}
 
     def coefficients(self, group: dict[str, Any]) -> Coefficients:
@@ -128,7 +81,7 @@ class FixedFilter:
         return self._coefficients
 
     def begin(self, state: dict[str, Any], group: dict[str, Any], *, noise_std: float) -> float:
-        """Begin a step of one parameter, whose state is modified in place, and return c_t, what `advance` makes of ones."""
+        """Begin a step of one parameter (state modified in place), and return c_t."""
         b, a = self._coefficients
         return bias_correction(state["bias_states"], b=b, a=a)
 
@@ -141,4 +94,4 @@ class FixedFilter:
         return low_pass(grad, tensors.filter_states, b=b, a=a)
 
     def end(self, group: dict[str, Any], states: Sequence[dict[str, Any]], *, noise_std: float) -> None:
-        """End a step of a group with these states of its parameters: nothing is left to do."""
+        """End a step of a group: nothing is left to do."""

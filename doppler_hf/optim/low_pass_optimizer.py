@@ -1,9 +1,6 @@
-r"""The filter alone, ahead of anyone's optimizer: the base steps on the filtered gradient in place of the gradient.
+"""The filter alone, ahead of any torch optimizer (DOPPLER, Algorithm 2, lines 6-8).
 
-    m̂_t = lowpass(g)_t / c_t,    x_{t+1} = base(x_t, m̂_t)
-
-This is DOPPLER's Algorithm 2, lines 6-8, with line 9 left to the base. The gradient is private already when it
-arrives; all that is done here is post-processing, whatever the base does.
+m̂_t = lowpass(g)_t / c_t,    x_{t+1} = base(x_t, m̂_t)
 """
 
 import functools
@@ -25,39 +22,23 @@ from doppler_hf.optim.state import dense, full_dtype, loaded
 
 @final
 class LowPassOptimizer(Optimizer):
-    r"""Any torch optimizer, built already, on the low-pass filtered gradient.
+    """Any torch optimizer, built already, on the low-pass filtered gradient.
 
-    ``param_groups``, ``defaults`` and ``state`` are the base's own, so that schedulers, ``add_param_group`` and whoever
-    reads the state work as without the filter. The filter adds ``low_pass_filter.order`` tensors per parameter, in
-    float32 for parameters of half precision and in the parameter's own dtype otherwise, and during a step one filtered
-    gradient each.
+    ``param_groups``, ``defaults`` and ``state`` are the base's own, so schedulers and ``add_param_group`` work as without
+    the filter. The filter adds ``low_pass_filter.order`` tensors per parameter (float32 for half precision), and during a
+    step one filtered gradient each.
 
-    A base's own momentum (β₁ of Adam, Lion and schedule-free, Muon's ``momentum``) is a low-pass filter too, and the
-    two transfer functions multiply: set it to 0 to have this filter alone, and ``cycle_momentum=False`` in the
-    schedulers that would set it again.
-
-    All that the base knows of the gradient is m̂_t. ``AdamW(betas=(0, beta2))`` therefore divides by the second moment
-    of the *filtered* gradient, where `DopplerOptimizer` with ``base="adam"`` takes that of the unfiltered one
-    (Algorithm 3), from which ``"adam_bc"`` can subtract the noise: for those two use `DopplerOptimizer`.
+    A base's own momentum (β₁ of Adam, Lion and schedule-free, Muon's ``momentum``) is a low-pass filter too. Set it to 0 to
+    have this filter alone, and ``cycle_momentum=False`` in schedulers. ``AdamW(betas=(0, beta2))`` divides by the second
+    moment of the *filtered* gradient; for Algorithm 3's Adam and AdamBC use `DopplerOptimizer`.
 
     Args:
-        base: The optimizer. It may have taken steps already.
+        base: The optimizer, which does not filter the gradient itself. It may have taken steps already.
         low_pass_filter: The filter along the steps.
 
-    Raises:
-        ValueError: If the base is not a torch optimizer, or filters the gradient itself.
-
     Example:
-        >>> from doppler_hf.filters import PAPER_FILTERS
         >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = LowPassOptimizer(torch.optim.SGD([weight], lr=0.5), PAPER_FILTERS["second-order"])
-        >>> weight.grad = torch.ones(2)
-        >>> optimizer.step()
-        >>> weight.data
-        tensor([0.5000, 0.5000])
-
-    Source:
-        DOPPLER, Algorithm 2, lines 6-8, and the transposed form in `doppler_hf.optim.low_pass`.
+        >>> optimizer = LowPassOptimizer(torch.optim.SGD([weight], lr=0.5), LowPassFilter.parse("second-order"))
     """
 
     base: Optimizer
@@ -69,8 +50,8 @@ class LowPassOptimizer(Optimizer):
             raise ValueError(f"base must be a torch.optim.Optimizer, got {base!r}. Build one first and give it here.")
         if isinstance(base, LowPassOptimizer | DopplerOptimizer):
             raise ValueError(
-                f"base must be an optimizer without a filter, got a {type(base).__name__} with {base.low_pass_filter}: that "
-                "would be two filters in a row. Give that one the filter that you want."
+                f"base must be an optimizer without a filter, got a {type(base).__name__} with {base.low_pass_filter}. Give "
+                "that one the filter that you want."
             )
         if not isinstance(low_pass_filter, LowPassFilter):
             raise ValueError(
@@ -101,27 +82,18 @@ class LowPassOptimizer(Optimizer):
         self.base.add_param_group(param_group)
 
     def train(self) -> None:
-        """Switch a base that trains and evaluates at different points (schedule-free) to the former."""
+        """Switch a base that trains and evaluates at different points (schedule-free) to training."""
         if hasattr(self.base, "train"):
             self.base.train()
 
     def eval(self) -> None:
-        """Switch a base that trains and evaluates at different points (schedule-free) to the latter."""
+        """Switch such a base to evaluation."""
         if hasattr(self.base, "eval"):
             self.base.eval()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step the base on the filtered gradients; parameters without gradient are skipped.
-
-        Afterwards every ``p.grad`` is what it was before, even if the base raises.
-
-        Args:
-            closure: Must be None: evaluating the loss again would make a second gradient that was never privatized.
-
-        Raises:
-            ValueError: If a closure is given, or a gradient is sparse. Nothing has changed then.
-        """
+        """Step the base on the filtered gradients and put back every ``p.grad``; a closure is refused."""
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
         grads = {p: dense(p.grad) for p in self._params() if p.grad is not None}
@@ -146,12 +118,7 @@ class LowPassOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a checkpoint of the same kind of base and of a filter of the same order.
-
-        Raises:
-            ValueError: If the checkpoint was not written by `LowPassOptimizer`, or for a filter of another order, or
-                if the base refuses it. Nothing has changed then.
-        """
+        """Load a checkpoint of the same kind of base and order of filter; refuse others before anything changes."""
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

@@ -1,7 +1,7 @@
 """One step of many tensors, at the speed of memory.
 
 Compiled, a step is one pass over the numbers. Uncompiled it is a dozen, so a tensor is taken in slices that stay in the
-cache from the first to the last. What is computed is the caller's, a function of `ParameterTensors` and `StepConstants`.
+cache. What is computed is the caller's, a function of `ParameterTensors` and `StepConstants`.
 """
 
 import functools
@@ -16,23 +16,16 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-# Elements of a slice, such that those of gradient, weight, states and temporaries fit into two cores' second-level caches.
-CPU_SLICE: Final = 2**17
-# A call into compiled code costs some 0.2 ms, as much as the pass over a million elements, so tensors share it.
-TENSORS_AT_A_TIME: Final = 16
-# Sizes of 0 and 1 would be constants of a compiled program.
-SMALLEST_COMPILED: Final = 16
+CPU_SLICE: Final = 2**17  # elements: a slice of gradient, weight, states and temporaries fits into second-level caches
+TENSORS_AT_A_TIME: Final = 16  # a call into compiled code costs 0.2 ms, as a pass over a million elements
+SMALLEST_COMPILED: Final = 16  # sizes of 0 and 1 would be constants of a compiled program
 TYPICAL_SIZE: Final = 2**17
-# One for every filter, base, dtype and device that a process uses. torch's own limit is 8, and the ninth an error.
-MOST_PROGRAMS: Final = 256
+MOST_PROGRAMS: Final = 256  # for each filter, base, dtype and device of a process; torch's limit of 8 is an error
 
 
 @dataclass(frozen=True)
 class ParameterTensors:
-    """What a step of one parameter reads and writes: x_t, g_t, the states of the filter, and v_{t-1} if there is one.
-
-    `products` is what an `OptimalFIR` adds up over all coordinates, in float64, and is the same for every part.
-    """
+    """What a step of one parameter reads and writes: x_t, g_t, filter states, v_{t-1} if any, and an `OptimalFIR`'s sums."""
 
     weight: Float[Tensor, "*shape"]
     grad: Float[Tensor, "*shape"]
@@ -71,25 +64,15 @@ class ParameterTensors:
 
 @dataclass(frozen=True)
 class StepConstants:
-    """What a step is made with, apart from the tensors. The corrections of the zero start have been taken into it.
+    """What a step is made with, apart from the tensors; with the corrections of the zero start, k_t = 1 - β₂ᵗ."""
 
-    Attributes:
-        advance: Of the filter; see `low_pass.FixedFilter`.
-        coefficients: Of the filter, and the last argument of `advance`.
-        beta2: Decay of the second moment.
-        step_size: lr / c_t, and √k_t times that where there is a second moment; k_t = 1 - β₂ᵗ.
-        decay: 1 - lr·weight_decay.
-        noise_var: k_t times the mean variance of the noise so far, weighted as the second moment is.
-        floor: k_t times the least squared denominator.
-    """
-
-    advance: "Advance"
-    coefficients: "Coefficients" = ()
+    advance: "Advance"  # of the filter; see `low_pass.FixedFilter`
+    coefficients: "Coefficients" = ()  # of the filter, and the last argument of `advance`
     beta2: float = 0.0
-    step_size: float | Float[Tensor, ""] = 0.0
-    decay: float | Float[Tensor, ""] = 1.0
-    noise_var: float | Float[Tensor, ""] = 0.0
-    floor: float | Float[Tensor, ""] = 0.0
+    step_size: float | Float[Tensor, ""] = 0.0  # lr / c_t, times √k_t where there is a second moment
+    decay: float | Float[Tensor, ""] = 1.0  # 1 - lr·weight_decay
+    noise_var: float | Float[Tensor, ""] = 0.0  # k_t times the noise's mean variance, weighted as the second moment
+    floor: float | Float[Tensor, ""] = 0.0  # k_t times the least squared denominator
 
     def with_tensors(self, dtype: torch.dtype, device: torch.device) -> "StepConstants":
         """Return the same with tensors for what differs from step to step; floats would be constants of a program."""
@@ -105,12 +88,7 @@ Kind = tuple[Advance, torch.dtype, torch.dtype, torch.device]
 
 
 class OnePass:
-    """A step for many tensors, compiled or in slices.
-
-    Args:
-        update: Makes it for one tensor or a part of one (modified in place), each coordinate by itself where compiled.
-        compiled: Whether to have torch compile it. Where no compiler is found that is said once, and slices are taken.
-    """
+    """A step for many tensors by `update`, compiled or in slices; without a compiler it warns once and takes slices."""
 
     def __init__(self, update: Update, *, compiled: bool) -> None:
         self._update = update
@@ -125,7 +103,7 @@ class OnePass:
             self._update(part, constants)
 
     def _run_compiled(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> Sequence[ParameterTensors]:
-        """Do what it can, and return the rest."""
+        """Make the compiled steps, and return the tensors that are left."""
         kinds: dict[Kind, list[ParameterTensors]] = {}
         rest = []
         for tensors in batch:
@@ -152,11 +130,7 @@ class OnePass:
 
 
 class Program:
-    """A step, compiled for a number of tensors of any sizes at a time: a call costs as much as a small tensor's pass.
-
-    Raises:
-        BackendCompilerFailed, InductorError: No working compiler; nothing has been modified.
-    """
+    """A step, compiled for a number of tensors of any sizes at a time: a call costs as much as a small tensor's pass."""
 
     def __init__(self, update: Update, example: ParameterTensors, constants: StepConstants) -> None:
         self._update = update

@@ -1,4 +1,4 @@
-r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Algorithms 2 and 3).
+"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Algorithms 2 and 3).
 
     g̃_t = g_t | Pᵀ g_t                                    (GaLore)
     m̂_t = lowpass(g̃)_t / c_t
@@ -7,8 +7,7 @@ r"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Al
     d_t = m̂_t | m̂_t / max(√v̂_t, ε) | m̂_t / √max(v̂_t - n̂_t, floor)
     x_{t+1} = (1 - lr·weight_decay) x_t - lr · (d_t | scale · P d_t)
 
-with the starting corrections c_t, the filter's response to ones, and k_t = 1 - β₂ᵗ. The gradient is private already when it
-arrives; all that is done here is post-processing.
+with c_t the filter's response to ones, and k_t = 1 - β₂ᵗ.
 """
 
 import functools
@@ -56,52 +55,45 @@ from doppler_hf.optim.state import (
 from doppler_hf.optim.update import update
 from doppler_hf.shards import part_here
 
-# The floor is load-bearing: at a small privacy budget v̂ - noise_std² is mostly noise around zero, and wherever it
-# is negative the floor alone sets the step size. What it must exceed is that noise, which scales with noise_std²;
-# hence a fraction of it, not a constant. Measured on two tasks and two ε (recipes/results/floor.md), with a rate
-# for each: 0.1 to 1 are the same, below that accuracy falls.
+# Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
+# of that difference, hence a fraction of noise_std². In recipes/results/floor.md 0.1 to 1 are the same, less is worse.
 DEFAULT_FLOOR_FRACTION: Final = 0.3
-# Parameters from which on compiling, some twenty seconds, is worth its time.
-WORTH_COMPILING: Final = 20_000_000
+WORTH_COMPILING: Final = 20_000_000  # parameters from which on compiling, some twenty seconds, is worth its time
 # What torch 2.11 compiles writes wrong numbers into some tensors of half precision.
 COMPILES_RIGHT: Final = TorchVersion(torch.__version__) >= "2.13"
 
 
 @final
 class DopplerOptimizer(Optimizer):
-    r"""SGD, Adam or DP-AdamBC on the low-pass filtered gradient, with decoupled weight decay, in a subspace if wanted.
+    """SGD, Adam or DP-AdamBC on the low-pass filtered gradient, with decoupled weight decay, in a subspace if wanted.
 
     Momentum is a filter of first order (``PAPER_FILTERS["momentum"]``), so there is no β₁. ``lr``, ``weight_decay``,
     ``rank``, ``update_proj_gap`` and ``scale`` may differ between parameter groups. Each parameter holds
-    ``low_pass_filter.order`` tensors of state, and one more for the Adam bases.
-
-    With ``rank`` the matrices of a group whose shorter side is longer than that are updated by GaLore, and hold their
-    state at this rank; its other parameters are updated as without, and so are groups without a rank, for which
-    the other arguments of GaLore say nothing.
+    ``low_pass_filter.order`` tensors of state, and one more for the Adam bases. With ``rank`` the matrices of a group whose
+    shorter side is longer are updated by GaLore, and hold their state at this rank.
 
     Args:
         params: Parameters, or parameter groups, as for every torch optimizer.
         lr: Learning rate, at least 0.
-        low_pass_filter: The filter along the steps; or an `OptimalFIR`, whose taps are estimated from the gradients of each
-            parameter group. The latter keeps the last gradients, and neither GaLore nor a compiled update goes with it.
+        low_pass_filter: The filter along the steps; or an `OptimalFIR`, whose taps are estimated from the gradients, without
+            GaLore or a compiled update.
         base: What is done with the filtered gradient: ``"sgd"``, ``"adam"`` (DPAdam), or ``"adam_bc"`` (DPAdamBC,
-            which subtracts the noise from the second moment).
+            which subtracts the noise from the second moment; Tang et al. 2024).
         beta2: Decay of the second moment, in [0, 1).
         eps: Least denominator of ``"adam"``, positive, in units of the gradient.
         floor: Least squared denominator of ``"adam_bc"`` (the γ′ of Tang et al.), positive, in units of the squared
-            gradient. By default ``max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2)``: it matters as much as the
-            learning rate, and follows the noise.
+            gradient. By default ``max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2)``; it matters as much as ``lr``.
         noise_std: Standard deviation of the noise, per coordinate of the mean gradient (the paper's σ_DP). Read by
             ``"adam_bc"`` and by an `OptimalFIR`.
         weight_decay: Decoupled weight decay as in AdamW, at least 0.
-        rank: r of GaLore, or None for none.
+        rank: r of GaLore (Zhao et al. 2024), or None for none.
         update_proj_gap: After how many steps GaLore's basis is found anew.
         scale: Factor of GaLore's updates.
         basis_change: What becomes of filter and second moment when the basis changes: ``"rotate"`` takes them along,
             ``"reset"`` begins anew, ``"keep"`` takes old coordinates for new ones, as the first implementation did.
         projector: How a basis is found; see `galore.find_basis`.
-        projector_source: In what: the ``"gradient"`` of the step, or the ``"filtered"`` one, in which there is less noise.
-            For the latter the filter runs ahead of the projection and keeps its states in full size.
+        projector_source: In what: the ``"gradient"`` of the step, or the less noisy ``"filtered"`` one, for which the filter
+            keeps its states in full size.
         state_dtype: ``torch.bfloat16`` for filter states and second moment of half the size, rounded at random. By
             default float32 for parameters of half precision, and the parameter's own dtype otherwise.
         compiled: Whether torch compiles the update, which takes some twenty seconds once. By default from
@@ -117,9 +109,6 @@ class DopplerOptimizer(Optimizer):
         >>> optimizer.step()
         >>> weight.data
         tensor([0.5000, 0.5000])
-
-    Source:
-        DOPPLER, Algorithms 2 and 3; Tang et al. 2024 for ``"adam_bc"``; Zhao et al. 2024 for ``rank``.
     """
 
     def __init__(
@@ -144,9 +133,7 @@ class DopplerOptimizer(Optimizer):
         compiled: bool | None = None,
     ) -> None:
         self._filter = FixedFilter(low_pass_filter) if isinstance(low_pass_filter, LowPassFilter) else low_pass_filter
-        # These are attributes and no group options: load_state_dict replaces the groups by those of the checkpoint,
-        # and with them it would silently put back the noise_std of an earlier run, which is wrong as soon as the
-        # privacy arguments have changed.
+        # Attributes, not group options: load_state_dict would put back an earlier run's noise_std with its groups.
         self.low_pass_filter = low_pass_filter
         self.basis_change: BasisChange = basis_change
         self.projector: Projector = projector
@@ -170,14 +157,7 @@ class DopplerOptimizer(Optimizer):
         return max(DEFAULT_FLOOR_FRACTION * self.noise_std**2, self.eps**2) if self._floor is None else self._floor
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as every torch optimizer does.
-
-        Args:
-            param_group: ``params``, and those of `checks.GROUP_OPTIONS` that differ from the optimizer's.
-
-        Raises:
-            ValueError: If an option lies outside its range, or there is none of that name.
-        """
+        """Add a group of parameters with options of `checks.GROUP_OPTIONS`, as every torch optimizer does."""
         own = set(param_group)  # torch adds the defaults to the dict itself
         super().add_param_group(param_group)
         added = self.param_groups[-1]  # only now are its parameters a list, and the defaults in it
@@ -190,14 +170,7 @@ class DopplerOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient (modified in place).
-
-        Args:
-            closure: Must be None: evaluating the loss again would make a second gradient that was never privatized.
-
-        Raises:
-            ValueError: If a closure is given, or a gradient is sparse.
-        """
+        """Update every parameter that has a gradient (in place); a closure, whose gradient has no noise, is refused."""
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
         # Of a parameter in shards the rows that are here: each coordinate is updated by itself.
@@ -272,28 +245,13 @@ class DopplerOptimizer(Optimizer):
         return ParameterTensors(torch.zeros_like(low_rank), low_rank, states, state.get("exp_avg_sq")), advance
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a checkpoint of an optimizer with the same base, the same rank, and a filter of the same order.
-
-        The learning rates and weight decays are those of the checkpoint; filter, noise and the other constants stay
-        those of this optimizer.
-
-        Raises:
-            ValueError: If the checkpoint was written by another optimizer, for another base or rank, or for a filter of
-                another order.
-        """
+        """Load a checkpoint's state, learning rates and weight decays; refuse another optimizer's, base, rank or filter."""
         saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
         for saved_group, group in zip(state_dict["param_groups"], own, strict=False):
             refuse_other_group(saved_group, group)
         refuse_other_parameters(*([len(group["params"]) for group in each] for each in (state_dict["param_groups"], own)))
         for saved_state in saved_states.values():
-            refuse_other_state(
-                saved_state,
-                base=self.base,
-                order=self.low_pass_filter.order,
-                filter_name=str(self.low_pass_filter),
-                saved_filter_name=filter_name_of(state_dict),
-                projector_source=self.projector_source,
-            )
+            refuse_other_state(saved_state, self, saved_filter_name=filter_name_of(state_dict))
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, own, strict=True):
             group.update({name: before[name] for name in ("update_proj_gap", "scale", "low_pass_filter") if name in before})
@@ -323,8 +281,7 @@ class DopplerOptimizer(Optimizer):
         return state
 
     def _new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        # Adam and AdamBC have the same state, and strings do not belong in it: the number tells a checkpoint of one from
-        # the other's.
+        # Adam and AdamBC have the same state: this number, since a state holds no strings, tells them apart.
         state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base)}
         dtype = self.state_dtype or full_dtype(p)
         zeros = zeros_in_full = functools.partial(torch.zeros_like, part_here(p).detach(), dtype=dtype)

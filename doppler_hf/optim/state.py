@@ -5,14 +5,17 @@ that would round the float32 state to 8 bits, so state is copied from the checkp
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.optim.galore import PROJECTOR_SOURCES, ProjectorSource
+from doppler_hf.optim.galore import PROJECTOR_SOURCES
 from doppler_hf.shards import rows_here
+
+if TYPE_CHECKING:
+    from doppler_hf.optim.optimizer import DopplerOptimizer
 
 Base = Literal["sgd", "adam", "adam_bc"]
 BASES: Final[tuple[Base, ...]] = get_args(Base)
@@ -33,13 +36,7 @@ def full_dtype(p: Tensor) -> torch.dtype:
 
 
 def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a parameter's state in a checkpoint.
-
-    Args:
-        saved: Numbers, tensors, and lists of them, by name; of a parameter in shards whole, or the rows that are here.
-        parameter: The parameter.
-        like: A new state of the parameter, whose names, devices and dtypes the copy has.
-    """
+    """Return a copy of a parameter's saved state, with the names, devices and dtypes of a new state, `like`."""
 
     def copied(value: Any, new: Any) -> Any:
         if isinstance(new, list):
@@ -61,18 +58,13 @@ def filter_name_of(state_dict: Mapping[str, Any]) -> str | None:
 def refuse_other_group(saved_group: dict[str, Any], group: dict[str, Any]) -> None:
     """Refuse a parameter group of a checkpoint that is not of a `DopplerOptimizer` with this rank and kind of filter."""
     if "rank" not in saved_group:
-        raise ValueError(
-            f"A group of the checkpoint has the options {sorted(saved_group)} and was not written by DopplerOptimizer. Load "
-            "one that was, or start afresh."
-        )
+        raise ValueError(f"The options {sorted(saved_group)} were not written by DopplerOptimizer. Load another checkpoint.")
     _refuse_other("rank", saved_group["rank"], group["rank"])
     saved_taps, taps = (len(some["taps"]) if "taps" in some else None for some in (saved_group, group))
     if saved_taps != taps:
-        of = "fixed coefficients" if saved_taps is None else f"{saved_taps} taps that the run finds"
-        here = "fixed ones" if taps is None else f"{taps} taps that the run finds"
+        there, here = ("fixed coefficients" if n is None else f"{n} taps that the run finds" for n in (saved_taps, taps))
         raise ValueError(
-            f"The checkpoint is of a filter with {of}, this optimizer's has {here}. Set the low_pass_filter of the "
-            "checkpoint's run."
+            f"The checkpoint's filter has {there}, this optimizer's {here}. Set the checkpoint's low_pass_filter."
         )
 
 
@@ -85,28 +77,15 @@ def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str
         )
 
 
-def refuse_other_state(
-    saved: dict[str, Any],
-    *,
-    base: Base,
-    order: int,
-    filter_name: str,
-    saved_filter_name: str | None,
-    projector_source: ProjectorSource,
-) -> None:
+def refuse_other_state(saved: dict[str, Any], optimizer: "DopplerOptimizer", *, saved_filter_name: str | None) -> None:
     """Refuse a parameter's state in a checkpoint that is not of a `DopplerOptimizer` of this kind."""
-    if not {"base", "filter_states", "bias_states"} <= saved.keys():
-        raise ValueError(
-            f"The checkpoint holds {sorted(saved)} for a parameter and was not written by DopplerOptimizer. Load one that "
-            "was, or start afresh."
-        )
-    _refuse_other("base", BASES[saved["base"]], base)
+    _refuse_other("base", BASES[saved["base"]], optimizer.base)
     if "projector_source" in saved:
-        _refuse_other("projector_source", PROJECTOR_SOURCES[saved["projector_source"]], projector_source)
-    saved_order = len(saved["filter_states"])
-    if saved_order != order:
+        _refuse_other("projector_source", PROJECTOR_SOURCES[saved["projector_source"]], optimizer.projector_source)
+    saved_order, own = len(saved["filter_states"]), optimizer.low_pass_filter
+    if saved_order != own.order:
         raise ValueError(
-            f"The checkpoint is of a filter of order {saved_order}, this optimizer's {filter_name} is of order {order}. Set "
+            f"The checkpoint is of a filter of order {saved_order}, this optimizer's {own} is of order {own.order}. Set "
             f"low_pass_filter={saved_filter_name!r}."
         )
 

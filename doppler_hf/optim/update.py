@@ -9,23 +9,11 @@ from doppler_hf.optim.rounding import store
 
 
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
-    r"""Make one step of Algorithm 3 for one parameter, or for a slice of it (all but the gradient modified in place).
+    """Make one step of Algorithm 3 for one parameter, or for a slice of it (all but the gradient modified in place).
 
-    The moment is that of the *unfiltered* gradient (Algorithm 3, whose two lines on v mix two conventions of β₂; torch's is
-    used here). Noise adds its variance to it, which DPAdamBC takes away again (Tang et al. 2024); the paper's listing
-    leaves that out. Nothing is divided by c_t and k_t here, as they are in the constants:
+    The moment is that of the *unfiltered* gradient, in torch's convention of β₂. DPAdamBC takes the noise's variance away
+    from it (Tang et al. 2024); the paper's listing leaves that out. The corrections c_t and k_t are in the constants:
     √max(v̂ - n̂, floor) = √max(v - n, k floor) / √k.
-
-    Args:
-        tensors: x_t, g_t, the states of the filter, and v_{t-1}, or None to divide by nothing.
-        constants: What the step is made with.
-
-    Example:
-        >>> tensors = ParameterTensors(torch.zeros(1), torch.tensor([3.0]), [], torch.zeros(1))
-        >>> no_filter = lambda grad, tensors, coefficients: grad
-        >>> update(tensors, StepConstants(no_filter, beta2=0.5, step_size=1.0, noise_var=0.5, floor=0.1))
-        >>> tensors.exp_avg_sq, tensors.weight
-        (tensor([4.5000]), tensor([-1.5000]))
     """
     x, g = in_float32(tensors.weight), in_float32(tensors.grad)
     # Of a fixed filter, m_t = s_1 + b_0 g_t and s_i ← s_{i+1} + b_i g_t - a_i m_t; see `low_pass`.

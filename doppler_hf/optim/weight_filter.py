@@ -1,12 +1,9 @@
-r"""The same filter on the weights: the trajectory that training takes is low-passed, and the filtered weights are used.
+"""The same filter on the weights: the trajectory of training is low-passed, and the filtered weights are used.
 
     m_t = lowpass(w)_t,    ŵ_t = m_t / c_t,    w_t the weights after step t
 
-With momentum's filter and its start-up correction this is the exponential moving average of weights, which De et al. 2022
-("Unlocking High-Accuracy Differentially Private Image Classification through Scale") found to matter. Training goes on
-with w.
-
-The weights are private, as they are made of private gradients alone; so is what is made of them.
+Momentum's filter gives the exponential moving average of weights of De et al. 2022 ("Unlocking High-Accuracy Differentially
+Private Image Classification through Scale"). Training goes on with w. Private weights in, so this is post-processing.
 """
 
 import contextlib
@@ -26,29 +23,13 @@ from doppler_hf.optim.state import full_dtype
 
 @final
 class WeightFilter:
-    """Low-passes the trajectory of parameters. It holds ``low_pass_filter.order + 1`` tensors for each, float32 at least.
-
-    Args:
-        params: The parameters that are trained.
-        low_pass_filter: The filter along the steps.
-
-    Raises:
-        ValueError: If there are no parameters.
+    """Low-passes the trajectory of trained parameters, with ``low_pass_filter.order + 1`` tensors each, float32 at least.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(1))
-        >>> weight_filter = WeightFilter([weight], LowPassFilter.parse("momentum:beta=0.5"))
-        >>> for step in range(2):
-        ...     weight.data += 3.0
-        ...     weight_filter.update()
+        >>> weight_filter = WeightFilter(model.parameters(), LowPassFilter.parse("momentum:beta=0.99"))
+        >>> weight_filter.update()  # after each optimizer step
         >>> with weight_filter.applied():
-        ...     print(weight.data)
-        tensor([5.])
-        >>> weight.data
-        tensor([6.])
-
-    Source:
-        DOPPLER, Algorithm 2, lines 6-8, with weights in place of gradients.
+        ...     evaluate(model)
     """
 
     def __init__(self, params: Iterable[Tensor], low_pass_filter: LowPassFilter) -> None:
@@ -65,11 +46,7 @@ class WeightFilter:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights after an optimizer step into the average.
-
-        Raises:
-            ValueError: If the filtered weights are in the parameters.
-        """
+        """Take the weights after an optimizer step into the average; refused inside of `applied`."""
         self._refuse_while_applied("update()")
         b, a = padded_coefficients(self.low_pass_filter)
         self._response = bias_correction(self._bias_states, b=b, a=a)
@@ -79,17 +56,14 @@ class WeightFilter:
 
     @torch.no_grad()
     def copy_to_params(self) -> None:
-        """Put the filtered weights into the parameters, rounded to their dtype; before the first update it does nothing."""
+        """Put the filtered weights into the parameters, rounded to their dtype; nothing before the first update."""
         if self._response:
             for p, filtered in zip(self._params, self._filtered, strict=True):
                 p.copy_(filtered / self._response)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Have the filtered weights in the parameters, and afterwards, whatever happened, the raw ones again.
-
-        Inside of another one it changes nothing.
-        """
+        """Have the filtered weights in the parameters for the block, and then the raw ones; nested it changes nothing."""
         if self._raw is not None:
             yield
             return
@@ -102,7 +76,7 @@ class WeightFilter:
             self._raw = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the filter's states and the raw weights, whichever are in the parameters: numbers, tensors, and lists."""
+        """Return the filter's states and the raw weights, whichever are in the parameters."""
         return {
             "b": list(self.low_pass_filter.b),
             "a": list(self.low_pass_filter.a),
@@ -114,24 +88,17 @@ class WeightFilter:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of the same filter and parameters: the states, and into the parameters the raw weights.
-
-        Raises:
-            ValueError: If it is of another filter or of other parameters, or if the filtered weights are in the parameters.
-                Nothing has changed then.
-        """
+        """Load a checkpoint of the same filter and parameters, with the raw weights; refuse others and change nothing."""
         self._refuse_while_applied("load_state_dict()")
         saved = LowPassFilter(b=tuple(state_dict["b"]), a=tuple(state_dict["a"]))
         if saved != self.low_pass_filter:
             raise ValueError(
-                f"The checkpoint is of the weight filter {saved}, this one is {self.low_pass_filter}. Set that of the "
-                "checkpoint's run."
+                f"The checkpoint is of the weight filter {saved}, this one is {self.low_pass_filter}. Set the checkpoint's."
             )
         shapes, own = ([tuple(tensor.shape) for tensor in tensors] for tensors in (state_dict["raw"], self._params))
         if shapes != own:
             raise ValueError(
-                f"The checkpoint's weights have the shapes {shapes}, the parameters {own}. Build the model of the "
-                "checkpoint's run, with the same parameters trained."
+                f"The checkpoint's weights have the shapes {shapes}, the parameters {own}. Build the checkpoint's model."
             )
         self._response = state_dict["response"]
         self._bias_states = list(state_dict["bias_states"])

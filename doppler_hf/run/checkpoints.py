@@ -1,8 +1,7 @@
 """Which checkpoints are whole, since a run may be killed while it writes one; and what a run reads of one.
 
-The host writes the trainer's state last, so that a folder without it is not a whole checkpoint. Of one that is written
-again, it is removed first. Nothing of the host's waits for the disk, so that after a power failure any file may be cut off:
-both formats have a table of what is in them, by which that shows.
+The host writes the trainer's state last, so a folder without it is not whole; it is removed before one is written again. The
+host does not wait for the disk, so after a power failure any file may be cut off, which its table of contents shows.
 """
 
 import json
@@ -59,18 +58,7 @@ def filter_of_checkpoint(checkpoint: str | None) -> LowPassFilter | None:
 
 
 def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: str) -> str | bool | None:
-    """Return what to resume from: of an output folder the last checkpoint that is whole.
-
-    Args:
-        resume_from_checkpoint: As in `Trainer.train`.
-        output_dir: The output folder.
-
-    Returns:
-        A folder; or the argument, where there is no checkpoint, about which the host says what there is to say.
-
-    Raises:
-        ValueError: If the checkpoint is not whole, or no checkpoint of the output folder is.
-    """
+    """Return what to resume from: of an output folder the last whole checkpoint, else the argument of `Trainer.train`."""
     if resume_from_checkpoint is True:
         # As the host: no folder of another name, such as checkpoint-9-old.
         checkpoints = [path for path in sort_checkpoints(output_dir) if _NAME.fullmatch(Path(path).name)]
@@ -78,8 +66,7 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         if checkpoints and not whole:
             raise ValueError(
                 f"resume_from_checkpoint=True must find a whole checkpoint in {output_dir}, got {len(checkpoints)} whose "
-                f"writing was interrupted ({_INTERRUPTED}). Remove them to begin anew. What was "
-                "spent stays in its ledger, which is set aside, and the ε of both add up."
+                f"writing was interrupted ({_INTERRUPTED}). Remove them to begin anew. The ε of both runs add up."
             )
         return whole[-1] if whole else True
     if isinstance(resume_from_checkpoint, str | os.PathLike):

@@ -35,12 +35,7 @@ def one_line_if_a_process_ends() -> Iterator[None]:
 
 
 def returned(outcome: Any) -> Any:
-    """Return the outcome of a process on another one, or raise what it sent instead.
-
-    Raises:
-        ValueError: If it refused.
-        OthersKnow: If it has ended.
-    """
+    """Return the outcome of a process on another one, or raise what it sent instead."""
     if isinstance(outcome, ValueError | OthersKnow):
         raise outcome
     return outcome

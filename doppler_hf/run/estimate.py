@@ -1,13 +1,13 @@
-"""Time and memory of a private step, before anything is trained: a linear model, whose constants are measured on the spot.
+"""Time and memory of a private step, before training: a linear model, whose constants are measured on the spot.
 
     time   = passes·t₀ + examples·t₁ + trained weights·(noise/P + optimizer) + 4·trained·2(P − 1)/P / bandwidth
     memory = weights + states of the optimizer + noise of earlier steps/P + clipped sums + max(m₀ + examples·m₁, a gradient)
 
-for each of P processes, where t and m, of a forward and backward pass, come from two sizes of micro-batch with the model
-itself, and the seconds of noise and optimizer from some millions of weights. What is counted is in bytes. Not in it are data
-loading, padding, evaluation, the check before the first step, libraries, and that all processes wait for the slowest.
+for each of P processes. t and m come from two sizes of micro-batch, noise and optimizer from some millions of weights. Data
+loading, padding, evaluation, the start check, libraries, and waiting for the slowest process are not included.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -34,21 +34,7 @@ _FORGET_PEAK: Final = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to be trained, and how.
-
-    Attributes:
-        batch_size: B, expected, over all processes.
-        micro_batch: Examples of a pass.
-        processes: P.
-        bandwidth: Bytes a second between processes; it must be given for several.
-        engine: As in `ClippedGradients`.
-        base: As in `DopplerOptimizer`.
-        low_pass_filter: The filter.
-        noise_shape: The noise over time.
-
-    Raises:
-        ValueError: If a number is below 1, or there are several processes without a bandwidth.
-    """
+    """What is to be trained, and how; `bandwidth` is in bytes a second, and must be given for several processes."""
 
     batch_size: int
     micro_batch: int
@@ -61,10 +47,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.micro_batch, self.processes) < 1:
-            raise ValueError(
-                "Batch size, micro-batch and processes must be at least 1, got "
-                f"{self.batch_size}, {self.micro_batch} and {self.processes}. Give larger ones."
-            )
+            numbers = f"{self.batch_size}, {self.micro_batch} and {self.processes}"
+            raise ValueError(f"Batch size, micro-batch and processes must be at least 1, got {numbers}. Give larger ones.")
         if self.processes > 1 and not (self.bandwidth is not None and self.bandwidth > 0):
             raise ValueError(
                 f"--bandwidth must be given for {self.processes} processes, got {self.bandwidth}: how many bytes a second "
@@ -140,29 +124,19 @@ def estimate(
     losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]],
     setting: Setting,
 ) -> Estimate:
-    """Return what a private step of the model takes on this machine's device, and on `setting.processes` such ones.
+    """Return what a private step takes on this machine's device, and on `setting.processes` such ones.
 
-    Args:
-        model: The model, of which the trained weights require gradients.
-        batch: Makes a batch of a number of examples.
-        losses_of: Returns a loss for each.
-        setting: How it is trained.
+    `batch` makes a batch of a number of examples, `losses_of` returns the loss of each.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device, number = trained[0].device, sum(parameter.numel() for parameter in trained)
     meter = Meter(device)
-    sizes = (max(1, setting.micro_batch // 2), setting.micro_batch)
-    if sizes[0] == sizes[1]:
-        sizes = (1, 2)
+    sizes = (max(1, setting.micro_batch // 2), max(2, setting.micro_batch))
     found = []
     with ClippedGradients(model, engine=setting.engine, clipping="automatic") as clipped:
         for size in sizes:
-            inputs = batch(size)
-
-            def one_pass(inputs: dict[str, Tensor] = inputs) -> None:
-                clipped.backward(losses_of(inputs))
-
-            clipped.backward(losses_of(inputs))  # so that the sums are there, which are counted
+            one_pass = functools.partial(lambda inputs: clipped.backward(losses_of(inputs)), batch(size))
+            one_pass()  # so that the sums are there, which are counted
             found.append((meter.peak(one_pass), meter.seconds(one_pass)))
     (low, per_example) = _line(sizes, found)
     noise, step, kept = _of_a_weight(setting, device=device, sampled=min(number, _SAMPLED), meter=meter)

@@ -1,10 +1,6 @@
-r"""`GradientRecorder`: keeps a small image of each step's gradient, from which its spectrum can be measured.
+"""`GradientRecorder`: a small image of each step's gradient (`projection.Projection`), to measure its spectrum.
 
-The image of a gradient is computed by `projection.Projection`.
-
-Privacy. The images of `p.grad` are computed from the private gradient and public numbers: they are post-processing, and as
-private as the gradient. The accountant takes the gradients of *every* step to be released. The recordings of `record_raw`
-have no noise, and void the guarantee of the run.
+Images of `p.grad` are post-processing of the private gradients. Those of `record_raw` have no noise, and void the guarantee.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,29 +23,17 @@ from doppler_hf.training_args import DopplerTrainingArguments
 class GradientRecorder(TrainerCallback):
     """Records the private gradients of a training run, and estimates how much of them is signal.
 
-    With several processes, process 0 records, since the private gradient is the same everywhere. A second training, or a
-    resumed one, begins a new recording, in which `filtered` begins like the filter of a new run.
+    With several processes, process 0 records. A second training, or a resumed one, begins a new recording.
 
     Args:
         dimensions: k, the number of values kept of a gradient. The estimate of the signal's power has a relative standard
-            deviation of at most about √(2/k) over the seed, unless few coordinates hold most of it.
+            deviation of about √(2/k) over the seed, more if few coordinates hold most of it.
         record_raw: Whether to keep the clipped gradient before noise too. It is NOT private, as the ledger then states.
         seed: The seed of the projection. It is public, and independent of the noise.
 
     Attributes:
         noise_std: Standard deviation of the noise in each number recorded, σ_DP √(d/k); 0 before training.
         low_pass_filter: The run's filter; none before training.
-
-    Raises:
-        ValueError: If `dimensions` is out of range. When training begins, if the run's gradients are not private, its noise
-            is not white and of one size (`noise_shape`, `clipping_quantile`), its filter changes or is GaLore's, its
-            trained weights are in shards, it has fewer of them than dimensions, or several processes with `record_raw`.
-
-    Example:
-        >>> recorder = GradientRecorder(dimensions=64)
-        >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, callbacks=[recorder])
-        >>> trainer.train()
-        >>> frequencies, density = power_spectral_density(recorder.private)
     """
 
     def __init__(self, *, dimensions: int = 256, record_raw: bool = False, seed: int = 0) -> None:
@@ -126,22 +110,16 @@ class GradientRecorder(TrainerCallback):
                 "without it."
             )
         if self.record_raw and args.world_size > 1:
-            raise ValueError(
-                f"record_raw must run on one process, got {args.world_size}, each of which would have a part of the sum. "
-                "Record on one process."
-            )
+            raise ValueError(f"record_raw must run on one process, which has the whole sum, got {args.world_size}.")
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         if not isinstance(optimizer.low_pass_filter, LowPassFilter):
-            raise ValueError(
-                f"GradientRecorder cannot follow {optimizer.low_pass_filter}, whose taps change. Record a run with a fixed "
-                "filter."
-            )
+            raise ValueError(f"The recorded filter must be fixed, got {optimizer.low_pass_filter}. Set another one.")
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         if any(isinstance(p, DTensor) for p in self._parameters.values()):
             raise ValueError(
-                "GradientRecorder must have whole gradients, got trained weights in shards (FSDP). Record a run with "
-                "recipes/accelerate/ddp.yaml, with which each process has all weights."
+                "GradientRecorder must have whole gradients, got trained weights in shards (FSDP). Use "
+                "recipes/accelerate/ddp.yaml."
             )
         number = sum(p.numel() for p in self._parameters.values())
         if self.dimensions > number:
@@ -153,11 +131,7 @@ class GradientRecorder(TrainerCallback):
         self._filter_states = np.zeros((self.low_pass_filter.order, self.dimensions))
 
     def record_raw_gradient(self, sums: Mapping[str, Float[Tensor, "..."]], expected_batch_size: int) -> None:
-        """Record the mean of a step from its clipped sums, before noise is added. The run calls it if `record_raw` is set.
-
-        Raises:
-            ValueError: If `record_raw` is False.
-        """
+        """Record the mean of a step from its clipped sums, before noise is added; only if `record_raw` is set."""
         if not self.record_raw:
             raise ValueError("record_raw must be True to record raw gradients, got False. Set it, or record none.")
         # No noise: this is why the ledger of such a run states that it is not private.
@@ -175,11 +149,8 @@ class GradientRecorder(TrainerCallback):
     def add_estimates(self, logs: dict[str, float]) -> None:
         """Add the power of signal and noise since the last training log to a new one (modified in place).
 
-        `signal_power` and `noise_power` are ‖s‖² and dσ² of the gradient, `signal_power_error` is the standard error of the
-        first, and `snr_before` and `snr_after` are signal per noise before the filter and after it. All are computed from
-        private gradients. With much noise the estimate of the signal, and with it both ratios, may be negative. It is not
-        cut at 0, so that a mean over many logs is unbiased. Logs of evaluations, and of processes that do not record, are
-        not changed.
+        All are estimates from private gradients before and after the filter. With much noise they may be negative, and are
+        not cut at 0, so that a mean over logs is unbiased.
         """
         # The host logs the learning rate with every report on training steps, and with no other.
         rows = self._series(self._private[self._steps_logged :])
@@ -205,14 +176,9 @@ class GradientRecorder(TrainerCallback):
 def refuse_other_noise(shape: NoiseShape, *, clipping_quantile: float | None) -> None:
     """Refuse to record under noise that is not white, or changes its size."""
     if not shape.is_white:
-        raise ValueError(
-            f"GradientRecorder takes the noise for white, and noise_shape must be so, got {shape}. Set noise_shape='white'."
-        )
+        raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
     if clipping_quantile is not None:
-        raise ValueError(
-            "GradientRecorder takes the noise to be of one size, and clipping_quantile must be None, got "
-            f"{clipping_quantile}. Leave it out."
-        )
+        raise ValueError(f"clipping_quantile must be None with a GradientRecorder, got {clipping_quantile}. Leave it out.")
 
 
 def recorders_in(callbacks: Iterable[TrainerCallback]) -> list[GradientRecorder]:

@@ -1,13 +1,9 @@
-r"""A small linear image of a gradient: a count sketch.
+"""A small linear image of a gradient: a count sketch (Charikar, Chen and Farach-Colton).
 
-A gradient of d coordinates becomes k = `dimensions` numbers, y = P g: every coordinate is added to one of k sums under a
-sign of its own, y_j = Σ_{i: h(i)=j} ε_i g_i (Charikar, Chen and Farach-Colton's count sketch). Coordinate i is in column
-i mod W of a table of width W = min(d, 2^17 - 1). Its sign is the product of a random one for the row and one for the column,
-and the column determines the sum. So P needs one pass over the gradient and d/W + 2W random numbers.
-
-E‖P g‖² is ‖g‖² over the public seed. Each coordinate goes into one sum, so P turns white noise of standard deviation σ into
-independent noise of total power d σ²: each number has the standard deviation σ √(d/k), up to how evenly d coordinates divide
-by k. P is linear: the filtered gradient's image is the filtered image.
+A gradient of d coordinates becomes k = `dimensions` numbers, y_j = Σ_{i: h(i)=j} ε_i g_i. Coordinate i is in column i mod W
+of a table of width W = min(d, 2^17 - 1). Its sign is that of the row times that of the column, which determines the sum.
+E‖P g‖² is ‖g‖² over the public seed. White noise of standard deviation σ becomes independent noise of standard deviation
+σ √(d/k) in each number, up to how evenly d divides by k. P is linear: the filtered gradient's image is the filtered image.
 """
 
 from collections.abc import Sequence

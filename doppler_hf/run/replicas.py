@@ -33,12 +33,7 @@ _Outcome = TypeVar("_Outcome")
 
 
 def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
-    """Do something on process 0, and return its outcome on every process.
-
-    Raises:
-        ValueError: If process 0 refused; on every process, so that none waits for it.
-        OthersKnow: If process 0 has ended with another error, on the others.
-    """
+    """Do something on process 0, and return its outcome, or raise its refusal, on every process."""
     found: list[Any] = [None]
     if PartialState().is_main_process:
         try:
@@ -55,14 +50,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
 
 
 def refuse_processes_that_draw_alone(world_size: int) -> None:
-    """Refuse to add up the sums of processes that the host takes for one each.
-
-    Args:
-        world_size: The number of processes, as the arguments have it.
-
-    Raises:
-        ValueError: If torch has another number, by which sums are reduced.
-    """
+    """Refuse to add up the sums of processes if torch has another number of them than the arguments."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if processes != world_size:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
@@ -74,13 +62,7 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
 
 
 def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, model: nn.Module, *, data: str) -> None:
-    """Refuse to train with processes that draw, clip, noise or move weights by other terms or data than process 0.
-
-    All processes call it.
-
-    Raises:
-        ValueError: If one does, on every process.
-    """
+    """Refuse, on every process, processes with other terms of drawing, clipping, noise or steps, or other data."""
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:8]
     own = {
@@ -110,23 +92,14 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
 
 
 def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Give every process the weights and buffers of process 0, as DDP would, but for what is in shards (in place).
-
-    Args:
-        model: The model.
-        group: Of all processes, one that can send what is on the model's device; by default the one that was set up.
-    """
+    """Give every process the weights and buffers of process 0, as DDP would, but for what is in shards (in place)."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if not isinstance(tensor, DTensor):
             dist.broadcast(tensor.data, src=0, group=group)
 
 
 def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
-    """Refuse to go on with processes whose weights are not the same bits, called by all of them.
-
-    Raises:
-        RuntimeError: If there are others than on process 0, on every process.
-    """
+    """Refuse, on every process, to go on with weights that are not the same bits everywhere."""
     look_again_at_what_is_trained(model)
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, parameters_digest(model))

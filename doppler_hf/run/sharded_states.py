@@ -16,10 +16,7 @@ from doppler_hf.shards import in_shards, rows_here, whole_of
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what is to be saved of a model whose weights are cut, on process 0; called by every process.
-
-    Of a base under adapters these are its embeddings alone, which PEFT may save: the rest is where it was loaded from.
-    """
+    """Return what to save of a model in shards, on process 0: of a base under adapters its embeddings alone, as PEFT may."""
     base = without_adapters(model)
     embeddings: set[str] = set()
     if base is not model:

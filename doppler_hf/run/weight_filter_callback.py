@@ -1,10 +1,8 @@
 """A low-pass filter on the weights of a run: the filtered ones are evaluated and saved, the raw ones trained.
 
-A checkpoint's model files hold the filtered weights, so that `from_pretrained` and the choice of the best model get them.
-`weight_filter.pt` beside them holds the raw weights and the filter's states, from which a run is resumed.
-
-The host's callback hooks suffice to follow the training. There is none around evaluating and saving, so `DopplerTrainer`
-wraps `evaluation_loop` and `save_model` in `applied`.
+A checkpoint's model files hold the filtered weights; `weight_filter.pt` beside them holds the raw weights and the filter's
+states, from which a run is resumed. The host has no hook around evaluating and saving, so `DopplerTrainer` wraps
+`evaluation_loop` and `save_model` in `applied`.
 """
 
 import contextlib
@@ -26,10 +24,7 @@ WEIGHT_FILTER_NAME: Final = "weight_filter.pt"
 
 
 class WeightFilterCallback(TrainerCallback):
-    """Filters the trained weights of a run. After training the model holds the filtered ones.
-
-    Args:
-        name: The filter along the steps, in the grammar of filters; None for none, and then nothing happens.
+    """Filters the trained weights of a run by a filter's name, or None. After training the model holds the filtered ones.
 
     Attributes:
         checkpoint: The folder from which the next run is resumed, or None.
@@ -42,19 +37,11 @@ class WeightFilterCallback(TrainerCallback):
         self.checkpoint: str | None = None
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
-        """Put the filtered weights into the model for the duration of the block.
-
-        Before a training, and after one that came to its end, nothing changes. One that was interrupted leaves the raw
-        weights in the model.
-        """
+        """Put the filtered weights into the model for the block; before and after a training nothing changes."""
         return contextlib.nullcontext() if self._weights is None else self._weights.applied()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin with the weights of the model, or continue with those of the checkpoint.
-
-        Raises:
-            ValueError: If the checkpoint has no raw weights, or those of another filter or model.
-        """
+        """Begin with the weights of the model, or continue with the raw ones of the checkpoint."""
         if self._filter is None:
             return
         self._trained = [p for p in kwargs["model"].parameters() if p.requires_grad]

@@ -1,7 +1,5 @@
 """TRL's direct preference optimization with privacy: its data sets and arguments, our losses, sums, ledger and refusals."""
 
-import contextlib
-import dataclasses
 import functools
 import itertools
 import re
@@ -9,13 +7,12 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 
-from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
-from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
+from tests.support.chat import arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
 from tests.support.tiers import further, thorough
 from tests.support.trainers import weights
 
@@ -171,89 +168,6 @@ def test_a_reference_is_computed_pair_by_pair_without_dropout(tmp_path, kept):
     assert each[len(rows[0]["prompt_ids"]) - 1 :].sum().item() == pytest.approx(rows[0]["ref_chosen_logps"], rel=1e-5)
 
 
-def test_a_reference_of_ones_own_counts(tmp_path):
-    torch.manual_seed(3)
-    other = tiny_llama()
-    with torch.no_grad():
-        other.lm_head.weight.normal_()
-    found = [trainer_of(tmp_path, ref_model=model).train_dataset[REFERENCES[0]][:] for model in (None, other)]
-    assert found[0] != found[1]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["prompt", "conversation"])
-def test_training_raises_the_margin(tmp_path, name):
-    options = dict(target_epsilon=200.0, max_steps=60, per_device_train_batch_size=8, bf16=False)
-    trainer = trainer_of(tmp_path, name, **options)
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert abs(before["eval_rewards/margins"]) < 1e-4
-    assert after["eval_rewards/margins"] > 0.5
-    assert after["eval_rewards/accuracies"] == 1.0
-    assert after["eval_loss"] < before["eval_loss"] - 0.2
-    assert trainer.privacy.epsilon() <= 200.0
-    if name == "conversation":  # its reference is still there, beneath the adapters
-        assert trainer.evaluate(FORMATS[name][0]().select(range(5, 9)))["eval_rewards/margins"] > 0.5
-
-
-@pytest.mark.thorough
-def test_adapters_of_ones_own_are_their_own_reference(tmp_path):
-    model = get_peft_model(tiny_llama(), LORA)
-    with torch.no_grad():
-        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-            parameter.add_(0.5)
-    trainer = trainer_of(tmp_path, model=model, bf16=False)
-    assert abs(trainer.evaluate()["eval_rewards/margins"]) < 1e-4
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    trainer.train()
-    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert changed == trained
-    assert not any(".ref." in name for name in trained)
-
-
-@pytest.mark.thorough
-def test_pairs_are_cut_and_left_out_one_by_one(tmp_path):
-    data = chat.preferences()
-    for options in (dict(max_length=20), dict(max_length=20, truncation_mode="keep_end"), dict(max_length=None)):
-        with pytest.warns(FutureWarning) if "truncation_mode" in options else contextlib.nullcontext():
-            trainer = trainer_of(tmp_path, data=data, **options)
-        rows, collate = trainer.train_dataset, trainer._training_collator()
-        lengths = [max(map(len, row["input_ids"])) for row in rows]
-        assert trainer.private_run.sampler.lengths.tolist() == [2 * length for length in lengths]
-        alone = [collate([row]) for row in rows]
-        assert [inputs["attention_mask"].sum(dim=-1).max().item() for inputs in alone] == lengths
-        is_kept = [len(chat_tokenizer()(row["prompt"])["input_ids"]) < 20 for row in data]
-        assert len(rows) == (sum(is_kept) if options == dict(max_length=20) else 24)
-
-
-# TRL shows a piece once in the life of a process.
-@pytest.mark.parametrize(("pieces", "options"), [("xy", {}), ("uv", dict(disable_dp=True))])
-def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
-    data = Dataset.from_list([{"prompt": f"is it {piece}", "chosen": "q", "rejected": "q no"} for piece in pieces])
-    tokenizer = chat_tokenizer(*((piece, "q") for piece in pieces))
-    models = [tiny_llama() for _ in range(2)]
-    for model in models:
-        model.resize_token_embeddings(len(tokenizer))
-    DopplerDPOTrainer(*models, arguments(tmp_path, **options), train_dataset=data, processing_class=tokenizer)
-    assert caplog.text.count("The tokenized prompt is not a prefix") == 2
-    assert [f"{piece!r}" in caplog.text for piece in pieces] == [bool(options)] * 2
-
-
-def test_defaults_are_those_of_trl_and_ours(tmp_path):
-    def defaults(cls):
-        made = {field.name: field.default_factory for field in dataclasses.fields(cls)}
-        values = {field.name: field.default for field in dataclasses.fields(cls)}
-        return values | {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
-
-    changed = {"learning_rate": None, "max_grad_norm": None, "precompute_ref_log_probs": None}
-    assert defaults(DopplerDPOConfig) == defaults(DopplerTrainingArguments) | defaults(DPOConfig) | changed
-    private, stock = arguments(tmp_path), arguments(tmp_path, disable_dp=True)
-    assert (private.learning_rate, private.precompute_ref_log_probs) == (None, True)
-    assert (stock.learning_rate, stock.precompute_ref_log_probs) == (DPOConfig.learning_rate, False)
-
-
 @pytest.mark.parametrize("options", [dict(), dict(loss_type="aot", ld_alpha=0.5)], ids=str)
 def test_without_privacy_it_is_trls(tmp_path, options):
     ours = trainer_of(tmp_path, disable_dp=True, ref_model=tiny_llama(), **options)
@@ -290,13 +204,8 @@ def test_saved_and_resumed(tmp_path, name):
 CANNOT = " cannot be used with differential privacy: "
 REFUSED = {
     "sync_ref_model=True": dict(sync_ref_model=True),
-    "use_weighting=True": dict(use_weighting=True),
     "ld_alpha=0.5": dict(ld_alpha=0.5),
-    "f_divergence_type='js_divergence'": dict(f_divergence_type="js_divergence"),
     "discopop_tau=0.1": dict(discopop_tau=0.1),
-    "padding_free=True": dict(padding_free=True),
-    "activation_offloading=True": dict(activation_offloading=True),
-    "use_liger_kernel=True": dict(use_liger_kernel=True),
 }
 OTHERS = {
     "precompute_ref_log_probs must be True": dict(precompute_ref_log_probs=False),
@@ -319,38 +228,6 @@ def test_what_would_break_the_guarantee_or_have_no_effect_is_refused(tmp_path, m
     assert arguments(tmp_path, disable_dp=True, **options)
 
 
-def test_arguments_of_another_class_are_refused(tmp_path):
-    for args in (None, arguments(tmp_path, cls=DPOConfig), DopplerTrainingArguments(str(tmp_path), noise_multiplier=1.0)):
-        with pytest.raises(ValueError, match=rf"args must be DopplerDPOConfig, got {type(args).__name__}\. Make one"):
-            DopplerDPOTrainer(tiny_llama(), args=args, train_dataset=chat.preferences(), processing_class=chat_tokenizer())
-
-
-def test_a_stream_and_images_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="IterableDataset has no length, so it cannot be Poisson-sampled"):
-        trainer_of(tmp_path, data=chat.preferences().to_iterable_dataset())
-    with pytest.raises(ValueError, match="train_dataset must be of texts in a private run, got a column of images"):
-        trainer_of(tmp_path, data=chat.preferences().add_column("image", ["none"] * 24))
-
-
-def test_pairs_that_are_repeated_are_refused_though_trl_writes_them_anew(tmp_path):
-    with pytest.raises(ValueError, match="train_dataset must have each row once, got one with rows that are repeated"):
-        trainer_of(tmp_path, data=chat.preferences().repeat(2))
-
-
-def test_a_loss_of_the_users_own_is_refused_unless_it_is_per_pair(tmp_path):
-    class OfBatch(DopplerDPOTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return 2 * super().compute_loss(*args, **kwargs)
-
-    class OfPairs(OfBatch):
-        def compute_per_sample_loss(self, *args, **kwargs):
-            return 2 * super().compute_per_sample_loss(*args, **kwargs)
-
-    with pytest.raises(ValueError, match=r"OfBatch.compute_loss has no effect on a private training"):
-        trainer_of(tmp_path, cls=OfBatch)
-    trainer_of(tmp_path, cls=OfPairs).train()
-
-
 class Mean(DopplerDPOTrainer):
     """Scales the loss of a pair by the lengths of the others."""
 
@@ -359,30 +236,9 @@ class Mean(DopplerDPOTrainer):
         return losses * lengths / lengths.sum()
 
 
-class Neighbour(DopplerDPOTrainer):
-    """Compares the chosen answer of one pair with the rejected one of the next."""
-
-    def _training_collator(self):
-        collate = super()._training_collator()
-
-        def shifted(examples):
-            inputs = collate(examples)
-            inputs["input_ids"][:, 1] = inputs["input_ids"][:, 1].roll(1, dims=0)
-            return inputs
-
-        return shifted
-
-
-@pytest.mark.parametrize("cls", [Mean, *thorough(Neighbour)])
-def test_pairs_that_are_mixed_are_refused(tmp_path, cls):
+def test_pairs_that_are_mixed_are_refused(tmp_path):
     with pytest.raises(ValueError, match="one example changes with the examples beside it"):
-        trainer_of(tmp_path, cls=cls).train()
-
-
-def test_a_loss_that_balances_experts_is_refused(tmp_path):
-    model = tiny_mixtral()
-    with pytest.raises(ValueError, match=BALANCED):
-        trainer_of(tmp_path, model=model)
+        trainer_of(tmp_path, cls=Mean).train()
 
 
 def test_data_in_memory_are_refused_for_several_processes(tmp_path, monkeypatch):

@@ -12,11 +12,10 @@ from transformers import ProcessorMixin
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
-from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
-from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral, whole_resumed_and_saved
+from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
 from tests.support.tiers import further, thorough
-from tests.support.trainers import trained, weights
+from tests.support.trainers import weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
@@ -105,16 +104,6 @@ def test_one_example_moves_the_sum_by_at_most_c(tmp_path, name):
     assert result.couplings.max() < 1e-10
 
 
-def test_a_row_is_prepared_alone_and_stays_a_row(tmp_path):
-    options = dict(max_length=30, shuffle_dataset=True)
-    data = chat.conversations()
-    trainer = trainer_of(tmp_path, "conversation", data=data, **options)
-    prepare = [trainer.processing_class, trainer.args, False, None, "train"]
-    alone = [trainer._prepare_dataset(data.select([row]), *prepare)[0]["input_ids"] for row in range(len(data))]
-    assert sorted(trainer.train_dataset["input_ids"]) == sorted(alone)
-    assert max(map(len, alone)) == 30
-
-
 # TRL shows a piece once in the life of a process.
 @pytest.mark.parametrize(("pieces", "options"), [("xy", {}), ("uv", dict(disable_dp=True))])
 def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
@@ -123,12 +112,6 @@ def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
     DopplerSFTTrainer(tiny_llama(), arguments(tmp_path, **options), train_dataset=data, processing_class=tokenizer)
     assert caplog.text.count("The tokenized prompt is not a prefix") == 2
     assert [f"{piece!r}" in caplog.text for piece in pieces] == [bool(options)] * 2
-
-
-def test_units_are_those_of_a_column(tmp_path):
-    data = chat.prompts().add_column("user", [row % 5 for row in range(24)])
-    trainer = trained(trainer_of(tmp_path, data=data, privacy_unit_column="user", per_device_train_batch_size=1))
-    assert trainer.privacy.ledger.statement.num_units == 5
 
 
 def test_defaults_are_those_of_trl_and_ours(tmp_path):
@@ -156,40 +139,11 @@ def test_without_privacy_it_is_trls(tmp_path):
     assert ours.state.log_history[0]["num_tokens"] == stock.state.log_history[0]["num_tokens"] > 0
 
 
-# PEFT looks for the base model's own vocabulary where this one, made on the spot, lies nowhere.
-@pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
-@pytest.mark.parametrize("name", [*thorough("prompt"), "conversational prompt"])
-@pytest.mark.thorough
-def test_saved_resumed_and_generating(tmp_path, name):
-    whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
-    assert torch.equal(weights(resumed), weights(whole))
-    assert PrivacyLedger.load(tmp_path).steps_run == 4  # of which one was released twice
-    card = (tmp_path / "README.md").read_text()
-    assert "SFT" in card
-    assert "## Differential privacy" in card
-    asked = chat_tokenizer()("good", return_tensors="pt")["input_ids"]
-    answers = [model.eval().generate(asked, max_new_tokens=4, do_sample=False) for model in (saved, whole.model)]
-    assert torch.equal(*answers)
-    assert answers[0].shape[1] > asked.shape[1]
-
-
-@pytest.mark.thorough
-def test_a_model_and_its_tokenizer_may_be_named(tmp_path):
-    tiny_llama().save_pretrained(tmp_path / "model")
-    chat_tokenizer().save_pretrained(tmp_path / "model")
-    data, args = chat.conversations(), arguments(tmp_path / "out", target_epsilon=8.0, eval_strategy="no")
-    trainer = DopplerSFTTrainer(str(tmp_path / "model"), args, train_dataset=data)
-    trainer.train()
-    assert trainer.evaluate(data.select(range(3)))["eval_loss"] > 0
-    assert 0 < trainer.privacy.epsilon() <= 8.0
-
-
 CANNOT = " cannot be used with differential privacy: "
 REFUSED = {
     "packing=True": (dict(packing=True), CANNOT + "a row would hold several texts"),
     "padding_free=True": (dict(padding_free=True), CANNOT + "it joins the texts of a batch"),
     "loss_type='dft'": (dict(loss_type="dft"), CANNOT + "an example's loss is the mean"),
-    "activation_offloading=True": (dict(activation_offloading=True), CANNOT + "it brings activations back once"),
     "use_liger_kernel=True": (dict(use_liger_kernel=True), CANNOT + "its fused layers"),
     "gradient_checkpointing_kwargs": (
         dict(gradient_checkpointing_kwargs={"selective": True}), " must not have 'selective' with differential privacy, got"
@@ -211,38 +165,12 @@ def test_arguments_of_another_class_are_refused(tmp_path):
             DopplerSFTTrainer(tiny_llama(), args, train_dataset=chat.prompts(), processing_class=chat_tokenizer())
 
 
-def test_a_stream_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="IterableDataset has no length, so it cannot be Poisson-sampled"):
-        trainer_of(tmp_path, data=chat.prompts().to_iterable_dataset())
-
-
 def test_rows_that_are_repeated_are_refused_though_trl_writes_them_anew(tmp_path):
     twice = chat.prompts().repeat(2)
     with pytest.raises(ValueError, match="train_dataset must have each row once, got one with rows that are repeated"):
         trainer_of(tmp_path, data=twice)
     with_units = twice.add_column("user", [*range(24)] * 2)
     assert len(trainer_of(tmp_path, data=with_units, privacy_unit_column="user").train_dataset) == 48
-
-
-def test_a_batch_in_one_row_is_refused(tmp_path):
-    trainer = trainer_of(tmp_path, bf16=False)
-    trainer.data_collator.padding_free = True
-    with pytest.raises(ValueError, match=r"one row for each example \(no packing\)"):
-        trainer.train()
-
-
-def test_a_loss_of_the_users_own_is_refused_unless_it_is_per_example(tmp_path):
-    class OfBatch(DopplerSFTTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return 2 * super().compute_loss(*args, **kwargs)
-
-    class OfExamples(OfBatch):
-        def compute_per_sample_loss(self, *args, **kwargs):
-            return 2 * super().compute_per_sample_loss(*args, **kwargs)
-
-    with pytest.raises(ValueError, match=r"OfBatch.compute_loss has no effect on a private training"):
-        trainer_of(tmp_path, cls=OfBatch)
-    trainer_of(tmp_path, cls=OfExamples).train()
 
 
 def test_a_loss_that_balances_experts_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import scipy.signal
 
-from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape, momentum
+from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape
 from doppler_hf.filters import closed_loop as module
 from tests.support.pairwise import pairwise
 from tests.support.tiers import further
@@ -55,7 +55,7 @@ def expected_loss(rates, low_pass_filter, shape):
 
 @pytest.mark.parametrize("rates", [[1.0] * 120, LINEAR], ids=["constant", "linear"])
 @pytest.mark.parametrize("shape", ["white", "banded:bands=4", "banded:c=1,-0.5"])
-@pytest.mark.parametrize("low_pass_filter", ["none", "momentum", "first-order-v1", "moving-average:taps=3"])
+@pytest.mark.parametrize("low_pass_filter", ["none", "first-order-v1", "moving-average:taps=3"])
 def test_the_loss_is_that_of_a_quadratic(rates, shape, low_pass_filter):
     shape, low_pass_filter = NoiseShape.parse(shape), LowPassFilter.parse(low_pass_filter)
     expected = expected_loss(rates, low_pass_filter, shape)
@@ -63,34 +63,11 @@ def test_the_loss_is_that_of_a_quadratic(rates, shape, low_pass_filter):
     np.testing.assert_allclose(ClosedLoop.of_run(120, rates).loss(low_pass_filter, shape), expected, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("x", [0.01, 0.5, 1.0])
-def test_white_noise_in_plain_sgd_costs_what_is_known(x):
-    assert settled_loss(x, NONE, NoiseShape()) == pytest.approx(1 / (2 - x), rel=1e-9)
-
-
-def test_a_simulated_training_has_this_loss():
-    rng, x, shape, low_pass_filter = np.random.default_rng(0), 0.3, NoiseShape.banded(3), momentum(0.8)
-    steps = 200_000
-    noise = scipy.signal.lfilter([shape.norm], shape.c, rng.normal(size=steps))
-    weight = filtered = 0.0
-    squares = 0.0
-    for value in noise:
-        filtered = 0.8 * filtered + 0.2 * (x * weight + value)
-        weight -= filtered
-        squares += weight * weight
-    assert x * squares / steps == pytest.approx(settled_loss(x, low_pass_filter, shape), rel=0.05)
-
-
 def test_the_unit_of_the_rates_does_not_matter():
     assert ClosedLoop.of_run(120, [3e-4 * rate for rate in LINEAR]).loss(NONE) == pytest.approx(
         ClosedLoop.of_run(120, LINEAR).loss(NONE), rel=1e-9
     )
     assert ClosedLoop.of_run(120).loss(NONE) == pytest.approx(ClosedLoop.of_run(120, [7.0] * 120).loss(NONE), rel=1e-12)
-
-
-@pytest.mark.parametrize("steps", [1, 5, 100_000])
-def test_runs_of_any_length_have_a_loss(steps):
-    assert 0.5 <= ClosedLoop.of_run(steps).loss(NONE) <= 1.0
 
 
 def test_a_learning_rate_of_zero_costs_nothing():
@@ -105,36 +82,16 @@ def test_a_loop_that_is_unstable_costs_without_bound(name, is_stable):
     loop, low_pass_filter = ClosedLoop.of_run(300), LowPassFilter.parse(name)
     assert math.isfinite(loop.loss(low_pass_filter)) is is_stable
     if not is_stable:
-        # A direction near the sharpest one swings to and fro, more and more.
-        weight, states, past = 1.0, [0.0, 0.0], []
-        for _ in range(2000):
-            gradient = 0.9 * weight
-            filtered = low_pass_filter.b[0] * gradient + states[0]
-            states = [
-                states[1] + low_pass_filter.b[1] * gradient - low_pass_filter.a[1] * filtered,
-                low_pass_filter.b[2] * gradient - low_pass_filter.a[2] * filtered,
-            ]
-            weight -= filtered
-            past.append(abs(weight))
-        assert max(past[-100:]) > 10 * max(past[:100])
         assert loop.best_shape(4, low_pass_filter) == NoiseShape.banded(4)
 
 
-def test_shaping_gains_behind_a_filter_and_not_without():
-    """For one σ, so that what sampling costs is left out."""
-    loop, shape = ClosedLoop.of_run(300, [1 - step / 300 for step in range(300)]), NoiseShape.banded(4)
-    without, behind = (loop.loss(each, shape) / loop.loss(each) for each in (NONE, momentum(0.85)))
-    assert behind < 0.45 * without
-
-
-@pytest.mark.parametrize("bands", [64, 128])
-def test_strategies_of_many_bands_are_found_in_long_runs(bands):
+def test_strategies_of_many_bands_are_found_in_long_runs():
     """Three epochs of MNLI: the product of so many roots, in the order of their angles, had a pole at 1.78."""
     loop = ClosedLoop.of_run(4605, [1 - step / 4605 for step in range(4605)])
     low_pass_filter = LowPassFilter.parse("momentum:beta=0.989")
-    best = loop.best_shape(bands, low_pass_filter)
+    best = loop.best_shape(128, low_pass_filter)
     # Within roots of 0.9 it would be 0.65 and 0.70.
-    assert loop.loss(low_pass_filter, best) < 0.55 * loop.loss(low_pass_filter, NoiseShape.banded(bands))
+    assert loop.loss(low_pass_filter, best) < 0.55 * loop.loss(low_pass_filter, NoiseShape.banded(128))
     assert max(np.abs(np.roots(best.c))) < 0.991
 
 
@@ -158,28 +115,18 @@ def test_no_strategy_beats_the_best(low_pass_filter, bands, steps, monkeypatch):
                 assert loop.loss(low_pass_filter, NoiseShape(tuple(tried))) > least * (1 - 1e-5)
 
 
-def test_one_band_is_white():
-    assert ClosedLoop.of_run(10).best_shape(1, NONE).is_white
-
-
-@pytest.mark.parametrize("bands", [2, 4, 16])
-@pytest.mark.parametrize("low_pass_filter", ["none", "butterworth:order=1,cutoff=0.02", "momentum:beta=0.99"])
+@pytest.mark.parametrize("bands", [2, 16])
+@pytest.mark.parametrize("low_pass_filter", ["none", "momentum:beta=0.99"])
 def test_the_noise_of_a_step_stays_bounded(bands, low_pass_filter):
     """A larger one, of larger roots, is for what it takes away from the loss: behind long momentum in long runs."""
     loop, low_pass_filter = ClosedLoop.of_run(10_000), LowPassFilter.parse(low_pass_filter)
     shape = loop.best_shape(bands, low_pass_filter)
     largest = max(abs(np.roots(shape.c)))
     if largest > 0.901:
-        assert (str(low_pass_filter), bands) in [("momentum:beta=0.99", 4), ("momentum:beta=0.99", 16)]
+        assert (str(low_pass_filter), bands) in [("momentum:beta=0.99", 16)]
         assert loop.loss(low_pass_filter, shape) < 0.98 * loop.loss(low_pass_filter, NoiseShape.banded(bands))
     assert largest < 0.991
     assert shape.std(1000) < (6 if largest < 0.901 else 9)
-
-
-def test_a_loop_of_one_direction_has_its_loss():
-    x, low_pass_filter, shape = 0.2, momentum(0.8), NoiseShape.banded(4)
-    expected = settled_loss(x, low_pass_filter, shape)
-    np.testing.assert_allclose(ClosedLoop(np.array([x])).loss(low_pass_filter, shape), expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("x", [[], [0.1, 0.0], [math.nan]])

@@ -43,12 +43,7 @@ def test_presets_are_the_rows_of_the_paper():
         assert PAPER_FILTERS[name].a == (1.0, *(value / denominator for value in a))
 
 
-def test_presets_are_read_only():
-    with pytest.raises(TypeError):
-        PAPER_FILTERS["mine"] = PAPER_FILTERS["none"]
-
-
-@pytest.mark.parametrize("order", [1, 2, 4])
+@pytest.mark.parametrize("order", [1, 4])
 @pytest.mark.parametrize("cutoff", [0.05, 0.5, 0.9])
 def test_butterworth_has_its_cutoff(order, cutoff):
     low_pass_filter = butterworth(order, cutoff)
@@ -108,21 +103,12 @@ def test_coefficients_whose_inverse_overflows_are_rescaled():
     assert from_coefficients((5e-324,), (1, -0.5)) == momentum(0.5)
 
 
-@pytest.mark.parametrize("ripple_db", [0.1, 1.0, 10.0])
-@pytest.mark.parametrize("order", range(1, 7))
-@pytest.mark.parametrize("cutoff", [0.05, 0.5, 0.98])
-def test_chebyshev1_of_moderate_ripple_keeps_a_positive_step_response(order, ripple_db, cutoff):
-    low_pass_filter = chebyshev1(order, cutoff, ripple_db)
-    assert step_response(low_pass_filter, 3000).min() > 0
-
-
-@pytest.mark.parametrize(("order", "cutoff", "ripple_db", "step"), [(4, 0.2, 40.0, 24), (6, 0.3, 20.0, 22)])
-def test_chebyshev1_that_rings_below_zero_is_refused_at_the_step(order, cutoff, ripple_db, step):
-    b, a = scipy.signal.cheby1(order, ripple_db, cutoff)
+def test_chebyshev1_that_rings_below_zero_is_refused_at_the_step():
+    b, a = scipy.signal.cheby1(4, 40.0, 0.2)
     response = scipy.signal.lfilter(b, a, np.ones(200))
-    assert np.argmax(response <= 0) == step
-    with pytest.raises(ValueError, match=rf"The step response must be positive, .* got -0\.\d+ at step {step} "):
-        chebyshev1(order, cutoff, ripple_db)
+    assert np.argmax(response <= 0) == 24
+    with pytest.raises(ValueError, match=r"The step response must be positive, .* got -0\.\d+ at step 24 "):
+        chebyshev1(4, 0.2, 40.0)
 
 
 def test_coefficients_that_lost_the_shape_of_their_design_are_refused():
@@ -144,35 +130,18 @@ def test_a_cutoff_too_low_for_its_order_is_refused():
     [
         (lambda: butterworth(0, 0.5), "order must be an integer of at least 1, got 0"),
         (lambda: butterworth(1.5, 0.5), "order must be an integer of at least 1, got 1.5"),
-        (lambda: butterworth(2, 0.0), "cutoff must be a fraction of Nyquist inside (0, 1), got 0.0."),
         (lambda: butterworth(2, 1.0), "cutoff must be a fraction of Nyquist inside (0, 1), got 1.0."),
-        (lambda: butterworth(2, math.nan), "cutoff must be a fraction of Nyquist inside (0, 1), got nan."),
-        (lambda: chebyshev1(-1, 0.5, 1.0), "order must be an integer of at least 1, got -1"),
-        (lambda: chebyshev1(2, -0.5, 1.0), "cutoff must be a fraction of Nyquist inside (0, 1), got -0.5."),
-        (lambda: chebyshev1(2, 0.5, 0.0), "ripple_db must be a positive number of decibels, got 0.0."),
-        (lambda: chebyshev1(2, 0.5, math.inf), "ripple_db must be a positive number of decibels, got inf."),
-        (lambda: chebyshev2(2, 0.5, -3.0), "attenuation_db must be a positive number of decibels, got -3.0."),
-        (lambda: chebyshev2(2, 0.5, math.nan), "attenuation_db must be a positive number of decibels, got nan."),
         (lambda: butterworth(2, 0.5j), "cutoff must be a fraction of Nyquist inside (0, 1), got 0.5j."),
-        (lambda: butterworth("2", 0.5), "order must be an integer of at least 1, got 2"),
+        (lambda: chebyshev1(2, 0.5, 0.0), "ripple_db must be a positive number of decibels, got 0.0."),
+        (lambda: chebyshev2(2, 0.5, math.nan), "attenuation_db must be a positive number of decibels, got nan."),
         (lambda: moving_average(0), "taps must be an integer of at least 1, got 0"),
-        (lambda: moving_average(2.0), "taps must be an integer of at least 1, got 2.0"),
-        (lambda: momentum(math.nan), "beta must be a decay in [0, 1), got nan."),
-        (lambda: momentum(0.5j), "beta must be a decay in [0, 1), got 0.5j."),
-        (lambda: from_coefficients((1.0,), (0.0, 1.0)), "must not be 0, got a=(0.0, 1.0)"),
-        (lambda: from_coefficients((1.0, -1.0)), "The DC gain sum(b)/sum(a) must be 1, got 0:"),
-        (lambda: from_coefficients((1.0, math.nan)), "b[1] must be a finite real number, got nan."),
-        (lambda: from_coefficients((1j,)), "b[0] must be a finite real number, got 1j."),
-        (lambda: from_coefficients((1.0,), (2.0, 1j)), "a[1] must be a finite real number, got 1j."),
-        (lambda: from_coefficients(()), "b must have at least one coefficient, got none."),
-        (lambda: from_coefficients((1.0,), ()), "a must have at least one coefficient, got none."),
-        (
-            lambda: from_coefficients((1.0,), (1.0, -1.0)),
-            "must lie strictly inside the unit circle (at most 0.999999 from 0), got 1.",
-        ),
-        (lambda: from_coefficients((1.0,), (1.0, -1.5)), "from 0), got 1.5."),
         (lambda: momentum(1.0), "beta must be a decay in [0, 1), got 1.0."),
-        (lambda: momentum(-0.1), "beta must be a decay in [0, 1), got -0.1."),
+        (lambda: from_coefficients((1.0,), (0.0, 1.0)), "must not be 0, got a=(0.0, 1.0)"),
+        (
+            lambda: from_coefficients((1.0, -1.0)),
+            "The DC gain sum(b)/sum(a) must be 1, got 0. Choose b with a positive sum.",
+        ),
+        (lambda: from_coefficients((1j,)), "b[0] must be a finite real number, got 1j."),
     ],
 )
 def test_bad_designs_are_refused_with_the_value(design, message):

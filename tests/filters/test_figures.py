@@ -7,7 +7,6 @@ import pytest
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
-    LowPassFilter,
     butterworth,
     filter_figures,
     impulse_response,
@@ -57,7 +56,3 @@ def test_a_response_that_leaves_its_band_again_has_not_settled():
     figures = filter_figures(PAPER_FILTERS["f6"])
     assert np.argmin(np.abs(response[:20] - 1)) + 1 < figures.settling_steps == outside[-1] + 2
     np.testing.assert_allclose(figures.largest_pole, math.sqrt(0.85), rtol=1e-12, atol=0)
-
-
-def test_a_filter_that_keeps_half_the_power_has_no_cutoff():
-    assert filter_figures(LowPassFilter(b=(0.9, 0.1))).cutoff == 1.0

@@ -15,7 +15,7 @@ from doppler_hf.filters import (
     signal_to_noise_ratio,
 )
 
-SHAPES = [NoiseShape(), NoiseShape.banded(2), NoiseShape.banded(4), NoiseShape((1.0, 0.6, -0.2)), NoiseShape.banded(16)]
+SHAPES = [NoiseShape(), NoiseShape.banded(4), NoiseShape((1.0, 0.6, -0.2)), NoiseShape.banded(16)]
 
 
 def matrix(shape, steps):
@@ -50,7 +50,7 @@ def test_the_spectrum_holds_the_variance(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["none", "momentum", "second-order", "f4"])
+@pytest.mark.parametrize("name", ["none", "second-order"])
 def test_noise_gain_is_the_energy_of_both_responses(shape, name):
     both = scipy.signal.lfilter(PAPER_FILTERS[name].b, PAPER_FILTERS[name].a, shape.response(20_000))
     assert noise_gain(PAPER_FILTERS[name], shape) == pytest.approx(shape.norm**2 * np.sum(both**2), rel=1e-12)
@@ -68,16 +68,6 @@ def test_the_snr_counts_the_noise_that_is_there(shape, steps):
     expected = np.sum(weights[:lags] * kappa[:lags] * signal[:lags]) / np.sum(weights * of_noise**2)
     found = signal_to_noise_ratio(momentum, signal, steps, noise=shape)
     assert found == pytest.approx(expected, rel=1e-10)
-
-
-def test_for_white_noise_nothing_changes():
-    signal = 0.5 * 0.8 ** np.arange(40)
-    for low_pass_filter in PAPER_FILTERS.values():
-        assert noise_gain(low_pass_filter, NoiseShape()) == noise_gain(low_pass_filter)
-        assert signal_to_noise_ratio(low_pass_filter, signal, noise=NoiseShape()) == signal_to_noise_ratio(
-            low_pass_filter, signal
-        )
-    assert best_filter(signal, 1, noise=NoiseShape()) == best_filter(signal, 1)
 
 
 @pytest.mark.parametrize("objective", ["snr", "bound"])
@@ -121,18 +111,10 @@ def test_names_are_read_and_written(text, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pink", "must be one of"), ("banded", "must be one of"), ("banded:bands=-1", "must be one of"),
-        ("banded:bands=0", "bands must be at least 1, got 0"), ("banded:c=0.5,1", "must begin with 1"),
-        ("banded:c=1,nan", "must be finite"), ("banded:c=1,x", "could not convert"), ("banded:c=1,0", "must not end with 0"),
-        ("banded:c=1,1", "pole of modulus 1"), ("banded:c=1,-1.5", "must not grow"),
+        ("pink", "must be one of"), ("banded:bands=0", "bands must be at least 1, got 0"), ("banded:c=1,1", "modulus 1"),
+        ("banded:c=0.5,1", "must begin with 1"), ("banded:c=1,nan", "be finite"), ("banded:c=1,0", "not end with 0"),
     ],
 )  # fmt: skip
 def test_what_is_no_shape_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         NoiseShape.parse(text)
-
-
-@pytest.mark.parametrize("name", ["white", "banded:bands=3"])
-def test_a_step_before_the_first_has_no_noise_that_could_be_told(name):
-    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
-        NoiseShape.parse(name).std(-1)

@@ -13,11 +13,9 @@ from doppler_hf.filters import (
     from_coefficients,
     group_delay,
     impulse_response,
-    momentum,
     noise_gain,
     step_response,
 )
-from tests.support.partial_fractions import partial_fraction_response
 
 FILTERS = {**PAPER_FILTERS, "butterworth": butterworth(4, 0.1), "average": LowPassFilter(b=(0.25,) * 4)}
 
@@ -78,47 +76,6 @@ def test_random_filters_have_scipys_frequency_response_and_delay(low_pass_filter
     np.testing.assert_allclose(group_delay(low_pass_filter, kept), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", FILTERS)
-def test_frequency_response_is_the_transform_of_the_impulse_response(name):
-    frequencies = np.linspace(0, 1, 33)
-    waves = np.exp(-1j * np.pi * np.outer(frequencies, np.arange(3000)))
-    expected = waves @ dimpulse(FILTERS[name], 3000)
-    np.testing.assert_allclose(frequency_response(FILTERS[name], frequencies), expected, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_impulse_response_is_the_papers_closed_form(name):
-    kappa, error = partial_fraction_response(FILTERS[name], 500)
-    assert error < 1e-10
-    np.testing.assert_allclose(impulse_response(FILTERS[name], 500), kappa, rtol=0, atol=1e-10)
-
-
-@given(low_pass_filter=random_filters(), steps=st.integers(1, 300))
-def test_random_filters_have_the_papers_closed_form_where_their_poles_are_apart(low_pass_filter, steps):
-    poles = np.roots(np.trim_zeros(low_pass_filter.a, "b"))
-    apart = min((abs(p - q) for i, p in enumerate(poles) for q in poles[:i]), default=1.0)
-    kappa, error = partial_fraction_response(low_pass_filter, steps)
-    if error > 1e-10:
-        assert apart < 0.1
-    else:
-        np.testing.assert_allclose(impulse_response(low_pass_filter, steps), kappa, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("distance", [0.0, 1e-6])
-def test_repeated_poles_grow_before_they_fall(distance):
-    low_pass_filter = from_coefficients((1.0,), np.poly([0.9, 0.9 - distance]))
-    # (τ + 1) 0.9^τ, up to the gain.
-    expected = 0.01 * (np.arange(100) + 1) * 0.9 ** np.arange(100)
-    np.testing.assert_allclose(impulse_response(low_pass_filter, 100), expected, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_step_response_stays_positive_and_ends_at_one(name):
-    response = step_response(FILTERS[name], 1000)
-    assert response.min() > 0
-    np.testing.assert_allclose(response[-1], 1, rtol=1e-9, atol=0)
-
-
 @pytest.mark.parametrize("name", [name for name in FILTERS if FILTERS[name].order])
 def test_noise_gain_solves_the_lyapunov_equation(name):
     low_pass_filter = FILTERS[name]
@@ -130,33 +87,9 @@ def test_noise_gain_solves_the_lyapunov_equation(name):
     np.testing.assert_allclose(noise_gain(low_pass_filter), expected, rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.9, 0.9999])
-def test_noise_gain_of_momentum_is_known(beta):
-    np.testing.assert_allclose(noise_gain(momentum(beta)), (1 - beta) / (1 + beta), rtol=1e-9, atol=0)
-
-
 def test_noise_gain_of_filters_without_feedback_is_the_sum_of_squares():
     assert noise_gain(PAPER_FILTERS["none"]) == 1.0
     np.testing.assert_allclose(noise_gain(LowPassFilter(b=np.full(6000, 1 / 6000))), 1 / 6000, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_group_delay_matches_scipy(name):
-    # Up to 0.9: close to 1 some of these filters remove everything.
-    frequencies = np.linspace(0, 0.9, 31)
-    _, expected = scipy.signal.group_delay((FILTERS[name].b, FILTERS[name].a), w=np.pi * frequencies)
-    # The average of 4 removes frequency 1/2, which is not among these.
-    np.testing.assert_allclose(group_delay(FILTERS[name], frequencies), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_group_delay_is_the_slope_of_the_phase(name):
-    frequencies = np.linspace(0.01, 0.6, 23)
-    # e^{-iωτ} weighs the gradient that is τ steps old: H and dH/dω from the impulse response alone.
-    kappa, age = dimpulse(FILTERS[name], 3000), np.arange(3000)
-    waves = np.exp(-1j * np.pi * np.outer(frequencies, age))
-    expected = (waves @ (age * kappa) / (waves @ kappa)).real
-    np.testing.assert_allclose(group_delay(FILTERS[name], frequencies), expected, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -164,11 +97,6 @@ def test_group_delay_at_frequency_0_is_the_mean_age(name):
     kappa = impulse_response(FILTERS[name], 5000)
     (delay,) = group_delay(FILTERS[name], np.array([0.0]))
     np.testing.assert_allclose(delay, np.arange(5000) @ kappa, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.9, 0.9999])
-def test_group_delay_of_momentum_is_known(beta):
-    np.testing.assert_allclose(group_delay(momentum(beta), np.array([0.0])), beta / (1 - beta), rtol=1e-9, atol=1e-12)
 
 
 def test_group_delay_of_slow_filters_comes_without_a_warning():
@@ -189,10 +117,9 @@ def test_frequencies_that_are_removed_have_no_delay():
 
 
 @pytest.mark.parametrize("frequency", [-0.1, 1.1, np.nan])
-@pytest.mark.parametrize("response", [group_delay, frequency_response])
-def test_frequencies_outside_the_band_are_refused(frequency, response):
+def test_frequencies_outside_the_band_are_refused(frequency):
     with pytest.raises(ValueError, match=rf"frequencies must be fractions of Nyquist .* in \[0, 1\], got {frequency}\."):
-        response(PAPER_FILTERS["f1"], np.array([0.5, frequency]))
+        group_delay(PAPER_FILTERS["f1"], np.array([0.5, frequency]))
 
 
 @pytest.mark.parametrize("response", [impulse_response, step_response])

@@ -7,7 +7,6 @@ import pytest
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
-    LowPassFilter,
     impulse_response,
     momentum,
     optimal_fir,
@@ -32,18 +31,6 @@ def test_snr_is_the_double_sum_of_the_paper(name, steps):
     )
 
 
-@pytest.mark.parametrize("name", PAPER_FILTERS)
-def test_snr_tends_to_its_limit(name):
-    steps = 200_000
-    limit = signal_to_noise_ratio(PAPER_FILTERS[name], SLOW)
-    np.testing.assert_allclose(signal_to_noise_ratio(PAPER_FILTERS[name], SLOW, steps), limit, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("steps", [1, 10, None])
-def test_no_filter_has_one_half(steps):
-    assert signal_to_noise_ratio(PAPER_FILTERS["none"], SLOW, steps) == 0.5
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
 def test_momentum_has_what_the_paper_says_without_counting_lag_0_twice(decay):
     c = 0.5 * decay ** np.arange(400)
@@ -53,12 +40,6 @@ def test_momentum_has_what_the_paper_says_without_counting_lag_0_twice(decay):
     snr = signal_to_noise_ratio(momentum(0.9), c)
     np.testing.assert_allclose(snr, from_lag_1, rtol=1e-12, atol=0)
     np.testing.assert_allclose(as_printed - snr, 0.95, rtol=1e-9, atol=0)
-
-
-def test_momentum_may_lie_below_the_statement_at_finite_length():
-    c = np.full(50, 0.5)
-    from_lag_1 = 1.9 * (0.5 + np.sum(0.9 ** np.arange(1, 50) * 0.5))
-    assert signal_to_noise_ratio(momentum(0.9), c, 50) < 0.95 * from_lag_1
 
 
 @pytest.mark.parametrize("taps", [2, 8, 50])
@@ -81,17 +62,11 @@ def test_proportional_taps_are_best_for_the_bound_and_not_for_the_snr(taps):
         assert (c @ kappa) ** 2 / (kappa @ kappa) <= c @ c * (1 + 1e-12)
 
 
-def test_constant_signals_are_where_both_agree():
-    c = np.full(6, 0.5)
-    np.testing.assert_allclose(optimal_fir(c).b, optimal_fir(c, objective="snr").b, rtol=1e-12, atol=0)
-
-
 @pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize(
     ("autocorrelation", "message"),
     [
         (np.array([]), r"must be c_0, c_1, ... in one row, got shape \(0,\)"),
-        (np.ones((2, 2)), r"shape \(2, 2\)"),
         (np.array([0.5, np.nan]), "got nan at lag 1"),
         (np.array([0.5, 0.1j]), "must be finite and real, got 0.1j at lag 1"),
     ],
@@ -99,19 +74,3 @@ def test_constant_signals_are_where_both_agree():
 def test_bad_autocorrelations_are_refused(autocorrelation, message):
     with pytest.raises(ValueError, match=message):
         signal_to_noise_ratio(PAPER_FILTERS["f1"], autocorrelation, 10)
-
-
-def test_a_run_has_steps():
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        signal_to_noise_ratio(PAPER_FILTERS["f1"], SLOW, 0)
-
-
-def test_snr_ignores_lags_beyond_the_run():
-    low_pass_filter = LowPassFilter(b=(0.5, 0.5))
-    assert signal_to_noise_ratio(low_pass_filter, np.array([0.5, 0.4]), 1) == 1.0
-
-
-def test_a_short_autocorrelation_is_zero_beyond_its_lags():
-    short = np.array([0.5, 0.4])
-    limits = [signal_to_noise_ratio(momentum(0.9), np.pad(short, (0, zeros))) for zeros in (0, 400)]
-    assert limits[0] == pytest.approx(limits[1], rel=1e-12)

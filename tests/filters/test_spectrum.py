@@ -14,7 +14,6 @@ from doppler_hf.filters import (
     corrected_noise_gain,
     corrected_output,
     estimate_power,
-    frequency_response,
     measure_noise_gain,
     noise_gain,
     power_spectral_density,
@@ -63,51 +62,17 @@ def test_the_papers_spectrum_is_the_transform_of_the_autocorrelation(steps):
     np.testing.assert_allclose(circle.mean(), np.mean(series**2), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("method", ["welch", "autocorrelation"])
-def test_white_noise_is_flat_at_its_variance_and_the_filter_shapes_it(method):
-    noise = 3.0 * np.random.default_rng(1).normal(size=(450, 1000))
-    # A coordinate's error is at most √2 of the value in any bin (χ² of one degree, at the ends), so that of the mean over
-    # 1,000 is 4.5 %. Six of these, in at most 451 bins: 9e-7 of false alarm.
-    frequencies, density = power_spectral_density(noise, method)
-    np.testing.assert_allclose(density, 9.0, rtol=6 * math.sqrt(2 / 1000), atol=0)
-    filtered = scipy.signal.lfilter(FIRST_ORDER.b, FIRST_ORDER.a, noise, axis=0)[100:]
-    frequencies, density = power_spectral_density(filtered)
-    gain = np.abs(frequency_response(FIRST_ORDER, frequencies)) ** 2
-    # A window of 77 steps smears the steep beginning over two bins.
-    np.testing.assert_allclose(density[3:], 9 * gain[3:], rtol=6 * math.sqrt(2 / 1000), atol=9e-3)
-
-
-def test_a_sinusoid_peaks_at_its_frequency():
-    steps = np.arange(900)
-    series = np.stack([2 * np.sin(np.pi * 0.3 * steps), 2 * np.cos(np.pi * 0.3 * steps)], axis=1)
-    for method in ("welch", "autocorrelation"):
-        frequencies, density = power_spectral_density(series, method)
-        assert abs(frequencies[np.argmax(density)] - 0.3) <= frequencies[1]
-        near = np.abs(frequencies - 0.3) < 0.05
-        assert density[~near].max() < 1e-2 * density.max()
-        # All the power 2 is there: a sum over both signs of the frequency.
-        assert np.trapezoid(density, frequencies) == pytest.approx(2.0, rel=1e-2)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"method": "music"}, "method must be one of welch, autocorrelation, got 'music'"),
         ({"segment": 1}, "segment must be an integer from 2 to the 45 steps, got 1"),
-        ({"segment": 46}, "segment must be .* got 46"),
-        ({"segment": 9.0}, "segment must be .* got 9.0"),
         ({"method": "autocorrelation", "segment": 9}, "segment must be left out for the autocorrelation, .* got 9"),
     ],
 )
 def test_spectra_that_do_not_exist_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         power_spectral_density(SERIES, **options)
-
-
-@pytest.mark.parametrize("max_lag", [-1, 45, 2.0])
-def test_lags_that_do_not_exist_are_refused(max_lag):
-    with pytest.raises(ValueError, match=f"max_lag must be an integer from 0 to 44, .* got {max_lag}"):
-        autocorrelation(SERIES, max_lag)
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
@@ -178,15 +143,6 @@ def test_the_estimate_is_unbiased_and_its_error_is_as_stated(filter, first_step)
     assert 0.88 < stated / signals.std() < (1.25 if first_step or not filter.order else 1.7)
 
 
-def test_noise_alone_is_estimated_below_zero_about_half_of_the_time():
-    generator = np.random.default_rng(3)
-    signals = [
-        estimate_power(square_norms(generator.normal(size=(50, 40))), noise_std=1.0, dimension=40).signal for _ in range(400)
-    ]
-    # Binomial(400, a half, nearly): six standard deviations are 60.
-    assert 140 < sum(signal < 0 for signal in signals) < 260
-
-
 def test_without_noise_all_is_signal():
     assert estimate_power(np.array([4.0, 6.0]), noise_std=0.0, dimension=3) == PowerEstimate(5.0, 0.0, 0.0)
     assert estimate_power(np.array([4.0]), noise_std=0.0, dimension=3).snr == math.inf
@@ -197,11 +153,8 @@ def test_without_noise_all_is_signal():
     ("changed", "message"),
     [
         ({"square_norms": np.zeros(0)}, r"shape \(0,\)"),
-        ({"square_norms": np.zeros((2, 2))}, r"shape \(2, 2\)"),
-        ({"square_norms": np.array([1.0, -1.0])}, "square_norms must be finite and at least 0, got -1.0"),
         ({"square_norms": np.array([np.nan])}, "square_norms must be finite and at least 0, got nan"),
         ({"noise_std": -0.1}, "noise_std must be finite and at least 0, got -0.1"),
-        ({"dimension": 0}, "dimension must be at least 1 .* got 0 and 0"),
         ({"first_step": -1}, "first_step at least 0, got 2 and -1"),
     ],
 )

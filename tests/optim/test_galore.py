@@ -21,13 +21,6 @@ def orthonormal(rows, columns, seed=0):
     return torch.from_numpy(np.linalg.qr(normal(rows, columns, seed=seed).numpy())[0])
 
 
-def decaying(rows, columns):
-    """Singular values 1/i."""
-    short = min(rows, columns)
-    left, right = orthonormal(rows, short), orthonormal(columns, short, seed=1)
-    return (left / torch.arange(1, short + 1)) @ right.T
-
-
 def galore_projection(matrix, rank):
     """What the first implementation projects onto: right singular vectors of tall and square matrices, left ones of wide."""
     left, _, right = np.linalg.svd(matrix, full_matrices=False)
@@ -66,7 +59,7 @@ def assert_close(actual, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (30, 40)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("projector", PROJECTORS)
 def test_bases_are_orthonormal(projector, shape, dtype, tolerance):
     matrices = [normal(*shape), normal(shape[0], 1) @ normal(1, shape[1]), torch.zeros(shape, dtype=torch.float64)]
@@ -79,7 +72,7 @@ def test_bases_are_orthonormal(projector, shape, dtype, tolerance):
                 assert_close(basis.T @ basis, torch.eye(rank, dtype=dtype), tolerance)
 
 
-@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_svd_projects_as_galore_does_and_as_well_as_can_be(shape, rank):
     matrix = normal(*shape)
@@ -88,17 +81,6 @@ def test_svd_projects_as_galore_does_and_as_well_as_can_be(shape, rank):
     left, values, right = np.linalg.svd(matrix.numpy(), full_matrices=False)
     best = left[:, :rank] * values[:rank] @ right[:rank]
     np.testing.assert_allclose(approximation, best, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("projector", ["randomized", "warm"])
-@pytest.mark.parametrize("shape", [(96, 384), (384, 96), (96, 96)], ids=str)
-def test_fast_projectors_capture_what_svd_does(shape, projector):
-    matrix, noise = decaying(*shape), normal(*shape, seed=2)
-    previous = find_basis(matrix + noise * (0.3 * matrix.norm() / noise.norm()), 8, projector="svd")
-    best = captured(matrix, find_basis(matrix, 8, projector="svd"))
-    assert (
-        0.99 * best <= captured(matrix, find_basis(matrix, 8, projector=projector, previous=previous)) <= best * (1 + 1e-9)
-    )
 
 
 def test_randomized_is_almost_as_good_as_svd_in_noise():
@@ -115,18 +97,6 @@ def test_warm_is_one_step_of_subspace_iteration():
     np.testing.assert_allclose(basis @ basis.T, expected @ expected.T, atol=1e-12, rtol=1e-12)
 
 
-def test_warm_begins_as_randomized_and_follows_a_direction_that_rotates():
-    basis = None
-    for t in range(40):
-        direction = torch.zeros(20, 1, dtype=torch.float64)
-        direction[0], direction[1] = math.cos(0.05 * t), math.sin(0.05 * t)
-        matrix = 5 * direction @ normal(1, 30, seed=t) + 0.5 * normal(20, 30, seed=100 + t)
-        before, basis = basis, find_basis(matrix, 1, projector="warm", previous=basis)
-        if before is None:
-            assert torch.equal(basis, find_basis(matrix, 1, projector="randomized"))
-        assert (basis.T @ direction).abs().item() > 0.98
-
-
 def test_the_first_basis_of_a_warm_optimizer_is_that_of_its_gradient():
     params = parameters((5, 9))
     optimizer = optimizer_of(params)
@@ -137,13 +107,6 @@ def test_the_first_basis_of_a_warm_optimizer_is_that_of_its_gradient():
         assert torch.equal(optimizer.state[params[0]]["basis"], basis)
         step(optimizer, params, t + 1)
         step(optimizer, params, t + 2)
-
-
-def test_randomized_is_deterministic_and_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    one, other = (find_basis(normal(20, 30), 3, projector="randomized") for _ in range(2))
-    assert torch.equal(one, other)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -204,24 +167,9 @@ def test_a_rotated_second_moment_is_never_negative_and_stays_isotropic(wide, dty
     assert rotated([], None, old=old, new=new, wide=wide) == ([], None)
 
 
-def test_rotating_within_a_subspace_loses_nothing():
-    old, state = orthonormal(7, 3), normal(3, 4)
-    new = old @ orthonormal(3, 3, seed=1)
-    (moved,), _ = rotated([state], None, old=old, new=new, wide=True)
-    assert_close(new @ moved, old @ state)
-
-
-def test_projected_white_noise_is_white_of_the_same_variance():
-    noise = project(0.3 * normal(24, 20_000), orthonormal(24, 6, seed=1))
-    # The standard error of a covariance is 0.7 % of the variance, and 1 % that of a variance; 6 of them are a false alarm
-    # once in 10⁷ times. The seed is fixed.
-    covariance = torch.cov(noise) / 0.3**2
-    torch.testing.assert_close(covariance, torch.eye(6, dtype=torch.float64), atol=0.06, rtol=0)
-
-
-@pytest.mark.parametrize("shape", [(32, 512), (512, 32)], ids=["wide", "tall"])
 @pytest.mark.parametrize("basis_change", BASIS_CHANGES)
-def test_adam_bc_subtracts_the_variance_that_projected_noise_has(basis_change, shape, monkeypatch):
+def test_adam_bc_subtracts_the_variance_that_projected_noise_has(basis_change, monkeypatch):
+    shape = (512, 32)
     bases = iter(range(100))
     monkeypatch.setattr(
         "doppler_hf.optim.galore.find_basis",
@@ -242,30 +190,6 @@ def test_adam_bc_subtracts_the_variance_that_projected_noise_has(basis_change, s
     np.testing.assert_allclose(ratio, 1.0, atol=5 * math.sqrt(2 / (8 * 512 * steps)), rtol=0)
 
 
-@pytest.mark.parametrize("projector", PROJECTORS)
-def test_what_a_basis_picks_from_its_own_noise_counts_in_one_step_of_a_gap_only(projector):
-    """A gradient's own basis holds its largest noise: at most (1 + √(m/n))² of the variance (Bai and Yin 1993)."""
-    p, noise_std, beta2, gap = torch.nn.Parameter(torch.zeros(32, 512)), 0.3, 0.9999, 40
-    constants = {"base": "adam_bc", "noise_std": noise_std, "beta2": beta2, "projector": projector}
-    optimizer = optimizer_of([p], rank=8, update_proj_gap=gap, **constants)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(2 * gap):
-        p.grad = noise_std * torch.randn(p.shape, generator=generator)
-        optimizer.step()
-    ratio = optimizer.state[p]["exp_avg_sq"].double().mean().item() / (1 - beta2 ** (2 * gap)) / noise_std**2
-    alarm = 5 * math.sqrt(2 / (8 * 512 * 2 * gap))
-    assert 1 - alarm < ratio < 1 + ((1 + math.sqrt(32 / 512)) ** 2 - 1) / gap + alarm
-
-
-def test_plain_descent_takes_galores_own_step():
-    (p,) = parameters((5, 9))
-    before, grad = p.detach().clone(), normal(5, 9, seed=9)
-    p.grad = grad.clone()
-    DopplerOptimizer([p], 0.5, rank=2, scale=0.25, weight_decay=0.1, projector="svd").step()
-    expected = 0.95 * before - 0.125 * torch.from_numpy(galore_projection(grad.numpy(), 2))
-    assert_close(p.detach(), expected)
-
-
 @pytest.mark.parametrize("gap", [1, 4])
 @pytest.mark.parametrize("basis_change", ["rotate", "reset"])
 @pytest.mark.parametrize("base", BASES)
@@ -283,22 +207,6 @@ def test_equals_algorithm_3_at_the_largest_rank_with_bases_of_its_own(base, basi
         p.grad = torch.tensor(grad)
         optimizer.step()
         np.testing.assert_allclose(p.detach().numpy(), after, atol=1e-9, rtol=1e-9)
-
-
-@pytest.mark.parametrize("source", ["gradient", "filtered"])
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize(("shape", "low"), [((5, 9), (2, 9)), ((9, 5), (9, 2)), ((6, 6), (2, 6))], ids=str)
-def test_state_has_the_rank(shape, low, base, source):
-    params = parameters(shape)
-    optimizer = optimizer_of(params, base=base, projector_source=source)
-    step(optimizer, params, 0)
-    state = optimizer.state[params[0]]
-    assert state["basis"].shape == (min(shape), 2)
-    assert [tensor.shape for tensor in state["filter_states"]] == [
-        shape if source == "filtered" else low
-    ] * SECOND_ORDER.order
-    assert ("exp_avg_sq" in state) == (base != "sgd")
-    assert state.get("exp_avg_sq", torch.empty(low)).shape == low
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -337,32 +245,12 @@ def test_groups_have_their_own_rank_gap_and_scale():
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("source", ["gradient", "filtered"])
-def test_half_precision_matrices_move_as_their_float32_twins(source):
-    (half,) = parameters((5, 9), dtype=torch.bfloat16)
-    twin = torch.nn.Parameter(half.detach().float())
-    pair = [optimizer_of([p], base="adam", weight_decay=0.1, projector_source=source) for p in (half, twin)]
-    for t in range(8):
-        half.grad = normal(5, 9, seed=t, dtype=torch.bfloat16)
-        twin.grad = half.grad.float()
-        for optimizer in pair:
-            optimizer.step()
-        assert torch.equal(half, twin.bfloat16())
-        twin.data.copy_(half)
-    tensors = [pair[0].state[half][name] for name in ("basis", "exp_avg_sq")] + pair[0].state[half]["filter_states"]
-    assert {tensor.dtype for tensor in tensors} == {torch.float32}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
-        ({"rank": 2.5}, r"rank must be a whole number of at least 1, got 2\.5"),
-        ({"update_proj_gap": float("nan")}, "update_proj_gap must be a whole number of at least 1, got nan"),
         ({"update_proj_gap": 0}, "update_proj_gap must be a whole number of at least 1, got 0"),
         ({"scale": 0.0}, r"scale must be a finite number > 0, got 0\.0"),
-        ({"scale": -1.0}, r"scale must be a finite number > 0, got -1\.0"),
-        ({"scale": math.nan}, "scale must be a finite number > 0, got nan"),
         ({"scale": math.inf}, "scale must be a finite number > 0, got inf"),
         ({"rank": 5}, "rank must be below the shorter side of some matrix, got 5"),
     ],
@@ -379,10 +267,9 @@ def test_group_options_out_of_range_are_refused(options, message):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("options", [{"maximize": True}, {"momentum": 0.9}, {"betas": (0.9, 0.99)}], ids=str)
-def test_unknown_group_options_are_refused(options):
-    with pytest.raises(ValueError, match=f"A group has {next(iter(options))}="):
-        optimizer_of([{"params": parameters((5, 9))} | options])
+def test_unknown_group_options_are_refused():
+    with pytest.raises(ValueError, match="A group has momentum="):
+        optimizer_of([{"params": parameters((5, 9)), "momentum": 0.9}])
 
 
 @pytest.mark.parametrize(

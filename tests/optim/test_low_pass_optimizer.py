@@ -64,7 +64,7 @@ class Recorder(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     "low_pass_filter",
     [
-        *(PAPER_FILTERS[name] for name in ("none", "momentum", "first-order-v2", "second-order", "f5", "f6")),
+        *(PAPER_FILTERS[name] for name in ("none", "first-order-v2", "f6")),
         butterworth(4, 0.2),
     ],
     ids=str,
@@ -75,38 +75,6 @@ def test_equals_the_base_on_gradients_filtered_by_scipy(name, low_pass_filter):
     optimizer = LowPassOptimizer(BASES[name]([ours]), low_pass_filter)
     expected = trajectory(BASES[name]([theirs]), theirs, filtered(gradients(), low_pass_filter))
     np.testing.assert_allclose(trajectory(optimizer, ours, gradients()), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", PAPER_FILTERS)
-def test_on_sgd_it_is_doppler_sgd(name):
-    ours, theirs = parameter(), parameter()
-    optimizer = LowPassOptimizer(torch.optim.SGD([ours], lr=0.05), PAPER_FILTERS[name])
-    doppler = DopplerOptimizer([theirs], 0.05, low_pass_filter=PAPER_FILTERS[name])
-    np.testing.assert_allclose(
-        trajectory(optimizer, ours, gradients()), trajectory(doppler, theirs, gradients()), rtol=1e-12, atol=1e-12
-    )
-
-
-@pytest.mark.parametrize(("name", "same"), [("none", True), ("momentum", False)])
-def test_on_adam_it_takes_the_second_moment_of_the_filtered_gradient(name, same):
-    ours, theirs = parameter(), parameter()
-    adam = torch.optim.AdamW([ours], 0.01, betas=(0.0, 0.999), eps=1e-16, weight_decay=0.1)
-    optimizer = LowPassOptimizer(adam, PAPER_FILTERS[name])
-    doppler = DopplerOptimizer([theirs], 0.01, low_pass_filter=PAPER_FILTERS[name], base="adam", eps=1e-16, weight_decay=0.1)
-    difference = np.abs(trajectory(optimizer, ours, gradients()) - trajectory(doppler, theirs, gradients())).max()
-    assert (difference < 1e-12) if same else (difference > 1e-2)
-
-
-@pytest.mark.parametrize("low_pass_filter", [PAPER_FILTERS["none"], LowPassFilter(b=(1 + 5e-7,))], ids=str)
-def test_order_0_gives_the_base_exactly_the_gradient(low_pass_filter):
-    p = parameter()
-    base = Recorder([p])
-    optimizer = LowPassOptimizer(base, low_pass_filter)
-    for grad in gradients():
-        p.grad = torch.tensor(grad)
-        optimizer.step()
-        assert torch.equal(base.seen[-1][0], p.grad)
-    assert not optimizer.filter_state
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -143,23 +111,6 @@ def test_a_parameter_without_gradient_is_skipped_and_has_its_own_first_step():
     np.testing.assert_allclose(torch.stack(seen_late[7:]), filtered(grads[7:], PAPER_FILTERS["f6"]), rtol=1e-12, atol=1e-12)
 
 
-def test_a_parameter_without_gradient_has_no_state():
-    p = parameter()
-    optimizer = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f6"])
-    optimizer.step()
-    assert not optimizer.filter_state
-
-
-@pytest.mark.parametrize("name", PAPER_FILTERS)
-def test_state_holds_as_many_tensors_as_the_order(name):
-    p = parameter()
-    optimizer = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS[name])
-    trajectory(optimizer, p, gradients(3))
-    tensors = [tensor for state in optimizer.filter_state.values() for tensor in state["filter_states"]]
-    assert len(tensors) == PAPER_FILTERS[name].order
-    assert all(isinstance(value, float) for state in optimizer.filter_state.values() for value in state["bias_states"])
-
-
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"),
     [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)],
@@ -180,16 +131,6 @@ def test_half_precision_is_filtered_in_float32_and_rounded_for_the_base(dtype, s
     np.testing.assert_allclose(seen, expected, rtol=1.01 * torch.finfo(dtype).eps, atol=2e-6)
 
 
-def test_a_base_may_have_taken_steps():
-    ours, theirs = parameter(), parameter()
-    base, alone = (BASES["adamw"]([p]) for p in (ours, theirs))
-    trajectory(base, ours, gradients()[:10])
-    optimizer = LowPassOptimizer(base, PAPER_FILTERS["f3"])
-    resumed = trajectory(optimizer, ours, gradients()[10:])
-    grads = np.concatenate([gradients()[:10], filtered(gradients()[10:], PAPER_FILTERS["f3"])])
-    np.testing.assert_allclose(resumed, trajectory(alone, theirs, grads)[10:], rtol=1e-12, atol=1e-12)
-
-
 def test_groups_defaults_and_state_are_those_of_the_base():
     p = parameter()
     base = BASES["adamw"]([p])
@@ -203,27 +144,6 @@ def test_groups_defaults_and_state_are_those_of_the_base():
     for name in ("param_groups", "defaults", "state"):
         with pytest.raises(AttributeError):
             setattr(optimizer, name, copy.copy(getattr(base, name)))
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none):
-    p = parameter()
-    p.grad = torch.ones_like(p)
-    LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f3"]).zero_grad(set_to_none=set_to_none)
-    assert p.grad is None if set_to_none else torch.equal(p.grad, torch.zeros_like(p))
-
-
-def test_added_groups_have_their_own_options():
-    one, other = parameter(), parameter()
-    base = torch.optim.SGD([one], 0.5)
-    optimizer = LowPassOptimizer(base, PAPER_FILTERS["f6"])
-    trajectory(optimizer, one, gradients(3))
-    optimizer.add_param_group({"params": [other], "lr": 0.25})
-    assert base.param_groups[1]["lr"] == 0.25
-    before = other.detach().clone()
-    other.grad = torch.ones_like(other)
-    optimizer.step()
-    torch.testing.assert_close(other.data, before - 0.25, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -251,79 +171,22 @@ def test_state_of_several_groups_is_matched_to_its_parameters():
         assert_same(loading.filter_state[p], saving.filter_state[p])
 
 
-def test_loading_does_not_share_memory_with_the_checkpoint():
-    one, other = parameter(), parameter()
-    saving, loading = (LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f5"]) for p in (one, other))
-    trajectory(saving, one, gradients(5))
-    checkpoint = saving.state_dict()
-    before = copy.deepcopy(checkpoint)
-    loading.load_state_dict(checkpoint)
-    assert checkpoint.keys() == before.keys()
-    trajectory(loading, other, gradients(5))
-    assert_same(checkpoint, before)
-
-
-def test_loading_a_checkpoint_from_before_the_first_step_starts_afresh():
-    p, fresh_p = parameter(), parameter()
-    optimizer, fresh = (LowPassOptimizer(torch.optim.SGD([q], 0.1), PAPER_FILTERS["f6"]) for q in (p, fresh_p))
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    trajectory(optimizer, p, gradients(5))
-    optimizer.load_state_dict(checkpoint)
-    p.data.copy_(fresh_p.data)
-    np.testing.assert_array_equal(trajectory(optimizer, p, gradients()), trajectory(fresh, fresh_p, gradients()))
-
-
-def test_loading_moves_the_state_to_the_device_of_the_parameter():
-    p = parameter()
-    saving = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f6"])
-    trajectory(saving, p, gradients(2))
-    elsewhere = torch.nn.Parameter(torch.empty(SHAPE, device="meta"))
-    loading = LowPassOptimizer(torch.optim.SGD([elsewhere], 0.1), PAPER_FILTERS["f6"])
-    loading.load_state_dict(saving.state_dict())
-    for tensor in loading.filter_state[elsewhere]["filter_states"]:
-        assert (tensor.device.type, tensor.dtype) == ("meta", torch.float32)
-
-
-def test_a_checkpoint_is_the_base_s_with_the_filter_beside_it():
-    p, alone = parameter(), parameter()
-    optimizer = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f3"])
-    trajectory(optimizer, p, gradients(3))
-    base = BASES["adamw"]([alone])
-    base.load_state_dict(optimizer.state_dict())
-    assert_same(base.state_dict(), {key: value for key, value in optimizer.state_dict().items() if key != "low_pass"})
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("other", ["none", "f1"])
-def test_a_checkpoint_of_another_order_is_refused_before_anything_changes(other, steps):
+def test_a_checkpoint_of_another_order_is_refused_before_anything_changes():
     p = parameter()
     saving = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f6"])
-    if steps:
-        trajectory(saving, p, gradients(steps))
-    loading = LowPassOptimizer(torch.optim.AdamW([p], 0.7), PAPER_FILTERS[other])
+    trajectory(saving, p, gradients(2))
+    loading = LowPassOptimizer(torch.optim.AdamW([p], 0.7), PAPER_FILTERS["f1"])
     trajectory(loading, p, gradients(3))
     before = copy.deepcopy(loading.state_dict())
-    with pytest.raises(ValueError, match=f"order 2, this optimizer's {other} is of order {PAPER_FILTERS[other].order}"):
+    with pytest.raises(ValueError, match="order 2, this optimizer's f1 is of order 1"):
         loading.load_state_dict(saving.state_dict())
     assert_same(loading.state_dict(), before)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [BASES["adamw"], lambda params: DopplerOptimizer(params, 0.1, low_pass_filter=PAPER_FILTERS["f6"])],
-    ids=["adamw", "doppler"],
-)
-def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes(other):
+def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes():
     p = parameter()
     loading = LowPassOptimizer(torch.optim.AdamW([p], 0.7), PAPER_FILTERS["f6"])
-    assert_refused_and_unchanged(other([p]), loading, p, message="not written by LowPassOptimizer")
-
-
-def test_a_checkpoint_that_the_base_refuses_changes_nothing():
-    p = parameter()
-    saving = LowPassOptimizer(torch.optim.SGD([p, parameter()], 0.1), PAPER_FILTERS["f6"])
-    loading = LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f6"])
-    assert_refused_and_unchanged(saving, loading, p, message="doesn't match the size")
+    assert_refused_and_unchanged(BASES["adamw"]([p]), loading, p, message="not written by LowPassOptimizer")
 
 
 def assert_refused_and_unchanged(saving, loading, p, *, message):
@@ -375,12 +238,6 @@ def test_copies_go_on_by_themselves(copied):
     assert repr(other) == repr(optimizer)
 
 
-def test_repr_names_the_filter_and_the_base():
-    text = repr(LowPassOptimizer(torch.optim.SGD([parameter()], 0.125), PAPER_FILTERS["f6"]))
-    assert text.startswith("LowPassOptimizer(low_pass_filter=f6, base=SGD (")
-    assert "lr: 0.125" in text
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_accelerate_wraps_it_at_any_time(dtype):
     p, twin_p = parameter(dtype=dtype), parameter(dtype=dtype)
@@ -397,33 +254,6 @@ def test_accelerate_wraps_it_at_any_time(dtype):
     again.zero_grad()
     assert p.grad is None
     assert again.param_groups is optimizer.base.param_groups
-
-
-def test_learning_rate_schedulers_change_the_base():
-    p = parameter([0.0])
-    base = torch.optim.SGD([p], 1.0)
-    optimizer = LowPassOptimizer(base, PAPER_FILTERS["none"])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    for _ in range(3):
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        scheduler.step()
-    assert p.item() == -(1 + 0.5 + 0.25)
-    assert base.param_groups[0]["lr"] == 0.125
-    optimizer.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    scheduler.step()
-    assert base.param_groups[0]["lr"] == 0.0625
-
-
-def test_a_scheduler_that_reads_the_defaults():
-    p = parameter()
-    optimizer = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f3"])
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
-    for grad in gradients(4):
-        p.grad = torch.tensor(grad)
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.base.param_groups[0]["lr"] == scheduler.get_last_lr()[0] < 0.001
 
 
 def test_a_base_with_two_points_is_switched():
@@ -474,7 +304,6 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(name):
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        (lambda p: torch.optim.SGD, r"base must be a torch\.optim\.Optimizer, got <class 'torch\.optim\.sgd\.SGD'>\. Build"),
         (lambda p: "adam", r"base must be a torch\.optim\.Optimizer, got 'adam'\. Build"),
         (
             lambda p: LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f3"]),

@@ -134,19 +134,6 @@ def test_a_compiler_that_fails_on_the_second_dtype_steps_nothing_twice(monkeypat
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_the_numbers_of_a_step_are_made_once_for_all_tensors(monkeypatch):
-    made, as_tensors = [], one_pass._as_tensors
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(one_pass, "_as_tensors", lambda *given: made.append(given) or as_tensors(*given))
-    batch = [ParameterTensors(torch.zeros(16), torch.ones(16), []) for _ in range(2 * one_pass.TENSORS_AT_A_TIME)]
-    constants = StepConstants(lambda grad, *_: grad, step_size=0.5)
-    program = one_pass.Program(update, batch[0], constants)
-    made.clear()
-    program(batch, constants)
-    assert len(made) == 1
-    assert all(torch.equal(tensors.weight, torch.full((16,), -0.5)) for tensors in batch)
-
-
 def test_tensors_share_calls_and_small_ones_stay_outside(monkeypatch):
     calls = []
 
@@ -203,17 +190,3 @@ def test_only_many_parameters_are_compiled_unless_told(compiled, threshold, comp
             p.grad = torch.ones_like(p)
         optimizer.step()
     assert asked == [expected]
-
-
-def test_where_compiling_is_switched_off_slices_are_taken_in_silence(monkeypatch):
-    """As by TORCH_COMPILE_DISABLE=1 in the environment."""
-    monkeypatch.setattr("torch._dynamo.config.disable", True)
-    monkeypatch.setattr("doppler_hf.optim.one_pass.Program", None)  # would not be callable
-    weights = []
-    for compiled in (True, False):
-        p = torch.nn.Parameter(torch.ones(100))
-        optimizer = DopplerOptimizer([p], 0.1, low_pass_filter=PAPER_FILTERS["second-order"], base="adam", compiled=compiled)
-        p.grad = torch.linspace(-1, 1, 100)
-        optimizer.step()
-        weights.append(p.detach())
-    assert torch.equal(*weights)

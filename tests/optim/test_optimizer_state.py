@@ -89,7 +89,7 @@ def test_resuming_is_uninterrupted_to_the_bit(dtypes, base, name):
 
 @pytest.mark.parametrize(
     ("dtypes", "base", "name", "basis_change", "projector", "projector_source"),
-    pairwise(DTYPES, BASES, FILTERS, BASIS_CHANGES, PROJECTORS, PROJECTOR_SOURCES, strength=3),
+    pairwise(DTYPES, BASES, FILTERS, BASIS_CHANGES, PROJECTORS, PROJECTOR_SOURCES),
     ids=str,
 )
 def test_resuming_with_galore_is_uninterrupted_to_the_bit(dtypes, base, name, basis_change, projector, projector_source):
@@ -101,7 +101,6 @@ def test_resuming_with_galore_is_uninterrupted_to_the_bit(dtypes, base, name, ba
     ("change", "message"),
     [
         ({"rank": 3}, r"^The checkpoint is of rank 2, this optimizer of 3\. Set rank=2\.$"),
-        ({"rank": None}, r"^The checkpoint is of rank 2, this optimizer of None\. Set rank=2\.$"),
         ({"base": "adam"}, "The checkpoint is of base 'adam_bc', this optimizer of 'adam'. Set base='adam_bc'"),
         ({"low_pass_filter": PAPER_FILTERS["momentum"]}, "filter of order 2, this optimizer's momentum is of order 1"),
         ({"projector_source": "filtered"}, "The checkpoint is of projector_source 'gradient', this optimizer of 'filtered'"),
@@ -119,12 +118,6 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(change, 
     assert_same(params, loading, params_before, before)
     for group, group_before in zip(loading.param_groups, before.param_groups, strict=True):
         assert {**group, "params": None} == {**group_before, "params": None}
-
-
-def test_a_checkpoint_without_galore_is_refused_with_it():
-    params = parameters(*SHAPES)
-    with pytest.raises(ValueError, match=r"^The checkpoint is of rank None, this optimizer of 2\. Set rank=None\.$"):
-        optimizer_of(params, **GALORE).load_state_dict(optimizer_of(params).state_dict())
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_even_before_its_first_step():
@@ -148,21 +141,6 @@ def test_gap_and_scale_stay_and_learning_rate_and_weight_decay_are_loaded():
     ]
 
 
-def test_state_of_less_precision_is_loaded_into_more_and_back():
-    for saved_dtype, own_dtype in ((torch.bfloat16, None), (None, torch.bfloat16)):
-        params, others = parameters(*SHAPES, dtype=torch.float32), parameters(*SHAPES, dtype=torch.float32)
-        saving, loading = (
-            optimizer_of(ps, **GALORE, state_dtype=dtype) for ps, dtype in ((params, saved_dtype), (others, own_dtype))
-        )
-        run(saving, params, range(2))
-        loading.load_state_dict(saved_and_loaded(saving.state_dict()))
-        for p, other in zip(params, others, strict=True):
-            v = loading.state[other]["exp_avg_sq"]
-            assert v.dtype == (own_dtype or torch.float32)
-            assert torch.equal(v, saving.state[p]["exp_avg_sq"].to(v.dtype))
-            assert loading.state[other].get("basis", p).dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
 )
@@ -177,15 +155,6 @@ def test_copies_keep_all_constants_and_continue_to_the_bit(copied):
         assert getattr(other, name) == getattr(optimizer, name), name
     run(optimizer, params, range(4, 9))
     run(other, others, range(4, 9))
-    assert_same(params, optimizer, others, other)
-
-
-def test_a_copy_before_the_first_step_takes_the_same_steps():
-    params = parameters(*SHAPES)
-    optimizer = optimizer_of(params, **GALORE)
-    others, other = copy.deepcopy((params, optimizer))
-    run(optimizer, params, range(5))
-    run(other, others, range(5))
     assert_same(params, optimizer, others, other)
 
 
@@ -210,36 +179,11 @@ def test_a_group_added_late_begins_anew_and_resumes():
     assert_same(early + late, optimizer, early_copies + late_copies, resumed)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_a_parameter_that_is_frozen_for_a_while_goes_on_where_it_stopped(base):
-    params, moving = parameters(*SHAPES), parameters((4, 4))
-    whole = clones(params)
-    optimizer = optimizer_of([*params, *moving], base=base, **GALORE)
-    reference = optimizer_of(whole, base=base, **GALORE)
-    for t in range(6):
-        run(optimizer, params + moving, [t])
-        run(reference, whole, [t])
-        for p in params:
-            p.grad = None
-        for _ in range(2):
-            optimizer.step()
-    assert_same(params, optimizer, whole, reference)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t)),
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=8, cycle_momentum=False),
-    ],
-    ids=["LambdaLR", "OneCycleLR"],
-)
-@pytest.mark.parametrize("of_tensor", [False, True])
-def test_schedulers_set_the_learning_rate_of_the_next_step(schedule, of_tensor):
+def test_schedulers_set_the_learning_rate_of_the_next_step():
     params, others = parameters(*SHAPES), parameters(*SHAPES)
-    lr = torch.tensor(0.05, dtype=torch.float64) if of_tensor else 0.05
+    lr = torch.tensor(0.05, dtype=torch.float64)
     optimizer, by_hand = optimizer_of(params, lr=lr, **GALORE), optimizer_of(others, **GALORE)
-    scheduler = schedule(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
     rates = set()
     for t in range(7):
         rate = float(optimizer.param_groups[0]["lr"])
@@ -256,10 +200,12 @@ def test_schedulers_set_the_learning_rate_of_the_next_step(schedule, of_tensor):
     assert float(resumed.param_groups[0]["lr"]) == float(optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES[1:], ids=str)
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("reordered", ["both", "parameters", "gradients"])
-def test_parameters_and_gradients_in_another_order_of_memory(base, dtype, state_dtype, reordered):
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "base", "reordered"),
+    [(*dtypes, *rest) for dtypes, *rest in pairwise(DTYPES[1:], BASES, ["both", "parameters", "gradients"])],
+    ids=str,
+)
+def test_parameters_and_gradients_in_another_order_of_memory(dtype, state_dtype, base, reordered):
     def channels_last(tensor):
         return tensor.to(memory_format=torch.channels_last)
 

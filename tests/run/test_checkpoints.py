@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerState
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from tests.support.tiers import thorough
-from tests.support.trainers import StopAt, trained, trainer_of, weights
+from tests.support.trainers import trained, trainer_of, weights
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
 
@@ -86,15 +86,6 @@ def test_folders_of_other_names_are_no_checkpoints(tmp_path):
     assert resumed.privacy.ledger.restarts == [6]
 
 
-def test_a_state_that_was_cut_short_is_no_whole_checkpoint(tmp_path):
-    trainer_of(tmp_path, **OPTIONS).train()
-    path = tmp_path / "out" / "checkpoint-6" / "trainer_state.json"
-    path.write_text(path.read_text()[:-20])
-    resumed = trainer_of(tmp_path, **OPTIONS)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.privacy.ledger.restarts == [4]
-
-
 def test_without_a_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
     killed_run(tmp_path, monkeypatch, call=1)
     with pytest.raises(ValueError, match=r"must find a whole checkpoint in .*, got 1 whose writing was interrupted"):
@@ -102,11 +93,6 @@ def test_without_a_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"got .*checkpoint-2, whose writing was interrupted"):
         trainer_of(tmp_path, **OPTIONS).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 2
-
-
-def test_where_there_is_no_checkpoint_the_host_says_so(tmp_path):
-    with pytest.raises(ValueError, match="No valid checkpoint found"):
-        trainer_of(tmp_path, **OPTIONS).train(resume_from_checkpoint=True)
 
 
 SCRIPT = """
@@ -172,30 +158,6 @@ def test_a_run_that_is_killed_again_and_again_ends_and_counts_every_step(tmp_pat
     assert all(tensor.isfinite().all() for tensor in load_file(out / f"checkpoint-{steps}" / "model.safetensors").values())
     verified = [sys.executable, "-m", "doppler_hf", "verify", str(out)]
     assert "verified" in subprocess.run(verified, cwd=root, capture_output=True, text=True, check=True).stdout.lower()
-
-
-@pytest.mark.thorough
-def test_auto_keeps_the_filter_of_a_checkpoint_whatever_it_would_choose(tmp_path):
-    """For 400 steps momentum is chosen and for 4 nothing; for 404 and 800 momentum of other coefficients."""
-    options = dict(low_pass_filter="auto", noise_shape="banded:bands=2", save_strategy="steps", save_steps=4)
-    for steps, chosen, others in ((400, "momentum", (404, 800, 5)), (4, "none", (400,))):
-        folder = tmp_path / str(steps)
-        first = trained(trainer_of(folder, **options, max_steps=steps, callbacks=[StopAt(4)]))
-        own = str(first.optimizer.optimizer.low_pass_filter)
-        assert own.startswith(chosen)
-        for max_steps in others:
-            resumed = trainer_of(folder, **options, max_steps=max_steps, callbacks=[StopAt(5)])
-            resumed.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-4"))
-            assert str(resumed.optimizer.optimizer.low_pass_filter) == own
-            assert resumed.state.global_step == 5
-
-
-def test_a_filter_of_another_order_is_refused_with_the_name_of_the_checkpoints(tmp_path):
-    options = dict(save_strategy="steps", save_steps=2)
-    trainer_of(tmp_path, **options, low_pass_filter="momentum:beta=0.8", max_steps=2).train()
-    resumed = trainer_of(tmp_path, **options, low_pass_filter="none", max_steps=4)
-    with pytest.raises(ValueError, match=r"Set low_pass_filter='momentum:beta=0\.8'\.$"):
-        resumed.train(resume_from_checkpoint=True)
 
 
 FILTERED = OPTIONS | dict(weight_filter="momentum:beta=0.9")

@@ -10,9 +10,9 @@ import scipy.stats
 import torch
 
 from doppler_hf.filters import corrected_noise_gain, noise_gain
-from doppler_hf.run import gradient_recorder as recorder_module
+from doppler_hf.run import projection as projection_module
 from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
-from tests.support.trainers import Recorder, trained, trainer_of
+from tests.support.trainers import Recorder, trainer_of
 
 pytestmark = pytest.mark.usefixtures("checked_arrays")
 
@@ -34,7 +34,7 @@ def matrix(number, **options):
 def width(request, monkeypatch):
     """Tables of 13 columns, or of all coordinates."""
     if request.param == "several rows":
-        monkeypatch.setattr(recorder_module, "TABLE_WIDTH", 13)
+        monkeypatch.setattr(projection_module, "TABLE_WIDTH", 13)
 
 
 @pytest.mark.usefixtures("width")
@@ -56,32 +56,6 @@ def test_a_gradient_in_pieces_is_the_gradient_in_one():
         pieces = list(gradient.split(sizes))
         pieces[-1] = pieces[-1].view(2, -1) if len(pieces[-1]) % 2 == 0 else pieces[-1]
         np.testing.assert_allclose(image(pieces), expected, rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.usefixtures("width")
-def test_norms_are_kept_in_the_mean_over_seeds():
-    # The worst that a table can be given: its rows are all alike.
-    gradient = torch.tensor([3.0, *[1.0] * 59])
-    squares = [np.sum(projection(60, seed=seed)([gradient]).astype(float) ** 2) for seed in range(2000)]
-    error = np.std(squares) / math.sqrt(2000)
-    # Five and a half standard errors: 4e-8 of false alarm.
-    assert abs(np.mean(squares) - 68) < 5.5 * error
-    assert error < 2
-
-
-def test_the_seed_says_which_and_the_global_generator_is_left_alone():
-    before = torch.get_rng_state()
-    np.testing.assert_array_equal(matrix(60, seed=3), matrix(60, seed=3))
-    assert not np.array_equal(matrix(60, seed=3), matrix(60, seed=4))
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_half_precision_is_summed_in_float32():
-    # 1 + 1/512 in bfloat16 is 1.
-    gradient = torch.tensor([1.0, *[2.0**-9] * 511], dtype=torch.bfloat16)
-    image = projection(512, dimensions=1)
-    assert image([gradient]).dtype == np.float32
-    np.testing.assert_allclose(image([gradient]), image([gradient.double()]), rtol=1e-6, atol=1e-6)
 
 
 # --- in a training --------------------------------------------------------------------------------------------------------
@@ -182,36 +156,19 @@ def test_estimates_are_those_of_the_steps_since_the_last_log(tmp_path):
     assert noise_gain(recorder.low_pass_filter) < gains[-1]
 
 
-@pytest.mark.thorough
-def test_a_second_training_begins_a_new_recording(tmp_path):
-    recorder = GradientRecorder(dimensions=32)
-    trainer = trained(trainer_of(tmp_path, callbacks=[recorder], max_steps=2))
-    first = recorder.private
-    trainer.train()
-    assert len(recorder.private) == 2
-    assert not np.array_equal(first, recorder.private)
-
-
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dimensions": 0}, r"dimensions must lie in \[1, 131071\], got 0"),
-        ({"dimensions": 2**17}, r"dimensions must lie in \[1, 131071\], got 131072"),
-    ],
-)
-def test_a_recorder_of_nothing_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        GradientRecorder(**options)
+def test_a_recorder_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"dimensions must lie in \[1, 131071\], got 0"):
+        GradientRecorder(dimensions=0)
 
 
 @pytest.mark.parametrize(
     ("options", "run", "message"),
     [
         ({}, {"disable_dp": True, "noise_multiplier": None}, "disable_dp=True has none"),
-        ({}, {"optim_target_modules": ["query"], "optim_args": "rank=4"}, "which GaLore"),
+        ({}, {"optim_target_modules": ["query"], "optim_args": "rank=4"}, "unlike that of GaLore"),
         ({"dimensions": 100_000}, {}, r"dimensions must be at most the \d+ trained parameters, got 100000"),
     ],
 )
@@ -219,14 +176,3 @@ def test_runs_that_cannot_be_recorded_are_refused(tmp_path, options, run, messag
     trainer = trainer_of(tmp_path, callbacks=[GradientRecorder(**options)], **run)
     with pytest.raises(ValueError, match=message):
         trainer.train()
-
-
-def test_the_raw_gradient_is_recorded_where_asked_for_only():
-    with pytest.raises(ValueError, match="record_raw must be True to record raw gradients, got False"):
-        GradientRecorder().record_raw_gradient({}, 8)
-
-
-def test_a_recording_is_loaded_by_the_name_that_it_was_saved_under(tmp_path):
-    """NumPy adds its suffix to a name without one."""
-    GradientRecorder(dimensions=8).save(tmp_path / "recording")
-    assert GradientRecorder.load(tmp_path / "recording").dimensions == 8

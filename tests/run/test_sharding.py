@@ -12,14 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.run import sharded_states
-from doppler_hf.run.parameters import digests_of, look_again, parameters_digest, untrained_digest
+from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.sharded_states import whole_state
-from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, kinds_of_layers, shared_by_layers
-from tests.support.tiny import text_data, tiny_bert
-from tests.support.trainers import arguments, trainer_of
+from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, shared_by_layers
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import arguments
 
 pytestmark = pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused")
 
@@ -45,8 +44,6 @@ def asked(tmp_path, monkeypatch, *, world_size=2, plugin=(), **overrides):
         ),
         (dict(reshard_after_forward=False), "reshard_after_forward=True in a private run, got False: each process would"),
         (dict(cpu_ram_efficient_loading=True), "cpu_ram_efficient_loading=False in a private run, got True"),
-        (dict(activation_checkpointing=True), "got True: it wraps layers .* Set gradient_checkpointing=True instead"),
-        (dict(ignored_modules="classifier"), "ignored_modules=None in a private run, got classifier"),
         (dict(cpu_offload=True), "cpu_offload=None in a private run, got CPUOffloadPolicy"),
     ],
     ids=str,
@@ -74,17 +71,6 @@ def test_settings_that_a_private_run_cannot_have_are_refused(tmp_path, monkeypat
 def test_arguments_beside_it_are_refused(tmp_path, monkeypatch, options, message):
     with pytest.raises(ValueError, match=message), kept_from_host(asked(tmp_path, monkeypatch, **options)):
         pass
-
-
-def test_the_trainer_refuses_when_it_is_made(tmp_path, monkeypatch):
-    """What a launcher asks for comes by the environment, and was trained with parts of what is trained before."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "1")
-    with pytest.raises(ValueError, match="fsdp_version=2 in a private run, got 1"):
-        trainer_of(tmp_path)
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(ValueError, match="several processes, got one"):
-        trainer_of(tmp_path)
 
 
 def test_the_host_is_not_told_in_the_meantime_only(tmp_path, monkeypatch):
@@ -147,17 +133,6 @@ def test_much_that_is_trained_is_cut_too(rank):
     assert not any(group.reduce_grads for group in groups_of(model))  # no gradient leaves its process unclipped
 
 
-@pytest.mark.usefixtures("group")
-def test_what_fsdp_cannot_cut_stays_whole_where_all_is_trained():
-    sizes = dict(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    model = T5ForConditionalGeneration(T5Config(**sizes))
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    sharding = cut(model)
-    whole = {name for name, value in model.named_parameters() if not isinstance(value, DTensor)}
-    assert whole == {"shared.weight", "scale"}
-    assert sharding.sharded_sums.places.keys() == dict(model.named_parameters()).keys() - whole
-
-
 def tokens():
     return {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "attention_mask": torch.ones(2, 3)}
 
@@ -177,16 +152,6 @@ def test_clipped_sums_of_gathered_weights_are_those_of_whole_ones():
     expected = found(model)
     torch.testing.assert_close(found(model, sharded_sums=cut(model).sharded_sums), expected, rtol=1e-12, atol=1e-15)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.usefixtures("group")
-def test_an_ordinary_gradient_of_a_gathered_weight_is_found():
-    model = tiny_bert()
-    with ClippedGradients(model, sharded_sums=cut(model).sharded_sums) as clipped:
-        clipped.hold_apart()
-        model.dropout.register_forward_hook(lambda module, inputs, output: output * model.classifier.bias.sum())
-        with pytest.raises(ValueError, match=r"No per-sample gradient for .* 'classifier\.bias', used outside"):
-            clipped.backward(model(**tokens()).logits.sum(dim=1))
 
 
 @pytest.mark.usefixtures("group")
@@ -223,19 +188,6 @@ def test_a_part_is_known_as_the_whole_until_it_changes():
 
 
 @pytest.mark.usefixtures("group")
-def test_weights_that_are_loaded_later_are_known_by_a_training():
-    model, other = lora(tiny_bert()), lora(tiny_bert())
-    with torch.no_grad():
-        for value in other.parameters():
-            value.add_(1.0)
-    cut(model)
-    model.load_state_dict(other.state_dict())
-    assert parameters_digest(model) != parameters_digest(other)
-    look_again(model.parameters())
-    assert parameters_digest(model) == parameters_digest(other)
-
-
-@pytest.mark.usefixtures("group")
 def test_a_whole_state_is_saved_and_loaded():
     model = tiny_bert()
     for name, parameter in model.named_parameters():
@@ -269,20 +221,6 @@ def test_weights_that_more_than_the_head_shares_stay_whole():
     bart = BartForConditionalGeneration(BartConfig(vocab_size=50, d_model=16, decoder_attention_heads=2, **sizes))
     assert [value is bart.model.shared.weight for value in shared_by_layers(bart.requires_grad_(False))] == [True]
     assert shared_by_layers(tiny_bert().requires_grad_(False)) == []
-
-
-def test_layers_that_hold_the_embeddings_are_not_gathered_as_one():
-    assert "BertEmbeddings" in tiny_bert()._no_split_modules
-    assert kinds_of_layers(lora(tiny_bert())) == ["BertLayer"]
-    assert kinds_of_layers(nn.Linear(2, 2)) == []
-
-
-def test_without_it_nothing_is_cut(tmp_path):
-    trainer = trainer_of(tmp_path, data=text_data())
-    trainer.train()
-    assert type(trainer) is DopplerTrainer
-    assert not trainer._sharding.is_asked_for
-    assert not any(isinstance(value, DTensor) for value in trainer.model.parameters())
 
 
 def test_an_optimizer_keeps_its_states_if_they_cannot_be_made_whole(monkeypatch):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import scipy.signal
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer
@@ -12,7 +11,6 @@ from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, moving_average
 from doppler_hf.optim import WeightFilter
 from doppler_hf.run.weight_filter_callback import WEIGHT_FILTER_NAME
 from tests.support.optimizers import saved_and_loaded
-from tests.support.tiny import tiny_bert
 from tests.support.trainers import trained, trainer_of, weights
 
 FILTERS = ["momentum:beta=0.97", "butterworth:order=2,cutoff=0.1", "moving-average:taps=3", "none"]
@@ -97,33 +95,9 @@ def test_nested_application_changes_nothing():
     assert_equal(params, raw)
 
 
-def test_before_the_first_update_the_weights_are_the_raw_ones():
-    params = [torch.nn.Parameter(torch.ones(3))]
-    filtered = WeightFilter(params, LowPassFilter.parse(FILTERS[0]))
-    assert_equal(applied_to(filtered, params), [torch.ones(3)])
-    filtered.copy_to_params()
-    assert_equal(params, [torch.ones(3)])
-
-
-def test_copy_to_params_is_for_good():
-    filtered, params = followed(FILTERS[0], trajectory())
-    expected = applied_to(filtered, params)
-    filtered.copy_to_params()
-    assert_equal(params, expected)
-
-
-def test_half_precision_weights_are_rounded_at_application_alone():
-    points = trajectory(steps=40, dtype=torch.bfloat16)
-    filtered, params = followed("momentum:beta=0.99", points)
-    exact, exact_params = followed("momentum:beta=0.99", [[value.float() for value in point] for point in points])
-    assert filtered.state_dict()["filtered"][0].dtype == torch.float32
-    expected = [p.bfloat16() for p in applied_to(exact, exact_params)]
-    assert_equal(applied_to(filtered, params), expected)
-
-
-@pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_resuming_is_uninterrupted_to_the_bit(name, dtype):
+def test_resuming_is_uninterrupted_to_the_bit(dtype):
+    name = FILTERS[1]
     points = trajectory(dtype=dtype)
     whole, whole_params = followed(name, points)
     first, _ = followed(name, points[:5])
@@ -227,15 +201,6 @@ def test_resumed_equals_uninterrupted(runs, tmp_path):
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_prediction_within_and_saving_after_training(runs, tmp_path):
-    _, filtered, _ = runs
-    filtered.save_model(str(tmp_path / "end"))
-    assert torch.equal(saved_weights(tmp_path / "end"), filtered.seen[6])
-    filtered.seen.clear()
-    filtered.predict(filtered.eval_dataset)
-    assert torch.equal(filtered.seen[6], weights(filtered))
-
-
 def test_the_best_model_is_a_filtered_one(tmp_path):
     options = OPTIONS | dict(load_best_model_at_end=True, metric_for_best_model="loss", save_steps=1)
     trainer = trained(trainer_of(tmp_path, cls=Filtered, **options | {"learning_rate": 1.0}))
@@ -254,27 +219,3 @@ def test_a_model_for_release_only_has_no_raw_weights(tmp_path):
     trainer_of(tmp_path, cls=Filtered, **OPTIONS | {"max_steps": 2, "save_only_model": True}).train()
     assert not list((tmp_path / "out").rglob(WEIGHT_FILTER_NAME))
     assert list((tmp_path / "out").rglob("model.safetensors"))
-
-
-@pytest.mark.thorough
-def test_adapters_are_filtered_and_the_rest_is_not_kept(tmp_path):
-    def lora():
-        torch.manual_seed(0)
-        return get_peft_model(tiny_bert(), LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
-
-    whole = trained(trainer_of(tmp_path, model=lora(), cls=Filtered, **OPTIONS))
-    state = torch.load(tmp_path / "out" / "checkpoint-2" / WEIGHT_FILTER_NAME, weights_only=True)
-    assert [tensor.shape for tensor in state["raw"]] == [p.shape for p in whole.model.parameters() if p.requires_grad]
-    resumed = trainer_of(tmp_path / "again", model=lora(), cls=Filtered, **OPTIONS)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert torch.equal(weights(resumed), weights(whole))
-
-
-def test_without_privacy_it_is_the_average_of_the_stock_trainer(tmp_path):
-    options = OPTIONS | dict(disable_dp=True, noise_multiplier=None, noise_seed=None, low_pass_filter="auto")
-    options["report_train_loss"] = "raw"
-    stock = trained(trainer_of(tmp_path / "stock", cls=Stock, **options))
-    filtered = trained(trainer_of(tmp_path, cls=Filtered, **options))
-    raw = torch.stack([stock.seen[step] for step in range(1, 7)]).double().numpy()
-    expected = scipy.signal.lfilter([0.3], [1, -0.7], raw, axis=0)[-1] / (1 - 0.7**6)
-    np.testing.assert_allclose(weights(filtered), expected, rtol=1e-5, atol=1e-6)

@@ -1,7 +1,7 @@
 """The ε of a run: the Poisson-subsampled Gaussian mechanism, composed over T steps, add/remove neighbours.
 
-Whatever happens to the private gradient afterwards (filter, Adam, projection) is post-processing and costs nothing, so
-none of it appears here. Three accountants bound the same ε from above: *prv*, *rdp* and *pld* (see `upper_bounds`).
+Filter, Adam and projection are post-processing and cost nothing. Three accountants bound the same ε from above: *prv*,
+*rdp* and *pld* (see `upper_bounds`).
 """
 
 import functools
@@ -23,30 +23,18 @@ Method = Accountant | Literal["prv estimate", "rdp estimate"]
 
 
 class Releases(NamedTuple):
-    """A number of steps run under the same mechanism.
+    """A number of steps run under the same mechanism."""
 
-    Attributes:
-        noise_multiplier: σ, in units of the clip norm.
-        sample_rate: q, the probability with which a unit is drawn at a step.
-        steps: T.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
+    noise_multiplier: float  # σ, in units of the clip norm
+    sample_rate: float  # q, the probability with which a unit is drawn at a step
+    steps: int  # T
 
     @classmethod
     def in_turns(cls, noise_multiplier: float, sample_rate: float, steps: int, *, groups: int) -> "Releases":
-        """Return what steps release in which b groups of units take turns, as if they were those of one group.
+        """Return the releases of steps in which b groups of units take turns, as those of one group.
 
         A unit is drawn in its turns only, ⌈T/b⌉ at most, each time with probability b·q (Choquette-Choo et al. 2023,
         https://arxiv.org/abs/2306.08153, Theorem 4).
-
-        Args:
-            noise_multiplier: σ.
-            sample_rate: q, the probability with which a unit is drawn at a step, over its groups.
-            steps: T.
-            groups: b; 1 for draws from all units at every step.
         """
         return cls(noise_multiplier, groups * sample_rate, math.ceil(steps / groups))
 
@@ -60,22 +48,8 @@ def joint_noise_multiplier(*noise_multipliers: float) -> float:
     """Return (Σ σᵢ⁻²)^(−1/2): the noise multiplier of several Gaussian releases from one Poisson draw, taken together.
 
     Release i adds noise of standard deviation σᵢ·Cᵢ to a sum of sensitivity Cᵢ over the same sample. In units of its own
-    noise each output shifts by a vector of norm at most 1/σᵢ when an example joins the sample; the outputs side by side
-    have standard normal noise and shift by at most √Σ σᵢ⁻². That is one Gaussian mechanism of this noise multiplier,
-    drawn with the same probability. Taken for independent draws, the releases would seem to cost more.
-
-    Args:
-        noise_multipliers: At least one; 0 is a release without noise, infinity one without information.
-
-    Returns:
-        σ of the joint release: 0 if any of them is 0, infinity if all are infinite.
-
-    Raises:
-        ValueError: If there is no noise multiplier, or a negative one.
-
-    Example:
-        >>> joint_noise_multiplier(3.0, 4.0)
-        2.4
+    noise each output shifts by a vector of norm at most 1/σᵢ when an example joins, so all together by at most √Σ σᵢ⁻².
+    That is one Gaussian mechanism, drawn with the same probability.
     """
     if not noise_multipliers:
         raise ValueError("noise_multipliers must have at least one entry, got none.")
@@ -91,7 +65,7 @@ def joint_noise_multiplier(*noise_multipliers: float) -> float:
 def get_epsilon(
     *, noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: Accountant = "prv"
 ) -> float:
-    """Return an upper bound on ε after `steps` steps.
+    """Return an upper bound on ε after `steps` steps: infinity without noise, and 0 for no steps.
 
     Args:
         noise_multiplier: σ, the noise's standard deviation in units of the clip norm.
@@ -99,9 +73,6 @@ def get_epsilon(
         steps: T.
         delta: δ, in (0, 1).
         accountant: "prv", "rdp" or "pld".
-
-    Returns:
-        ε; infinity for a noise multiplier of 0, and 0 for no steps.
 
     Raises:
         ValueError: If an argument is out of range, or the sample rate is 1 with "prv".
@@ -114,19 +85,7 @@ def get_epsilon(
 
 
 def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: Accountant = "prv") -> float:
-    """Return an upper bound on ε after several runs under possibly different mechanisms on the same data.
-
-    Args:
-        history: What was released, in any order.
-        delta: δ, in (0, 1).
-        accountant: "prv", "rdp" or "pld".
-
-    Returns:
-        ε, as `get_epsilon`. If the arithmetic of PRV or PLD fails, the bound of another accountant.
-
-    Raises:
-        ValueError: If `get_epsilon` would raise it.
-    """
+    """Return `get_epsilon` of several runs on the same data; where PRV or PLD fails, another accountant's bound."""
     mechanisms = composed(history, accountant=accountant)
     if not 0.0 < delta < 1.0:
         raise ValueError(f"delta must lie in (0, 1), got {delta}.")
@@ -140,11 +99,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: 
 
 
 def composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[SampledGaussian, ...]:
-    """Return every mechanism once, with all of its steps.
-
-    Raises:
-        ValueError: If a number is out of range, or a sample rate is 1 with "prv".
-    """
+    """Return every mechanism once, with all of its steps; refuse numbers out of range."""
     counts: dict[tuple[float, float], int] = {}
     for noise_multiplier, sample_rate, steps in history:
         if not 0.0 <= noise_multiplier < math.inf:
@@ -155,8 +110,8 @@ def composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[Sa
             raise ValueError(f"steps must be at least 0, got {steps}.")
         if sample_rate == 1.0 and accountant == "prv":
             raise ValueError(
-                "sample_rate, the expected batch size over the number of units, must be less than 1 with accountant='prv', "
-                "got 1. Use accountant='pld' or 'rdp', or a smaller batch."
+                "sample_rate must be less than 1 with accountant='prv', got 1. Use accountant='pld' or 'rdp', or a smaller "
+                "batch."
             )
         if steps > 0:
             counts[noise_multiplier, sample_rate] = counts.get((noise_multiplier, sample_rate), 0) + steps
@@ -172,14 +127,7 @@ def bound(mechanisms: tuple[SampledGaussian, ...], *, delta: float, by: Method) 
 
 
 def get_epsilons(history: Iterable[Releases], *, delta: float) -> dict[Accountant, float]:
-    """Return the upper bounds of all accountants on ε, in the order prv, rdp, pld.
-
-    Returns:
-        ε by accountant. Where a sample rate is 1, prv cannot bound it and is left out.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
+    """Return ε by prv, rdp and pld; where a sample rate is 1, prv is left out."""
     history = list(history)
     full_batch = any(entry.sample_rate == 1.0 for entry in history)
     accountants: list[Accountant] = ["rdp", "pld"] if full_batch else ["prv", "rdp", "pld"]

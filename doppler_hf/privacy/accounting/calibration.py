@@ -8,8 +8,7 @@ from scipy.optimize import brentq
 
 from doppler_hf.privacy.accounting.accounting import Accountant, Method, Releases, bound, composed, get_total_epsilon
 
-# At most this share of the target is left unspent.
-_CALIBRATION_TOLERANCE = 1e-3
+_CALIBRATION_TOLERANCE = 1e-3  # at most this share of the target is left unspent
 
 
 def get_noise_multiplier(
@@ -31,8 +30,7 @@ def get_noise_multiplier(
         steps: T ≥ 1.
         accountant: "prv", "rdp" or "pld".
         spent: What was released earlier on the same data.
-        unchecked: Take what PRV finds on a coarse grid, without asking it once more on the fine one, which nearly always
-            confirms it: for tables, in half of the time. No run has such a σ.
+        unchecked: Take PRV's result on a coarse grid, in half of the time, for tables. No run has such a σ.
 
     Raises:
         ValueError: If an argument is out of range, `spent` alone costs the target or more, or no noise multiplier up to
@@ -82,20 +80,7 @@ def get_noise_multiplier(
 def noise_multiplier_in_turns(
     groups: int, *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: Accountant
 ) -> float:
-    """Return the noise multiplier of a run in which b groups of units take turns, as `get_noise_multiplier` unchecked.
-
-    Args:
-        groups: b; 1 for draws from all units at every step.
-        target_epsilon: ε > 0.
-        target_delta: δ, in (0, 1).
-        sample_rate: q, over all groups.
-        steps: T ≥ 1.
-        accountant: "prv", "rdp" or "pld".
-
-    Returns:
-        σ; infinity where a unit would be drawn in every turn of several groups, or where ε is so small that no noise
-        multiplier up to 10⁶ is known to reach it.
-    """
+    """Return σ of a run in which b groups take turns, unchecked; infinite where q·b ≥ 1 or no σ up to 10⁶ reaches ε."""
     turns = Releases.in_turns(1.0, sample_rate, steps, groups=groups)
     if groups > 1 and turns.sample_rate >= 1.0:
         return math.inf
@@ -113,10 +98,9 @@ def noise_multiplier_in_turns(
 
 
 def _least_noise(excess: Callable[[float], float], *, start: float) -> float | None:
-    """Return the least σ, of those tried, at which a falling function of ln σ is not above 0.
+    """Return the least σ tried at which a falling function of ln σ is not above 0; None if there is none up to 10⁶.
 
-    Zero ends the search. If the function jumps over zero, the σ returned is above the jump by at most a part in 10⁷. It is
-    None if the function is above 0 up to σ = 10⁶.
+    Zero ends the search. If the function jumps over zero, σ is above the jump by at most a part in 10⁷.
     """
     tried: dict[float, float] = {}
 
@@ -150,27 +134,7 @@ def get_steps(
     spent: Sequence[Releases] = (),
     at_most: int,
 ) -> int:
-    """Return how many further steps keep ε within `target_epsilon`.
-
-    Args:
-        target_epsilon: ε > 0, for everything together.
-        noise_multiplier: σ of the further steps.
-        sample_rate: q of the further steps.
-        delta: δ, in (0, 1).
-        accountant: "prv", "rdp" or "pld".
-        spent: What was released earlier on the same data.
-        at_most: The largest number of steps of interest, ≥ 0.
-
-    Returns:
-        The largest T ≤ `at_most` whose ε is within the target; 0 if there is none.
-
-    Raises:
-        ValueError: If an argument is out of range.
-
-    Example:
-        >>> get_steps(target_epsilon=1.0, noise_multiplier=2.0, sample_rate=0.1, delta=1e-5, accountant="rdp", at_most=9)
-        9
-    """
+    """Return how many further steps, at most `at_most`, keep ε of everything together within `target_epsilon`."""
     _check_target(target_epsilon)
     if at_most < 0:
         raise ValueError(f"at_most must be at least 0, got {at_most}.")

@@ -1,12 +1,9 @@
 """The privacy loss of one step, as PRV composes it: Opacus's distribution, in a fraction of the time.
 
-Removing an example turns x ~ (1 − q)·N(0, σ²) + q·N(1, σ²) into N(0, σ²), with the loss
-
-    L(x) = ln(1 − q + q·exp((2x − 1)/(2σ²))).
-
-Opacus computes its distribution function on the whole grid, though that is 0 or 1 on most of it, and its mean by adaptive
-quadrature. The mean is an integral of an analytic function against a Gaussian, for which the trapezoidal rule is exact to
-rounding (Trefethen and Weideman 2014, https://doi.org/10.1137/130932132). This module imports Opacus, which brings torch.
+Removing an example turns x ~ (1 − q)·N(0, σ²) + q·N(1, σ²) into N(0, σ²), with L(x) = ln(1 − q + q·exp((2x − 1)/(2σ²))).
+Opacus computes its distribution function on the whole grid, though it is 0 or 1 on most of it, and its mean by adaptive
+quadrature. For the mean the trapezoidal rule is exact to rounding (Trefethen and Weideman 2014,
+https://doi.org/10.1137/130932132). This module imports Opacus, which brings torch.
 """
 
 import math
@@ -23,14 +20,7 @@ _ERFC_IS_LOST: Final = 6.0  # erfc(6) = 2·10⁻¹⁷
 
 @final
 class StepLoss:
-    """The loss L of one step, given that it lies in [t_min, t_max]: what `discretize` of Opacus asks for.
-
-    Args:
-        sample_rate: q < 1.
-        noise_multiplier: σ > 0.
-        t_min: The least loss of the grid.
-        t_max: Its largest loss.
-    """
+    """The loss L of one step, given that it lies in [t_min, t_max]: what `discretize` of Opacus asks for; q < 1, σ > 0."""
 
     def __init__(self, sample_rate: float, noise_multiplier: float, *, t_min: float, t_max: float) -> None:
         self._q, self._sigma, self._t_min, self._t_max = sample_rate, noise_multiplier, t_min, t_max

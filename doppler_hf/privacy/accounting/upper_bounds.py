@@ -1,17 +1,15 @@
 """Upper bounds on ε of composed Poisson-subsampled Gaussian mechanisms, by three methods.
 
 A step adds N(0, σ²) to a sum of sensitivity 1 over a Poisson sample of rate q. Removing one example turns the output
-(1 − q) N(0, σ²) + q N(1, σ²) into N(0, σ²), and adding one does the reverse; the loss of T steps is a sum of T
-independent privacy losses. Each bound takes the worse direction. For single steps and for Rényi divergences that is
-proven to be removal (Zhu et al. 2022, https://arxiv.org/abs/2106.08567; Mironov et al. 2019), which *prv* and *rdp*
-compute. *pld* computes both and takes the larger, which was removal in every case that was tried.
+(1 − q) N(0, σ²) + q N(1, σ²) into N(0, σ²), adding one does the reverse; T steps sum T independent privacy losses. Each
+bound takes the worse direction. For single steps and for Rényi divergences that is proven to be removal (Zhu et al. 2022,
+https://arxiv.org/abs/2106.08567; Mironov et al. 2019), which *prv* and *rdp* compute. *pld* computes both.
 
 - *rdp*: Rényi divergences (Mironov et al. 2019, https://arxiv.org/abs/1908.10530), turned into ε by Balle et al. 2020,
   https://arxiv.org/abs/1905.09982, Theorem 21, at the best of many orders. The bound holds at every one of them.
-- *prv*: the distribution of the loss on a grid (Gopi et al. 2021, https://arxiv.org/abs/2106.02848). Rounding to the
-  grid errs to either side, so the paper's error bound is added.
-- *pld*: the same with every rounding upwards (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380): a bound at any
-  grid spacing.
+- *prv*: the loss on a grid (Gopi et al. 2021, https://arxiv.org/abs/2106.02848). Rounding errs to either side, so the
+  paper's error bound is added.
+- *pld*: the same, rounded upwards (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380): a bound at any spacing.
 
 A sampled Gaussian is a triple (σ, q, T) with σ > 0, 0 < q ≤ 1 and T ≥ 1. Opacus, which brings torch, is imported when it
 computes.
@@ -38,16 +36,9 @@ _WHOLE_ORDERS = tuple(itertools.chain(*_ORDERS_APART))
 # Opacus sums a series until its terms fall below e⁻³⁰ ≈ 10⁻¹³ of a sum of at least 1. Rounding errs by as much again, and so
 # does the sum at whole orders.
 _RDP_SERIES_ERROR = 1e-12
-
-# Largest grids: up to half a second a call.
-_PRV_POINTS = 2**20
-# The fewest of a coarse grid: it errs most where it is short anyway, in runs of few steps.
-_FEWEST_PRV_POINTS = 2**13
-_PLD_POINTS = 2**16
-
-# The part of ε above which PRV's error bound says that a coarse grid is too coarse.
-_LARGE_ERROR = 5e-3
-
+_PRV_POINTS, _PLD_POINTS = 2**20, 2**16  # largest grids: up to half a second a call
+_FEWEST_PRV_POINTS = 2**13  # of a coarse grid, which errs most in runs of few steps, where it is short anyway
+_LARGE_ERROR = 5e-3  # the part of ε above which PRV's error bound says that a coarse grid is too coarse
 # Below this δ the rounding of double-precision Fourier transforms (10⁻¹⁵ and more, composed) is no longer small beside δ.
 _SMALLEST_FOURIER_DELTA = 1e-10
 
@@ -119,14 +110,9 @@ def rdp_estimate(mechanisms: Sequence[SampledGaussian], *, delta: float) -> floa
 
 
 def prv_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
-    """Return the bound of privacy random variables on ε at `delta`, or that of *rdp* where it is smaller.
+    """Return the bound of privacy random variables on ε at `delta`, for q < 1, or that of *rdp* where it is smaller.
 
-    *rdp* replaces it below δ = 10⁻¹⁰, and the smaller one of *rdp* and *pld* where this arithmetic overflows, with almost
-    no noise.
-
-    Args:
-        mechanisms: At least one; every q < 1.
-        delta: δ.
+    *rdp* replaces it below δ = 10⁻¹⁰, and the smaller one of *rdp* and *pld* where this arithmetic overflows.
     """
     return _prv(mechanisms, delta=delta, coarsening=1)
 
@@ -134,8 +120,7 @@ def prv_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float
 def prv_estimate(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float:
     """Return an estimate of `prv_epsilon` in a fraction of the time, as a start for a search. It is no bound.
 
-    The error bound that is added is that of the fine grid, but the coarse grid errs by more: by up to 2e-4 of ε in what was
-    tried, and in one step with q = 0.001 by 2e-3, since the fine one is taken where its error bound is a large part of ε.
+    The coarse grid errs by up to 2e-4 of ε in what was tried, in one step with q = 0.001 by 2e-3.
     """
     return _prv(mechanisms, delta=delta, coarsening=16)
 
@@ -150,10 +135,9 @@ def _prv(mechanisms: Sequence[SampledGaussian], *, delta: float, coarsening: int
     rdp = (rdp_epsilon if coarsening == 1 else rdp_estimate)(mechanisms, delta=delta)
     steps = [count for _, _, count in mechanisms]
     delta_error = delta / 1000
-    # The grid's half width follows the paper's Remark 5.6: neither the whole nor any single step may lie beyond it.
-    # Opacus's own accountant differs in the number of points only, which follows from a fixed error of 0.01 in ε: too
-    # coarse for ε = 0.1, needlessly fine for ε = 20. Here the number of points is given (it grows as √T, up to a limit of
-    # time), and the error follows. For one T the error is smooth in σ and q, as calibration needs.
+    # The grid's half width follows the paper's Remark 5.6: neither the whole nor any single step may lie beyond it. Opacus
+    # sets the number of points by an error of 0.01 in ε: too coarse for ε = 0.1, needlessly fine for ε = 20. Here it grows
+    # as √T up to a limit, and the error, which follows, is smooth in σ and q for one T, as calibration needs.
     reach, _ = _epsilon_at_best_whole_order(mechanisms, delta=delta_error / 4)
     for sigma, rate, _ in mechanisms:
         alone, _ = _epsilon_at_best_whole_order([(sigma, rate, 1)], delta=delta_error / (8 * sum(steps)))
@@ -179,8 +163,7 @@ def _prv(mechanisms: Sequence[SampledGaussian], *, delta: float, coarsening: int
             # Lower bound, estimate, upper bound: the last is δ's and ε's error bound away from the estimate.
             _, _, upper = composed.compute_epsilon(delta, delta_error, epsilon_error)
     except (FloatingPointError, RuntimeError):
-        # Overflow with almost no noise, or a mean outside the grid. RDP's bound may be a third larger, and no noise
-        # multiplier would then meet a target in between.
+        # Overflow with almost no noise, or a mean outside the grid. RDP's bound alone may be a third larger: a jump in σ.
         return min(rdp, pld_epsilon(mechanisms, delta=delta))
     if coarsening > 1 and epsilon_error > _LARGE_ERROR * upper:
         return prv_epsilon(mechanisms, delta=delta)
@@ -219,13 +202,11 @@ def pld_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float
     parts = [
         (sigma / math.sqrt(steps), rate, 1) if rate == 1.0 else (sigma, rate, steps) for sigma, rate, steps in mechanisms
     ]
-    # The mass beyond the grid, at most 10⁻⁴ δ in all steps together, counts as an infinite loss. It is a whole power of e,
-    # so that the cache of a step's distribution serves several T.
+    # The mass beyond the grid, at most 10⁻⁴ δ in all, is an infinite loss; as a power of e it is cached for several T.
     log_tail = float(math.floor(math.log(1e-4 * delta / sum(steps for _, _, steps in parts))))
     scales = [_loss_scales(sigma, rate, log_tail) for sigma, rate, _ in parts]
-    # Rounding to a grid of spacing h adds about h²/6 to the variance of every step's loss. With h a 25th of the root of
-    # the mean variance, ε is about 1e-4 too large. If the loss is mostly near 0 and rarely large, such a grid may be long,
-    # so its length is capped, and a step's spread counts up to a 40th of the largest loss only.
+    # A grid of spacing h adds about h²/6 to the variance of a step's loss: with h a 25th of the root of the mean variance, ε
+    # is about 1e-4 too large. For losses rarely large the length is capped, and the spread at a 40th of the largest loss.
     variance = sum(
         min(spread, farthest / 40.0) ** 2 * steps for (spread, farthest), (_, _, steps) in zip(scales, parts, strict=True)
     )

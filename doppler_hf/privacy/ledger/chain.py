@@ -1,10 +1,7 @@
-"""An append-only list of entries: every entry carries the hash of the one before.
-
-    hash_i = SHA-256(canonical JSON of entry i without its hash),   previous_hash_i = hash_{i−1}
+"""A chain of entries: hash_i = SHA-256(canonical JSON of entry i without its hash), previous_hash_i = hash_{i−1}.
 
 This reveals an edited, missing, inserted or exchanged entry. It does not reveal a tail that was cut off, or a chain that was
-rewritten as a whole: against these, the last hash (the head) has to be published in a place that cannot be changed. This
-file knows nothing of the entries' content.
+rewritten: against these, publish the last hash (the head) where it cannot be changed.
 """
 
 import hashlib
@@ -40,11 +37,7 @@ def next_entry(entries: Sequence[Entry], event: str, payload: Mapping[str, Any])
 
 
 def check(entries: Sequence[Entry]) -> None:
-    """Check that no entry was changed or moved.
-
-    Raises:
-        ValueError: If one was. The message has the first one, with both values.
-    """
+    """Check that no entry was changed or moved; the error has the first one, with both values."""
     for index, entry in enumerate(entries):
         expected = {"index": index, "previous_hash": entries[index - 1]["hash"] if index else ORIGIN, "hash": digest(entry)}
         for name, value in expected.items():

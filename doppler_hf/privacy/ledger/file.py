@@ -1,4 +1,4 @@
-"""The file of a privacy ledger: JSON with a schema, read strictly and written whole or not at all.
+"""The file of a privacy ledger: JSON with a schema, read strictly, and written whole or not at all by one run at a time.
 
     {"$schema": "urn:doppler-hf:privacy-ledger:6", "format_version": 6, "entries": […]}
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from filelock import FileLock, Timeout
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
@@ -25,6 +26,7 @@ from doppler_hf.privacy.ledger import chain
 FORMAT: Final = 6
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
+LOCK_NAME: Final = "_privacy_ledger.lock"  # the host uploads no file whose name begins with "_"
 _PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting")
 
 
@@ -44,12 +46,7 @@ def schema_validator() -> Any:
 
 
 def read_entries(path: Path) -> list[chain.Entry]:
-    """Return the entries of the file, checked against the schema and as a chain.
-
-    Raises:
-        FileNotFoundError: If there is no file.
-        ValueError: If the file is no ledger of this format, or was changed.
-    """
+    """Return the entries of the file, checked against the schema and as a chain."""
     try:
         document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except ValueError as error:
@@ -77,11 +74,7 @@ def is_earlier_state(path: Path, entries: Sequence[chain.Entry]) -> bool:
 
 
 def write_entries(path: Path, entries: Sequence[chain.Entry]) -> None:
-    """Write the file, so that after a crash at any moment there is either the old one or the new one.
-
-    Raises:
-        NoSpaceError: If the disk is full. The old one is left.
-    """
+    """Write the file, so that after a crash at any moment, or on a full disk, the old one or the new one is there."""
     document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a random name, because two runs may write at once
     with space_for("the ledger", folder=path.parent):
@@ -111,3 +104,24 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"Constants must be true, false or null, got {text}.")
+
+
+class WriterLock:
+    """Keeps other runs, of this process or another, from writing to the ledger of a folder. It can be entered repeatedly."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._lock = FileLock(self._folder / LOCK_NAME, thread_local=False)
+
+    def __enter__(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(
+                f"{self._folder} is the folder of another private run, which is still going on. Use another output_dir, or "
+                "wait until that run has ended."
+            ) from None
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()

@@ -9,8 +9,7 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
     left                the digests of the model's parameters and buffers when the run ended, cleanly or not
     saved               the same of a model that was saved, and the hashes of its weight files; see `weights`
 
-So after a crash at any moment the ledger never counts too few steps, and too many by one portion at most, a hundredth of the
-plan.
+After a crash it never counts too few steps, and too many by one portion at most, a hundredth of the plan.
 """
 
 import contextlib
@@ -32,29 +31,19 @@ from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_N
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
 
 LEDGER_NAME: Final = "privacy_ledger.json"
-
-# A run reserves its steps in about this many portions.
-_PORTIONS: Final = 100
+_PORTIONS: Final = 100  # in about so many a run reserves its steps
 
 
 class PrivacyLedger:
-    """The record of a training's releases and their statements. Made by `open`, `load` or `resume`.
-
-    Attributes:
-        entries: The chain.
-        runs: The launches of the training.
-        claims: Every ε that the entries state.
-        saved: The weights that it speaks for: of every set of files that was saved their hashes, by name.
-        models: The models that it speaks for: their digests, as the training has left or saved them.
-    """
+    """The record of a training's releases and their statements. Made by `open`, `load` or `resume`."""
 
     def __init__(self, record: LedgerRecord) -> None:
         self._record = record
         self.entries: Sequence[chain.Entry] = record.entries
         self.runs: Sequence[Run] = record.runs
-        self.claims: Sequence[Claim] = record.claims
-        self.saved: Sequence[Mapping[str, str]] = record.saved
-        self.models: Sequence[ModelDigests] = record.models
+        self.claims: Sequence[Claim] = record.claims  # every ε that the entries state
+        self.saved: Sequence[Mapping[str, str]] = record.saved  # hashes of the weights that it speaks for, by name
+        self.models: Sequence[ModelDigests] = record.models  # digests of the models that it speaks for
         self._is_training = False
 
     # --- written by a run ---------------------------------------------------------------------------------------------
@@ -67,16 +56,7 @@ class PrivacyLedger:
         return ledger
 
     def resume(self, statement: PrivacyStatement, *, from_step: int) -> Self:
-        """Return a ledger that continues this one, which stays unchanged.
-
-        Args:
-            statement: The statement of the run that begins. Its σ, target and number of steps may differ.
-            from_step: The optimizer step from which it continues.
-
-        Raises:
-            ValueError: If the statement is about other data, another unit of privacy or another δ, so that the two cannot
-                be composed, or this ledger is too short for the step.
-        """
+        """Return a ledger that continues this one at an optimizer step, for the same data, unit of privacy and δ."""
         ledger = self.as_written()
         ledger._begin("resumed", statement, {"from_step": from_step, "steps_run": ledger.steps_run})
         return ledger
@@ -86,14 +66,7 @@ class PrivacyLedger:
         return type(self)(LedgerRecord(self.entries))
 
     def reserve(self, *, at_most: int) -> bool:
-        """Reserve the next portion of steps, if the last one is used up, before any of them is computed.
-
-        Args:
-            at_most: The number of steps that the run may still make.
-
-        Returns:
-            Whether a portion was reserved. The ledger must then be saved before the next step.
-        """
+        """Reserve the next portion of steps, before they are computed, and return whether the ledger must now be saved."""
         run = self.runs[-1]
         assert self._is_training
         if run.steps_released < run.steps_reserved:
@@ -135,12 +108,7 @@ class PrivacyLedger:
         return is_new
 
     def speak_for(self, weights: Mapping[str, str], *, model: ModelDigests) -> bool:
-        """Note that the run has saved these weights, and return whether that was new.
-
-        Args:
-            weights: The SHA-256 of the weight files that were written, by name.
-            model: The digests of the model that they hold.
-        """
+        """Note that the run has saved weight files of these SHA-256, by name, and return whether that was new."""
         # Not twice: the head, which may have been published, stays what it is when the same weights are saved again.
         is_new = not self.has_saved(weights)
         if is_new:
@@ -226,13 +194,7 @@ class PrivacyLedger:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a ledger, or the ledger of a folder.
-
-        Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If it is no ledger of this format, or was changed. The message has the entry, what does not match,
-                and what to do.
-        """
+        """Read a ledger, or the ledger of a folder; a ValueError names the entry that was changed, and what to do."""
         path = Path(path) / LEDGER_NAME if Path(path).is_dir() else Path(path)
         try:
             return cls(LedgerRecord(read_entries(path)))
@@ -240,11 +202,7 @@ class PrivacyLedger:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Write the ledger into `folder`, whole or not at all.
-
-        Raises:
-            ValueError: If the ledger there is not an earlier state of this one, so that its entries would be lost.
-        """
+        """Write the ledger into `folder`, whole or not at all; refuse to lose the entries of another one there."""
         path = Path(folder) / LEDGER_NAME
         if path.exists() and not is_earlier_state(path, self.entries):
             raise ValueError(
@@ -281,11 +239,7 @@ class PrivacyLedger:
 
 
 def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
-    """Return the ledger that continues all the others.
-
-    Raises:
-        ValueError: If two of them are of different runs, so that either would leave out what the other has spent.
-    """
+    """Return the ledger that continues all the others; refuse two of different runs."""
     longest = max(ledgers, key=lambda ledger: len(ledger.entries))
     for ledger in ledgers:
         if not ledger.is_prefix_of(longest):
@@ -308,15 +262,7 @@ def ledgers_in(folder: str | Path) -> dict[Path, PrivacyLedger]:
 
 
 def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) -> Path | None:
-    """Rename the ledger of `folder` after its head, so that it is neither lost nor taken for that of another training.
-
-    Args:
-        folder: The folder that may hold a ledger.
-        unless: Tells whether the ledger there may stay.
-
-    Returns:
-        Its new path; None if it was not renamed.
-    """
+    """Rename the ledger of `folder` after its head, `unless` it may stay, and return its new path if it was renamed."""
     path = Path(folder) / LEDGER_NAME
     if not path.exists():
         return None

@@ -16,27 +16,14 @@ from doppler_hf.privacy.ledger.statement import PrivacyStatement
 
 
 class ModelDigests(NamedTuple):
-    """What a ledger knows a model by.
-
-    Attributes:
-        parameters: The digest of its parameters.
-        buffers: That of what is saved besides them.
-    """
+    """The digests by which a ledger knows a model: of its parameters, and of what is saved besides them."""
 
     parameters: str
     buffers: str
 
 
 class Claim(NamedTuple):
-    """An ε that the ledger states.
-
-    Attributes:
-        entry: Index of the entry that states it.
-        history: Everything released until then.
-        epsilons: ε by accountant; infinity if something was not private.
-        private: Whether everything until then was private.
-        versions: The versions of the packages that computed it.
-    """
+    """An ε that entry number `entry` states, by accountant (infinity if not private), for everything released until then."""
 
     entry: int
     history: list[Releases]
@@ -47,25 +34,15 @@ class Claim(NamedTuple):
 
 @dataclass
 class Run:
-    """One launch of the training. Counts of steps are over the ledger's life.
-
-    Attributes:
-        statement: The terms of its guarantee.
-        versions: The versions of its packages.
-        from_step: The optimizer step from which it was resumed; None for the first.
-        steps_before: Steps counted before it.
-        steps_reserved: Steps that may have been released by its end.
-        steps_released: Steps that are known to have been released.
-        is_closed: Whether it ended cleanly.
-    """
+    """One launch of the training. Counts of steps are over the ledger's life."""
 
     statement: PrivacyStatement
     versions: Mapping[str, str]
-    from_step: int | None
+    from_step: int | None  # the optimizer step from which it was resumed; None for the first
     steps_before: int
     steps_reserved: int
     steps_released: int
-    is_closed: bool = False
+    is_closed: bool = False  # whether it ended cleanly
 
     @property
     def steps_counted(self) -> int:
@@ -74,19 +51,7 @@ class Run:
 
 
 class LedgerRecord:
-    """The content of a checked chain of entries; see `chain`.
-
-    Attributes:
-        entries: The chain.
-        runs: The launches so far.
-        claims: Every ε that the entries state.
-        saved: The weights that were saved: of every set of files their hashes, by name.
-        models: Digests of the model, as the training has left or saved it.
-        max_grad_norms: The clip norm at each checkpoint, by step, where it moves.
-
-    Raises:
-        ValueError: If an entry cannot follow those before it.
-    """
+    """The content of a checked chain of entries: see `PrivacyLedger`, and moved clip norms by the checkpoint's step."""
 
     def __init__(self, entries: Iterable[chain.Entry] = ()) -> None:
         self.entries: list[chain.Entry] = []
@@ -103,11 +68,7 @@ class LedgerRecord:
         self.take(chain.next_entry(self.entries, event, payload))
 
     def take(self, entry: chain.Entry) -> None:
-        """Append an entry of the chain. Only here does an entry change the record.
-
-        Raises:
-            ValueError: If it cannot follow those before it.
-        """
+        """Append an entry of the chain, if it can follow those before it. Only here does an entry change the record."""
         event = entry["event"]
         if event in ("opened", "resumed"):
             self._begin(entry)

@@ -1,10 +1,9 @@
 """The terms of a run's guarantee, fixed before its first step.
 
-A step draws each of N units with probability q = B/N, clips a unit's contribution to norm C, and adds noise σC. With a
-private training loss it also releases the sum of clipped losses with noise of its own, and with a clip norm that follows a
-quantile the count of gradients within it. All of these are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L² + 1/σ_b².
-The accountant bounds T steps of it, for add/remove neighbours. If the noise is shaped over b steps, b groups of units take
-turns, and the accountant bounds ⌈T/b⌉ turns at b times the rate.
+A step draws each of N units with probability q = B/N, clips a unit's contribution to norm C, and adds noise σC. It may also
+release, from the same draw and with noise of their own, the sum of clipped losses and the count of gradients within the
+clip norm. Together these are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L² + 1/σ_b², of which the accountant bounds T
+steps for add/remove neighbours. If b groups of units take turns, it bounds ⌈T/b⌉ turns at b times the rate.
 """
 
 from dataclasses import dataclass
@@ -33,57 +32,30 @@ _NEVER_COVERED: Final = (
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """The terms of a run's guarantee.
+    """The terms of a run's guarantee."""
 
-    Attributes:
-        num_units: N, public.
-        unit_of_privacy: What is protected, such as "one example" or "all examples with the same 'user_id'".
-        max_examples_per_unit: The most examples of a unit in one draw; None if a unit is one example, or has no cap.
-        expected_batch_size: B, in units, over all processes.
-        sample_rate: q = B/N.
-        noise_multiplier: σ, the noise on the gradient in units of C.
-        noise_shape: Its shape over the steps, as in `filters.NoiseShape`.
-        per_sample_max_grad_norm: C.
-        clipping: The clipping function.
-        clipping_granularity: One norm over all parameters, or one for each layer.
-        clipping_quantile: γ, if C follows that quantile of the gradients' norms, from `per_sample_max_grad_norm` on.
-        count_noise_multiplier: The noise on the count of gradients that are not clipped, from which C follows, in units of
-            its sensitivity; None without a quantile.
-        augmentation_multiplicity: The views of an example, whose mean gradient is clipped; ε does not depend on it.
-        clip_unit_mean: Whether the mean gradient of a unit's examples is clipped, rather than each; nor on this.
-        train_loss: How the training loss is reported; "raw" is not covered by the guarantee.
-        per_sample_max_loss: The most that one unit adds to the private training loss; None without one.
-        loss_noise_multiplier: σ_L, the noise on that loss in units of it; None without one.
-        target_delta: δ.
-        target_epsilon: The ε that was asked for, or None when σ was given.
-        accountant: The accountant that bounds ε.
-        steps_planned: T, counted from the first step of the training, also if it was resumed.
-        private: False if there is no noise, noise or draws can be reproduced, or gradients are recorded without noise.
-        noise_source: The source of the noise, in one line.
-    """
-
-    num_units: int
-    unit_of_privacy: str
-    max_examples_per_unit: int | None
-    expected_batch_size: int
-    sample_rate: float
-    noise_multiplier: float
+    num_units: int  # N, public
+    unit_of_privacy: str  # such as "one example" or "all examples with the same 'user_id'"
+    max_examples_per_unit: int | None  # in one draw; None if a unit is one example, or has no cap
+    expected_batch_size: int  # B, in units, over all processes
+    sample_rate: float  # q = B/N
+    noise_multiplier: float  # σ, the noise on the gradient in units of C
     noise_shape: str
-    per_sample_max_grad_norm: float
+    per_sample_max_grad_norm: float  # C
     clipping: Literal["automatic", "vanilla"]
     clipping_granularity: Literal["flat", "per_layer"]
-    clipping_quantile: float | None
-    count_noise_multiplier: float | None
-    augmentation_multiplicity: int
-    clip_unit_mean: bool
-    train_loss: Literal["raw", "none", "private"]
-    per_sample_max_loss: float | None
-    loss_noise_multiplier: float | None
+    clipping_quantile: float | None  # γ, if C follows that quantile of the norms
+    count_noise_multiplier: float | None  # σ_b, of the count of gradients within C, from which C follows
+    augmentation_multiplicity: int  # views of an example, whose mean gradient is clipped
+    clip_unit_mean: bool  # whether the mean gradient of a unit's examples is clipped, rather than each
+    train_loss: Literal["raw", "none", "private"]  # "raw" is not covered by the guarantee
+    per_sample_max_loss: float | None  # the most that one unit adds to the private training loss
+    loss_noise_multiplier: float | None  # σ_L, the noise on that loss in units of it
     target_delta: float
-    target_epsilon: float | None
+    target_epsilon: float | None  # None when σ was given
     accountant: Accountant
-    steps_planned: int
-    private: bool
+    steps_planned: int  # T, from the first step of the training, also if it was resumed
+    private: bool  # False without noise, with reproducible noise or draws, or with gradients recorded before noise
     noise_source: str
 
     @property
@@ -130,14 +102,10 @@ class PrivacyStatement:
         views = self.augmentation_multiplicity
         of_views = "" if views == 1 else f", the mean gradient over {views} views of an example"
         of_units = ", the mean gradient over a unit's examples" if self.clip_unit_mean else ""
-        moves = (
-            ""
-            if self.clipping_quantile is None
-            else (
-                f" at first, then the quantile {self.clipping_quantile:g} of the norms, by a count with noise multiplier "
-                f"{self.count_noise_multiplier:.4g}"
-            )
-        )
+        moves = ""
+        if self.clipping_quantile is not None:
+            count = f"by a count with noise multiplier {self.count_noise_multiplier:.4g}"
+            moves = f" at first, then the quantile {self.clipping_quantile:g} of the norms, {count}"
         return f"{self.per_sample_max_grad_norm:g}{moves} ({self.clipping}, {self.clipping_granularity}{of_views}{of_units})"
 
     @property

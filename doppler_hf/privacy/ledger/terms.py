@@ -32,10 +32,8 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
     """Return what is guaranteed, in one sentence."""
     statement = ledger.statement
     if not ledger.private:
-        return (
-            "Not differentially private: there was no noise, noise or draws can be reproduced, or gradients were recorded "
-            "without noise."
-        )
+        why = "there was no noise, noise or draws can be reproduced, or gradients were recorded without noise"
+        return f"Not differentially private: {why}."
     return (
         f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
         f"{statement.unit_of_privacy}, by the {statement.accountant} accountant."

@@ -1,8 +1,7 @@
-"""The files of a model's weights in a folder, and the hashes by which a ledger knows them.
+"""The files of a model's weights in a folder, and the SHA-256 of their bytes, by which a ledger knows them.
 
-The hash of a file is the SHA-256 of its bytes, as `sha256sum` prints it and the hub shows it: another copy of the file has
-the same, other weights have not. Files are those from which transformers, PEFT and `DopplerTrainer` read PyTorch weights,
-the indices of sharded ones among them; the configuration beside them is not covered.
+Files are those from which transformers, PEFT and `DopplerTrainer` read PyTorch weights, and the indices of sharded ones;
+the configuration beside them is not covered.
 """
 
 import hashlib

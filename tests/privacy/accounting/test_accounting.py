@@ -14,7 +14,6 @@ from scipy.stats import norm
 
 from doppler_hf.privacy.accounting.accounting import (
     Releases,
-    default_delta,
     get_epsilon,
     get_epsilons,
     get_total_epsilon,
@@ -80,7 +79,7 @@ def largest_gain(sigmas, rate, epsilon):
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.1])
-@pytest.mark.parametrize("sigmas", [(1.0, 1.0), (0.7, 3.0), (2.0, 0.5)])
+@pytest.mark.parametrize("sigmas", [(0.7, 3.0), (2.0, 0.5)])
 def test_two_releases_of_one_draw_against_the_plane(sigmas, rate):
     joint = joint_noise_multiplier(*sigmas)
     epsilon = get_epsilon(noise_multiplier=joint, sample_rate=rate, steps=1, delta=1e-3, accountant="pld")
@@ -113,10 +112,6 @@ def test_joint_noise_multiplier_at_its_limits():
             joint_noise_multiplier(1.0, wrong)
 
 
-def test_next_to_no_noise_still_has_a_finite_bound():
-    assert 500 < get_epsilon(noise_multiplier=0.1, sample_rate=0.25, steps=40, delta=1e-4) < math.inf
-
-
 def test_no_noise_costs_everything_and_no_step_nothing():
     assert get_epsilon(noise_multiplier=0.0, sample_rate=0.1, steps=1, delta=1e-5) == math.inf
     assert get_epsilon(noise_multiplier=0.0, sample_rate=0.1, steps=0, delta=1e-5) == 0.0
@@ -129,10 +124,6 @@ def test_splitting_a_run_changes_nothing_and_mechanisms_add_up():
     whole = total(Releases(1.0, 0.01, 300))
     assert total(Releases(1.0, 0.01, 100), Releases(1.0, 0.01, 200)) == whole
     assert total(Releases(1.0, 0.01, 300), Releases(2.0, 0.01, 300)) > whole
-
-
-def test_default_delta_is_the_papers():
-    assert default_delta(50_000) == pytest.approx(50_000**-1.1)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +140,3 @@ def test_default_delta_is_the_papers():
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         get_epsilon(**(dict(noise_multiplier=1.0, sample_rate=0.1, steps=10, delta=1e-5) | arguments))
-
-
-def test_full_batches_are_accounted_by_rdp():
-    ours = get_epsilon(noise_multiplier=5.0, sample_rate=1.0, steps=10, delta=1e-5, accountant="rdp")
-    event = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(5.0), 10)
-    assert ours == pytest.approx(RdpAccountant().compose(event).get_epsilon(1e-5), rel=0.01)

@@ -19,19 +19,6 @@ ACCOUNTANTS = ["prv", "rdp", "pld"]
     ("target", "rate", "steps"), [(0.1, 0.5, 12), (1.0, 1e-4, 1), (8.0, 0.02, 165), (20.0, 0.1, 3), (20.0, 1e-4, 1000)]
 )
 def test_calibration_meets_the_target_from_below(target, rate, steps, accountant):
-    check_calibration(target, rate, steps, accountant)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
-@pytest.mark.parametrize("target", [0.1, 1.0, 8.0, 20.0])
-@pytest.mark.parametrize("steps", [1, 30, 1000, 20_000])
-@pytest.mark.parametrize("rate", [1e-4, 1e-3, 0.01, 0.1, 0.5])
-def test_calibration_meets_the_target_from_below_over_a_wide_grid(rate, steps, target, accountant):
-    check_calibration(target, rate, steps, accountant)
-
-
-def check_calibration(target, rate, steps, accountant):
     sigma = get_noise_multiplier(
         target_epsilon=target, target_delta=1e-5, sample_rate=rate, steps=steps, accountant=accountant
     )
@@ -49,9 +36,7 @@ def test_full_batches_are_calibrated_to_the_exact_gaussian():
 SPENT = [Releases(1.5, 0.03, 20), Releases(1.2, 0.01, 10)]
 
 
-@pytest.mark.parametrize(
-    ("share", "accountant"), [(0.3, "rdp"), (0.9, "rdp"), (0.9998, "rdp"), (0.9, "prv"), (0.3, "pld"), (0.9998, "pld")]
-)
+@pytest.mark.parametrize(("share", "accountant"), [(0.3, "rdp"), (0.9998, "rdp"), (0.9, "prv"), (0.9998, "pld")])
 def test_calibration_counts_what_was_spent(share, accountant):
     already = get_total_epsilon(SPENT, delta=1e-5, accountant=accountant)
     target = already / share
@@ -106,7 +91,6 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     ("target", "rate", "steps", "delta", "at_most"),
     [
-        (3.0, 1000 / 67_349, 204, 67_349**-1.1, 2),
         (1.0, 0.5, 30, 1e-6, 2),
         (20.0, 1e-4, 1000, 1e-5, 2),  # where PLD stands in for PRV
         (500.0, 0.25, 40, 1e-4, 2),  # next to no noise
@@ -136,20 +120,8 @@ def calibrated(epsilon_of, monkeypatch, *, target=2.0):
     return get_noise_multiplier(target_epsilon=target, target_delta=1e-5, sample_rate=0.1, steps=10)
 
 
-@pytest.mark.parametrize("root", [1e-3, 0.3, 1.0, 7.0, 4e4])
-@pytest.mark.parametrize("power", [0.9, 2.0, 15.0])
-def test_a_power_of_the_noise_is_inverted(root, power, monkeypatch):
-    sigma = calibrated(lambda sigma: 2.0 * (root / sigma) ** power, monkeypatch)
-    assert 0.0 <= math.log(sigma / root) * power <= 1e-3
-
-
-def test_infinite_and_vanishing_bounds_do_not_lead_astray(monkeypatch):
-    sigma = calibrated(lambda sigma: math.inf if sigma < 0.8 else 0.0 if sigma > 1.5 else 2.2 / sigma, monkeypatch)
-    assert 1.1 <= sigma <= 1.1 * (1 + 1e-3)
-
-
-@pytest.mark.parametrize(("above", "below"), [(3.0, 1.0), (math.inf, 1.0), (3.0, 0.0), (math.inf, 0.0)])
-@pytest.mark.parametrize("jump", [1.7, 30.0, 1e-3])
+@pytest.mark.parametrize(("above", "below"), [(3.0, 1.0), (math.inf, 0.0)])
+@pytest.mark.parametrize("jump", [30.0, 1e-3])
 def test_a_bound_that_jumps_is_met_from_below_the_jump(jump, above, below, monkeypatch):
     # As where PRV gives way to RDP: no noise multiplier lies in the tolerated range.
     sigma = calibrated(lambda sigma: above if sigma < jump else below, monkeypatch)
@@ -157,7 +129,7 @@ def test_a_bound_that_jumps_is_met_from_below_the_jump(jump, above, below, monke
 
 
 @pytest.mark.parametrize("spent", [(), SPENT], ids=["fresh", "spent"])
-@pytest.mark.parametrize("at_most", [1, 7, 300])
+@pytest.mark.parametrize("at_most", [1, 300])
 def test_affordable_steps_against_counting(at_most, spent):
     mechanism = dict(noise_multiplier=1.1, sample_rate=0.03)
 
@@ -169,45 +141,6 @@ def test_affordable_steps_against_counting(at_most, spent):
     for target in targets:
         steps = get_steps(target_epsilon=target, **mechanism, delta=1e-5, accountant="rdp", spent=spent, at_most=at_most)
         assert steps == max(0, sum(cost <= target for cost in costs) - 1)
-
-
-@pytest.mark.parametrize(
-    "cost",
-    [
-        math.sqrt,
-        float,
-        lambda n: n**2.0,
-        lambda n: 3 + math.log1p(n),
-        lambda n: n // 5,
-        lambda n: math.inf if n > 7 else 0.0,
-    ],
-)
-@pytest.mark.parametrize("at_most", [0, 1, 2, 17, 300])
-def test_affordable_steps_of_any_cost_against_counting(cost, at_most, monkeypatch):
-    monkeypatch.setattr(calibration, "get_total_epsilon", lambda history, **_: cost(sum(entry.steps for entry in history)))
-    for target in (0.5, 1.0, 3.0, 4.1, 17.0, 1e9):
-        affordable = [count for count in range(at_most + 1) if cost(count) <= target]
-        steps = get_steps(target_epsilon=target, noise_multiplier=2.0, sample_rate=0.1, delta=1e-5, at_most=at_most)
-        assert steps == max(affordable, default=0)
-
-
-@pytest.mark.parametrize("accountant", ["prv", "pld"])
-@pytest.mark.parametrize(
-    ("sigma", "rate", "target", "at_most"), [(0.8, 0.1, 5.0, 500), (4.0, 0.3, 1.0, 500), *thorough((2.0, 1e-3, 0.5, 10**6))]
-)
-def test_one_step_more_than_affordable_overruns(sigma, rate, target, at_most, accountant, calls):
-    mechanism = dict(noise_multiplier=sigma, sample_rate=rate, delta=1e-5, accountant=accountant)
-    steps = get_steps(target_epsilon=target, **mechanism, at_most=at_most)
-    assert 0 < steps < at_most
-    assert len(calls) <= 10
-    assert get_epsilon(**mechanism, steps=steps) <= target < get_epsilon(**mechanism, steps=steps + 1)
-
-
-def test_no_step_is_affordable_without_noise_and_none_is_asked_for():
-    mechanism = dict(target_epsilon=1.0, sample_rate=0.1, delta=1e-5)
-    assert get_steps(**mechanism, noise_multiplier=0.0, at_most=10) == 0
-    assert get_steps(**mechanism, noise_multiplier=1e-3, at_most=10) == 0
-    assert get_steps(**mechanism, noise_multiplier=5.0, at_most=0) == 0
 
 
 @pytest.mark.parametrize(

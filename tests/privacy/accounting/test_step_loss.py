@@ -6,7 +6,7 @@ from opacus.accountants.analysis.prv import PoissonSubsampledGaussianPRV, Trunca
 
 from doppler_hf.privacy.accounting.step_loss import StepLoss
 
-MECHANISMS = [(0.2, 0.3), (0.4, 1e-3), (0.77, 0.0148), (1.0, 0.5), (3.0, 0.999), (20.0, 0.9), (300.0, 1e-5)]
+MECHANISMS = [(0.2, 0.3), (0.4, 1e-3), (3.0, 0.999), (300.0, 1e-5)]
 
 
 @pytest.mark.parametrize(("sigma", "rate"), MECHANISMS)

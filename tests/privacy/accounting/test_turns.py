@@ -23,7 +23,7 @@ def googles_epsilon(*, sigma, rate, steps, delta):
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp", "pld"])
-@pytest.mark.parametrize(("groups", "steps"), [(1, 12), (2, 12), (4, 13), (5, 3), (8, 64)])
+@pytest.mark.parametrize(("groups", "steps"), [(1, 12), (4, 13), (5, 3)])
 def test_epsilon_is_that_of_the_composed_turns(groups, steps, accountant):
     sigma, rate, delta = 1.1, 0.02, 1e-5
     expected = googles_epsilon(sigma=sigma, rate=groups * rate, steps=math.ceil(steps / groups), delta=delta)
@@ -99,35 +99,3 @@ def test_no_small_mechanism_is_worse_than_accounted(others, removed, groups_know
     assert found - 5 * error < delta
     if (others, removed, groups_known, noise) in MET:
         assert found == pytest.approx(delta, abs=5 * error + 2e-4)
-
-
-@pytest.mark.parametrize("planted", ["no norm of the strategy", "white accounting", "groups not kept"])
-def test_planted_errors_of_the_account_show(planted):
-    shape, steps, delta, rate, sigma = NoiseShape.banded(2), 4, 0.02, 0.9, 1.5
-    release = Releases.in_turns(sigma, rate / 2, steps, groups=2)
-    mechanism = dict(rate=rate, shape=shape, sigma=sigma, steps=steps, groups_known=True)
-    if planted == "no norm of the strategy":
-        mechanism["sigma"] = sigma / shape.norm
-    elif planted == "white accounting":  # twice the steps at half the rate
-        release = Releases(sigma, rate / 2, steps)
-        mechanism["rate"] = rate
-    if planted == "groups not kept":
-        # The unit takes part in every step at half the rate: its rows overlap, so the turns are not apart.
-        strategy = scipy.linalg.toeplitz([1.0, 0.5, 0.0, 0.0], np.zeros(4))
-        std, generator = sigma * shape.norm, np.random.default_rng(0)
-        means = [strategy @ np.array(coins, dtype=float) for coins in itertools.product([0, 1], repeat=steps)]
-        chances = np.array(
-            [np.prod([0.9 if c else 0.1 for c in coins]) for coins in itertools.product([0, 1], repeat=steps)]
-        )
-        points = np.array(means)[generator.choice(16, size=20_000, p=chances)] + std * generator.normal(size=(20_000, 4))
-        first = scipy.special.logsumexp(
-            [np.log(p) - np.square((points - m) / std).sum(axis=1) / 2 for p, m in zip(chances, means, strict=True)], axis=0
-        )
-        ratio = -np.square(points / std).sum(axis=1) / 2 - first
-        claimed = get_total_epsilon([Releases(sigma, rate, steps)], delta=delta, accountant="pld")
-        values = np.maximum(-np.expm1(claimed + ratio), 0.0)
-        found, error = values.mean(), values.std() / math.sqrt(len(values))
-    else:
-        claimed = get_total_epsilon([release], delta=delta, accountant="pld")
-        found, error = true_delta((1.0,), (), claimed, **mechanism)
-    assert found - 5 * error > delta

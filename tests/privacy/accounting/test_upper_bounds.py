@@ -10,7 +10,7 @@ from scipy.stats import norm
 
 from doppler_hf.privacy.accounting import upper_bounds as bounds
 from doppler_hf.privacy.accounting.upper_bounds import pld_epsilon, prv_epsilon, prv_estimate, rdp_epsilon
-from tests.support.tiers import combined, thorough
+from tests.support.tiers import thorough
 
 
 def gaussian_delta(sigma, epsilon):
@@ -31,8 +31,8 @@ def is_bound(epsilon, delta_at, delta, *, within):
     return delta_at(epsilon) <= delta * (1 + 1e-9) and delta_at(epsilon * (1 - within)) > delta
 
 
-@pytest.mark.parametrize("order", [1.1, 1.9, 2.0, 2.5, 5.5, 11.9, 12.0, 63.0, 1024.0])
-@pytest.mark.parametrize(("sigma", "rate"), [(0.5, 1e-4), (0.4, 0.5), (1.0, 0.01), (30.0, 0.5), (300.0, 0.1), (2.0, 0.9)])
+@pytest.mark.parametrize("order", [1.1, 2.0, 11.9, 63.0, 1024.0])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.4, 0.5), (1.0, 0.01), (300.0, 0.1), (2.0, 0.9)])
 def test_renyi_divergence_against_quadrature_is_never_less(sigma, rate, order):
     # E over N(0, σ²) of ((1 − q) + q e^{(2x − 1)/2σ²})^α: the trapezoidal rule is exact here to rounding.
     z = np.arange(-40, 40 + order / sigma, 0.01)
@@ -46,9 +46,9 @@ def test_renyi_divergence_against_quadrature_is_never_less(sigma, rate, order):
     assert exact * (1 - 1e-13) < ours <= exact * (1 + 1e-12) + 3e-12 / (order - 1)
 
 
-@pytest.mark.parametrize("steps", [1, 100, 20_000])
-@pytest.mark.parametrize("mu", [0.02, 0.2, 1.0, 3.0])
-@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9])
+@pytest.mark.parametrize("steps", [1, 20_000])
+@pytest.mark.parametrize("mu", [0.02, 1.0, 3.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-9])
 def test_full_batches_against_the_exact_gaussian(mu, steps, delta):
     # T steps of noise σ are one of noise σ/√T.
     sigma = math.sqrt(steps) / mu
@@ -71,7 +71,7 @@ def test_nearly_full_batches_against_the_exact_gaussian(mu, steps, delta):
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-9])
-@pytest.mark.parametrize(("sigma", "rate"), [(0.35, 1e-4), (0.7, 0.01), (1.3, 0.1), (2.0, 0.5), (0.5, 0.5), (0.15, 1e-4)])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.7, 0.01), (2.0, 0.5), (0.15, 1e-4)])
 def test_one_sampled_step_against_the_closed_form(sigma, rate, delta):
     def exact(epsilon):
         return sampled_delta(sigma, rate, epsilon)
@@ -126,29 +126,12 @@ def test_several_mechanisms_against_the_exact_gaussian():
     assert rdp_epsilon(full, delta=1e-6) == pytest.approx(rdp_epsilon([(1 / mu, 1.0, 1)], delta=1e-6), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("mechanism", "bound"),
-    combined([(0.7, 0.01, 40), (5.0, 0.2, 400), (0.5, 3e-4, 1)], [prv_epsilon, rdp_epsilon, pld_epsilon], strength=1),
-)
-def test_more_steps_more_sampling_and_less_noise_cost_more(mechanism, bound):
-    sigma, rate, steps = mechanism
-    here = bound([mechanism], delta=1e-6)
-    for worse in [(sigma, rate, steps + max(1, steps // 20)), (sigma, rate * 1.05, steps), (sigma * 0.97, rate, steps)]:
-        assert bound([worse], delta=1e-6) > here
-
-
-@pytest.mark.parametrize("sigma", [0.1, 0.5, 3.0, 20.0])
+@pytest.mark.parametrize("sigma", [0.5, 20.0])
 def test_rdp_is_converted_at_the_best_order(sigma):
     # Balle et al. 2020, for ρ(α) = α/2σ², at orders 50 times as dense.
     orders, delta = 1 + np.geomspace(1e-3, 1e3, 5000), 1e-5
     epsilons = orders / (2 * sigma**2) + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)
     assert epsilons.min() <= rdp_epsilon([(sigma, 1.0, 1)], delta=delta) < epsilons.min() * 1.005
-
-
-def test_the_order_at_either_end_is_used_without_a_warning():
-    # δ is so large, or the noise, that ever smaller or larger orders would be better still.
-    assert rdp_epsilon([(0.3, 1.0, 10_000)], delta=0.5) > 0
-    assert 0 < rdp_epsilon([(1000.0, 1e-4, 1)], delta=1e-6) < 0.01
 
 
 def test_rdp_takes_over_where_it_is_smaller_than_the_error_of_prv():
@@ -162,24 +145,16 @@ def test_no_bound_is_below_zero():
 
 
 @pytest.mark.parametrize("bound", [prv_epsilon, pld_epsilon])
-@pytest.mark.parametrize("sigma", [5.0, 1.0])  # with a whole best order, and with a fractional one
-def test_rdp_takes_over_where_fourier_transforms_lose_delta(sigma, bound):
-    mechanism = [(sigma, 0.1, 100)]
+def test_rdp_takes_over_where_fourier_transforms_lose_delta(bound):
+    mechanism = [(1.0, 0.1, 100)]
     assert bound(mechanism, delta=0.9e-10) == rdp_epsilon(mechanism, delta=0.9e-10)
     assert bound(mechanism, delta=1.1e-10) < rdp_epsilon(mechanism, delta=1.1e-10)
 
 
-@pytest.mark.parametrize("mechanism", [(0.1, 0.25, 40), (0.4, 0.5, 1000)])
-def test_pld_takes_over_where_prv_overflows(mechanism):
+def test_pld_takes_over_where_prv_overflows():
+    mechanism = (0.4, 0.5, 1000)
     assert prv_epsilon([mechanism], delta=1e-5) == pld_epsilon([mechanism], delta=1e-5)
     assert pld_epsilon([mechanism], delta=1e-5) < rdp_epsilon([mechanism], delta=1e-5) < math.inf
-
-
-@pytest.mark.thorough
-def test_the_bound_does_not_jump_where_prv_begins_to_overflow():
-    epsilons = [prv_epsilon([(sigma, 1e-4, 1000)], delta=1e-5) for sigma in np.arange(0.225, 0.245, 0.001)]
-    ratios = np.divide(epsilons[:-1], epsilons[1:])
-    assert 1.0 < ratios.min() < ratios.max() < 1.03
 
 
 def test_rdp_takes_over_where_pld_overflows():

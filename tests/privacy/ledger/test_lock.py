@@ -2,7 +2,7 @@
 
 import pytest
 
-from doppler_hf.privacy.ledger.lock import WriterLock
+from doppler_hf.privacy.ledger.file import WriterLock
 
 
 def test_one_writer_holds_a_folder(tmp_path):
