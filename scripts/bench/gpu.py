@@ -33,7 +33,6 @@ from torch import nn
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.privacy.clipping.out_of_memory import is_out_of_memory
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench import engine, gpu_page, noise, optimizer
 from scripts.bench.measure import WARM_UP, append_json_line, chosen, in_fresh_process, quartiles, seconds_in_turn
@@ -237,7 +236,7 @@ def measured(measure: Callable[[], Row], *, threads: int) -> Row:
     try:
         return in_fresh_process(with_threads, threads, measure)
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, torch.OutOfMemoryError):
             return {"out_of_memory": True}
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0]}"}

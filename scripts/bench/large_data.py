@@ -28,7 +28,7 @@ from transformers import BertConfig, BertForSequenceClassification, TrainerCallb
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.privacy import PoissonSampler
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
-from doppler_hf.privacy.batching.same_data import KnownExamples
+from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import MIB, append_json_line, chosen, in_child, resident_bytes
 
@@ -184,7 +184,7 @@ def digested(rows: int, path: Path, args: BenchArguments) -> tuple[float, float]
     """Return the seconds of a digest."""
     data = Dataset.from_file(str(path))
     sampler = PoissonSampler(num_examples=rows, expected_batch_size=args.batch_size, lengths=lengths_of(data))
-    return timed(lambda: KnownExamples(data).seen(sampler))
+    return timed(lambda: digest_of_data(data, sampler))
 
 
 # The rows, the table and the settings → the seconds of the start and of a step.

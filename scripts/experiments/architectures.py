@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.privacy.clipping.as_in_training import moved, with_small_capacity, without_coins
+from doppler_hf.privacy.clipping.as_in_training import moved, without_coins
 from doppler_hf.privacy.clipping.plain_autograd import gradients_of, norm_of
 from doppler_hf.privacy.losses import per_sample_losses, token_task
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
@@ -80,7 +80,7 @@ def changes_of(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]], *,
         inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in padded(batch).items()}
         return gradients_of(per_sample_losses(model, inputs, base_model=model)[:1], trained)
 
-    with moved(model), without_coins(model), with_small_capacity(model):
+    with moved(model), without_coins(model):
         alone = gradient([first])
 
         def change(found: dict[str, Tensor]) -> float:
