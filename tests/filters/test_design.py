@@ -139,7 +139,7 @@ def test_a_cutoff_too_low_for_its_order_is_refused():
         (lambda: from_coefficients((1.0,), (0.0, 1.0)), "must not be 0, got a=(0.0, 1.0)"),
         (
             lambda: from_coefficients((1.0, -1.0)),
-            "The DC gain sum(b)/sum(a) must be 1, got 0. Choose b with a positive sum.",
+            "The DC gain sum(b)/sum(a) must be 1, got 0. Choose b with",
         ),
         (lambda: from_coefficients((1j,)), "b[0] must be a finite real number, got 1j."),
     ],

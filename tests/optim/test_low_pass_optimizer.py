@@ -171,6 +171,18 @@ def test_state_of_several_groups_is_matched_to_its_parameters():
         assert_same(loading.filter_state[p], saving.filter_state[p])
 
 
+def test_loading_does_not_share_memory_with_the_checkpoint():
+    one, other = parameter(), parameter()
+    saving, loading = (LowPassOptimizer(torch.optim.SGD([p], 0.1), PAPER_FILTERS["f5"]) for p in (one, other))
+    trajectory(saving, one, gradients(5))
+    checkpoint = saving.state_dict()
+    before = copy.deepcopy(checkpoint)
+    loading.load_state_dict(checkpoint)
+    assert checkpoint.keys() == before.keys()
+    trajectory(loading, other, gradients(5))
+    assert_same(checkpoint, before)
+
+
 def test_a_checkpoint_of_another_order_is_refused_before_anything_changes():
     p = parameter()
     saving = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f6"])
