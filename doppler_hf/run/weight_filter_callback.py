@@ -32,10 +32,12 @@ class WeightFilterCallback(TrainerCallback):
         name: The filter along the steps, in the grammar of filters; None for none, and then nothing happens.
 
     Attributes:
+        name: As given.
         checkpoint: The folder from which the next run is resumed, or None.
     """
 
     def __init__(self, name: str | None) -> None:
+        self.name = name
         self._filter = None if name is None else LowPassFilter.parse(name)
         self._weights: WeightFilter | None = None
         self._trained: list[Tensor] = []
