@@ -13,10 +13,11 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from doppler_hf import DopplerTrainer
+from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer, DopplerSFTConfig, DopplerSFTTrainer, DopplerTrainer
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run import rehearsal
 from doppler_hf.run.rehearsal import few_rows
+from tests.support import chat
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of, weights
 
@@ -329,6 +330,26 @@ def test_a_training_is_the_same_with_and_without(tmp_path, options, capsys):
     (first, *of_first), (second, *of_second) = found
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert of_first == of_second
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "data"),
+    [
+        (DopplerSFTTrainer, DopplerSFTConfig, chat.prompts),
+        (DopplerDPOTrainer, DopplerDPOConfig, chat.preferences),
+    ],
+)
+def test_what_trl_averages_in_an_evaluation_is_of_its_rows_alone(tmp_path, cls, config, data):
+    found = []
+    for rehearse in (True, False):
+        options = dict(EVALUATES, noise_seed=3, rehearse=rehearse, logging_strategy="no", bf16=False, learning_rate=1e-2)
+        trainer = cls(
+            model=chat.tiny_llama(), args=chat.arguments_of(tmp_path / str(rehearse), cls=config, **options),
+            train_dataset=data(), eval_dataset=data().select(range(4)), processing_class=chat.chat_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        found.append(without_times(trainer.state.log_history))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
