@@ -24,12 +24,7 @@ from doppler_hf.run.replicas import on_process_0
 
 # Rows of each evaluation set: two, of two labels if possible; more if `compute_metrics` cannot do with two.
 _ROWS, _ROWS_AGAIN = 2, 64
-_NO_WORKERS: Final = {
-    "num_workers": 0,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "multiprocessing_context": None,
-}
+_WORKERS: Final = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
 
 
 def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
@@ -99,7 +94,7 @@ def _quiet(trainer: Any, **replaced: Any) -> Iterator[None]:
     replaced["callback_handler"] = handler = copy.copy(trainer.callback_handler)
     handler.callbacks = []
     replaced |= {name: copy.deepcopy(getattr(trainer, name)) for name in ("state", "control")}
-    of_args = {f"dataloader_{name}": value for name, value in _NO_WORKERS.items()}
+    of_args = {f"dataloader_{name}": value for name, value in _WORKERS.items()}
     objects = [(trainer, replaced), (trainer.args, of_args), *((each, {}) for each in trainer.model.modules())]
     before = [(each, {name: vars(each)[name] for name in new or ("training",)}) for each, new in objects]
     try:
