@@ -93,6 +93,7 @@ class DopplerTrainer(AroundSteps):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics, **optimizer,
         )  # fmt: skip
         self._run: PrivateRun | None = None
+        self._ignore_keys: list[str] | None = None
         self._weight_filter = WeightFilterCallback(args.weight_filter)
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
         self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
@@ -136,6 +137,8 @@ class DopplerTrainer(AroundSteps):
         refusals.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
+        self._ignore_keys = kwargs.get("ignore_keys_for_eval")
+        self._forget_earlier_training()
         self._prepare_model()
         look_again(self.model.parameters())  # others may have been loaded since they were cut
         with contextlib.ExitStack() as running:
@@ -275,10 +278,8 @@ class DopplerTrainer(AroundSteps):
         if self.optimizer is None:
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
-        # A second run keeps the optimizer's states, with its own noise. The host has wrapped the optimizer by then.
-        own = getattr(self.optimizer, "optimizer", self.optimizer)
+        own = self.optimizer
         refusals.refuse_another_optimizer(own)
-        refusals.refuse_other_parameters(own, trained)
         own.noise_std = run.settled_noise_std
         rate = first_learning_rate(own)
         self.args.note_learning_rate(rate)

@@ -17,6 +17,7 @@
 - halving: micro-batches that do not fit into memory
 - engine: the engine of per-sample gradients, attached to the model
 - start_check: its comparison with plain autograd before the first step
+- rehearsal: a small evaluation and checkpoint before anything is spent
 - moments: the steps as which that sees the training
 - own_code: errors of the user's own code, told with their reason
 - own_loss: whether the model's own loss is the one that is trained

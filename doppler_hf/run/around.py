@@ -1,15 +1,15 @@
 """What a `DopplerTrainer` does around its steps: where the model lies, and what is evaluated, saved and logged."""
 
 import contextlib
-import warnings
 from abc import ABC
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from doppler_hf.disk import space_for
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
@@ -21,10 +21,23 @@ from doppler_hf.run.model_card import with_columns_in_one_order
 from doppler_hf.run.own_loss import mean_and_outputs
 from doppler_hf.run.parameters import look_again_at_what_is_trained
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.rehearsal import rehearse
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import Sharding, kept_from_host
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
+
+
+def apart(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as safetensors takes it: each value in one piece, and tied weights once for each of their names."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        is_tied = (place := value.untyped_storage().data_ptr()) in seen
+        seen.add(place)
+        return value.clone() if is_tied else value.contiguous()
+
+    return {name: own(value) for name, value in state.items()}
 
 
 def with_privacy_section(of_host: Callable[..., None]) -> Callable[..., None]:
@@ -50,7 +63,10 @@ class AroundSteps(Trainer, ABC):
 
     args: DopplerTrainingArguments
     optimizer: Any
+    lr_scheduler: Any
+    model_wrapped: Any
     _run: PrivateRun | None
+    _ignore_keys: list[str] | None  # of the evaluations of a training
     _sharding: Sharding
     _ledger_keeper: PrivacyCallback
     _weight_filter: WeightFilterCallback
@@ -75,6 +91,16 @@ class AroundSteps(Trainer, ABC):
         # discarded. `prepare` does not change a model that has been prepared.
         placement = False if self._sharding.is_asked_for else None
         self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
+
+    def _forget_earlier_training(self) -> None:
+        """Let the host build anew, as after `model_init`, what it keeps of an earlier training.
+
+        The optimizer is of the parameters and arguments of that training, and `model_wrapped` is its model.
+        """
+        if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
+            self.optimizer = self.lr_scheduler = None
+        self.model_wrapped = self.model
+        refusals.refuse_another_weight_filter(self.args, made_with=self._weight_filter.name)
 
     # --- what is evaluated, saved and logged --------------------------------------------------------------------------
 
@@ -102,20 +128,14 @@ class AroundSteps(Trainer, ABC):
         with self._ledger_keeper.evaluating(self.args, model=self.model), self._weight_filter.applied():
             return super().evaluation_loop(*args, **kwargs)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the host does, and before a training say if `metric_for_best_model` would not be found in it."""
-        metrics = super().evaluate(*args, **kwargs)
-        name = self.args.metric_for_best_model
-        # Of several data sets the host evaluates each by itself, with a prefix of its own.
-        is_whole = kwargs.get("metric_key_prefix", "eval") == "eval" and not args
-        is_before = not self.args.disable_dp and self._ledger_keeper.ledger is None
-        if is_before and is_whole and name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
-            warnings.warn(
-                f"metric_for_best_model={name!r} is none of what an evaluation returns, {', '.join(sorted(metrics))}: a "
-                "training would end at its first evaluation, with ε spent.",
-                stacklevel=2,
-            )
-        return metrics
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # The host's last method before callbacks open the ledger: model, optimizer and schedule are those of the training.
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if not self.args.disable_dp:
+            refusals.refuse_other_parameters(self.optimizer.optimizer, self.model)
+            if self.args.rehearse:
+                rehearse(self, ignore_keys=self._ignore_keys)
+        return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the host does, with the filtered weights if there is a weight filter, and the ledger beside the model.
@@ -148,6 +168,8 @@ class AroundSteps(Trainer, ABC):
         # The host's only method that all processes call before it saves on process 0 alone.
         if self._sharding.is_cut:
             state_dict = whole_state(self.model)
+        if state_dict is None and not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config"):
+            state_dict = apart(self.model.state_dict())
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -203,17 +203,33 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
 
 
 def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> None:
-    """Refuse an optimizer of other parameters: of those before FSDP has cut them, or of a loss, which get no noise.
+    """Refuse an optimizer of other parameters than those that are trained: of too many, or of too few.
 
     Raises:
-        ValueError: If a parameter of it is none of the model's.
+        ValueError: If a parameter of it is none of the model's, and would get no noise, or one that is trained is missing.
     """
-    known = {*model.parameters()}
-    if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
+    of_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not of_optimizer <= {*model.parameters()}:  # those before FSDP has cut them, or of a loss
         raise ValueError(
             "The optimizer must be of the model's parameters, got one that has others. Make learned weights of a loss a "
             "layer of the model, and call it in compute_per_sample_loss. With FSDP leave create_optimizer() to train(), or "
             "make a new trainer."
+        )
+    named = model.named_parameters()
+    missing = [name for name, parameter in named if parameter.requires_grad and parameter not in of_optimizer]
+    if missing:
+        raise ValueError(
+            f"The optimizer must have each parameter that is trained, got one without {missing[0]!r} and {len(missing) - 1} "
+            "others. Freeze what is not to be trained (requires_grad_(False)), and leave create_optimizer() to train()."
+        )
+
+
+def refuse_another_weight_filter(args: DopplerTrainingArguments, *, made_with: str | None) -> None:
+    """Refuse a filter on the weights that was named after the trainer was made, with the other one."""
+    if args.weight_filter != made_with:
+        raise ValueError(
+            f"weight_filter must stay {made_with} in the life of a trainer, got {args.weight_filter!r}. Make a new "
+            "DopplerTrainer."
         )
 
 

@@ -27,10 +27,12 @@ class WeightFilterCallback(TrainerCallback):
     """Filters the trained weights of a run by a filter's name, or None. After training the model holds the filtered ones.
 
     Attributes:
+        name: As given.
         checkpoint: The folder from which the next run is resumed, or None.
     """
 
     def __init__(self, name: str | None) -> None:
+        self.name = name
         self._filter = None if name is None else LowPassFilter.parse(name)
         self._weights: WeightFilter | None = None
         self._trained: list[Tensor] = []

@@ -328,15 +328,6 @@ def test_without_privacy_the_mean_of_the_own_losses_is_trained(tmp_path, pieces)
     assert ours.evaluate()["eval_loss"] == pytest.approx(host.evaluate()["eval_loss"], rel=1e-5)
 
 
-def test_an_evaluation_before_the_training_tells_of_a_metric_that_it_does_not_return(tmp_path):
-    with pytest.warns(UserWarning, match=r"metric_for_best_model='acuracy' is none of .*eval_loss.*with ε spent"):
-        trainer_of(tmp_path, metric_for_best_model="acuracy").evaluate()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer_of(tmp_path, metric_for_best_model="loss").evaluate()
-        trained(trainer_of(tmp_path, metric_for_best_model="acuracy")).evaluate()
-
-
 class Pairs(DopplerTrainer):
     """Calls the model once for each of two texts."""
 

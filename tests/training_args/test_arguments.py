@@ -78,7 +78,7 @@ PRIVATE = dict(
     target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, accountant="rdp", per_sample_max_grad_norm=2.0,
     privacy_unit_column="user", max_examples_per_unit=2, clip_unit_mean=False, clipping="vanilla",
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
-    max_tokens_per_micro_batch=64, low_pass_filter="momentum",
+    rehearse=False, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
     base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
     noise_generator="philox", floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2", clipping_quantile=0.5,
 )  # fmt: skip
@@ -130,7 +130,7 @@ def test_filters_are_kept_in_their_canonical_form(tmp_path):
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 29
+    assert len(OWN) == 30
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name

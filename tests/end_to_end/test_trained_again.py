@@ -1,0 +1,214 @@
+"""One trainer that trains again after something was changed: each change has its effect, or is refused."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.privacy import PrivacyLedger
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import Recorder, arguments, trained, trainer_of
+
+
+def moved_by(trainer):
+    """Train, and return which of the trained tensors have moved, and which of the others."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    of_training = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return moved, of_training
+
+
+def assert_all_moved_and_are_spoken_for(trainer, tmp_path, *, steps=8):
+    moved, of_training = moved_by(trainer)
+    assert moved == of_training
+    assert trainer.privacy.ledger.steps_run == steps
+    trainer.save_model(tmp_path / "saved")
+    ledger = PrivacyLedger.load(tmp_path / "saved")
+    assert ledger.steps_run == steps
+    assert not ledger.unknown_weights(tmp_path / "saved")
+
+
+def head_alone():
+    model = tiny_bert()
+    model.bert.requires_grad_(False)
+    return model
+
+
+def test_what_was_unfrozen_is_trained(tmp_path):
+    trainer = trained(trainer_of(tmp_path, model=head_alone()))
+    trainer.model.requires_grad_(True)
+    assert_all_moved_and_are_spoken_for(trainer, tmp_path)
+
+
+def test_what_was_frozen_stays(tmp_path):
+    trainer = trained(trainer_of(tmp_path, weight_decay=0.5))
+    trainer.model.bert.requires_grad_(False)
+    assert_all_moved_and_are_spoken_for(trainer, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
+def test_a_second_adapter_is_trained(tmp_path):
+    adapter = LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])
+    model = get_peft_model(tiny_bert(), adapter, adapter_name="first")
+    model.add_adapter("second", adapter)
+    trainer = trained(trainer_of(tmp_path, model=model))
+    model.set_adapter("second")
+    moved, of_training = moved_by(trainer)
+    assert moved == of_training
+    assert all("second" in name for name in moved)
+    assert trainer.privacy.ledger.steps_run == 8
+
+
+def test_another_model_is_trained_in_its_place(tmp_path):
+    trainer = trained(trainer_of(tmp_path))
+    first = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    left, trainer.model = trainer.model, tiny_bert(num_hidden_layers=2, hidden_dropout_prob=0.1)
+    trainer.model.eval()
+    assert_all_moved_and_are_spoken_for(trainer, tmp_path)
+    assert trainer.model.training  # as the host leaves it
+    assert all(torch.equal(p, first[name]) for name, p in left.named_parameters())
+
+
+def test_a_model_that_is_made_anew_is_trained(tmp_path):
+    trainer = DopplerTrainer(
+        model_init=lambda: tiny_bert(), args=arguments(tmp_path), train_dataset=text_data(), data_collator=pad
+    )
+    trainer.train()
+    trainer.train()
+    moved = [not torch.equal(p, q) for p, q in zip(trainer.model.parameters(), tiny_bert().parameters(), strict=True)]
+    assert all(moved)
+    assert trainer.privacy.ledger.steps_run == 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(learning_rate=3e-2),
+        dict(lr_scheduler_type="constant_with_warmup", warmup_steps=2),
+        dict(base_optimizer="sgd"),
+        dict(adam_bc_floor=0.1),
+        dict(low_pass_filter="momentum:beta=0.5"),
+        dict(weight_decay=0.5),
+        dict(noise_multiplier=0.5),
+        dict(per_sample_max_grad_norm=0.1),
+        dict(gradient_accumulation_steps=1),
+        dict(max_steps=6),
+        {},
+    ],
+)
+def test_a_second_training_is_that_of_a_new_trainer_with_these_arguments(tmp_path, change):
+    """From the same weights, of which the first training has left other ones, by the same noise."""
+    again = trained(trainer_of(tmp_path / "again", noise_seed=3))
+    anew = trainer_of(tmp_path / "anew", noise_seed=3, **change)
+    again.model.load_state_dict(anew.model.state_dict())
+    for name, value in change.items():
+        setattr(again.args, name, value)
+    found = []
+    for trainer in (again, anew):
+        trainer.add_callback(recorder := Recorder())
+        trainer.train()
+        rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+        found.append((rates, recorder.gradients, [*trainer.model.parameters()]))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=0, atol=0)
+
+
+def test_a_rate_that_was_chosen_is_chosen_again(tmp_path):
+    trainer = trained(trainer_of(tmp_path, learning_rate=None))
+    first, trainer.args.adam_bc_floor = trainer.args.learning_rate, 0.1
+    trainer.train()
+    anew = trained(trainer_of(tmp_path / "anew", learning_rate=None, adam_bc_floor=0.1))
+    assert trainer.args.learning_rate == trainer.optimizer.param_groups[0]["initial_lr"] == anew.args.learning_rate != first
+
+
+def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_path):
+    trainer = trained(trainer_of(tmp_path))
+    trainer.train_dataset = text_data(48, seed=3)
+    with pytest.raises(ValueError, match="num_units must be 24"):
+        trainer.train()
+    assert trainer.privacy.ledger.steps_run == 4
+    seen = []
+    trainer.data_collator = lambda rows: seen.append(rows) or pad(rows)
+    trainer.train_dataset = text_data(24, seed=3)
+    assert_all_moved_and_are_spoken_for(trainer, tmp_path)
+    known = {tuple(tokens) for tokens in trainer.train_dataset["input_ids"]}
+    assert seen
+    assert all(tuple(row["input_ids"]) in known for rows in seen for row in rows)
+
+
+def test_another_weight_filter_is_refused(tmp_path):
+    trainer = trained(trainer_of(tmp_path))
+    trainer.args.weight_filter = "momentum:beta=0.9"
+    with pytest.raises(ValueError, match=r"weight_filter must stay None in the life of a trainer, got 'momentum:beta=0.9'"):
+        trainer.train()
+    assert trainer.privacy.ledger.steps_run == 4
+    trained(trainer_of(tmp_path / "new", weight_filter="momentum:beta=0.9"))
+
+
+def test_an_interrupted_training_is_begun_anew(tmp_path):
+    class Interrupted(Recorder):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and len(self.gradients) == 2:
+                raise KeyboardInterrupt
+
+    trainer = trainer_of(tmp_path, callbacks=[Interrupted()], low_pass_filter="momentum", weight_filter="momentum:beta=0.5")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=6)
+
+
+# --- an optimizer and a schedule of the user's own ------------------------------------------------------------------------
+
+
+def test_an_optimizer_made_before_the_training_keeps_its_groups(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.create_optimizer()
+    trainer.optimizer.param_groups[1]["lr"] = 0.0
+    still = {id(p) for p in trainer.optimizer.param_groups[1]["params"]}
+    moved, _ = moved_by(trainer)
+    assert moved == {name for name, p in trainer.model.named_parameters() if id(p) not in still}
+
+
+@pytest.mark.parametrize("change", [dict(requires_grad=True), dict(requires_grad=False)])
+def test_an_optimizer_made_before_something_was_unfrozen_is_refused(tmp_path, change):
+    trainer = trainer_of(tmp_path, model=head_alone())
+    trainer.create_optimizer()
+    trainer.model.requires_grad_(**change)
+    if change["requires_grad"]:
+        with pytest.raises(
+            ValueError, match=r"must have each parameter that is trained, got one without 'bert\..* 22 others"
+        ):
+            trainer.train()
+        trainer.optimizer = None  # and the mend
+        assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=4)
+
+
+def test_an_optimizer_of_a_part_is_refused_and_frozen_parts_are_the_mend(tmp_path):
+    class OfHead(DopplerTrainer):
+        def create_optimizer(self, model=None):
+            optimizer = super().create_optimizer(model)
+            optimizer.param_groups[:] = [
+                group | {"params": [p for p in group["params"] if p in {*self.model.classifier.parameters()}]}
+                for group in optimizer.param_groups
+            ]
+            return optimizer
+
+    trainer = trainer_of(tmp_path, cls=OfHead)
+    with pytest.raises(ValueError, match=r"got one without 'bert\..*requires_grad_\(False\)"):
+        trainer.train()
+    assert trainer.privacy.ledger is None
+    trained(trainer_of(tmp_path, cls=OfHead, model=head_alone()))
+
+
+def test_a_schedule_of_ones_own_is_of_the_new_optimizer(tmp_path):
+    class Own(DopplerTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            if self.lr_scheduler is None:
+                self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
+            return self.lr_scheduler
+
+    trainer = trained(trainer_of(tmp_path, cls=Own))
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == [0.01, 0.005, 0.0025, 0.00125]
