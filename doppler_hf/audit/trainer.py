@@ -167,9 +167,10 @@ class AuditTrainer(DopplerTrainer, ABC):
         )
 
     def claims(self) -> dict[Accountant, float]:
-        """Return what the ledger of the finished run states: upper bounds on ε, by accountant."""
-        assert self.privacy.ledger is not None
-        return self.privacy.ledger.epsilons()
+        """Return what the ledger of the finished run states: an upper bound on ε, by its accountant."""
+        ledger = self.privacy.ledger
+        assert ledger is not None
+        return {ledger.statement.accountant: ledger.epsilon()}
 
 
 class _Watcher(TrainerCallback):
@@ -237,13 +238,8 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
         scores=scores,
         included=included,
         lower_bounds=lower_bounds(scores, included, methods=methods, delta=max(deltas), confidence=confidence),
-        # N differs by one with and without the canary, and the claims hardly: the weakest ones hold for all runs.
-        claims={
-            accountant: max(claim[accountant] for claim in claims)
-            for accountant in claims[0]
-            # prv has no bound if every example is in every step, which may depend on the one canary.
-            if all(accountant in claim for claim in claims)
-        },
+        # N differs by one with and without the canary, and the claims hardly: the weakest one holds for all runs.
+        claims={accountant: max(claim[accountant] for claim in claims) for accountant in claims[0]},
         delta=max(deltas),
         confidence=confidence,
         runs=runs,

@@ -28,7 +28,7 @@ from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learn
 from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
-from doppler_hf.run.summary import epsilons_in_words, print_summary
+from doppler_hf.run.summary import epsilon_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments
 
 LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
@@ -280,7 +280,7 @@ class PrivacyCallback(TrainerCallback):
             self.ledger.close()
             self.ledger.save(args.output_dir)
             print(
-                f"Privacy spent: {epsilons_in_words(self.ledger)} at δ = {self.ledger.statement.target_delta:.3g} after "
+                f"Privacy spent: {epsilon_in_words(self.ledger)} at δ = {self.ledger.statement.target_delta:.3g} after "
                 f"{self.ledger.steps_run} steps. See {Path(args.output_dir) / LEDGER_NAME}, whose last hash is "
                 f"{self.ledger.head}."
             )

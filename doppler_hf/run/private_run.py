@@ -33,7 +33,7 @@ from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_nois
 from doppler_hf.run.halving import Halving, Spare, weights_of
 from doppler_hf.run.in_step import InStep
 from doppler_hf.run.mechanisms import mechanisms_of
-from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
+from doppler_hf.run.plan import budget_spent, planned_statement
 from doppler_hf.run.refusals import refuse_other_parameters, warn_of_non_finite
 from doppler_hf.run.replicas import (
     compare_terms,
@@ -284,7 +284,6 @@ class PrivateRun:
         is_overrun = target is not None and ledger.private and ledger.epsilon() > target
         if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
-        warn_of_large_delta(statement)
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger
 

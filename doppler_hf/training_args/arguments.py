@@ -52,6 +52,11 @@ class DopplerTrainingArguments(TrainingArguments):
         "sampling, clipping, filter and optimizer but adds no noise: nothing is private then.",
     )
     target_delta: float | None = HfArg(default=None, help="δ of the guarantee. Default: N^-1.1 for N training examples.")
+    allow_large_delta: bool = HfArg(
+        default=False,
+        help="Run with a target_delta of 1/N or more, for studies: one record could then be published, so that the run is "
+        "not private, and says so.",
+    )
     accountant: Accountant = HfArg(default="prv", help="Which accountant bounds ε from above: prv, pld or rdp.")
     per_sample_max_grad_norm: float = HfArg(default=1.0, help="C, the norm to which each example's gradient is clipped.")
     privacy_unit_column: str | None = HfArg(

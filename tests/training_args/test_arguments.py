@@ -138,7 +138,8 @@ GALORE = [
 
 # A value other than the default for every argument of our own that the stock Trainer does not have.
 PRIVATE = dict(
-    target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, accountant="rdp", per_sample_max_grad_norm=2.0,
+    target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, allow_large_delta=True, accountant="rdp",
+    per_sample_max_grad_norm=2.0,
     privacy_unit_column="user", max_examples_per_unit=2, clip_unit_mean=False, clipping="vanilla",
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
     max_tokens_per_micro_batch=64, low_pass_filter="momentum",
@@ -212,7 +213,7 @@ def test_filters_are_kept_in_their_canonical_form(tmp_path, name):
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 29
+    assert len(OWN) == 30
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name

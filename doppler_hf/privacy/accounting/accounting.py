@@ -169,18 +169,3 @@ def bound(mechanisms: tuple[SampledGaussian, ...], *, delta: float, by: Method) 
     methods = {"prv": prv_epsilon, "rdp": rdp_epsilon, "pld": pld_epsilon}
     methods |= {"prv estimate": prv_estimate, "rdp estimate": rdp_estimate}
     return methods[by](mechanisms, delta=delta)
-
-
-def get_epsilons(history: Iterable[Releases], *, delta: float) -> dict[Accountant, float]:
-    """Return the upper bounds of all accountants on ε, in the order prv, rdp, pld.
-
-    Returns:
-        ε by accountant. Where a sample rate is 1, prv cannot bound it and is left out.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
-    history = list(history)
-    full_batch = any(entry.sample_rate == 1.0 for entry in history)
-    accountants: list[Accountant] = ["rdp", "pld"] if full_batch else ["prv", "rdp", "pld"]
-    return {name: get_total_epsilon(history, delta=delta, accountant=name) for name in accountants}

@@ -58,7 +58,8 @@ class PrivacyStatement:
         target_epsilon: The ε that was asked for, or None when σ was given.
         accountant: The accountant that bounds ε.
         steps_planned: T, counted from the first step of the training, also if it was resumed.
-        private: False if there is no noise, noise or draws can be reproduced, or gradients are recorded without noise.
+        private: False if there is no noise, noise or draws can be reproduced, or gradients are recorded without noise: ε is
+            infinite then. See `why_not_private`.
         noise_source: The source of the noise, in one line.
     """
 
@@ -95,6 +96,16 @@ class PrivacyStatement:
     def mechanism(self) -> str:
         """The mechanism in one line."""
         return MECHANISM if self.groups == 1 else MECHANISM_IN_TURNS
+
+    @property
+    def why_not_private(self) -> str | None:
+        """The reason why nothing is guaranteed; None if the run was private."""
+        if self.target_delta * self.num_units >= 1.0:
+            # A mechanism that publishes one of the N units at random satisfies DP with such a δ.
+            return f"δ ≥ 1/N, with which one of the {self.num_units:,} units could be published"
+        return (
+            None if self.private else "no noise, noise or draws that can be reproduced, or gradients recorded without noise"
+        )
 
     @property
     def noise_shape_in_words(self) -> str:
