@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transformers.hf_argparser import HfArg
+from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import trl_checks
@@ -35,10 +36,9 @@ class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
         >>> args = DopplerSFTConfig(output_dir="out", target_epsilon=8.0, max_length=512)
     """
 
-    learning_rate: float | None = HfArg(
-        default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 2e-5."
-    )
+    learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 2e-5.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
+    optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     host_learning_rate = SFTConfig.learning_rate
 
     def __post_init__(self) -> None:

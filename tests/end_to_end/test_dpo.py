@@ -247,7 +247,7 @@ def test_defaults_are_those_of_trl_and_ours(tmp_path):
         values = {field.name: field.default for field in dataclasses.fields(cls)}
         return values | {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
 
-    changed = {"learning_rate": None, "max_grad_norm": None, "precompute_ref_log_probs": None}
+    changed = {"learning_rate": None, "max_grad_norm": None, "optim": None, "precompute_ref_log_probs": None}
     assert defaults(DopplerDPOConfig) == defaults(DopplerTrainingArguments) | defaults(DPOConfig) | changed
     private, stock = arguments(tmp_path), arguments(tmp_path, disable_dp=True)
     assert (private.learning_rate, private.precompute_ref_log_probs) == (None, True)
