@@ -12,7 +12,7 @@ import numpy as np
 from accelerate import PartialState
 from torch import nn
 
-from doppler_hf.privacy.batching.columns import is_stored
+from doppler_hf.privacy.batching.columns import is_stored, numbers_in
 from doppler_hf.privacy.batching.fetching import fetch_one
 from doppler_hf.run.model_limits import Limit, limits_of
 
@@ -66,8 +66,8 @@ def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[
     for column in {limit.column for limit in limits}:
         left = {limit for limit in limits if limit.column == column}
         for chunk, of_chunk in _chunks(examples.data.column(column), rows, name=column):
-            for limit in [limit for limit in left if limit.is_exceeded(_numbers(chunk, limit))]:
-                row = next(row for row in range(len(chunk)) if limit.is_exceeded(_numbers(chunk.slice(row, 1), limit)))
+            for limit in [limit for limit in left if limit.is_exceeded(_found(chunk, limit))]:
+                row = next(row for row in range(len(chunk)) if limit.is_exceeded(_found(chunk.slice(row, 1), limit)))
                 left.remove(limit)
                 yield of_chunk[row] if places is None else int(np.flatnonzero(places == of_chunk[row])[0]), limit
 
@@ -75,7 +75,7 @@ def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[
 def _chunks(stored: Any, rows: Any, *, name: str) -> Iterator[tuple[Any, Any]]:
     """Yield the values of ascending rows of a column in arrays of pyarrow, each with its rows; of too many a sample."""
     first = _block(stored, rows[:_ROWS_AT_ONCE])
-    numbers = sum(len(_numbers(chunk, None)) for chunk in first.chunks) * len(rows) / max(1, len(first))
+    numbers = sum(len(numbers_in(chunk)) for chunk in first.chunks) * len(rows) / max(1, len(first))
     every = max(1, math.ceil(numbers / MOST_NUMBERS))
     if every > 1 and PartialState().is_main_process:
         print(f"The column {name!r} is large: one row in {every} was scanned for what the model cannot take.")
@@ -91,13 +91,5 @@ def _block(stored: Any, rows: Any) -> Any:
     return block if len(block) == len(rows) else block.take(rows - rows[0])
 
 
-def _numbers(chunk: Any, limit: Limit | None) -> np.ndarray:
-    """Return all numbers of a pyarrow array, however deep in lists they are, or the lengths of the innermost lists."""
-    from pyarrow import compute, types
-
-    is_of_lengths = limit is not None and limit.kind == "lengths"
-    while types.is_nested(chunk.type) and not (is_of_lengths and not types.is_nested(chunk.type.value_type)):
-        chunk = chunk.flatten()
-    if is_of_lengths:
-        chunk = compute.list_value_length(chunk) if types.is_nested(chunk.type) else chunk[:0]
-    return chunk.to_numpy(zero_copy_only=False)
+def _found(chunk: Any, limit: Limit) -> np.ndarray:
+    return numbers_in(chunk, lengths=limit.kind == "lengths")
