@@ -62,7 +62,7 @@ def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[
     """Yield for each limit the first row that exceeds it, of those that are scanned."""
     # In the order in which they lie: of a shuffled table each row would have to be looked up.
     places = None if examples._indices is None else examples._indices.column(0).to_numpy()
-    rows: Any = range(len(examples)) if places is None else np.sort(places)
+    rows: Any = range(len(examples)) if places is None else np.unique(places)
     for column in {limit.column for limit in limits}:
         left = {limit for limit in limits if limit.column == column}
         for chunk, of_chunk in _chunks(examples.data.column(column), rows, name=column):

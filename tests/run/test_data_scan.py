@@ -307,6 +307,8 @@ def test_choices_of_unequal_lengths_are_scanned():
         (lambda data: data.shuffle(seed=1).filter(lambda row: row["input_ids"][-1] != BEYOND), False),
         (lambda data: data.select([ROW + 1, 3, ROW, ROW - 1]), True),
         (lambda data: data.select([ROW + 1, 3, ROW - 1]), False),
+        (lambda data: data.select([ROW + 1, ROW - 1, ROW - 1]), False),
+        (lambda data: data.select([ROW, ROW - 1, ROW]), True),
         (lambda data: data.with_format("torch"), True),
         (lambda data: list(data), True),
         (lambda data: data.with_transform(lambda rows: rows), False),  # not read: it may make others of them
