@@ -12,6 +12,7 @@ from typing import Any, Final
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.hf_argparser import HfArg
+from transformers.training_args import OptimizerNames
 from trl import DPOConfig, DPOTrainer
 
 from doppler_hf import trl_checks
@@ -43,10 +44,9 @@ _NOT_PRIVATE: Final = {
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
     """Arguments of `DopplerDPOTrainer`: those of `DPOConfig` with its defaults, and of `DopplerTrainingArguments`."""
 
-    learning_rate: float | None = HfArg(
-        default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 1e-6."
-    )
+    learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 1e-6.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
+    optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     precompute_ref_log_probs: bool | None = HfArg(
         default=None,
         help="Whether the reference's log-probabilities are computed once, before training. Always so with privacy; with "

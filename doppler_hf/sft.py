@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transformers.hf_argparser import HfArg
+from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import trl_checks
@@ -27,10 +28,9 @@ _NOT_PRIVATE: Final = {
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
     """Arguments of `DopplerSFTTrainer`: those of `SFTConfig` with its defaults, and of `DopplerTrainingArguments`."""
 
-    learning_rate: float | None = HfArg(
-        default=None, help="As in DopplerTrainingArguments. With disable_dp, and with noise_multiplier=0, TRL's 2e-5."
-    )
+    learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 2e-5.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
+    optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     host_learning_rate = SFTConfig.learning_rate
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run import refusals
 from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
+from doppler_hf.run.data_scan import refuse_values_beyond
 from doppler_hf.run.ended import one_line_if_a_process_ends
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
@@ -187,6 +188,8 @@ class DopplerTrainer(AroundSteps):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
+        has_own_loss = type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
+        refuse_values_beyond(self.model, dataset, collate=collator, has_own_loss=has_own_loss)
         return self.private_run.loader(dataset, collator)
 
     def _training_collator(self) -> Collator:

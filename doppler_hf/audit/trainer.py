@@ -148,9 +148,10 @@ class AuditTrainer(DopplerTrainer, ABC):
         return _result(self.kind, *outcomes, delta=delta, confidence=confidence, runs=1)
 
     def claims(self) -> dict[Accountant, float]:
-        """Return what the ledger of the finished run states: upper bounds on ε, by accountant."""
-        assert self.privacy.ledger is not None
-        return self.privacy.ledger.epsilons()
+        """Return what the ledger of the finished run states: an upper bound on ε, by its accountant."""
+        ledger = self.privacy.ledger
+        assert ledger is not None
+        return {ledger.statement.accountant: ledger.epsilon()}
 
 
 class _Watcher(TrainerCallback):

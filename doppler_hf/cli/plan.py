@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
-from doppler_hf.privacy.accounting.accounting import Accountant, get_epsilons
+from doppler_hf.privacy.accounting.accounting import Accountant, get_total_epsilon
 from doppler_hf.reports.noise_shapes import AutoChoice, ShapedRun, auto_choice, shapes_of_equal_epsilon
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 def describe(request: PlanRequest, planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, Any]:
     """Return every number of the plan by name: the JSON object without its alternatives."""
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
-    epsilons = get_epsilons([planned.releases], delta=request.target_delta)
+    epsilon = get_total_epsilon([planned.releases], delta=request.target_delta, accountant=request.accountant)
     return {
         "solved_for": request.unknown,
         "num_examples": planned.num_examples,
@@ -105,8 +105,8 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, low_pass_
         **cell(planned, epochs, low_pass_filter),
         "delta": request.target_delta,
         "accountant": request.accountant,
-        "target_epsilon": epsilons[request.accountant] if request.epsilon is None else request.epsilon,
-        "epsilon": epsilons,
+        "target_epsilon": epsilon if request.epsilon is None else request.epsilon,
+        "epsilon": epsilon,
         "low_pass_filter": str(low_pass_filter),
         "noise_gain": noise_gain(low_pass_filter),
         "delay_steps": delay,
@@ -131,8 +131,7 @@ def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> 
 
 def facts_table(facts: dict[str, Any]) -> Table:
     """Lay out what `describe` returns for a reader."""
-    # A mechanism that publishes one of the N examples at random satisfies DP with such a δ.
-    note = ": too large, stay below 1/N" if facts["delta"] * facts["num_examples"] >= 1.0 else ""
+    target = "" if facts["solved_for"] == "epsilon" else f" (target {facts['target_epsilon']:g})"
     rows = {
         "num_examples": ("training examples N", f"{facts['num_examples']:,}"),
         "batch_size": ("expected batch size B", f"{facts['batch_size']:,}"),
@@ -142,16 +141,13 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "max_grad_norm": ("clip norm C", f"{facts['max_grad_norm']:g}"),
         "noise_multiplier": ("noise multiplier σ", f"{facts['noise_multiplier']:.6g}"),
         "noise_std": ("noise_std = σC/B", f"{facts['noise_std']:.4g}"),
-        "delta": ("δ", f"{facts['delta']:.4g}{note}"),
+        "delta": ("δ", f"{facts['delta']:.4g}"),
+        "epsilon": (f"ε by {facts['accountant']}", f"{facts['epsilon']:.4g}{target}"),
     }
-    epsilons, solved = facts["epsilon"], facts["solved_for"]
+    solved = facts["solved_for"]
     table = Table(title="Plan", show_header=False)
     for name, (label, value) in rows.items():
         table.add_row(label, value + (" (solved for)" if name == solved else ""))
-    for accountant, epsilon in epsilons.items():
-        is_target = accountant == facts["accountant"]
-        note = " (solved for)" if solved == "epsilon" else f" (target {facts['target_epsilon']:g})"
-        table.add_row(f"ε by {accountant}", f"{epsilon:.4g}" + (note if is_target else ""))
     table.add_row("noise_shape", "white, as in the next table; for 'auto' see below")
     table.add_row("filter", facts["low_pass_filter"])
     table.add_row("its noise gain Σκ²", f"{facts['noise_gain']:.4g} (noise_std {facts['filtered_noise_std']:.4g} after it)")

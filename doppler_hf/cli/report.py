@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     page = html_page(
         title=f"Private training: {args.folder.resolve().name}",
         claim=claim_in_words(ledger),
-        is_private=ledger.private,
+        is_private=ledger.why_not_private is None,
         sections=[
             ("Over the training", curves + logged),
             ("The noise over time", f"<p>{html.escape(statement.noise_shape_in_words)}</p>{noise}"),

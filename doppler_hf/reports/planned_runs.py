@@ -116,8 +116,12 @@ class PlanRequest:
             value = vars(self)[name]
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number > 0, got {value}.")
-        if self.delta is not None and not 0 < self.delta < 1:
-            raise ValueError(f"delta must lie in (0, 1), got {self.delta}. Usual is less than 1/N.")
+        if self.delta is not None and not 0 < self.delta * self.num_examples < 1:
+            # A mechanism that publishes one of the N examples at random satisfies DP with a larger δ.
+            raise ValueError(
+                f"delta must be positive and less than 1/N = {1 / self.num_examples:.3g}, got {self.delta:g}. Leave it out "
+                "for N^-1.1."
+            )
         if self.batch_size is not None and self.batch_size > self.num_examples:
             raise ValueError(f"batch_size must be at most {self.num_examples}, got {self.batch_size}. Lower batch_size.")
         if self.epochs is not None and self.max_steps is not None:

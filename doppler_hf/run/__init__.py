@@ -3,6 +3,8 @@
 - around: what the trainer does around its steps
 - private_run: the run, whose parts are opened and closed together
 - refusals: what it refuses of the trainer, the data and the checkpoint
+- data_scan: numbers of the training set that the model cannot take
+- model_limits: what it takes
 - choices: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once

@@ -33,6 +33,7 @@ from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import without_rate_rule
 
 # √d·δ; √f·δ, and that of a layer of the data themselves; η/(u·s); the path of short runs, at steps that are at most so
 # large; and f times the change of a weight in a step, if all gradients are the same.
@@ -48,6 +49,8 @@ _SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 # With so many adapters the bound on their walks was found.
 FEW_ADAPTERS: Final = 2
+# Rates that were tuned lay within a factor of 5 of the rule's; a rate that is smaller than the rule's by more is told of.
+FAR_BELOW: Final = 10.0
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
@@ -58,8 +61,25 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
         statement: The run's statement.
         model: The model before training.
     """
-    if args.given_learning_rate is not None:
-        return args.given_learning_rate
+    return rate_by_rule(args, statement, model=model) if args.given_learning_rate is None else args.given_learning_rate
+
+
+def told_of_small_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
+    """Return what to say of a rate that is given and far below the rule's, such as one of a training without noise."""
+    given = args.given_learning_rate
+    if not given or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
+        return ""
+    rule = rate_by_rule(args, statement, model=model)
+    if rule < FAR_BELOW * given:
+        return ""
+    return f": {rule / given:,.0f} times below the {rule:.3g} of the rule, which you get if you leave learning_rate out"
+
+
+def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
+    """Return the rate of the rule, also where another one is given; without noise its limit for little noise.
+
+    That is a rate which a private run of large ε takes, so that a run without noise shows what the noise does.
+    """
     steps, shape = statement.steps_planned, NoiseShape.parse(statement.noise_shape)
     rates = learning_rates_of(args, steps=steps) or [1.0] * steps
     if not any(rates):  # a warmup that is as long as the run: at no rate does anything move
@@ -76,10 +96,13 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
     least = 1.0
     if args.base_optimizer == "adam_bc":
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
-        floor = DEFAULT_FLOOR_FRACTION if args.adam_bc_floor is None else args.adam_bc_floor / (white * size) ** 2
+        # A floor of one's own is no multiple of noise that is not there.
+        own = args.adam_bc_floor if white else None
+        floor = DEFAULT_FLOOR_FRACTION if own is None else own / (white * size) ** 2
         least = math.sqrt(floor)
     step = max(LARGEST_STEP, min(SHORTEST_PATH / math.fsum(rates), LARGEST_OF_FEW))
-    the_same = statement.expected_batch_size / (statement.noise_multiplier * math.sqrt(num_trained))
+    noise = statement.noise_multiplier * math.sqrt(num_trained)
+    the_same = statement.expected_batch_size / noise if noise else math.inf
     changes = [LARGEST_CHANGE / (layer.inputs * min(the_same, least * size)) for layer in layers if not layer.is_first]
     return least * size * min([step, walk / shape.std_of_sum(rates), *changes])
 

@@ -23,12 +23,13 @@ from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run import refusals
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, warn_of_another_base
+from doppler_hf.run.learning_rate import told_of_small_rate
 from doppler_hf.run.model_card import complete_card
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words, optimizer_in_words
 from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
-from doppler_hf.run.summary import epsilons_in_words, print_summary
+from doppler_hf.run.summary import epsilon_in_words, print_summary
 from doppler_hf.training_args import DopplerTrainingArguments
 
 LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
@@ -96,6 +97,9 @@ class PrivacyCallback(TrainerCallback):
         refusals.refuse_other_parameters(optimizer, kwargs["model"])
         self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
         self._rate_words = learning_rate_in_words(args, optimizer)
+        # On every process: they may have to put the weights of a layer together.
+        is_given = first_learning_rate(optimizer) == args.given_learning_rate
+        small = told_of_small_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
         args.note_learning_rate(first_learning_rate(optimizer))  # a checkpoint's is its own
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
@@ -117,7 +121,7 @@ class PrivacyCallback(TrainerCallback):
                 model=kwargs["model"],
                 first_step=step,
                 optimizer_words=optimizer_in_words(args),
-                rate_words=self._rate_words,
+                rate_words=self._rate_words + small,
                 filter_words=self._filter_words,
             )
             if aside is not None:
@@ -281,7 +285,7 @@ class PrivacyCallback(TrainerCallback):
             self.ledger.close()
             self.ledger.save(args.output_dir)
             print(
-                f"Privacy spent: {epsilons_in_words(self.ledger)} at δ = {self.ledger.statement.target_delta:.3g} after "
+                f"Privacy spent: {epsilon_in_words(self.ledger)} at δ = {self.ledger.statement.target_delta:.3g} after "
                 f"{self.ledger.steps_run} steps. See {Path(args.output_dir) / LEDGER_NAME}, whose last hash is "
                 f"{self.ledger.head}."
             )

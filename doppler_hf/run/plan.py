@@ -7,7 +7,6 @@ the count of gradients within it, with a hundredth of what the loss leaves.
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Final
 
@@ -39,19 +38,26 @@ def planned_steps(args: DopplerTrainingArguments, sampler: PoissonSampler) -> in
 
 
 def planned_delta(args: DopplerTrainingArguments, sampler: PoissonSampler) -> float:
-    """Return δ, given or the default."""
-    return default_delta(sampler.num_units) if args.target_delta is None else args.target_delta
+    """Return δ, given or the default.
 
-
-def warn_of_large_delta(statement: PrivacyStatement) -> None:
-    """Warn of a δ that is too large to mean much."""
-    if statement.target_delta * statement.num_units >= 1.0:
-        # A mechanism that publishes one of the N units at random satisfies DP with such a δ.
-        warnings.warn(
-            f"target_delta must be less than 1/N to protect each of {statement.num_units:,} units, got "
-            f"{statement.target_delta:g}, with which one of them could be published. Lower it, or leave it out for N^-1.1.",
-            stacklevel=2,
+    Raises:
+        ValueError: If it protects nobody, or there is one unit alone.
+    """
+    units = sampler.num_units
+    if units < 2:
+        raise ValueError(
+            f"train_dataset must have at least 2 units of privacy, got {units}: noise hides one among others. Give more "
+            "examples, a thousand or more to learn anything from."
         )
+    delta = default_delta(units) if args.target_delta is None else args.target_delta
+    # A mechanism that publishes one of the N units at random satisfies DP with a larger δ.
+    if delta * units >= 1.0 and not args.allow_large_delta:
+        raise ValueError(
+            f"target_delta must be less than 1/N to protect each of {units:,} units, got {delta:g}, with which one of them "
+            "could be published. Leave it out for N^-1.1. To study such a run, which is not private, set "
+            "allow_large_delta=True."
+        )
+    return delta
 
 
 def averaged_noise(noise_multiplier: float, shape: NoiseShape, *, batch_size: int, steps: int) -> float:
@@ -92,7 +98,7 @@ def planned_statement(
         first_step: The step from which the run continues.
 
     Raises:
-        ValueError: If no noise reaches the target.
+        ValueError: If no noise reaches the target, or δ protects nobody.
     """
     steps, delta = planned_steps(args, sampler), planned_delta(args, sampler)
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget

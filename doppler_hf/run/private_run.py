@@ -33,7 +33,7 @@ from doppler_hf.run.choices import chosen_noise_shape
 from doppler_hf.run.engine import computes_in_bf16, refuse_model, refuse_unreached
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.mechanisms import mechanisms_of
-from doppler_hf.run.plan import budget_spent, planned_statement, warn_of_large_delta
+from doppler_hf.run.plan import budget_spent, planned_statement
 from doppler_hf.run.refusals import warn_of_non_finite
 from doppler_hf.run.replicas import (
     compare_terms,
@@ -286,7 +286,6 @@ class PrivateRun:
         is_overrun = target is not None and ledger.private and ledger.epsilon() > target
         if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
-        warn_of_large_delta(statement)
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger
 

@@ -38,7 +38,7 @@ def print_summary(
         ("clip norm C", statement.clipping_in_words),
         ("noise per coordinate", f"{run.settled_noise_std:.3g}"),
         ("noise of the average", averaged_in_words(statement, num_trained=trainable)),
-        ("at the end", epsilons_in_words(ledger, further_steps=run.affordable_steps) + target),
+        ("at the end", epsilon_in_words(ledger, further_steps=run.affordable_steps) + target),
         ("δ", f"{statement.target_delta:.3g}"),
         ("training loss", statement.train_loss_in_words + mend),
         ("optimizer", optimizer_words),
@@ -72,9 +72,8 @@ def averaged_in_words(statement: PrivacyStatement, *, num_trained: int) -> str:
     return f"{noise:.2g} C{mend}"
 
 
-def epsilons_in_words(ledger: PrivacyLedger, *, further_steps: int = 0) -> str:
-    """Return ε by every accountant, the chosen one first."""
-    if not ledger.private:
-        return "ε = ∞: NOT PRIVATE"
-    (chosen, epsilon), *others = ledger.epsilons(further_steps=further_steps).items()
-    return f"ε = {epsilon:.4g} by {chosen}" + "".join(f", {epsilon:.4g} by {name}" for name, epsilon in others)
+def epsilon_in_words(ledger: PrivacyLedger, *, further_steps: int = 0) -> str:
+    """Return ε so far or after `further_steps` more, and by which accountant."""
+    epsilon, why_not = ledger.epsilon(further_steps=further_steps), ledger.why_not_private
+    shown = "∞" if math.isinf(epsilon) else f"{epsilon:.4g} by {ledger.statement.accountant}"
+    return f"ε = {shown}" + ("" if why_not is None else f": NOT PRIVATE, {why_not}")

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
+from transformers.training_args import OptimizerNames
 
 from doppler_hf.filters import LowPassFilter, NoiseShape, parse_name
 from doppler_hf.optim import OptimalFIR
@@ -52,6 +53,11 @@ class DopplerTrainingArguments(TrainingArguments):
         "sampling, clipping, filter and optimizer but adds no noise: nothing is private then.",
     )
     target_delta: float | None = HfArg(default=None, help="δ of the guarantee. Default: N^-1.1 for N training examples.")
+    allow_large_delta: bool = HfArg(
+        default=False,
+        help="Run with a target_delta of 1/N or more, for studies: one record could then be published, so that the run is "
+        "not private, and says so.",
+    )
     accountant: Accountant = HfArg(default="prv", help="Which accountant bounds ε from above: prv, pld or rdp.")
     per_sample_max_grad_norm: float = HfArg(default=1.0, help="C, the norm to which each example's gradient is clipped.")
     privacy_unit_column: str | None = HfArg(
@@ -167,14 +173,18 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     learning_rate: float | None = HfArg(
         default=None,
-        help="First learning rate. Default: with noise and Adam one chosen from the number of weights, steps and schedule, "
-        "shown before the first step. With disable_dp HF's 5e-5, which is Trainer's own, and with noise_multiplier=0 too: "
-        "set it to compare with a private run at one rate. For base_optimizer=sgd and GaLore under noise it must be set.",
+        help="First learning rate. Default: with Adam one chosen from the number of weights, steps and schedule, shown "
+        "before the first step. With disable_dp HF's 5e-5, which is Trainer's own. For base_optimizer=sgd and GaLore it "
+        "must be set.",
     )
     max_grad_norm: float | None = HfArg(
         default=None,
         help="Clipping of the whole gradient. Without privacy HF's default of 1.0; with privacy it must stay "
         "unset or 0, see per_sample_max_grad_norm.",
+    )
+    optim: OptimizerNames | str | None = HfArg(
+        default=None,
+        help="With disable_dp, Trainer's optimizer. With privacy base_optimizer takes its place: leave it out.",
     )
     host_learning_rate = TrainingArguments.learning_rate
 
@@ -207,7 +217,7 @@ class DopplerTrainingArguments(TrainingArguments):
         checks.check_kinds(self, base=DopplerTrainingArguments)
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
-        if self.learning_rate is None and (self.disable_dp or self.noise_multiplier == 0.0):
+        if self.learning_rate is None and self.disable_dp:
             self.learning_rate = self.host_learning_rate
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
@@ -219,12 +229,17 @@ class DopplerTrainingArguments(TrainingArguments):
                 self.per_sample_max_loss = DEFAULT_PER_SAMPLE_MAX_LOSS
             if self.train_loss_budget is None:
                 self.train_loss_budget = DEFAULT_TRAIN_LOSS_BUDGET
+        # What the host has read is a member of its own, also in a copy of these arguments.
+        names_optim = not isinstance(self.optim, OptimizerNames | None)
+        if self.optim is None:
+            self.optim = TrainingArguments.optim
         super().__post_init__()
         if self.disable_dp:
             checks.refuse_privacy_without_dp(self, base=DopplerTrainingArguments)
         else:
             checks.check_ranges(self)
             checks.refuse_without_effect(self)
+            checks.refuse_optim(self, is_named=names_optim)
             galore.check_galore(self)
             checks.refuse_no_learning_rate(self)
             checks.refuse_what_breaks_privacy(self)

@@ -6,6 +6,7 @@ be circular.
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
@@ -243,13 +244,20 @@ def refuse_without_effect(args: TrainingArguments) -> None:
                 f"{name}={getattr(args, name)!r} cannot be used with clipping_quantile={args.clipping_quantile}: {reason}. "
                 f"Set {name}={allowed[-1]!r}, or leave clipping_quantile out."
             )
-    if args.optim != default_of(args, "optim"):
-        name = OptimizerNames(args.optim).value
-        galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
-        raise ValueError(
-            f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and "
-            f"low_pass_filter. Leave optim out{galore}."
-        )
+
+
+def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:
+    """Refuse another `optim` than the host's default, and tell of the default if it is named: saved arguments name it."""
+    name = OptimizerNames(args.optim).value
+    galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
+    message = (
+        f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and low_pass_filter. Leave "
+        f"optim out{galore}."
+    )
+    if name != TrainingArguments.optim:
+        raise ValueError(message)
+    if is_named:
+        warnings.warn(message, stacklevel=2)
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:

@@ -55,6 +55,38 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
         assert shown in output, shown
 
 
+def test_one_epsilon_is_shown_as_it_was_stated_and_recomputed(written, tmp_path, capsys):
+    entries = json.loads(written[1])["entries"]
+    stated = entries[13]["epsilon"]["prv"]
+    recomputed = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5)
+    of_rdp = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5, accountant="rdp")
+    entries[13]["epsilon"]["rdp"] = of_rdp  # as older ledgers have it
+    write(tmp_path, rehashed(entries))
+    for folder in (written[0], tmp_path):
+        assert check(folder) == 0
+        output = said(capsys)
+        assert f"ε stated last {stated:.6g} by prv ε of all steps counted {recomputed:.6g} by prv" in output
+        assert "by rdp" not in output
+
+
+@pytest.mark.parametrize("target_delta", [1e-3, 0.1])
+@pytest.mark.parametrize("private", [True, False])
+def test_a_delta_that_protects_nobody_is_not_verified_as_private(tmp_path, capsys, target_delta, private):
+    """Whether the run has said so of itself, or the file is from elsewhere and calls it private."""
+    ledger = after(PrivacyLedger.open(statement(target_delta=target_delta, private=private)), 4)
+    ledger.close()
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 1
+    output = said(capsys)
+    assert "- NOT PRIVATE: δ ≥ 1/N, with which one of the 1,000 units could be published." in output
+    assert not re.search(r"(?<!NOT )VERIFIED|differential privacy", output)
+
+
+def test_a_delta_just_below_is_verified(tmp_path):
+    after(PrivacyLedger.open(statement(target_delta=0.999e-3)), 4).save(tmp_path)
+    assert check(tmp_path) == 0
+
+
 def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, capsys):
     ledger = after(PrivacyLedger.open(statement(steps_planned=1000)), 4)
     ledger.checkpoint(4)
@@ -71,7 +103,7 @@ def test_a_full_batch_has_no_prv(tmp_path, capsys):
     after(ledger, 2).close()
     ledger.save(tmp_path)
     assert check(tmp_path) == 0
-    assert "prv – – –" in said(capsys)
+    assert "by prv" not in said(capsys)
 
 
 def test_checkpoints_are_earlier_states(tmp_path, capsys):
@@ -220,13 +252,14 @@ def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):
     ("edit", "message"),
     [
         (lambda e: e[13]["epsilon"].update(prv=0.9 * e[13]["epsilon"]["prv"]), "Entry 13 (closed) states ε = "),
-        (lambda e: e[13]["epsilon"].update(rdp=e[13]["epsilon"]["rdp"] * (1 - 3e-6)), "Entry 13 (closed) states ε = "),
+        (lambda e: e[13]["epsilon"].update(prv=e[13]["epsilon"]["prv"] * (1 - 3e-6)), "Entry 13 (closed) states ε = "),
+        (lambda e: e[13]["epsilon"].update(rdp=e[13]["epsilon"]["prv"]), "Entry 13 (closed) states ε = "),
         (lambda e: e[13]["epsilon"].update(pld=None), "Entry 13 (closed) states ε = inf by pld"),
         (lambda e: e[7].update(epsilon=0.0), "Entry 7 (checkpoint) states ε = 0 by prv"),
         (lambda e: [entry["statement"].update(noise_multiplier=2.0) for entry in (e[0], e[9])], "Entry 7 (checkpoint)"),
         (lambda e: e[9]["statement"].update(target_epsilon=0.5), "The target was ε = 0.5, but what was released costs"),
-        (lambda e: e[9]["statement"].update(private=False), "The training was not private"),
-        (lambda e: e[0]["statement"].update(private=False), "The training was not private"),
+        (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or draws"),
+        (lambda e: e[0]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or draws"),
         (
             lambda e: [entry["statement"].update(expected_batch_size=1000, sample_rate=1.0) for entry in (e[0], e[9])],
             "Entry 7 (checkpoint) states ε = ",

@@ -168,6 +168,19 @@ def test_a_reference_is_computed_pair_by_pair_without_dropout(tmp_path, kept):
     assert each[len(rows[0]["prompt_ids"]) - 1 :].sum().item() == pytest.approx(rows[0]["ref_chosen_logps"], rel=1e-5)
 
 
+def test_defaults_are_those_of_trl_and_ours(tmp_path):
+    def defaults(cls):
+        made = {field.name: field.default_factory for field in dataclasses.fields(cls)}
+        values = {field.name: field.default for field in dataclasses.fields(cls)}
+        return values | {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
+
+    changed = {"learning_rate": None, "max_grad_norm": None, "optim": None, "precompute_ref_log_probs": None}
+    assert defaults(DopplerDPOConfig) == defaults(DopplerTrainingArguments) | defaults(DPOConfig) | changed
+    private, stock = arguments(tmp_path), arguments(tmp_path, disable_dp=True)
+    assert (private.learning_rate, private.precompute_ref_log_probs) == (None, True)
+    assert (stock.learning_rate, stock.precompute_ref_log_probs) == (DPOConfig.learning_rate, False)
+
+
 @pytest.mark.parametrize("options", [dict(), dict(loss_type="aot", ld_alpha=0.5)], ids=str)
 def test_without_privacy_it_is_trls(tmp_path, options):
     ours = trainer_of(tmp_path, disable_dp=True, ref_model=tiny_llama(), **options)

@@ -399,7 +399,7 @@ def test_the_guarantee_is_the_same_and_the_ledger_says_what_is_clipped(tmp_path)
             max_steps=2,
         ))  # fmt: skip
         ledgers.append(PrivacyLedger.load(tmp_path / str(clip_unit_mean) / "out"))
-    assert ledgers[0].epsilons() == ledgers[1].epsilons()
+    assert ledgers[0].epsilon() == ledgers[1].epsilon()
     assert ledgers[1].statement.clipping_in_words == "1 (automatic, flat, the mean gradient over a unit's examples)"
     assert ledgers[0].statement.clipping_in_words == "1 (automatic, flat)"
 

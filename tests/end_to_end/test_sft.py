@@ -117,7 +117,7 @@ def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
 def test_defaults_are_those_of_trl_and_ours(tmp_path):
     expected = {field.name: field.default for field in dataclasses.fields(DopplerTrainingArguments)}
     expected |= {field.name: field.default for field in dataclasses.fields(SFTConfig)}
-    expected |= {"learning_rate": None, "max_grad_norm": None}
+    expected |= {"learning_rate": None, "max_grad_norm": None, "optim": None}
     assert {field.name: field.default for field in dataclasses.fields(DopplerSFTConfig)} == expected
     assert arguments(tmp_path).learning_rate is None
     assert arguments(tmp_path, disable_dp=True).learning_rate == SFTConfig.learning_rate

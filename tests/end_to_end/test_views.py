@@ -105,7 +105,7 @@ def test_the_guarantee_is_that_of_one_view_and_the_ledger_says_how_many_there_we
     for trainer in trainers:
         trainer.train()
     one, several = (trainer.privacy.ledger for trainer in trainers)
-    assert several.epsilons() == one.epsilons()
+    assert several.epsilon() == one.epsilon()
     assert several.statement.augmentation_multiplicity == VIEWS
     assert several.statement.clipping_in_words == "1 (automatic, flat, the mean gradient over 4 views of an example)"
     assert one.statement.clipping_in_words == "1 (automatic, flat)"

@@ -140,7 +140,8 @@ def test_each_number_is_found_again_from_the_other_three(unknown):
         ),
         ({"epsilon": None, "epochs": math.nan}, "epochs must be a finite number > 0, got nan"),
         ({"epochs": None, "epsilon": math.inf}, "epsilon must be a finite number > 0, got inf"),
-        ({"epsilon": None, "delta": 1.0}, r"delta must lie in \(0, 1\), got 1\.0"),
+        ({"epsilon": None, "delta": 1.0}, r"delta must be positive and less than 1/N = .*, got 1\."),
+        ({"epsilon": None, "delta": math.nan}, r"delta must be positive and .*, got nan"),
     ],
 )
 def test_requests_without_a_meaning_are_refused(change, message):

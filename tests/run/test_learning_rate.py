@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from doppler_hf.run.learning_rate import (
 )
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiers import thorough
-from tests.support.tiny import tiny_bert
+from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
@@ -176,9 +177,64 @@ def test_where_there_is_no_rule_it_must_be_named(tmp_path, options):
         DopplerTrainingArguments(output_dir=str(tmp_path), target_epsilon=3.0, **options)
 
 
-@pytest.mark.parametrize("options", [dict(noise_multiplier=0.0), dict(disable_dp=True)])
-def test_without_noise_or_privacy_it_is_the_hosts(tmp_path, options):
-    assert DopplerTrainingArguments(output_dir=str(tmp_path), **options).learning_rate == 5e-5
+def test_without_privacy_it_is_the_hosts(tmp_path):
+    assert DopplerTrainingArguments(output_dir=str(tmp_path), disable_dp=True).learning_rate == 5e-5
+
+
+@pytest.mark.parametrize("base", ["adam", "adam_bc"])
+@pytest.mark.parametrize("model", [nn.Linear(1, 10**6), nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 2))], ids=str)
+def test_without_noise_it_is_that_of_little_noise(tmp_path, base, model):
+    def rate(**options):
+        args = arguments(tmp_path, learning_rate=None, max_steps=400, base_optimizer=base, **options)
+        statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="a coin")
+        return chosen_learning_rate(args, statement, model=model)
+
+    assert rate(noise_multiplier=0.0) == rate(noise_multiplier=1e-4) <= rate(noise_multiplier=4.0)
+    if base == "adam_bc":
+        assert rate(noise_multiplier=0.0, adam_bc_floor=1e-9) == rate(noise_multiplier=0.0)
+
+
+def test_a_run_without_noise_learns_at_the_rate_that_it_takes(tmp_path):
+    """The diagnosis of the documentation: what does not learn without noise is not hindered by it."""
+    options = dict(noise_multiplier=0.0, learning_rate=None, per_device_train_batch_size=32, max_steps=60)
+    trainer = trained(trainer_of(tmp_path, data=text_data(200), **options))
+    assert trainer.state.log_history[-2]["loss"] < 0.1 < 0.5 < trainer.state.log_history[0]["loss"]
+
+
+def told(tmp_path, capsys, **options):
+    trained(trainer_of(tmp_path, max_steps=2, **options)).create_model_card()
+    assert "times below" not in (tmp_path / "out" / "README.md").read_text("utf-8")
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("options", [dict(), dict(noise_multiplier=None, target_epsilon=8.0), dict(base_optimizer="adam")])
+def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_path, capsys, options):
+    output = told(tmp_path, capsys, learning_rate=2e-5, **options)
+    found = re.search(r"learning rate 2e-05: (\S+) times below the (\S+) of the rule, which you get if you leave", output)
+    factor, rule = (float(each.replace(",", "")) for each in found.groups())
+    assert factor == pytest.approx(rule / 2e-5, rel=0.01)
+    # The mend: left out, it is that rate, of which nothing is told.
+    (tmp_path / "again").mkdir()
+    output = told(tmp_path / "again", capsys, learning_rate=None, **options)
+    assert f"learning rate {rule:.3g} (auto) filter" in output
+    for share, is_told in ((1 / 9, False), (1 / 11, True), (1.0, False), (100.0, False)):
+        (tmp_path / str(share)).mkdir()
+        assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule, **options)) == is_told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(base_optimizer="sgd"), dict(optim_target_modules=["query"], optim_args="rank=2"), dict(learning_rate=0.0)],
+)
+def test_where_there_is_no_rule_or_none_is_wanted_nothing_is_told(tmp_path, capsys, options):
+    assert "times below" not in told(tmp_path, capsys, **dict(learning_rate=1e-9) | options)
+
+
+def test_a_checkpoints_rate_is_not_told_of_since_leaving_it_out_changes_nothing(tmp_path, capsys):
+    trainer_of(tmp_path, learning_rate=1e-5, max_steps=4, save_strategy="steps", save_steps=2).train()
+    assert "times below" in capsys.readouterr().out
+    trainer_of(tmp_path, learning_rate=1e-3, max_steps=4).train(str(tmp_path / "out" / "checkpoint-2"))
+    assert "times below" not in capsys.readouterr().out
 
 
 def test_it_is_shown_and_used_and_stands_on_the_model_card(tmp_path, capsys):

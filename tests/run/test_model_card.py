@@ -1,5 +1,6 @@
 """The card says what the ledger says, and writing it touches nothing else in the file."""
 
+import pytest
 from transformers.modelcard import make_markdown_table, parse_log_history
 
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
@@ -25,9 +26,8 @@ def test_the_section_says_what_the_ledger_says():
     ledger = all_events(train_loss="raw", target_epsilon=8.0)
     section = privacy_section(ledger)
     table = rows(section)
-    for name in ("prv", "rdp", "pld"):
-        epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5, accountant=name)
-        assert table[f"ε by {name}"] == f"{epsilon:.4g}"
+    epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5)
+    assert {name: row for name, row in table.items() if name.startswith("ε")} == {"ε by prv": f"{epsilon:.4g}"}
     assert f"Trained with ({ledger.epsilon():.4g}, 1e-05)-differential privacy for one example, by the prv" in section
     assert table["unit of privacy"] == "one example"
     assert table["neighbouring data sets"] == "add or remove one unit"
@@ -48,11 +48,15 @@ def test_the_section_says_what_the_ledger_says():
     assert section.startswith("## Differential privacy\n")
 
 
-def test_what_is_not_private_is_not_called_so():
-    section = privacy_section(after(PrivacyLedger.open(statement(private=False)), 2))
-    assert "**Not differentially private**" in section
+@pytest.mark.parametrize(
+    ("terms", "why"),
+    [(dict(private=False), "no noise, noise or draws"), (dict(target_delta=1e-3), "δ ≥ 1/N, with which one")],
+)
+def test_what_is_not_private_is_not_called_so(terms, why):
+    section = privacy_section(after(PrivacyLedger.open(statement(**terms)), 2))
+    assert f"**Not differentially private**: {why}" in section
     assert "Trained with" not in section
-    assert rows(section)["ε by prv"] == "inf"
+    assert (rows(section)["ε by prv"] == "inf") == (terms == dict(private=False))
 
 
 def test_units_with_a_cap_and_a_private_loss_are_described():

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import scipy.signal
 
+from doppler_hf.cli import main
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multiplier
+from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
-from doppler_hf.run.plan import averaged_noise, planned_statement, warn_of_large_delta
+from doppler_hf.run.plan import averaged_noise, planned_statement
 from doppler_hf.run.summary import averaged_in_words
 from tests.support.ledgers import after
-from tests.support.trainers import arguments, trainer_of
+from tests.support.tiny import text_data
+from tests.support.trainers import arguments, trained, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
 DELTA = 1000**-1.1
@@ -95,17 +97,40 @@ def test_another_batch_size_is_another_mechanism(tmp_path):
     assert 0.998 * 3.0 <= total(plan, earlier, 90) <= 3.0
 
 
-def test_a_delta_that_permits_publishing_an_example_is_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match=r"less than 1/N to protect each of 1,000 units, got 0\.001,"):
-        warn_of_large_delta(plan_of(tmp_path, target_delta=1e-3))
-    warn_of_large_delta(plan_of(tmp_path, target_delta=0.999e-3))
+@pytest.mark.parametrize("delta", [1e-3, 0.1])
+def test_a_delta_that_permits_publishing_an_example_is_refused(tmp_path, delta):
+    with pytest.raises(ValueError, match=rf"less than 1/N to protect each of 1,000 units, got {delta:g},.*Leave it out for"):
+        plan_of(tmp_path, target_delta=delta)
+    for less in (0.999e-3, None):
+        assert plan_of(tmp_path, target_delta=less).why_not_private is None
+    assert plan_of(tmp_path, target_delta=delta, allow_large_delta=True).why_not_private.startswith("δ ≥ 1/N")
 
 
-def test_it_is_warned_of_once_in_a_run(tmp_path):
-    options = dict(noise_multiplier=None, target_epsilon=8.0, target_delta=0.2, accountant="rdp", max_steps=1)
-    with pytest.warns(UserWarning, match="1/N") as warned:
+@pytest.mark.parametrize("options", [dict(noise_multiplier=None, target_epsilon=8.0, noise_shape="auto"), dict()], ids=str)
+def test_it_is_refused_before_anything_is_spent_and_what_was_allowed_is_not_called_private(tmp_path, capsys, options):
+    options = dict(target_delta=0.2, accountant="rdp", max_steps=2, **options)
+    with pytest.raises(ValueError, match="set allow_large_delta=True"):
         trainer_of(tmp_path, **options).train()
-    assert ["less than 1/N" in str(warning.message) for warning in warned] == [True]
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    trainer = trained(trainer_of(tmp_path, allow_large_delta=True, **options))
+    trainer.create_model_card()
+    assert "NOT PRIVATE, δ ≥ 1/N" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "out")]) == 1
+    assert main(["report", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "NOT PRIVATE: δ ≥ 1/N" in shown
+    for page in ("README.md", "privacy_report.html"):
+        text = (tmp_path / "out" / page).read_text("utf-8")
+        assert "δ ≥ 1/N" in text
+        assert "Trained with (" not in text
+
+
+def test_one_example_is_refused_by_what_it_is(tmp_path):
+    for options in (dict(), dict(target_delta=0.5), dict(target_delta=0.999, allow_large_delta=True)):
+        one = dict(per_device_train_batch_size=1, gradient_accumulation_steps=1, accountant="rdp", **options)
+        with pytest.raises(ValueError, match=r"at least 2 units of privacy, got 1: .*Give more examples"):
+            trainer_of(tmp_path, data=text_data(1), **one).train()
+    trainer_of(tmp_path, data=text_data(2), **one | {"target_delta": None}).train()
 
 
 def test_a_given_noise_multiplier_is_taken_as_it_is(tmp_path):

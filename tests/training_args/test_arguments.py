@@ -1,9 +1,12 @@
 """Every contradictory, ineffective or unsafe argument is refused with its value and the mend."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.training_args.checks import refuse_what_breaks_privacy
@@ -75,7 +78,9 @@ def test_refused(tmp_path, overrides, message):
 
 # A value other than the default for every argument of our own that the stock Trainer does not have.
 PRIVATE = dict(
-    target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, accountant="rdp", per_sample_max_grad_norm=2.0,
+    target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, allow_large_delta=True, accountant="rdp",
+    train_unreached_parameters=True,
+    per_sample_max_grad_norm=2.0,
     privacy_unit_column="user", max_examples_per_unit=2, clip_unit_mean=False, clipping="vanilla",
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
     rehearse=False, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
@@ -84,7 +89,7 @@ PRIVATE = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "weight_filter", "max_grad_norm", "learning_rate"}))
+@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "weight_filter", "max_grad_norm", "learning_rate", "optim"}))
 def test_without_privacy_every_argument_of_ours_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}={PRIVATE[name]!r} has no effect with disable_dp=True"):
         arguments(tmp_path, **{"target_epsilon": None, "disable_dp": True, name: PRIVATE[name]})
@@ -130,10 +135,44 @@ def test_filters_are_kept_in_their_canonical_form(tmp_path):
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 30
+    assert len(OWN) == 32
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name
+
+
+def test_an_optimizer_that_is_named_is_not_ignored_silently_even_the_hosts_default(tmp_path):
+    default = OptimizerNames(TrainingArguments.optim).value
+    for name in {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd"} - {default}:
+        for given in (name, OptimizerNames(name)):
+            with pytest.raises(ValueError, match=f"optim='{name}' has no effect: .*Leave optim out"):
+                arguments(tmp_path, optim=given)
+    with pytest.warns(UserWarning, match=f"optim='{default}' has no effect: .*Leave optim out"):
+        assert arguments(tmp_path, optim=default).optim == default
+    assert arguments(tmp_path, target_epsilon=None, disable_dp=True, optim="sgd").optim == "sgd"
+    assert arguments(tmp_path).optim is OptimizerNames(default)  # the mend
+
+
+def test_an_optimizer_that_is_left_out_is_left_out_however_arguments_are_read(tmp_path):
+    parser, words = HfArgumentParser(DopplerTrainingArguments), dict(output_dir=str(tmp_path), target_epsilon=3.0)
+    flags = [f"--{name}={value}" for name, value in words.items()]
+    (tmp_path / "args.json").write_text(json.dumps(words))
+    (tmp_path / "args.yaml").write_text("".join(f"{name}: {value}\n" for name, value in words.items()))
+    for read in (
+        lambda: parser.parse_args_into_dataclasses(flags),
+        lambda: parser.parse_dict(words),
+        lambda: parser.parse_json_file(str(tmp_path / "args.json")),
+        lambda: parser.parse_yaml_file(str(tmp_path / "args.yaml")),
+    ):
+        (args,) = read()  # a warning would be an error here
+        assert args.optim == args.to_dict()["optim"] == TrainingArguments.optim
+        assert dataclasses.replace(args, max_grad_norm=None).optim == TrainingArguments.optim
+    with pytest.warns(UserWarning, match="has no effect"):
+        parser.parse_args_into_dataclasses([*flags, f"--optim={TrainingArguments.optim}"])
+    with pytest.warns(UserWarning, match="has no effect"):  # saved with all others: read again, they are no mistake
+        parser.parse_dict({**words, "optim": args.to_dict()["optim"]})
+    with pytest.raises(ValueError, match="optim='sgd' has no effect"):
+        parser.parse_args_into_dataclasses([*flags, "--optim=sgd"])
 
 
 def test_max_grad_norm_is_hfs_without_privacy_and_off_with_it(tmp_path):

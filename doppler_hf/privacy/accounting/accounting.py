@@ -124,11 +124,3 @@ def bound(mechanisms: tuple[SampledGaussian, ...], *, delta: float, by: Method) 
     methods = {"prv": prv_epsilon, "rdp": rdp_epsilon, "pld": pld_epsilon}
     methods |= {"prv estimate": prv_estimate, "rdp estimate": rdp_estimate}
     return methods[by](mechanisms, delta=delta)
-
-
-def get_epsilons(history: Iterable[Releases], *, delta: float) -> dict[Accountant, float]:
-    """Return ε by prv, rdp and pld; where a sample rate is 1, prv is left out."""
-    history = list(history)
-    full_batch = any(entry.sample_rate == 1.0 for entry in history)
-    accountants: list[Accountant] = ["rdp", "pld"] if full_batch else ["prv", "rdp", "pld"]
-    return {name: get_total_epsilon(history, delta=delta, accountant=name) for name in accountants}

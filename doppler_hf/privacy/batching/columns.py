@@ -105,6 +105,17 @@ def labels_of(dataset: Any) -> np.ndarray | None:
     return labels if labels.dtype.kind in "iub" else None  # where one has none, pyarrow makes them other numbers
 
 
+def numbers_in(chunk: Any, *, lengths: bool = False) -> np.ndarray:
+    """Return all numbers of a pyarrow array, however deep in lists they are, or the lengths of the innermost lists."""
+    from pyarrow import compute, types
+
+    while types.is_nested(chunk.type) and not (lengths and not types.is_nested(chunk.type.value_type)):
+        chunk = chunk.flatten()
+    if lengths:
+        chunk = compute.list_value_length(chunk) if types.is_nested(chunk.type) else chunk[:0]
+    return chunk.to_numpy(zero_copy_only=False)
+
+
 def columns_with_gaps(dataset: Any, *, names: Sequence[str]) -> list[str]:
     """Return those columns of a table in which a row has no value; of another data set, which is not read, none."""
     if not is_stored(dataset):

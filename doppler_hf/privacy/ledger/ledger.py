@@ -5,7 +5,7 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
     opened | resumed    the whole statement of a run, before its first step
     steps               at most this many steps may have been released; written before they are computed
     checkpoint          steps released, and ε
-    closed              steps released, exactly, and ε by every accountant; reserved steps that were not run do not count
+    closed              steps released, exactly, and ε; reserved steps that were not run do not count
     left                the digests of the model's parameters and buffers when the run ended, cleanly or not
     saved               the same of a model that was saved, and the hashes of its weight files; see `weights`
 
@@ -20,9 +20,9 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Self, get_args
+from typing import Any, Final, Self
 
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_epsilons, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.calibration import get_steps
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
@@ -96,8 +96,8 @@ class PrivacyLedger:
     def close(self) -> None:
         """Note the clean end of the run, after which reserved steps that were not run no longer count."""
         assert self._is_training
-        epsilons = {name: _json_number(epsilon) for name, epsilon in self.epsilons().items()}
-        self._record.add("closed", {"steps_run": self.steps_run, "epsilon": epsilons})
+        epsilon = {self.statement.accountant: _json_number(self.epsilon())}
+        self._record.add("closed", {"steps_run": self.steps_run, "epsilon": epsilon})
         self._is_training = False
 
     def leave(self, model: ModelDigests) -> bool:
@@ -129,8 +129,13 @@ class PrivacyLedger:
 
     @property
     def private(self) -> bool:
-        """Whether every run was private."""
+        """Whether ε of every run is finite; see `why_not_private`."""
         return all(run.statement.private for run in self.runs)
+
+    @property
+    def why_not_private(self) -> str | None:
+        """The reason why a run was not private, whatever its ε; None if all were."""
+        return next(filter(None, (run.statement.why_not_private for run in self.runs)), None)
 
     @property
     def not_covered(self) -> list[str]:
@@ -162,14 +167,6 @@ class PrivacyLedger:
             delta=self.statement.target_delta,
             accountant=self.statement.accountant,
         )
-
-    def epsilons(self, *, further_steps: int = 0) -> dict[Accountant, float]:
-        """Return ε as `epsilon` does, by every accountant, the statement's own first."""
-        chosen = self.statement.accountant
-        if not self.private:
-            return {chosen: math.inf} | dict.fromkeys(get_args(Accountant), math.inf)
-        history = self._record.history(self.steps_run + further_steps)
-        return {chosen: self.epsilon(further_steps=further_steps)} | get_epsilons(history, delta=self.statement.target_delta)
 
     def affordable_steps(self, steps: int) -> int:
         """Return how many of `steps` more steps stay within `target_epsilon`: all of them if there is no target."""

@@ -69,6 +69,16 @@ class PrivacyStatement:
         return MECHANISM if self.groups == 1 else MECHANISM_IN_TURNS
 
     @property
+    def why_not_private(self) -> str | None:
+        """The reason why nothing is guaranteed; None if the run was private."""
+        if self.target_delta * self.num_units >= 1.0:
+            # A mechanism that publishes one of the N units at random satisfies DP with such a δ.
+            return f"δ ≥ 1/N, with which one of the {self.num_units:,} units could be published"
+        return (
+            None if self.private else "no noise, noise or draws that can be reproduced, or gradients recorded without noise"
+        )
+
+    @property
     def noise_shape_in_words(self) -> str:
         """The shape of the noise, and what it asks of the sampling."""
         once = "independent from step to step" if self.groups == 1 else f"each unit takes part once in {self.groups} steps"

@@ -31,9 +31,8 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 def claim_in_words(ledger: PrivacyLedger) -> str:
     """Return what is guaranteed, in one sentence."""
     statement = ledger.statement
-    if not ledger.private:
-        why = "there was no noise, noise or draws can be reproduced, or gradients were recorded without noise"
-        return f"Not differentially private: {why}."
+    if ledger.why_not_private is not None:
+        return f"Not differentially private: {ledger.why_not_private}."
     return (
         f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
         f"{statement.unit_of_privacy}, by the {statement.accountant} accountant."
@@ -46,7 +45,7 @@ def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     exact = "" if last.is_closed else ", counted ahead: the training is not closed"
     return [
         *terms_in_words(ledger),
-        *((f"ε by {name}", f"{epsilon:.4g}") for name, epsilon in ledger.epsilons().items()),
+        (f"ε by {ledger.statement.accountant}", f"{ledger.epsilon():.4g}"),
         ("steps", f"{ledger.steps_run:,} run, {ledger.statement.steps_planned:,} planned{exact}"),
         ("software", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
     ]

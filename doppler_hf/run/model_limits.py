@@ -1,0 +1,138 @@
+"""What a model of transformers takes of the columns of a data set: token ids, types, positions, lengths and labels."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from doppler_hf.privacy.batching.columns import LABELS
+from doppler_hf.privacy.losses import (
+    IGNORED_LABEL,
+    has_choices,
+    has_ctc,
+    has_pixels,
+    places_of_prompt,
+    token_task,
+    without_adapters,
+)
+
+# How transformers' models name a table of positions, which stands beside that of the tokens.
+_POSITIONS: Final = ("embed_positions", "position_embedding", "position_embeddings", "positions_embed", "wpe")
+
+
+class Limit(NamedTuple):
+    """What a model takes of a column.
+
+    Attributes:
+        column: Its name.
+        kind: What is limited: the numbers of a row, how many there are, or that they are no booleans.
+        end: They are from 0 to less than this.
+        mend: What to do about others, as a sentence without its point.
+        is_ignoring: Whether there may be -100, too.
+        no_place: The token that takes no position, and so does not count.
+    """
+
+    column: str
+    kind: Literal["numbers", "lengths", "no booleans"]
+    end: int
+    mend: str
+    is_ignoring: bool = False
+    no_place: int | None = None
+
+    def is_exceeded(self, found: np.ndarray) -> bool:
+        """Return whether one of the numbers, or lengths, that were found is another one."""
+        if self.kind == "no booleans" or not found.size or found.dtype.kind not in "iuf":
+            return bool(self.kind == "no booleans" and found.dtype.kind == "b")
+        if found.max() >= self.end:
+            return True
+        return bool(found.min() < 0 and not (self.is_ignoring and not ((found < 0) & (found != IGNORED_LABEL)).any()))
+
+    def is_exceeded_in(self, row: Any) -> bool:
+        """Return whether it is in a row, or in a batch of one, in which labels may have the model's name for them."""
+        names = (self.column, *(("labels",) if self.column in LABELS else ()))
+        value = next((row[name] for name in names if isinstance(row, Mapping) and name in row), ())
+        if isinstance(value, list) and value and isinstance(value[0], list):  # choices, of lengths of their own
+            return any(self.is_exceeded_in({self.column: each}) for each in value)
+        found = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+        if self.kind == "lengths":
+            found = (np.ones_like(found) if self.no_place is None else found != self.no_place).sum(
+                axis=-1 if found.ndim else None
+            )
+        return self.is_exceeded(found)
+
+    def refusal(self) -> ValueError:
+        """Return the error, without a number of an example and without its place: messages end in logs."""
+        words, got = {
+            "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
+            "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
+            "no booleans": ("numbers of classes", "True or False"),
+        }[self.kind]
+        return ValueError(
+            f"The column {self.column!r} of train_dataset must have {words}, got {got} in some rows. {self.mend}."
+        )
+
+
+def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -> Iterator[Limit]:
+    """Return what a model of transformers takes of some columns, and of others; of another model nothing is known.
+
+    Args:
+        model: The model, with PEFT's wrapper if it has one.
+        columns: The columns that there are.
+        has_own_loss: Whether the loss is the user's, so that nothing is known of labels.
+    """
+    base = without_adapters(model)
+    if not isinstance(base, PreTrainedModel):
+        return
+    decoder = base.get_decoder() if base.config.is_encoder_decoder else None
+    ids = "Call model.resize_token_embeddings(len(tokenizer)), or tokenize with the model's own tokenizer"
+    for column, of in (("input_ids", base), ("decoder_input_ids", decoder)):
+        # Models of sound have no such table, nor a method that says so.
+        if column in columns and isinstance(of, PreTrainedModel) and (end := _size(of.get_input_embeddings())):
+            yield Limit(column, "numbers", end, ids)
+    in_decoder = set() if decoder is None else set(decoder.modules())
+    for module in base.modules():
+        tables = {name: child for name, child in module.named_children() if isinstance(child, nn.Embedding)}
+        if (types := tables.get("token_type_embeddings")) is not None:
+            mend = "Leave it out: train_dataset.remove_columns('token_type_ids')"
+            yield Limit("token_type_ids", "numbers", types.num_embeddings, mend)
+        is_of_text = any("tok" in name or "word" in name or name == "wte" for name, _ in module.named_children())
+        if is_of_text and vars(module).get("position_embedding_type", "absolute") == "absolute":  # ESM may leave it unused
+            for positions in (tables[name] for name in _POSITIONS if name in tables):
+                yield from _limits_of_positions(positions, places_of_prompt(model), is_of_decoder=module in in_decoder)
+    if not has_own_loss:
+        yield from _limits_of_labels(base, ids)
+
+
+def _limits_of_positions(table: nn.Embedding, prompt: int, *, is_of_decoder: bool) -> Iterator[Limit]:
+    # BART's begin at an offset, RoBERTa's behind the row of the padding, which takes no position.
+    longest = table.num_embeddings - vars(table).get("offset", 0)
+    if not is_of_decoder:
+        yield Limit("position_ids", "numbers", longest, "Leave it out: train_dataset.remove_columns('position_ids')")
+    longest -= prompt + (0 if table.padding_idx is None else table.padding_idx + 1)
+    mend = f"Tokenize with truncation=True and max_length={longest}"
+    for column in ("decoder_input_ids", *LABELS) if is_of_decoder else ("input_ids",):
+        yield Limit(column, "lengths", longest + 1, mend, no_place=table.padding_idx)
+
+
+def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
+    task, config = token_task(base), base.config
+    end, mend = config.num_labels, "Set num_labels to the number of classes, and let them begin at 0"
+    if task not in (None, "token_classification"):
+        end, mend = _size(base.get_output_embeddings()), ids
+    elif task is None:
+        is_other = has_choices(base) or has_pixels(base) or has_ctc(base) or end == 1
+        if is_other or config.problem_type not in (None, "single_label_classification"):
+            return
+    for column in LABELS if end else ():
+        yield Limit(column, "numbers", end, mend, is_ignoring=True)
+        cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64'))"
+        yield Limit(column, "no booleans", end, f"Make numbers of them: {cast}")
+
+
+def _size(table: Any) -> int:
+    """Return the rows of an embedding, or the classes of a head, maybe in an adapter; Idefics has more in a second part."""
+    parts = () if table is None else table.modules()
+    sizes = [vars(part)[name] for part in parts for name in ("num_embeddings", "out_features") if name in vars(part)]
+    return (sum if isinstance(table, nn.Embedding | nn.Linear) else max)(sizes or [0])
