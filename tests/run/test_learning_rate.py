@@ -182,7 +182,7 @@ def test_without_privacy_it_is_the_hosts(tmp_path):
 
 
 @pytest.mark.parametrize("base", ["adam", "adam_bc"])
-@pytest.mark.parametrize("model", [nn.Linear(1, 10**6), nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 2))], ids=str)
+@pytest.mark.parametrize("model", [nn.Linear(1, 10**6), nn.Sequential(nn.Linear(4, 3000), nn.Linear(3000, 2))], ids=str)
 def test_without_noise_it_is_that_of_little_noise(tmp_path, base, model):
     def rate(**options):
         args = arguments(tmp_path, learning_rate=None, max_steps=400, base_optimizer=base, **options)
