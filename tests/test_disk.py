@@ -122,7 +122,7 @@ def test_a_run_whose_files_are_limited_goes_on_when_they_are_not(tmp_path, place
     """Each limit is just below the size of another file, of which one more is then written in part."""
     trainer_of(tmp_path / "whole", **OPTIONS).train()
     largest = sizes(tmp_path / "whole" / "out")[f"checkpoint-4/{place}"]
-    trainer = trainer_of(tmp_path, **OPTIONS)
+    trainer = trainer_of(tmp_path, rehearse=False, **OPTIONS)
     match = r"must have space for .*, got a full disk or quota\. Free some"
     with pytest.raises(NoSpaceError, match=match), files_of_at_most(largest - 1):
         trainer.train()

@@ -31,7 +31,6 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.fetching import fetch, fetch_one
@@ -160,7 +159,7 @@ def is_random_data(loader: PrivateLoader, indices: list[int]) -> bool:
     """Return whether random numbers show in a batch of some examples, which is made sixteen times."""
     first, *others = (batch_of(loader, indices, seed=seed) for seed in range(16))
     tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
-    return not all(same(value, batch[name]) for batch in others for name, value in tensors.items())
+    return not all(torch.equal(value, batch[name]) for batch in others for name, value in tensors.items())
 
 
 def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:

@@ -10,10 +10,7 @@
 - ledger: the record of what was spent, for others to check
 - bits: secret random words, for draws and noise
 - generators: the global generators, for dropout and random collators
-- own_generators: the others, which nothing in a private run may have
-- reachable: what an object refers to, where generators and memory are searched for
 - rows: what of a batch has a row for each example
-- shared_coins: whether the rows of a batch share random numbers
 """
 
 from importlib import import_module

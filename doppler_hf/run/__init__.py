@@ -12,15 +12,11 @@
 - estimate: time and memory of a step, before there is one
 - sharding: weights in shards on several processes
 - sharded_states: what is saved and loaded of them
-- in_step: as many passes on each of these
 - ended: what the others are told when one process refuses or ends
 - replicas: the same terms, weights and outcomes on every process
-- whole_draw: the pieces of a draw, each as it was drawn
-- halving: micro-batches that do not fit into memory
-- engine: the engine of per-sample gradients, attached to the model
-- start_check: its comparison with plain autograd before the first step
+- engine: what model is refused before the engine of per-sample gradients is attached
+- start_check: the engine and the losses of a few examples, checked before the first step
 - rehearsal: a small evaluation and checkpoint before anything is spent
-- moments: the steps as which that sees the training
 - own_code: errors of the user's own code, told with their reason
 - own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments

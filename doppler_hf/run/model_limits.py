@@ -1,5 +1,6 @@
 """What a model of transformers takes of the columns of a data set: token ids, types, positions, lengths and labels."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -88,9 +89,10 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
     decoder = base.get_decoder() if base.config.is_encoder_decoder else None
     ids = "Call model.resize_token_embeddings(len(tokenizer)), or tokenize with the model's own tokenizer"
     for column, of in (("input_ids", base), ("decoder_input_ids", decoder)):
-        # Models of sound have no such table, nor a method that says so.
-        if column in columns and isinstance(of, PreTrainedModel) and (end := _size(of.get_input_embeddings())):
-            yield Limit(column, "numbers", end, ids)
+        with contextlib.suppress(NotImplementedError):  # of models of two parts, such as CLIP
+            # Models of sound have no such table, nor a method that says so.
+            if column in columns and isinstance(of, PreTrainedModel) and (end := _size(of.get_input_embeddings())):
+                yield Limit(column, "numbers", end, ids)
     in_decoder = set() if decoder is None else set(decoder.modules())
     for module in base.modules():
         tables = {name: child for name, child in module.named_children() if isinstance(child, nn.Embedding)}

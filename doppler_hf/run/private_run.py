@@ -96,6 +96,9 @@ class PrivateRun:
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
+        self._losses_of: Losses | None = None
+        self._sharding: Sharding | None = None
+        self._spare: dict[str, Any] = {}
         self._loader: PrivateLoader | None = None
         self._is_released = self._is_warned = False
         self._pieces_left = self._idle_passes = self._fillings = 0
@@ -220,16 +223,16 @@ class PrivateRun:
         self._clipped = self._resources.enter_context(clipped)
         self._losses_of, self._sharding = losses_of, sharding
         self._spare = probe.collated([probe.longest])
+        in_bf16 = computes_in_bf16(model, args)
         if args.grad_sample_self_check:
-            in_bf16 = computes_in_bf16(model, args)
             reached = check_before_training(clipped, model, losses_of, probe, in_bf16=in_bf16)
             with clipped.unwatched():
                 unreached = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - reached
                 short = probe.collated(probe.short)
                 by_some = reached_by_some(model, losses_of, short, names=unreached) if unreached else set()
                 refuse_unreached(model, args, unreached=unreached, by_some=by_some)
-                with without_coins(model):
-                    check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
+        with without_coins(model), clipped.unwatched():
+            check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
         if sharding.is_asked_for:
             clipped.hold_apart()
         clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
@@ -334,6 +337,7 @@ class PrivateRun:
             RuntimeError: If they were drawn for another step.
         """
         assert self._clipped is not None
+        assert self._sharding is not None
         refuse_processes_that_draw_alone(self._args.world_size)
         # Sensitivity: part of another draw would let an example count twice.
         if len(pieces) not in (0, self.sampler.micro_batches):
@@ -387,6 +391,7 @@ class PrivateRun:
 
     def _add(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
         assert self._clipped is not None
+        assert self._losses_of is not None
         losses = self._losses_of(micro_batch.inputs)
         # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:
@@ -415,6 +420,7 @@ class PrivateRun:
             The private training loss of the step, or None if there is none.
         """
         assert self._clipped is not None
+        assert self._losses_of is not None
         for _ in range(self._idle_passes):  # others have more micro-batches, and all gather the weights
             # Sensitivity: this example is in no draw. Its gradient is dropped before it is clipped, and no sum is touched.
             self._clipped.drop(self._losses_of(dict(self._spare)))

@@ -69,7 +69,7 @@ def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, m
         **{name: getattr(args, name) for name in _GIVEN},
         **asdict(statement),
         "what is trained of the model": f"{len(trained)} parameters ({digest})",
-        "train_dataset, with its order": data,
+        "train_dataset": data,
     }
     terms: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(terms, own)
@@ -86,8 +86,8 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
             # beneath other noise would be in the same sum.
             raise ValueError(
                 f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}: "
-                "they train one model, and its ledger is of one mechanism. Start all with the same arguments and model, and "
-                "give all the same checkpoint."
+                "they train one model, and its ledger is of one mechanism. Start all with the same arguments, model, "
+                "checkpoint and data in the same order."
             )
 
 

@@ -62,7 +62,7 @@ def test_a_misspelt_shape_of_noise_is_refused_in_one_line_that_has_the_shapes(ca
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("error: noise_shape must be one of 'white', 'banded:bands=4'")
-    assert shown.err.endswith("got 'bandd'.\n")
+    assert shown.err.endswith("got 'bandd' (did you mean 'banded'?).\n")
 
 
 def test_picture_is_written_into_a_new_folder(tmp_path, capsys):

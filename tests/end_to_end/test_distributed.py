@@ -139,7 +139,6 @@ CASES = {
     **{case: functools.partial(train, case=case) for case in ("equal", "noise", "shaped")},
     "shuffled": shuffled,
     "other_terms": other_terms,
-    "reordered": reordered,
     "drifted": drifted,
     "neighbours": neighbours,
 }
@@ -193,9 +192,8 @@ def test_shaped_noise_is_added_once_by_two_processes(two_processes):
 
 def test_trap_23_processes_with_different_data_are_refused(two_processes):
     for message in two_processes["shuffled"]:
-        assert message.startswith(
-            "train_dataset must be the same on all processes, in the same order, got different ones on "
-        )
+        assert message.startswith("train_dataset must be the same on all processes, got ")
+        assert "data in the same order" in message
 
 
 def test_processes_with_other_terms_are_refused(two_processes):
@@ -203,12 +201,6 @@ def test_processes_with_other_terms_are_refused(two_processes):
     for messages in two_processes["other_terms"]:
         for name, (_, field) in OTHER_TERMS.items():
             assert messages[name].startswith(f"{field} must be the same on all processes, got "), messages[name]
-
-
-def test_data_that_are_shuffled_during_a_training_are_refused(two_processes):
-    """An example that has come to another process's share would be drawn by both."""
-    for message in two_processes["reordered"]:
-        assert message.startswith("train_dataset must keep its order during train(), got examples at the numbers of others")
 
 
 def test_weights_are_compared_in_the_end_of_a_short_training(two_processes):

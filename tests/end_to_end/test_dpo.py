@@ -1,5 +1,6 @@
 """TRL's direct preference optimization with privacy: its data sets and arguments, our losses, sums, ledger and refusals."""
 
+import dataclasses
 import functools
 import itertools
 import re

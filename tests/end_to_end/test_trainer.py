@@ -711,7 +711,7 @@ def test_a_buffer_that_remembers_the_data_is_refused(tmp_path):
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
     trainer = checked_trainer_of(tmp_path, model=Remembering(tiny_bert().config))
-    with pytest.raises(ValueError, match="writes the buffer 'seen'"):
+    with pytest.raises(ValueError, match="writes 'seen', which would keep statistics"):
         trainer.train()
 
 

@@ -168,7 +168,7 @@ def test_a_recorder_of_nothing_is_refused():
     ("options", "run", "message"),
     [
         ({}, {"disable_dp": True, "noise_multiplier": None}, "disable_dp=True has none"),
-        ({}, {"optim_target_modules": ["query"], "optim_args": "rank=4"}, "unlike that of GaLore"),
+        ({}, {"optim_target_modules": ["query"], "optim_args": "rank=4"}, r"which GaLore \(optim_target_modules\) does not"),
         ({"dimensions": 100_000}, {}, r"dimensions must be at most the \d+ trained parameters, got 100000"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_seed_reaches_no_forward_pass(tmp_path, seeding):
         callbacks = [SeedingCallback()] if seeding == "callback" else []
         data = Seeding() if seeding == "data set" else text_data()
         whole = dict(per_device_train_batch_size=24, gradient_accumulation_steps=1)  # a piece is a micro-batch
-        options = dict(data=data, callbacks=callbacks, grad_sample_self_check=False, **whole)
+        options = dict(data=data, callbacks=callbacks, grad_sample_self_check=False, accountant="rdp", **whole)
         trainer = trainer_of(tmp_path / str(run), cls=Drawn, **options)
         if seeding == "collator":
             trainer.data_collator = seeding_collator

@@ -748,7 +748,7 @@ def test_a_capacity_that_the_batch_shares_is_refused(tmp_path):
         return batch | {"input_ids": batch["input_ids"].clamp(min=1)}
 
     options = dict(encoder_layerdrop=0.0, decoder_layerdrop=0.0, router_jitter_noise=0.0)
-    refused(tmp_path, "expert_capacity must be at least 1048576", model=mixture(**options), collator=collate)
+    refused(tmp_path, "The expert_capacity must be at least 1048576", model=mixture(**options), collator=collate)
     trains(tmp_path, model=mixture(expert_capacity=2**20, **options), collator=collate)  # the mend
 
 

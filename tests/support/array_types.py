@@ -30,7 +30,6 @@ CHECKED = (
     "doppler_hf.privacy.clipping.clipped_gradients",
     "doppler_hf.privacy.clipping.factored",
     "doppler_hf.privacy.clipping.host_layers",
-    "doppler_hf.privacy.clipping.model_coins",
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.per_sample_gradient",
     "doppler_hf.privacy.clipping.plain_autograd",
@@ -54,9 +53,7 @@ TOO_BUSY = (
     "doppler_hf.optim.update",
     "doppler_hf.privacy.clipping.book",
     "doppler_hf.privacy.clipping.engine",
-    "doppler_hf.privacy.clipping.first_pass",
     "doppler_hf.privacy.clipping.ghost_norm",
-    "doppler_hf.privacy.clipping.memory",
 )
 
 ARRAYS = (AbstractArray, Tensor, np.ndarray)

@@ -71,8 +71,9 @@ class OwnWeights(DopplerTrainer):
 
 
 class OwnBatches(DopplerTrainer):
-    def training_step(self, model, inputs, *args):
-        return super().training_step(model, [*inputs, *inputs], *args)
+    def training_step(self, *args):
+        super().training_step(*args)
+        return super().training_step(*args)
 
 
 class OwnOptimizer(DopplerTrainer):
@@ -100,9 +101,7 @@ OF_TRAINER = {
     "an override of `training_step` that takes its inputs for a batch": dict(
         cls=OwnStep, then=lambda trainer: trainer.train()
     ),
-    "an override of `training_step` that changes its micro-batches": dict(
-        cls=OwnBatches, then=lambda trainer: trainer.train()
-    ),
+    "an override of `training_step` that adds a piece twice": dict(cls=OwnBatches, then=lambda trainer: trainer.train()),
     "an override of `get_optimizer_cls_and_kwargs`": dict(cls=OwnOptimizer),
     "`hyperparameter_search`": dict(then=lambda trainer: trainer.hyperparameter_search()),
     "a collator with a `seed`": dict(data_collator=Seeded(), then=lambda trainer: trainer.train()),

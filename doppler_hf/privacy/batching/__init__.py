@@ -4,10 +4,8 @@
 - gaps: heads among very many coins
 - columns: lengths, units of privacy and labels of all examples
 - repeats: whether a row stands in the data more than once
-- random_data: what is random in data set and collator, and whether it couples examples
-- same_data: whether examples keep their numbers, on all processes and in every epoch
-- same_distribution: whether rows of random data are as likely whatever other examples are beside them
-- probe: a few examples for the checks before the first step
+- same_data: whether all processes have the same examples
+- probe: a few examples for the check before the first step
 - fetching: examples, each as it is by itself
 - collators: batches of them, from which no example is read off for all
 - micro_batches: the loader that cuts and collates a draw

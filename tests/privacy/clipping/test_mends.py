@@ -131,7 +131,9 @@ def train(net, losses=lambda net, x: net(x).square().sum(dim=1)):
 
 
 @pytest.mark.parametrize(
-    ("name", "mend"), [(name, mend) for name, (_, _, mends) in CASES.items() for mend in mends], ids=lambda part: getattr(part, "__name__", part)
+    ("name", "mend"),
+    [(name, mend) for name, (_, _, mends) in CASES.items() for mend in mends],
+    ids=lambda part: getattr(part, "__name__", part),
 )
 def test_what_a_refusal_names_mends_it(name, mend):
     make, message, _ = CASES[name]

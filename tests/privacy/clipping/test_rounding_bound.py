@@ -746,7 +746,7 @@ def test_what_cancels_to_nothing_beside_the_whole_gradient_is_not_computed_again
     monkeypatch.setattr(Dense, "in_float64", lambda self: pytest.fail("computed in float64"))
     with book_keeping(model) as clipped:
         losses = losses_of(model, inputs, labels)
-        clipped.is_checked = True  # whose comparison is in float64
+        clipped.hold_apart()  # whose comparison is in float64
         clipped.backward(losses)
 
 
