@@ -1,7 +1,6 @@
-"""What model a private run refuses before its engine is attached, and what of it no loss reaches."""
+"""What model a private run refuses before its engine is attached, by what can be read of it."""
 
 import re
-from collections.abc import Set
 from typing import Any, Final
 
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.clipping.as_in_training import owners_of_options
-from doppler_hf.privacy.clipping.refused_layers import listed
 from doppler_hf.training_args import DopplerTrainingArguments
 
 ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
@@ -105,39 +103,3 @@ def computes_in_bf16(model: nn.Module, args: DopplerTrainingArguments) -> bool:
     """Return whether a model computes in bfloat16, by autocast or by its first weights."""
     first: Any = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     return args.bf16 or first == torch.bfloat16
-
-
-def refuse_unreached(model: nn.Module, args: DopplerTrainingArguments, *, unreached: Set[str], by_some: Set[str]) -> None:
-    """Refuse trained parameters that no loss reaches: noise alone would move them.
-
-    Args:
-        model: The model.
-        args: The arguments.
-        unreached: Names of parameters that the losses of the looked-at examples do not reach.
-        by_some: Those of them that further examples reach.
-
-    Raises:
-        ValueError: If there are others, unless the arguments allow them.
-    """
-    never = unreached - by_some
-    if never and not args.train_unreached_parameters:
-        tops = sorted({_top_of(model, name, never) for name in never})
-        lines = "; ".join(f"model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
-        raise ValueError(
-            f"Trained parameters must be reached by a loss, got {listed(name for name, _ in tops)}, which no loss reaches: "
-            f"noise alone would move them. Freeze them before you make the trainer: {lines}. Or set "
-            "train_unreached_parameters=True, if noise is wanted there."
-        )
-    if by_some:
-        print(f"Only some examples reach {listed(sorted(by_some))}. Noise moves them in every step.")
-
-
-def _top_of(model: nn.Module, name: str, never: Set[str]) -> tuple[str, str]:
-    """Return the outermost module around a parameter of which no trained one is reached, or the parameter itself."""
-    trained = [other for other, parameter in model.named_parameters() if parameter.requires_grad]
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        prefix = ".".join(parts[:end])
-        if all(other in never for other in trained if other.startswith(f"{prefix}.")):
-            return prefix, "submodule"
-    return name, "parameter"

@@ -30,7 +30,7 @@ from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.choices import chosen_noise_shape
-from doppler_hf.run.engine import computes_in_bf16, refuse_model, refuse_unreached
+from doppler_hf.run.engine import computes_in_bf16, refuse_model
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.mechanisms import mechanisms_of
 from doppler_hf.run.plan import budget_spent, planned_statement
@@ -41,7 +41,7 @@ from doppler_hf.run.replicas import (
     refuse_processes_that_draw_alone,
 )
 from doppler_hf.run.sharding import Sharding
-from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training, reached_by_some
+from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training, refuse_unreached
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -226,11 +226,10 @@ class PrivateRun:
         in_bf16 = computes_in_bf16(model, args)
         if args.grad_sample_self_check:
             reached = check_before_training(clipped, model, losses_of, probe, in_bf16=in_bf16)
-            with clipped.unwatched():
-                unreached = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - reached
-                short = probe.collated(probe.short)
-                by_some = reached_by_some(model, losses_of, short, names=unreached) if unreached else set()
-                refuse_unreached(model, args, unreached=unreached, by_some=by_some)
+            unreached = clipped.parameters.keys() - reached
+            if unreached and not args.train_unreached_parameters:
+                with clipped.unwatched():
+                    refuse_unreached(model, losses_of, probe, unreached=unreached)
         with without_coins(model), clipped.unwatched():
             check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
         if sharding.is_asked_for:

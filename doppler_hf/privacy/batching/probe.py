@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -15,7 +15,7 @@ from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.generators import filled_generators
 
 SHORT: Final = 8
-_LOOKED_AT: Final = 16
+_LOOKED_AT, _FURTHER = 16, 64
 # The most lengths that are sorted: more would take long.
 _SORTED: Final = 1 << 17
 _MIXED_ROWS: Final = (
@@ -47,7 +47,7 @@ class Probe:
     """
 
     def __init__(self, loader: PrivateLoader) -> None:
-        self._collator = loader.collator
+        self._loader, self._collator = loader, loader.collator
         with filled_generators(0):
             found = fetch(loader.examples, candidates(loader), numbers=loader.numbers)
         if loader.lengths is None:
@@ -84,6 +84,14 @@ class Probe:
                 f"{type(batch).__name__}. Return one, such as {{'input_ids': ids, 'labels': labels}}."
             )
         return dict(batch)
+
+    def further(self) -> Iterator[Inputs]:
+        """Make batches of further examples, 64 in all, spread over the data set."""
+        chosen = evenly(np.arange(len(self._loader.examples)), count=_FURTHER)
+        for start in range(0, len(chosen), SHORT):
+            with filled_generators(0):
+                rows = fetch(self._loader.examples, chosen[start : start + SHORT], numbers=self._loader.numbers)
+            yield self.collated(rows)
 
     def in_parts(self, rows: Sequence[Any], *, size: int = 1) -> tuple[Inputs, list[Inputs]]:
         """Return a batch of rows, and the same rows in batches of `size`."""

@@ -23,6 +23,8 @@ from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of, nor
 OF_THE_WHOLE: Final = 1e-2
 # So many times what rounding changes is no error.
 OF_ROUNDING: Final = 100.0
+# Below this, which is far below any clip norm, the squares that a norm is made of vanish in float32.
+NEXT_TO_NOTHING: Final = 1e-12
 
 
 def check_per_sample_gradients(
@@ -105,7 +107,7 @@ def compare(
         )
         norms = clipped.backward(losses, weights=torch.tensor(weights, device=losses.device)).tolist()
         difference = {name: total for name, total in clipped.sums.items() if name not in clipped.places}
-    largest = max(filter(math.isfinite, norms_alone), default=0.0)
+    largest = max([NEXT_TO_NOTHING, *filter(math.isfinite, norms_alone)])
     wrong: dict[str, float] = {}
     for name, total in difference.items():
         size = norm_of([total])
