@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),
     "workloads": (
         "extras training_args privacy.losses",
-        f"{ARRAYS} torch transformers peft datasets sklearn yaml",
+        f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml",
     ),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": (

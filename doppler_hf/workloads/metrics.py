@@ -1,16 +1,42 @@
-"""GLUE's own scores of each task: five functions of scikit-learn and SciPy."""
+"""GLUE's own metric of each task, as an `evaluate.Metric` that needs no network: `evaluate.load` downloads its code first."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import EvalPrediction
 
 from doppler_hf.workloads.data_sources import glue_task
 
+if TYPE_CHECKING:
+    from evaluate import Metric, MetricInfo
+
+
+def glue_metric(task_name: str) -> "Metric":
+    """Make the metric of a GLUE task, with the names and values of `evaluate.load("glue", task_name)`.
+
+    Raises:
+        ValueError: If `task_name` is no GLUE task.
+    """
+    import evaluate
+    from datasets import Features, Value
+
+    task = glue_task(task_name)
+    value = Value("float32" if task.is_regression else "int64")  # an integer would round the similarities of stsb
+
+    class GlueMetric(evaluate.Metric):
+        def _info(self) -> "MetricInfo":
+            features = Features({"predictions": value, "references": value})
+            return evaluate.MetricInfo(description=", ".join(task.metrics), citation="", features=features)
+
+        def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+            return {name: _score(name, predictions, references) for name in task.metrics}
+
+    return GlueMetric(task_name)
+
 
 def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return the `compute_metrics` of a `Trainer` on one GLUE task, with the names and values of GLUE's own metric.
+    """Return the `compute_metrics` of a `Trainer` on one GLUE task.
 
     Args:
         task_name: One of the nine GLUE tasks.
@@ -21,12 +47,13 @@ def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str,
     Raises:
         ValueError: If `task_name` is no GLUE task.
     """
-    task = glue_task(task_name)
+    metric, is_regression = glue_metric(task_name), glue_task(task_name).is_regression
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         logits = _logits(prediction)
-        predicted = logits[:, 0] if task.is_regression else logits.argmax(axis=-1)
-        return {name: _score(name, predicted, prediction.label_ids) for name in task.metrics}
+        predicted = logits[:, 0] if is_regression else logits.argmax(axis=-1)
+        scores: dict[str, float] = metric.compute(predictions=predicted, references=prediction.label_ids)
+        return scores
 
     return compute_metrics
 

@@ -7,6 +7,8 @@ from transformers import EvalPrediction
 
 from doppler_hf.workloads.metrics import accuracy_from_logits, glue_compute_metrics
 
+pytestmark = pytest.mark.usefixtures("own_caches")
+
 # 8 examples: 3 true positives, 1 false positive, 2 false negatives, 2 true negatives.
 REFERENCES = np.array([1, 1, 1, 1, 1, 0, 0, 0])
 LOGITS = np.eye(2)[[1, 1, 1, 0, 0, 1, 0, 0]]
