@@ -123,6 +123,14 @@ def is_ours(error: Exception) -> bool:
     return isinstance(error, ValueError) and "doppler_hf" in traceback.extract_tb(error.__traceback__)[-1].filename
 
 
+def frozen_as_told(model: nn.Module, message: str) -> list[str]:
+    """Freeze what a refusal of what no loss reaches tells to freeze, and return its names."""
+    told = re.findall(r"model\.get_(submodule|parameter)\('([^']+)'\)", message)
+    for kind, name in told:
+        getattr(model, f"get_{kind}")(name).requires_grad_(False)
+    return [name for _, name in told]
+
+
 def mended(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]], message: str) -> dict[str, Any]:
     """Freeze what each message names, in all layers alike, until the model trains.
 
@@ -175,7 +183,13 @@ def survey(name: str) -> dict[str, Any]:
         model.zero_grad()
         line["truth"] = truth_of(model, examples)
         stage = "failed"
-        train(model, examples)
+        try:
+            train(model, examples)
+        except ValueError as error:
+            line["unreached"] = frozen_as_told(model, str(error))
+            if not line["unreached"]:
+                raise
+            train(model, examples)
         line["result"] = "trained"
     except Exception as error:
         no_rule = is_ours(error) and "no per-example loss" in str(error)
@@ -228,6 +242,8 @@ def verdict(line: dict[str, Any]) -> str:
     changed = max(truth["by"].values()) > ROUNDING[truth["dtype"]] if "by" in truth else None
     if result == "trained" and changed:
         return "trained, although its gradients change"
+    if result == "trained" and line.get("unreached"):
+        return "trained, once what no loss reaches was frozen"
     if result != "refused":
         return result
     if cause_of(line["reason"]) == "neighbours":
@@ -236,11 +252,11 @@ def verdict(line: dict[str, Any]) -> str:
 
 
 def cause_of(message: str) -> str:
-    """Return what a refusal is for: neighbours, coins, statistics of the data, a loss, or a layer that the engine lacks."""
+    """Return what a refusal is for: neighbours, random numbers, statistics, a loss, or a layer that the engine lacks."""
     if re.search("changes with the examples beside it|in the places of others", message):
         return "neighbours"
-    if "global generators" in message:
-        return "random numbers of its own"
+    if "share these random numbers" in message:
+        return "random numbers that rows share"
     if re.search("The (loss in the )?forward of", message):
         return "a loss of its own"
     return "statistics of the data" if re.search("mixes the examples|writes the", message) else LAYER
