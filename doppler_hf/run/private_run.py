@@ -41,7 +41,8 @@ from doppler_hf.run.replicas import (
     refuse_processes_that_draw_alone,
 )
 from doppler_hf.run.sharding import Sharding
-from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training, refuse_unreached
+from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training
+from doppler_hf.run.unreached import refuse_unreached
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 

@@ -9,7 +9,7 @@ Nothing about the examples is released: the outcome depends on model, loss, data
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.batching.probe import Inputs, Probe
+from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.clipping.as_in_training import moved, without_coins, without_dropout
 from doppler_hf.privacy.clipping.at_fault import refuse_changed_losses
-from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of, refuse_number_of_losses
-from doppler_hf.privacy.clipping.refused_layers import listed
+from doppler_hf.privacy.clipping.plain_autograd import Losses, refuse_number_of_losses
 from doppler_hf.privacy.clipping.self_check import compare
+from doppler_hf.run.unreached import reached_by
 
 # Relative, of losses and gradients: batches of one and of several are rounded differently.
 ROUNDING: Final = 1e-3
@@ -130,49 +130,3 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
 
 def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
     return [name for name, buffer in model.named_buffers() if name not in before or not same(buffer, before[name])]
-
-
-def reached_by(inputs: Inputs, model: nn.Module, losses_of: Losses, *, names: Set[str]) -> set[str]:
-    """Return those of some trained parameters that the losses of a batch reach in training, with dropout and all else."""
-    model.train()
-    return {*gradients_of(losses_of(inputs), {name: model.get_parameter(name) for name in names})}
-
-
-def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unreached: Set[str]) -> None:
-    """Refuse trained parameters that no loss reaches: noise alone would move them.
-
-    Args:
-        model: The model.
-        losses_of: As in `check_before_training`.
-        probe: Examples of the training set, of which more are looked at, such as for experts that few of them reach.
-        unreached: Names of parameters that the losses of the compared examples do not reach.
-
-    Raises:
-        ValueError: If there are others.
-    """
-    never = {*unreached}
-    for inputs in probe.further():
-        never -= reached_by(inputs, model, losses_of, names=never)
-        if not never:
-            break
-    if never:
-        tops = sorted({_top_of(model, name, never) for name in never})
-        lines = "; ".join(f"model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
-        raise ValueError(
-            f"Trained parameters must be reached by a loss, got {listed(name for name, _ in tops)}, which no loss reaches: "
-            f"noise alone would move them. Freeze them before you make the trainer: {lines}. Or set "
-            "train_unreached_parameters=True, if noise is wanted there."
-        )
-    if unreached:
-        print(f"Only some examples reach {listed(sorted(unreached))}. Noise moves them in every step.")
-
-
-def _top_of(model: nn.Module, name: str, never: Set[str]) -> tuple[str, str]:
-    """Return the outermost module around a parameter of which no trained one is reached, or the parameter itself."""
-    trained = [other for other, parameter in model.named_parameters() if parameter.requires_grad]
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        prefix = ".".join(parts[:end])
-        if all(other in never for other in trained if other.startswith(f"{prefix}.")):
-            return prefix, "submodule"
-    return name, "parameter"
