@@ -16,6 +16,7 @@
 - replicas: the same terms, weights and outcomes on every process
 - engine: what model is refused before the engine of per-sample gradients is attached
 - start_check: the engine and the losses of a few examples, checked before the first step
+- unreached: trained parameters that no loss reaches
 - rehearsal: a small evaluation and checkpoint before anything is spent
 - own_code: errors of the user's own code, told with their reason
 - own_loss: whether the model's own loss is the one that is trained

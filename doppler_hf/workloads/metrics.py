@@ -1,4 +1,4 @@
-"""GLUE's own metric of each task, as an `evaluate.Metric` that needs no network: `evaluate.load` downloads its code first."""
+"""GLUE's own metric of each task, as an `evaluate.Metric` that needs no network: `evaluate.load` downloads code first."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
