@@ -197,8 +197,8 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
     if args.privacy_unit_column is None and has_length(train_dataset) and has_repeats(train_dataset):
         raise ValueError(
             "train_dataset must have each row once, got one with rows that are repeated, as by select, repeat, Subset or "
-            "interleave_datasets, or have numbers in common, as by unfold: ε is for a row, and a record of several rows has "
-            "several. Leave out the repeats, or set privacy_unit_column to a column that they share."
+            "interleave_datasets: ε is for a row, and a record of several rows has several. Leave out the repeats, or set "
+            "privacy_unit_column to a column that they share."
         )
 
 
