@@ -72,10 +72,16 @@ def owners_of_options(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def moved(model: nn.Module) -> Iterator[None]:
-    """Fill trained parameters of zeros with small noise, and restore them: no gradient passes new adapters otherwise."""
+    """Fill trained parameters of zeros with small noise, and restore them: no gradient passes new adapters otherwise.
+
+    So are embeddings of the padding, which noise moves too: a model that reads them shows it from the second step only.
+    """
     generator = torch.Generator().manual_seed(0)
     trained = (part_here(parameter).detach() for parameter in model.parameters() if parameter.requires_grad)
     zeros: list[Tensor] = [p for p in trained if not p.flatten()[:64].any() and not p.any()]  # of most the first ones tell
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.padding_idx is not None]
+    rows = [part_here(table.weight).detach()[table.padding_idx] for table in tables if table.weight.requires_grad]
+    zeros += [row for row in rows if not row.any()]
     for parameter in zeros:
         parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
     try:
