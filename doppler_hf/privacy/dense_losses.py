@@ -17,11 +17,7 @@ _NO_TOKEN: Final = -100  # of transformers' ForCTCLoss
 def cross_entropies(
     logits: Float[Tensor, "batch labels *places"], labels: Int[Tensor, "batch *places"], *, ignored: int
 ) -> Float[Tensor, "batch *places"]:
-    """Return the cross-entropy at each place, 0 where there is no label.
-
-    Raises:
-        ValueError: If a label is no class. On a GPU that is torch's own error.
-    """
+    """Return the cross-entropy at each place, 0 where there is no label."""
     try:
         return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
     except IndexError:

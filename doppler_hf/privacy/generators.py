@@ -66,12 +66,7 @@ def fill_in_worker(worker: int, *, seed: int | None, rank: int) -> None:
 
 @contextlib.contextmanager
 def filled_generators(seed: int | None, *, rank: int = 0) -> Iterator[None]:
-    """Fill the global generators for the duration of the block, and give the caller's states back.
-
-    Args:
-        seed: As in `fill_generators`.
-        rank: This process's index.
-    """
+    """Fill the global generators for the duration of the block, and give the caller's states back."""
     # A build for CUDA names its accelerator also on a machine that has none.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]

@@ -20,15 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_CTC_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto
 
 from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored_pixel, pixel_losses
 
@@ -44,10 +36,10 @@ ANSWER = ("start_positions", "end_positions")  # the labels of question answerin
 
 # Masked comes before causal: XLM's head is in both tables, and its labels are aligned with its inputs.
 _LOSS_OF_TABLE = (
-    (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ForTokenClassification),
-    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, ForMaskedLMLoss),
-    (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
-    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
+    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ForTokenClassification),
+    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, ForMaskedLMLoss),
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
+    (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
 )
 
 
@@ -67,12 +59,7 @@ def places_of_prompt(model: Any) -> int:
 
 
 def token_task(model: nn.Module) -> TokenTask | None:
-    """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model.
-
-    Example:
-        >>> token_task(GPT2LMHeadModel(config))
-        'causal_lm'
-    """
+    """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model."""
     if not isinstance(model, PreTrainedModel):
         return None
     loss = LOSS_MAPPING.get(model.loss_type)
@@ -90,17 +77,19 @@ def token_task(model: nn.Module) -> TokenTask | None:
 
 def has_choices(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
+    return isinstance(model, PreTrainedModel) and _is_of_table(model, modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
 
 
 def has_pixels(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of semantic segmentation: each pixel has a label."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES)
+    return isinstance(model, PreTrainedModel) and _is_of_table(
+        model, modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES
+    )
 
 
 def has_ctc(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of speech whose frames are aligned with labels by CTC."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_CTC_MAPPING_NAMES)
+    return isinstance(model, PreTrainedModel) and _is_of_table(model, modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES)
 
 
 def _is_of_table(model: PreTrainedModel, table: Mapping[str, str]) -> bool:

@@ -35,15 +35,7 @@ PAIR_LOSSES: Final[dict[str, _Rule]] = {
 
 
 def collate_pairs(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
-    """Collate pairs as TRL does, all chosen answers before all rejected ones, and put the two rows of each side by side.
-
-    Args:
-        examples: The pairs.
-        collator: TRL's.
-
-    Returns:
-        Tensors with a row for each pair: of shape (pairs, 2, length), chosen first, and the reference's log-probabilities.
-    """
+    """Collate pairs as TRL does, all chosen answers before all rejected ones, and put the two rows of each side by side."""
     return {
         name: value if name in REFERENCES else value.unflatten(0, (2, -1)).transpose(0, 1)
         for name, value in collator(examples).items()
@@ -51,15 +43,7 @@ def collate_pairs(examples: Sequence[Any], *, collator: Collator) -> dict[str, A
 
 
 def log_ratios(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "pairs 2"]:
-    """Call the model once, and return log π − log ref of both answers of each pair.
-
-    Args:
-        model: A causal language model, with its wrappers.
-        inputs: One micro-batch of `collate_pairs`.
-
-    Returns:
-        Shape (pairs, 2), chosen first, attached to the graph, in float32 or better.
-    """
+    """Call the model once, and return log π − log ref of both answers of each pair."""
     rows = {name: value.flatten(0, 1) for name, value in inputs.items() if name not in REFERENCES}
     labels = rows["input_ids"].masked_fill(rows.pop(_COMPLETION) == 0, IGNORED_LABEL)
     labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)

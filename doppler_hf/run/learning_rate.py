@@ -54,13 +54,7 @@ FAR_BELOW: Final = 10.0
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
-    """Return the first learning rate of a run: that of the arguments, or of the rule, for Adam under noise.
-
-    Args:
-        args: The arguments.
-        statement: The run's statement.
-        model: The model before training.
-    """
+    """Return the first learning rate of a run: that of the arguments, or of the rule, for Adam under noise."""
     return rate_by_rule(args, statement, model=model) if args.given_learning_rate is None else args.given_learning_rate
 
 
@@ -108,25 +102,15 @@ def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *,
 
 
 class LayerOfSums(NamedTuple):
-    """A trained layer whose outputs are sums over its inputs.
+    """A trained layer whose outputs are sums over its inputs."""
 
-    Attributes:
-        inputs: How many there are for each output, f.
-        is_of_data: Whether they are the data themselves, which neither a layer nor a normalization is ahead of.
-        is_first: Whether no other such layer is ahead of it.
-    """
-
-    inputs: int
-    is_of_data: bool
-    is_first: bool
+    inputs: int  # for each output, f
+    is_of_data: bool  # whether neither a layer nor a normalization is ahead of it
+    is_first: bool  # whether no other such layer is ahead of it
 
 
 def layers_of_sums(model: nn.Module) -> Iterator[LayerOfSums]:
-    """Return the trained linear layers and convolutions, without LoRA's factors, which have bounds of their own.
-
-    Args:
-        model: The model before training. Its layers are taken to follow one another in the order of `modules()`.
-    """
+    """Return the trained linear layers and convolutions, without LoRA's factors, which have bounds of their own."""
     is_of_data = is_first = True
     factors = {factor for layer in adapted_layers(model) for of in (layer.lora_A, layer.lora_B) for factor in of.values()}
     for layer in model.modules():
@@ -142,9 +126,6 @@ def walks_of_adapters(model: nn.Module) -> Iterator[float]:
     """Return for each pair of LoRA's factors the walk of a weight, δ, that adds as much to a layer as its own weights are.
 
     Of two matrices of independent weights of size δ the product of rank r has some √r·δ², times the adapter's scaling.
-
-    Args:
-        model: The model before training.
     """
     for layer in adapted_layers(model):
         weight = getattr(layer.get_base_layer(), "weight", None)

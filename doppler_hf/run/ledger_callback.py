@@ -36,11 +36,7 @@ LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
 
 
 class PrivacyCallback(TrainerCallback):
-    """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget.
-
-    Attributes:
-        ledger: The record of what was spent; None before training.
-    """
+    """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget."""
 
     def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
         self._current_run = current_run
@@ -64,16 +60,7 @@ class PrivacyCallback(TrainerCallback):
         return self.ledger is not None and digests_of(model) in self.ledger.models
 
     def earlier_ledger(self, checkpoint: str | None, *, folder: str, model: nn.Module) -> PrivacyLedger | None:
-        """Return the ledger that the next run continues, the same on every process, or None.
-
-        Args:
-            checkpoint: The folder from which the run is resumed, or None.
-            folder: The folder of the run. A ledger there that speaks for the model is continued.
-            model: The model with which the run begins.
-
-        Raises:
-            ValueError: If the checkpoint has the ledger of another run than the folder above it.
-        """
+        """Return the ledger that the next run continues, the same on every process, or None."""
 
         def read() -> PrivacyLedger | None:
             # A second run of the same trainer continues the ledger of the first one, whether resumed or not.
@@ -173,12 +160,7 @@ class PrivacyCallback(TrainerCallback):
     ) -> Iterator[None]:
         """Bind the ledger to the weights that the block saves, and put it beside them, if it speaks for the model.
 
-        Args:
-            folder: The folder of the weights. A ledger there that does not speak for them is set aside.
-            args: The arguments.
-            model: The model as it is saved.
-            speaks: Whether `speaks_for` is true of the model before a weight filter is applied.
-            checkpoint_step: The optimizer step if the folder is a checkpoint, which the host pushes to the hub next.
+        That is `speaks`, without the weight filter that may be applied now. A ledger of other weights there is set aside.
         """
         home = folder if checkpoint_step is None else folder.parent
         with self.writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():

@@ -56,8 +56,8 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
         raise ValueError(
             f"The processes of torch's process group must be those of the training, got {processes} of which the arguments "
-            f"know {world_size}, so that each would draw from other examples than its share. Start with `accelerate launch` "
-            "or `torchrun`, or end the group with torch.distributed.destroy_process_group() before train()."
+            f"know {world_size}. Start with `accelerate launch` or `torchrun`, or end the group with "
+            "torch.distributed.destroy_process_group() before train()."
         )
 
 
@@ -85,9 +85,8 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
             # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
             # beneath other noise would be in the same sum.
             raise ValueError(
-                f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}: "
-                "they train one model, and its ledger is of one mechanism. Start all with the same arguments, model, "
-                "checkpoint and data in the same order."
+                f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}. "
+                "Start all with the same arguments, model, checkpoint and data in the same order."
             )
 
 
@@ -108,6 +107,6 @@ def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
         # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.
         raise RuntimeError(
             f"The weights must be the same on all processes, got others on process {', '.join(others)} than on process 0 "
-            f"after step {step}: something changes them on one process alone, such as a callback, or a processor that "
-            "computes otherwise. Let all do the same, and go on from a checkpoint before that with resume_from_checkpoint."
+            f"after step {step}, as by a callback on one alone. Let all do the same, and go on from a checkpoint before "
+            "that with resume_from_checkpoint."
         )

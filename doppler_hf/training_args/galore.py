@@ -160,9 +160,6 @@ def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -
     A list matches a module whose name contains one of its strings, or which one of them matches in full as a regular
     expression. A string alone must match the name in full; "all-linear" is every `nn.Linear` and `Conv1D`. Embedding tables
     are never projected, even if a linear layer shares one.
-
-    Raises:
-        ValueError: If nothing matches. The message has names that would.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     matrices = {

@@ -50,13 +50,7 @@ def digit_probabilities(rate: Fraction, *, count: int) -> list[int]:
 
 @final
 class RareCoins:
-    """Independent coins, each heads with the same probability.
-
-    Args:
-        rate: q, in (0, 1].
-        count: The number of coins.
-        stream: The source of random bits.
-    """
+    """Independent coins, each heads with the same probability."""
 
     def __init__(self, rate: Fraction, *, count: int, stream: BitStream) -> None:
         self._rate, self._count, self._stream = float(rate), count, stream
