@@ -25,7 +25,6 @@ from doppler_hf.run import refusals
 from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.data_scan import refuse_values_beyond
-from doppler_hf.run.ended import one_line_if_a_process_ends
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
@@ -33,7 +32,7 @@ from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.replicas import on_process_0
+from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 

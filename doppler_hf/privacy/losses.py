@@ -201,19 +201,8 @@ def classification_losses(
     """Return the loss of each example of a sequence or image classification task.
 
     transformers' heads average the same losses over the batch: cross-entropy for one label, the mean of the binary
-    cross-entropy for several, and of the squared error for regression.
-
-    Args:
-        logits: Shape (batch, num_labels).
-        labels: Class indices, shape (batch,); or 0/1 per label or target values, shape (batch, num_labels), where a
-            single target may have shape (batch,).
-        problem_type: As in the model's config; None infers it as transformers does.
-
-    Returns:
-        Losses, shape (batch,), in float32 or better.
-
-    Raises:
-        ValueError: If the shapes do not fit each other, or the problem type is unknown.
+    cross-entropy for several, and of the squared error for regression. `problem_type` is as in the model's config; None
+    infers it as transformers does.
 
     Example:
         >>> classification_losses(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -254,19 +243,8 @@ def token_losses(
         loss_i = Σ_t [y_it ≠ −100] · CE(logits_it, y_it) / Σ_t [y_it ≠ −100]
 
     The mean is over the example's own labelled tokens, so neither its neighbours nor the length to which they are padded
-    change it. An example without a labelled token has loss 0 and a zero gradient.
-
-    Args:
-        logits: Shape (batch, length, classes).
-        labels: Token or class indices, shape (batch, length); −100 is no label.
-        shift: True for causal language models, whose labels are their inputs: the logits at t are compared with the label
-            at t + 1. False if labels are aligned with logits: seq2seq, masked language models, token classification.
-
-    Returns:
-        Losses, shape (batch,), in float32 or better.
-
-    Raises:
-        ValueError: If the shapes do not fit each other, or labels are no integers.
+    change it. An example without a labelled token has loss 0 and a zero gradient. With `shift`, as for causal language
+    models, the logits at t are compared with the label at t + 1.
 
     Example:
         >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]]), shift=True)
@@ -308,18 +286,7 @@ def answer_losses(
         loss_i = ½ CE(start_i, s_i) + ½ CE(end_i, e_i)
 
     The classes are the example's own tokens; in transformers' loss the padding is among them. A position outside of these
-    tokens, of an answer that was cut off, adds 0.
-
-    Args:
-        logits: Of the first and the last token, each of shape (batch, length).
-        positions: Indices of the first and the last token, each of shape (batch,) or (batch, 1).
-        mask: 1 for the example's own tokens, shape (batch, tokens); None if all are. What comes behind is not padded.
-
-    Returns:
-        Losses, shape (batch,), in float32 or better.
-
-    Raises:
-        ValueError: If the shapes do not fit each other.
+    tokens, of an answer that was cut off, adds 0. The mask is 1 for its own tokens; what comes behind is not padded.
 
     Example:
         >>> answer_losses((torch.zeros(1, 4), torch.zeros(1, 4)), (torch.tensor([1]), torch.tensor([2])))

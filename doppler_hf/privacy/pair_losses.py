@@ -66,14 +66,9 @@ def pair_losses(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, " pairs"]:
-    """Return the loss of each pair.
+    """Return the loss of each pair: those of `PAIR_LOSSES` that have weights, added up.
 
-    Args:
-        ratios: As `log_ratios` returns them.
-        lengths: As `lengths_of_answers` returns them.
-        weights: Which of `PAIR_LOSSES` are added up, each with its weight.
-        beta: β, how much a departure from the reference costs.
-        label_smoothing: Of "robust", the share of pairs whose labels are taken to be the wrong way round, below ½.
+    `label_smoothing` is for "robust": the share of pairs whose labels are taken to be the wrong way round, below ½.
 
     Example:
         >>> pair_losses(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.long), weights=[("sigmoid", 1.0)], beta=0.1)

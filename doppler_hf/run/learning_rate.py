@@ -14,10 +14,9 @@ both factors together add to a layer's weights as much as these are. What L laye
 makes √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
 themselves may be smaller, as the words of a sentence that are together of norm 1, so that the first layer may walk further.
 Where draws are large, weights few and ε large, noise limits little. Were all clipped gradients the same, B/(σ·√d) in units
-of white noise, a step would change the weights by η times their ratio to the denominators u·s, or by η where it is larger
-than 1, since they are in the denominators, and the outputs of a layer f times as much. That is bounded behind another
-layer, as learning rates of Adam are where networks are scaled up (Yang et al. 2022, *Tensor Programs V*). The constants are
-below. What the rule loses against a tuned rate is in recipes/results/learning-rate.md.
+of white noise, a step would change the outputs of a layer by f·η times their ratio to the denominators u·s, at most 1. That
+is bounded behind another layer (Yang et al. 2022, *Tensor Programs V*). What the rule loses against a tuned rate is in
+recipes/results/learning-rate.md.
 """
 
 import math

@@ -103,33 +103,26 @@ class PrivacyCallback(TrainerCallback):
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
-            print_summary(
-                run,
-                model=kwargs["model"],
-                first_step=step,
-                optimizer_words=optimizer_in_words(args),
-                rate_words=self._rate_words + small,
-                filter_words=self._filter_words,
-            )
+            words = {"rate_words": self._rate_words + small, "filter_words": self._filter_words}
+            words["optimizer_words"] = optimizer_in_words(args)
+            print_summary(run, model=kwargs["model"], first_step=step, **words)
             if aside is not None:
                 print(
-                    f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "
-                    "its ε and that of this run add up."
+                    f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. On the same data both ε "
+                    "add up."
                 )
             if step == 0 and (counted := ledger.runs[-1].steps_before):
                 print(
-                    f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, "
-                    "make a new trainer with another output_dir."
+                    f"The {counted} steps of the model's earlier training count. For other data make a new trainer with "
+                    "another output_dir."
                 )
             remaining = run.statement.steps_planned - step
             if remaining <= 0:
-                print(
-                    f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs."
-                )
+                print(f"All {step} steps are done. To go on set a larger max_steps or num_train_epochs.")
             if run.affordable_steps < remaining:
                 print(
-                    f"The budget allows {run.affordable_steps} of the {remaining} steps left, because steps of the earlier "
-                    "run count. Training will stop there."
+                    f"The budget allows {run.affordable_steps} of the {remaining} steps left, since earlier ones count. "
+                    "Training will stop there."
                 )
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -137,11 +130,7 @@ class PrivacyCallback(TrainerCallback):
         self._current_run().begin_epoch(step=state.global_step)
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Reserve steps, on disk before the first of them is computed.
-
-        Another process may be ahead of the file in its own computation, but nothing is released until process 0 has
-        reduced its own sum with it.
-        """
+        """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
         ledger = self._current_run().count_ahead()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)
@@ -171,21 +160,17 @@ class PrivacyCallback(TrainerCallback):
             if ledger is None or not (speaks or ledger.has_saved(weights)):
                 if ledger is None and not args.disable_dp:
                     print(
-                        f"The model is saved in {folder} without a privacy ledger: this trainer has not trained it. If "
-                        "another has, copy the folder in which that one saved it, with the ledger beside it."
+                        f"The model is saved in {folder} without a privacy ledger: this trainer has not trained it. Copy "
+                        "the folder in which the one that has trained it saved it, with its ledger."
                     )
                 if ledger is not None:
                     print(
                         f"The weights saved in {folder} are not those that the private training left, so that its ledger "
-                        "does not speak for them: parameters have changed since, or buffers and frozen ones at any time. "
-                        "Save the model before you change it, and what you make of it elsewhere."
+                        "does not speak for them. Save the model before you change it, and what you make of it elsewhere."
                     )
                 aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
                 if aside is not None:
-                    print(
-                        f"The ledger of an earlier training in {folder} is now {aside.name}: it does not speak for these "
-                        "weights."
-                    )
+                    print(f"The ledger of an earlier training in {folder} is now {aside.name}: these are other weights.")
                 return
             if checkpoint_step is not None:
                 ledger.checkpoint(checkpoint_step, max_grad_norm=self._current_run().moving_max_grad_norm)
@@ -220,11 +205,8 @@ class PrivacyCallback(TrainerCallback):
         return self.ledger.epsilon(further_steps=min(-self.ledger.steps_run % apart, max(0, run.affordable_steps)))
 
     def complete_log(self, logs: dict[str, float], *, model: nn.Module, is_last: bool) -> None:
-        """Complete a log (modified in place).
-
-        A step's and an evaluation's with ε so far, in the last one to the step; a step's also with the clip norm that
-        follows if it moves, and without the training loss if that is not reported.
-        """
+        """Add ε so far and a clip norm that moves to a log, and leave out a training loss that is not reported (in "
+        "place)."""
         # Of another model nobody knows what its training has spent: it may have been loaded.
         is_evaluation = any(name.startswith("eval_") for name in logs)
         if self.speaks_for(model) if is_evaluation else self._is_running:
@@ -239,13 +221,8 @@ class PrivacyCallback(TrainerCallback):
     def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
         """Add the optimizer and a section on privacy to the host's model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
-            complete_card(
-                Path(args.output_dir) / "README.md",
-                args,
-                ledger=self.ledger,
-                rate_words=self._rate_words,
-                filter_words=self._filter_words,
-            )
+            words = {"rate_words": self._rate_words, "filter_words": self._filter_words}
+            complete_card(Path(args.output_dir) / "README.md", args, ledger=self.ledger, **words)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

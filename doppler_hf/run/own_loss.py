@@ -60,8 +60,8 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
         raise ValueError(
-            f"The model's own loss must be the per-example loss that is trained here, got another one from {name}. Override "
-            "compute_per_sample_loss to return it for each example."
+            f"The loss in the forward of {name} must be the per-example loss that is trained here, got another one. "
+            "Override compute_per_sample_loss to return it for each example."
         )
 
 

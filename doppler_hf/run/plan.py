@@ -73,18 +73,8 @@ def planned_statement(
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
-    Args:
-        args: The arguments.
-        sampler: The sampler.
-        noise_shape: The shape of the noise.
-        noise_source: The source of the noise, in one line.
-        records_raw: Whether gradients are recorded before they are private.
-        earlier: The ledger that the run continues. Resumed unchanged, it keeps the mechanism of the last run. With
-            another target or length, σ is computed such that the whole training meets the target.
-        first_step: The step from which the run continues.
-
-    Raises:
-        ValueError: If no noise reaches the target, or δ protects nobody.
+    A run that continues an `earlier` ledger keeps its mechanism. With another target or length, σ is computed such that the
+    whole training meets the target.
     """
     steps, delta = planned_steps(args, sampler), planned_delta(args, sampler)
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget

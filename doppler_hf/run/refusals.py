@@ -44,8 +44,8 @@ def refuse_before_host(args: DopplerTrainingArguments, *, model: Any, train_data
     refuse_what_breaks_privacy(args)  # which may have changed since they were made
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(
-            f"model must have no wrapper, got {type(model).__name__}. Pass model.module. For several GPUs start the script "
-            "with `accelerate launch`."
+            f"model must have no wrapper, got {type(model).__name__}, which splits batches. Pass model.module. For several "
+            "GPUs start the script with `accelerate launch`."
         )
     _refuse_stream(train_dataset)
 
@@ -131,8 +131,8 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
             )
     if getattr(collator, "seed", None) is not None:
         raise ValueError(
-            f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: with public random "
-            "numbers one more example changes the others. Leave it out."
+            f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: what it draws would "
+            "follow a public seed in the order of the draw. Leave it out."
         )
 
 
@@ -145,7 +145,8 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
     _refuse_stream(train_dataset)
     if hasattr(train_dataset, "iloc"):  # pandas, whose rows have no numbers
         raise ValueError(
-            "train_dataset must have rows 0, 1, 2, …, got one of pandas. Pass datasets.Dataset.from_pandas(train_dataset)."
+            f"train_dataset must have rows 0, 1, 2, …, got a {type(train_dataset).__name__} of pandas. Pass "
+            "datasets.Dataset.from_pandas(train_dataset)."
         )
     if isinstance(train_dataset, Mapping) and 0 not in train_dataset:
         # Not its keys, which may name people: messages end in logs.
@@ -193,8 +194,8 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
     # Sensitivity: a record that stands in k rows contributes k times C.
     if args.privacy_unit_column is None and has_length(train_dataset) and has_repeats(train_dataset):
         raise ValueError(
-            "train_dataset must have each row once, got repeated rows, as by select, repeat, Subset or unfold: ε is for one "
-            "row. Leave out the repeats, or set privacy_unit_column to a column that they share."
+            "train_dataset must have each row once, got repeated rows, as by select or unfold: ε is for a row, and a record "
+            "of several rows has several. Leave out the repeats, or set privacy_unit_column to a column that they share."
         )
 
 
@@ -237,8 +238,8 @@ def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool
                 "out, or load the weights with from_pretrained."
             )
         raise ValueError(
-            f"There is no {LEDGER_NAME} in {checkpoint}, so that it is unknown what was spent. Train from the start, put "
-            "the ledger back, or set disable_dp=True."
+            f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy or has lost it. Train from the "
+            "start, put the ledger back, or set disable_dp=True."
         )
 
 
@@ -246,6 +247,6 @@ def refuse_search(args: DopplerTrainingArguments) -> None:
     """Refuse a search of hyper-parameters with privacy."""
     if not args.disable_dp:
         raise ValueError(
-            "Each trial of hyperparameter_search would cost its own ε, and the choice among them more. Search with "
+            "With hyperparameter_search every trial would cost its own ε, and the choice among them more. Search with "
             "disable_dp=True on public data, or add up the ε of one run per setting."
         )

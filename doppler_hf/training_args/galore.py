@@ -114,8 +114,7 @@ def check_target_modules(optim_target_modules: str | list[str]) -> None:
             raise ValueError(f"optim_target_modules must hold names, got {pattern!r}. Leave it out.")
         if isinstance(optim_target_modules, list) and is_all_linear(pattern):
             raise ValueError(
-                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list, as part of a name. Give the "
-                "string alone."
+                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list. Give the string alone."
             )
         try:
             re.compile(pattern)
@@ -137,8 +136,8 @@ def check_galore(args: TrainingArguments) -> None:
     check_target_modules(args.optim_target_modules)
     if args.low_pass_filter.startswith("optimal-fir"):
         raise ValueError(
-            f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules): the gradients "
-            "that it stores would be in the bases of different steps. Leave one of them out."
+            f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules), whose basis "
+            "moves. Leave one of them out."
         )
     galore = GaloreArguments.parse(args.optim_args)
     chosen_none = args.low_pass_filter == "auto" and args.base_optimizer != "sgd" and args.noise_shape in ("auto", "white")

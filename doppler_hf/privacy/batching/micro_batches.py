@@ -58,10 +58,8 @@ def collate_piece(
 class PrivateLoader(DataLoader[Any]):
     """A loader of the sampler's draws: `sampler.micro_batches` items a draw, each a list of `MicroBatch`.
 
-    It must not pass through `accelerator.prepare`, which shards any batch sampler and repeats examples to make the shards
-    equal: an example could then count twice.
-
-    `options` are further ones of `DataLoader`.
+    It must not pass through `accelerator.prepare`, which repeats examples to make the shards of a batch sampler equal: an
+    example could then count twice. `options` are further ones of `DataLoader`.
     """
 
     def __init__(

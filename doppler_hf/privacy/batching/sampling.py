@@ -92,8 +92,9 @@ class PoissonSampler(Sampler[list[int]]):
         groups: int = 1,
         seed: int | None = None,
     ) -> None:
-        if min(micro_batches, groups) < 1:
-            raise ValueError(f"micro_batches and groups must be at least 1, got {micro_batches} and {groups}.")
+        for name, count in (("micro_batches", micro_batches), ("groups", groups)):
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}.")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
         if lengths is not None and len(lengths) != num_examples:

@@ -176,11 +176,9 @@ class BookKeepingEngine:
         book = self._book
         book.num_examples = len(losses)
         numbers = torch.arange(len(losses))
-        if self._checked_layers:
-            digits = [(numbers >> digit) % 2 == 1 for digit in range((len(losses) - 1).bit_length())]
-            examined = [mask for digit in digits for mask in (digit, ~digit)]
-        else:
-            examined = [numbers == 0, numbers == len(losses) - 1]
+        digits = [(numbers >> digit) % 2 == 1 for digit in range((len(losses) - 1).bit_length())]
+        at_first = [numbers == 0, numbers == len(losses) - 1]
+        examined = [mask for digit in digits for mask in (digit, ~digit)] if self._checked_layers else at_first
         with kept_gradients(losses):
             for book.examined in examined:
                 self._back_propagate(losses[book.examined.to(losses.device)].sum(), trainable, retain_graph=True)
@@ -190,8 +188,7 @@ class BookKeepingEngine:
             raise ValueError(
                 "The loss of one example has a gradient in the places of others at the parameters "
                 f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other "
-                "examples (a mean or a norm over the batch). An example's contribution would not be bounded. Let each loss "
-                "depend on its example alone."
+                "examples (a mean or a norm over the batch). Let each loss depend on its example alone."
             )
 
     def _unexplained(self, names: Sequence[str]) -> str:

@@ -7,9 +7,7 @@ every form alike: which form is the cheapest depends on what the example is padd
 larger, because terms cancel, or a square leaves the range of float32, norm and sum are computed again `in_float64`, whose
 precision and range suffice for all that factors in float32 can give. Of what was added up before, in an order that padding
 may change, the rounding counts too.
-
-Here is the gradient in full, and its sums over time, rows and uses; `factored` has the forms that need no matrix for each
-example.
+Here is the gradient in full; `factored` has the forms that need no matrix for each example.
 """
 
 import math
