@@ -59,13 +59,9 @@ def lengths_of_answers(inputs: Mapping[str, Any]) -> Int[Tensor, "pairs 2"]:
 
 
 def pair_losses(
-    ratios: Float[Tensor, "pairs 2"],
-    lengths: Int[Tensor, "pairs 2"],
-    *,
-    weights: Sequence[tuple[str, float]],
-    beta: float,
+    ratios: Float[Tensor, "pairs 2"], lengths: Int[Tensor, "pairs 2"], *, weights: Sequence[tuple[str, float]], beta: float,
     label_smoothing: float = 0.0,
-) -> Float[Tensor, " pairs"]:
+) -> Float[Tensor, " pairs"]:  # fmt: skip
     """Return the loss of each pair: those of `PAIR_LOSSES` that have weights, added up.
 
     `label_smoothing` is for "robust": the share of pairs whose labels are taken to be the wrong way round, below ½.

@@ -38,11 +38,8 @@ def chosen_filter(
     if shape.is_white and args.base_optimizer != "sgd":
         # White noise costs as much behind a filter as without one (`filters.closed_loop`). SGD still gains larger rates.
         return PAPER_FILTERS["none"]
-    return auto_filter(
-        statement.steps_planned,
-        learning_rates=learning_rates_of(args, steps=statement.steps_planned),
-        noise=shape,
-    )
+    rates = learning_rates_of(args, steps=statement.steps_planned)
+    return auto_filter(statement.steps_planned, learning_rates=rates, noise=shape)
 
 
 def chosen_noise_shape(

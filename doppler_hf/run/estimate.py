@@ -118,12 +118,9 @@ def _resident(name: str) -> int:
 
 
 def estimate(
-    model: nn.Module,
-    *,
-    batch: Callable[[int], dict[str, Tensor]],
-    losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]],
-    setting: Setting,
-) -> Estimate:
+    model: nn.Module, *, batch: Callable[[int], dict[str, Tensor]],
+    losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]], setting: Setting,
+) -> Estimate:  # fmt: skip
     """Return what a private step takes on this machine's device, and on `setting.processes` such ones.
 
     `batch` makes a batch of a number of examples, `losses_of` returns the loss of each.

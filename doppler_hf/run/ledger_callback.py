@@ -21,7 +21,6 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.weights import hashes, stamps
-from doppler_hf.run import refusals
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, warn_of_another_base
 from doppler_hf.run.learning_rate import told_of_small_rate
 from doppler_hf.run.model_card import complete_card
@@ -80,8 +79,6 @@ class PrivacyCallback(TrainerCallback):
         ledger = run.begin(step=step)
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        refusals.refuse_another_optimizer(optimizer)
-        refusals.refuse_other_parameters(optimizer, kwargs["model"])
         self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
         self._rate_words = learning_rate_in_words(args, optimizer)
         # On every process: they may have to put the weights of a layer together.
@@ -108,17 +105,19 @@ class PrivacyCallback(TrainerCallback):
             print_summary(run, model=kwargs["model"], first_step=step, **words)
             if aside is not None:
                 print(
-                    f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. On the same data both ε "
-                    "add up."
+                    f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "
+                    "its ε and that of this run add up."
                 )
             if step == 0 and (counted := ledger.runs[-1].steps_before):
                 print(
-                    f"The {counted} steps of the model's earlier training count. For other data make a new trainer with "
-                    "another output_dir."
+                    f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, "
+                    "make a new trainer with another output_dir."
                 )
             remaining = run.statement.steps_planned - step
             if remaining <= 0:
-                print(f"All {step} steps are done. To go on set a larger max_steps or num_train_epochs.")
+                print(
+                    f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs."
+                )
             if run.affordable_steps < remaining:
                 print(
                     f"The budget allows {run.affordable_steps} of the {remaining} steps left, since earlier ones count. "
@@ -170,7 +169,7 @@ class PrivacyCallback(TrainerCallback):
                     )
                 aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
                 if aside is not None:
-                    print(f"The ledger of an earlier training in {folder} is now {aside.name}: these are other weights.")
+                    print(f"The ledger in {folder} is now {aside.name}: it does not speak for these weights.")
                 return
             if checkpoint_step is not None:
                 ledger.checkpoint(checkpoint_step, max_grad_norm=self._current_run().moving_max_grad_norm)

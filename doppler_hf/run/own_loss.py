@@ -89,12 +89,8 @@ def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:
 
     The rule leaves out what lies outside of the text, and the host takes the padding for text, so that they agree only here.
     """
-    length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else None
-    return {
-        name: value % length
-        if name in rules.ANSWER and length
-        else torch.ones_like(value)
-        if name == "attention_mask"
-        else value
-        for name, value in inputs.items()
-    }
+    if "attention_mask" not in inputs:
+        return inputs
+    mask = inputs["attention_mask"]
+    positions = {name: inputs[name] % mask.shape[1] for name in rules.ANSWER if name in inputs}
+    return inputs | positions | {"attention_mask": torch.ones_like(mask)}

@@ -62,15 +62,9 @@ def averaged_noise(noise_multiplier: float, shape: NoiseShape, *, batch_size: in
 
 
 def planned_statement(
-    args: DopplerTrainingArguments,
-    *,
-    sampler: PoissonSampler,
-    noise_shape: NoiseShape,
-    noise_source: str,
-    records_raw: bool = False,
-    earlier: PrivacyLedger | None = None,
-    first_step: int = 0,
-) -> PrivacyStatement:
+    args: DopplerTrainingArguments, *, sampler: PoissonSampler, noise_shape: NoiseShape, noise_source: str,
+    records_raw: bool = False, earlier: PrivacyLedger | None = None, first_step: int = 0,
+) -> PrivacyStatement:  # fmt: skip
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
     A run that continues an `earlier` ledger keeps its mechanism. With another target or length, σ is computed such that the

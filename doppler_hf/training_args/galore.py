@@ -31,9 +31,6 @@ class GaloreArguments:
         projector: The algorithm for P: iteration from the last P or a random one, or a singular value decomposition.
         projector_source: The gradient from which P is computed: the private one, or the filtered one.
 
-    Raises:
-        ValueError: If a value is out of range.
-
     Example:
         >>> GaloreArguments.parse("rank=64, scale=1.0").rank
         64
@@ -61,11 +58,7 @@ class GaloreArguments:
 
     @classmethod
     def parse(cls, optim_args: str | None) -> "GaloreArguments":
-        """Read a line of `key=value`, separated by commas; None or a blank one means the defaults.
-
-        Raises:
-            ValueError: If a key is unknown or given twice, or a value has the wrong type or is out of range.
-        """
+        """Read a line of `key=value`, separated by commas; None or a blank one means the defaults."""
         kinds = get_type_hints(cls)
         line = (optim_args or "").replace(" ", "")  # as the host does
         texts: dict[str, str] = {}

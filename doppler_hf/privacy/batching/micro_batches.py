@@ -35,14 +35,9 @@ class MicroBatch(NamedTuple):
 
 
 def collate_piece(
-    examples: OfStep,
-    *,
-    collator: Collator,
-    max_rows: int,
-    max_tokens: int | None,
-    views: int = 1,
+    examples: OfStep, *, collator: Collator, max_rows: int, max_tokens: int | None, views: int = 1,
     clip_unit_mean: bool = False,
-) -> OfStep:
+) -> OfStep:  # fmt: skip
     """Return the micro-batches of a piece of `DrawnExamples`; none of an empty one, as collators need an example."""
     micro_batches = []
     for count, group in itertools.groupby(examples, key=operator.itemgetter(1)):
@@ -63,16 +58,9 @@ class PrivateLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        sampler: PoissonSampler,
-        collator: Collator,
-        max_rows: int,
-        max_tokens: int | None,
-        views: int = 1,
-        **options: Any,
-    ) -> None:
+        self, dataset: Any, *, sampler: PoissonSampler, collator: Collator, max_rows: int, max_tokens: int | None,
+        views: int = 1, **options: Any,
+    ) -> None:  # fmt: skip
         # Sensitivity: parts of a unit would each contribute up to C.
         clip_unit_mean = sampler.keeps_units_whole
         if max_tokens is not None:
@@ -80,19 +68,15 @@ class PrivateLoader(DataLoader[Any]):
             check_token_budget(sampler.lengths, max_tokens=max_tokens, views=views, counts=counts)
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
         self.numbers = columns_of_numbers(dataset)
-        super().__init__(
-            DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=views),
-            batch_sampler=sampler,
-            collate_fn=functools.partial(
-                collate_piece,
-                collator=collator,
-                max_rows=max_rows,
-                max_tokens=max_tokens,
-                views=views,
-                clip_unit_mean=clip_unit_mean,
-            ),
-            **options,
-        )
+        drawn = DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=views)
+        cut: dict[str, Any] = {
+            "max_rows": max_rows,
+            "max_tokens": max_tokens,
+            "views": views,
+            "clip_unit_mean": clip_unit_mean,
+        }
+        collate = functools.partial(collate_piece, collator=collator, **cut)
+        super().__init__(drawn, batch_sampler=sampler, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell a data set that wants to know which epoch begins, as Transformers' loaders do."""

@@ -168,11 +168,7 @@ class PoissonSampler(Sampler[list[int]]):
         self._next_step = step
 
     def draw(self, step: int) -> np.ndarray:
-        """Return the examples of one draw of this process's shard, by index, in any order.
-
-        Args:
-            step: Optimizer step, counted from 0. Groups and reproducible draws depend on it.
-        """
+        """Return the examples of one draw of this process's shard at an optimizer step, by index, in any order."""
         drawn = self.drawn_units(step)
         if self.units is not None:
             drawn = self._examples_of(drawn, step=step)

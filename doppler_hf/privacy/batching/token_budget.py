@@ -11,12 +11,9 @@ from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, length_of
 
 
 def check_token_budget(
-    lengths: Sequence[int] | np.ndarray | None,
-    *,
-    max_tokens: int,
-    views: int = 1,
+    lengths: Sequence[int] | np.ndarray | None, *, max_tokens: int, views: int = 1,
     counts: Int[np.ndarray, " num_examples"] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse a budget of tokens that cannot be met by all rows of a clipped gradient, before the first step."""
     if lengths is None:
         raise ValueError(

@@ -28,17 +28,10 @@ def has_rule(module: nn.Module) -> bool:
 
 
 def attention(
-    book: Book,
-    module: nn.MultiheadAttention,
-    query: Float[Tensor, "_ _ dim"],
-    key: Float[Tensor, "_ _ _"],
-    value: Float[Tensor, "_ _ _"],
-    key_padding_mask: Mask | None = None,
-    need_weights: bool = True,
-    attn_mask: Mask | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Float[Tensor, "_ _ dim"], Float[Tensor, "batch *heads queries keys"] | None]:
+    book: Book, module: nn.MultiheadAttention, query: Float[Tensor, "_ _ dim"], key: Float[Tensor, "_ _ _"],
+    value: Float[Tensor, "_ _ _"], key_padding_mask: Mask | None = None, need_weights: bool = True,
+    attn_mask: Mask | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+) -> tuple[Float[Tensor, "_ _ dim"], Float[Tensor, "batch *heads queries keys"] | None]:  # fmt: skip
     """Compute Y = [A₁V₁, A₂V₂, …] Wᵀ + b with Aₕ = softmax(QₕKₕᵀ/√d + mask), and A if it is wanted."""
     if is_causal and attn_mask is None:
         return nn.MultiheadAttention.forward(module, query, key, value, is_causal=True)  # whose error asks for the mask

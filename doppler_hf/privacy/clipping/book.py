@@ -149,23 +149,16 @@ def output_per_example(
     return _OutputPerExample.apply(book, output_of, tuple(parameters), *parameters.values())
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class _OutputPerExample(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        book: Book,
-        output_of: Callable[[Mapping[str, Tensor]], Tensor],
-        names: tuple[str, ...],
+        ctx: Any, book: Book, output_of: Callable[[Mapping[str, Tensor]], Tensor], names: tuple[str, ...],
         *parameters: nn.Parameter,
-    ) -> Float[Tensor, "batch ..."]:
+    ) -> Float[Tensor, "batch ..."]:  # fmt: skip
         assert book.batch_size is not None
         ctx.book, ctx.parameters = book, parameters
         # Gradient checkpointing would drop what this keeps, and compute its whole block again within the map over examples.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_kept, _kept):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
             ctx.leaves = [parameter.detach().requires_grad_() for parameter in parameters]
             ctx.output = output_of(dict(zip(names, ctx.leaves, strict=True)))
         return ctx.output.detach().repeat(book.batch_size, *(1,) * (ctx.output.ndim - 1))

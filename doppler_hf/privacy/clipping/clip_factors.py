@@ -59,14 +59,9 @@ def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clippi
 
 
 def factors_of(
-    norms: Mapping[str, Norms],
-    weights: Float[Tensor, " batch"],
-    *,
-    max_grad_norm: float,
-    clipping: Clipping,
-    dtype: torch.dtype,
-    in_float64: Bool[Tensor, " batch"],
-) -> dict[str, Float[Tensor, " batch"]]:
+    norms: Mapping[str, Norms], weights: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping,
+    dtype: torch.dtype, in_float64: Bool[Tensor, " batch"],
+) -> dict[str, Float[Tensor, " batch"]]:  # fmt: skip
     """Return the factors of the examples by group of parameters, each of which is clipped on its own."""
     # Sensitivity: factor·norm stays within the bound whatever rounding has taken from the norm, and times a weight of at
     # most 1.

@@ -64,8 +64,6 @@ class BookKeepingEngine:
                 self._replace(module, method, functools.partial(hosts.relative_bias, self._book, name, module, compute))
             if hosts.has_prompt(module):
                 self._replace(module, "get_prompt", functools.partial(hosts.prompt, self._book, module.get_prompt))
-            if hosts.has_windows(module):
-                self._replace(module, "forward", functools.partial(hosts.in_rows, self._book, module.forward))
             if has_rule(module):
                 rule: Rule | None = attention
             elif trainable_of(module):
@@ -83,7 +81,7 @@ class BookKeepingEngine:
                 watched = functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
         # Around the stand-ins of these layers, or of their adapters.
-        for layer in itertools.chain.from_iterable(map(hosts.layers_of_tokens, model.modules())):
+        for layer in itertools.chain.from_iterable(map(hosts.parts_in_rows, model.modules())):
             self._replace(layer, "forward", functools.partial(hosts.in_rows, self._book, layer.forward))
         self._replace(model, "forward", functools.partial(self._forward, model.forward))
 

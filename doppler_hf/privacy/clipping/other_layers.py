@@ -244,13 +244,9 @@ class LayerWithoutRule:
             return {}
 
     def _hold_against_autograd(
-        self,
-        of_examples: Mapping[str, Tensor],
-        own: Mapping[str, Tensor],
-        args: Any,
-        kwargs: Any,
+        self, of_examples: Mapping[str, Tensor], own: Mapping[str, Tensor], args: Any, kwargs: Any,
         gradients: Sequence[Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raise an error if the per-sample gradients do not add up to the ordinary one.
 
         A tensor that the examples share may have as many rows as there are examples, and was then split among them.

@@ -81,12 +81,9 @@ class Dense(PerSampleGradient):
     """
 
     def __init__(
-        self,
-        values: Float[Tensor, "batch ..."],
-        *,
-        rounding: Float[Tensor, " batch"] | None = None,
+        self, values: Float[Tensor, "batch ..."], *, rounding: Float[Tensor, " batch"] | None = None,
         precise: Callable[[Bool[Tensor, " batch"]], Float[Tensor, "kept ..."]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.values, self.precise = values, precise
         self.rounding = values.new_zeros(len(values), dtype=torch.float64) if rounding is None else rounding
         norms = norms_in_full(values)  # at once, while the values are still in the cache
@@ -119,12 +116,9 @@ class Dense(PerSampleGradient):
 
 
 def sum_of_products(
-    left: Float[Tensor, "rows *groups time p"],
-    right: Float[Tensor, "rows *groups time q"],
-    *,
-    num_examples: int,
+    left: Float[Tensor, "rows *groups time p"], right: Float[Tensor, "rows *groups time q"], *, num_examples: int,
     shape: torch.Size,
-) -> Dense:
+) -> Dense:  # fmt: skip
     """Return Σ_t l_t r_tᵀ of every example, formed, over all rows of it."""
     of_rows = in_float32(left).mT @ in_float32(right)
     of_left, of_right = (_norms_of_last(in_float32(factor)) for factor in (left, right))
@@ -153,13 +147,9 @@ def _norms_of_last(values: Float[Tensor, "*shape n"]) -> Float[Tensor, "*shape"]
 
 
 def _sum_of_rows(
-    of_rows: Float[Tensor, "rows ..."],
-    sizes: Float[Tensor, "rows time"],
-    again: Callable[[Bool[Tensor, " rows"]], Float[Tensor, "kept ..."]],
-    *,
-    num_examples: int,
-    shape: torch.Size,
-) -> Dense:
+    of_rows: Float[Tensor, "rows ..."], sizes: Float[Tensor, "rows time"],
+    again: Callable[[Bool[Tensor, " rows"]], Float[Tensor, "kept ..."]], *, num_examples: int, shape: torch.Size,
+) -> Dense:  # fmt: skip
     """Return the sums over the rows of every example; `sizes` are the norms of all terms, `again` is precise."""
     # Sensitivity: in what order terms are added depends on what the example is padded to, and so on others; where they
     # cancel, its clipped gradient would depend on it too. In float64 it does so by less than 1e-9 of their sizes.

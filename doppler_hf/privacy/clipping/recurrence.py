@@ -49,13 +49,9 @@ def recurrence(book: Book, module: nn.RNNBase, input: Tensor | PackedSequence, h
 
 
 def _over_time(
-    book: Book,
-    module: nn.RNNBase,
-    suffix: str,
-    x: Float[Tensor, "rows time _"],
-    state: State | None,
+    book: Book, module: nn.RNNBase, suffix: str, x: Float[Tensor, "rows time _"], state: State | None,
     seen: Bool[Tensor, "rows time"] | None,
-) -> tuple[Float[Tensor, "rows time dim"], State]:
+) -> tuple[Float[Tensor, "rows time dim"], State]:  # fmt: skip
     """Return all hidden states of one layer in one direction, and the last state; past its end a row keeps its state."""
     own = dict(module.named_parameters(recurse=False))
     of_inputs = product(book, x, own["weight_ih" + suffix], own.get("bias_ih" + suffix)).unbind(1)

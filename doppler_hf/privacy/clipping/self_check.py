@@ -60,14 +60,9 @@ def check_per_sample_gradients(
 
 
 def compare(
-    clipped: ClippedGradients,
-    model: nn.Module,
-    losses_of: Losses,
-    *,
-    alone: Sequence[Mapping[str, Any]],
-    together: Mapping[str, Any],
-    tolerance: float,
-) -> set[str]:
+    clipped: ClippedGradients, model: nn.Module, losses_of: Losses, *, alone: Sequence[Mapping[str, Any]],
+    together: Mapping[str, Any], tolerance: float,
+) -> set[str]:  # fmt: skip
     """Compare as `check_per_sample_gradients`, on a model without chance, and return the names that a loss reaches."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = [0.5**place for place in range(len(alone))]

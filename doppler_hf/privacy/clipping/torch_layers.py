@@ -53,13 +53,9 @@ def transposed_linear(book: Book, module: Any, x: Float[Tensor, "batch *time q"]
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Float[Tensor, "batch *time q"],
-        weight: Float[Tensor, "_ _"],
-        bias: Float[Tensor, " p"] | None,
-        book: Book,
-        transposed: bool,
-    ) -> Float[Tensor, "batch *time p"]:
+        ctx: Any, x: Float[Tensor, "batch *time q"], weight: Float[Tensor, "_ _"], bias: Float[Tensor, " p"] | None,
+        book: Book, transposed: bool,
+    ) -> Float[Tensor, "batch *time p"]:  # fmt: skip
         ctx.weight, ctx.bias, ctx.book, ctx.transposed = weight, bias, book, transposed
         ctx.save_for_backward(x if weight.requires_grad else None)
         output = F.linear(x, weight.t() if transposed else weight, bias)
@@ -236,15 +232,10 @@ def _patches(x: Float[Tensor, "batch channels *positions"], **geometry: tuple[in
 
 # A rule replaces one function, so it is chosen by that function and not by a class's name or ancestors.
 RULES: dict[Callable[..., Any], Rule] = {
-    nn.Linear.forward: linear,
-    nn.Embedding.forward: embedding,
-    nn.LayerNorm.forward: layer_norm,
-    nn.RMSNorm.forward: rms_norm,
-    nn.GroupNorm.forward: group_norm,
-    nn.Conv1d.forward: convolution,
-    nn.Conv2d.forward: convolution,
-    nn.Conv3d.forward: convolution,
-}
+    nn.Linear.forward: linear, nn.Embedding.forward: embedding, nn.LayerNorm.forward: layer_norm,
+    nn.RMSNorm.forward: rms_norm, nn.GroupNorm.forward: group_norm,
+    **dict.fromkeys((nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward), convolution),
+}  # fmt: skip
 
 
 def rule_for(module: nn.Module, rules: Mapping[Callable[..., Any], Rule]) -> Rule | None:
