@@ -59,7 +59,7 @@ def with_privacy_section(of_host: Callable[..., None]) -> Callable[..., None]:
 
 
 class AroundSteps(Trainer, ABC):
-    """The host, whose steps are made by `DopplerTrainer`, the only class of this one. It also sets the attributes."""
+    """The host, without its steps: `DopplerTrainer` makes these and sets the attributes, so that it reads top to bottom."""
 
     args: DopplerTrainingArguments
     optimizer: Any

@@ -77,21 +77,11 @@ class PoissonSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        *,
-        num_examples: int,
-        expected_batch_size: int,
-        micro_batches: int = 1,
-        micro_batch_size: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        lengths: Sequence[int] | np.ndarray | None = None,
-        units: Sequence[int] | np.ndarray | None = None,
-        max_examples_per_unit: int | None = None,
-        keeps_units_whole: bool = False,
-        groups: int = 1,
-        seed: int | None = None,
-    ) -> None:
+        self, *, num_examples: int, expected_batch_size: int, micro_batches: int = 1, micro_batch_size: int | None = None,
+        rank: int = 0, world_size: int = 1, lengths: Sequence[int] | np.ndarray | None = None,
+        units: Sequence[int] | np.ndarray | None = None, max_examples_per_unit: int | None = None,
+        keeps_units_whole: bool = False, groups: int = 1, seed: int | None = None,
+    ) -> None:  # fmt: skip
         for name, count in (("micro_batches", micro_batches), ("groups", groups)):
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}.")

@@ -65,17 +65,10 @@ class ClippedGradients:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        max_grad_norm: float = 1.0,
-        clipping: Clipping = "vanilla",
-        granularity: Granularity = "flat",
-        engine: Engine = "book_keeping",
-        norm_rule: NormRule = "auto",
-        rows_per_loss: int = 1,
-        sharded_sums: ShardedSums | None = None,
-    ) -> None:
+        self, model: nn.Module, *, max_grad_norm: float = 1.0, clipping: Clipping = "vanilla",
+        granularity: Granularity = "flat", engine: Engine = "book_keeping", norm_rule: NormRule = "auto",
+        rows_per_loss: int = 1, sharded_sums: ShardedSums | None = None,
+    ) -> None:  # fmt: skip
         # Numbers far smaller than float32's smallest normal one would be rounded by as much as they are.
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
             raise ValueError(f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, got {max_grad_norm}.")

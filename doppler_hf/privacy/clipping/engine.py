@@ -124,8 +124,8 @@ class BookKeepingEngine:
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
                 if book.is_conclusive:
                     self._checked_layers |= book.called
-            # Sensitivity: all rows of an example are summed up before they are clipped. Its views stand together; so do its
-            # choices, since the model flattens (batch, choices, length), its windows, and the rows of one loss.
+            # Sensitivity: all rows of an example, its views, choices, windows, or those of its loss, stand together and are
+            # summed up before they are clipped.
             book.num_examples = len(losses) // views
             self._back_propagate(losses.sum() / views, trainable)
             return {

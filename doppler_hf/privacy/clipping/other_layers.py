@@ -45,6 +45,10 @@ class _Copies(NamedTuple):
         fits = all(own in (1, size) for own, size in zip(self.shape, value.shape[1:], strict=True))
         return value.shape[1:] if fits and value.shape[1:] != self.shape else None
 
+    def of(self, parameter: Tensor, values: Sequence[Any]) -> Tensor:
+        """Return a copy."""
+        return parameter.view(self.shape).expand(self.over(values) or self.shape)
+
 
 class LayerWithoutRule:
     """Replaces the forward of one layer, in the way that works at its first call; its cost is then in `fallback`."""
@@ -143,12 +147,7 @@ class LayerWithoutRule:
         }
 
         def fit(copies: Mapping[str, _Copies]) -> bool:
-            both = {
-                name: torch.stack(
-                    [each[name].view(copy.shape).expand(copy.over(one) or copy.shape) for each in (own, other)]
-                )
-                for name, copy in copies.items()
-            }
+            both = {name: torch.stack([copy.of(own[name], one), copy.of(other[name], one)]) for name, copy in copies.items()}
             try:
                 alone = [self._outputs(one, spec, parameters) for parameters in (own, other)]
                 together = self._outputs(two, spec, both)

@@ -26,15 +26,9 @@ OF_ROUNDING: Final = 100.0
 
 
 def check_per_sample_gradients(
-    model: nn.Module,
-    losses_of: Losses,
-    *,
-    alone: Sequence[Mapping[str, Any]],
-    together: Mapping[str, Any],
-    engine: Engine,
-    norm_rule: NormRule = "auto",
-    tolerance: float = 1e-3,
-) -> None:
+    model: nn.Module, losses_of: Losses, *, alone: Sequence[Mapping[str, Any]], together: Mapping[str, Any], engine: Engine,
+    norm_rule: NormRule = "auto", tolerance: float = 1e-3,
+) -> None:  # fmt: skip
     """Compare an engine's gradients of a batch with ordinary gradients of its examples, each collated by itself.
 
     The examples should differ in length, so that one of them is padded in the batch and the others are not. Nothing is
