@@ -204,8 +204,7 @@ class PrivacyCallback(TrainerCallback):
         return self.ledger.epsilon(further_steps=min(-self.ledger.steps_run % apart, max(0, run.affordable_steps)))
 
     def complete_log(self, logs: dict[str, float], *, model: nn.Module, is_last: bool) -> None:
-        """Add ε so far and a clip norm that moves to a log, and leave out a training loss that is not reported (in "
-        "place)."""
+        """Add ε so far and a moving clip norm to a log (in place), and leave out a loss that is not reported."""
         # Of another model nobody knows what its training has spent: it may have been loaded.
         is_evaluation = any(name.startswith("eval_") for name in logs)
         if self.speaks_for(model) if is_evaluation else self._is_running:
