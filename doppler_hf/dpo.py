@@ -105,9 +105,15 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     rows_per_loss = len(_ANSWERS)
 
     def __init__(
-        self, model: Any, ref_model: Any = None, args: DopplerDPOConfig | None = None, data_collator: Any = None,
-        train_dataset: Any = None, *others: Any, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: DopplerDPOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        *others: Any,
+        **options: Any,
+    ) -> None:
         with trl_checks.made_privately(self, args, DopplerDPOConfig, host=DPOTrainer, train_dataset=train_dataset):
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 

@@ -58,8 +58,13 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     create_model_card = with_privacy_section(SFTTrainer.create_model_card)
 
     def __init__(
-        self, model: Any, args: DopplerSFTConfig | None = None, data_collator: Any = None, train_dataset: Any = None,
-        *others: Any, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        args: DopplerSFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        *others: Any,
+        **options: Any,
+    ) -> None:
         with trl_checks.made_privately(self, args, DopplerSFTConfig, host=SFTTrainer, train_dataset=train_dataset):
             super().__init__(model, args, data_collator, train_dataset, *others, **options)

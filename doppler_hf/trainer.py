@@ -25,7 +25,6 @@ from doppler_hf.run import refusals
 from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.data_scan import refuse_values_beyond
-from doppler_hf.run.ended import one_line_if_a_process_ends
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
@@ -33,7 +32,7 @@ from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.replicas import on_process_0
+from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -71,13 +70,21 @@ class DopplerTrainer(AroundSteps):
     rows_per_loss = 1
 
     def __init__(
-        self, model: Any = None, args: DopplerTrainingArguments | None = None, data_collator: Any = None,
-        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
-        model_init: Callable[..., Any] | None = None, compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., Any] | None = None, callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None), optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        self,
+        model: Any = None,
+        args: DopplerTrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
             raise ValueError(
                 f"args must be DopplerTrainingArguments, got {type(args).__name__}. Make them of that class, or of one that "

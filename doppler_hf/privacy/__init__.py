@@ -10,7 +10,6 @@
 - ledger: the record of what was spent, for others to check
 - bits: secret random words, for draws and noise
 - generators: the global generators, for dropout and random collators
-- rows: what of a batch has a row for each example
 """
 
 from importlib import import_module

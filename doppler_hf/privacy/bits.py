@@ -26,11 +26,7 @@ _AES_BLOCK: Final = 16
 
 
 class BitStream(ABC):
-    """A source of uniform 64-bit words, none of which it returns twice.
-
-    Attributes:
-        is_secret: Whether the words cannot be reproduced.
-    """
+    """A source of uniform 64-bit words, none of which it returns twice."""
 
     is_secret: bool
 
@@ -127,9 +123,6 @@ class WordsByNumber:
     """A uniform 64-bit word for each number, which need not be kept: AES-256 of the number.
 
     An attacker who could tell them from coin flips would have broken AES, even one who chooses the numbers.
-
-    Args:
-        stream: The source of the key, which stays in this process.
     """
 
     def __init__(self, stream: BitStream) -> None:

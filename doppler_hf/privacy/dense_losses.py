@@ -17,11 +17,7 @@ _NO_TOKEN: Final = -100  # of transformers' ForCTCLoss
 def cross_entropies(
     logits: Float[Tensor, "batch labels *places"], labels: Int[Tensor, "batch *places"], *, ignored: int
 ) -> Float[Tensor, "batch *places"]:
-    """Return the cross-entropy at each place, 0 where there is no label.
-
-    Raises:
-        ValueError: If a label is no class. On a GPU that is torch's own error.
-    """
+    """Return the cross-entropy at each place, 0 where there is no label."""
     try:
         return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
     except IndexError:
@@ -54,18 +50,8 @@ def pixel_losses(
         loss_i = Σ_p [y_ip ≠ ignored] · CE(upsampled logits_ip, y_ip) / Σ_p [y_ip ≠ ignored]
 
     The mean is over the example's own labelled pixels. With a single class it is the binary cross-entropy, summed over the
-    labelled pixels and divided by all, as in transformers. An example without a labelled pixel has loss 0.
-
-    Args:
-        logits: Shape (batch, classes, …, …), of any resolution: they are upsampled to that of the labels.
-        labels: Class indices, shape (batch, height, width).
-        ignored: The label of pixels that do not count.
-
-    Returns:
-        Losses, shape (batch,), in float32 or better.
-
-    Raises:
-        ValueError: If the shapes do not fit each other, or a label is no class.
+    labelled pixels and divided by all, as in transformers. An example without a labelled pixel has loss 0. Logits of any
+    resolution are upsampled to that of the labels.
 
     Example:
         >>> pixel_losses(torch.zeros(1, 2, 1, 1), torch.tensor([[[0, 1], [255, 255]]]), ignored=255)
@@ -92,22 +78,10 @@ def pixel_losses(
 def ctc_losses(
     model: nn.Module, inputs: dict[str, Any], labels: Int[Tensor, "batch length"], *, base_model: PreTrainedModel
 ) -> Float[Tensor, " batch"]:
-    """Call a model of connectionist temporal classification once and return the loss of each example.
+    """Call a model of connectionist temporal classification once and return its loss before it is reduced over the batch.
 
-    The model's own loss, for how many frames an example has the model alone knows, before it is reduced over the batch. With
-    `ctc_loss_reduction="mean"` an example's is divided by the number of its labels, as torch does.
-
-    Args:
-        model: The model, with its wrappers.
-        inputs: One micro-batch without labels.
-        labels: Its labels; -100 and blanks are none.
-        base_model: The model without wrappers.
-
-    Returns:
-        Losses, shape (batch,), infinite for an example with more labels than frames, as in the host.
-
-    Raises:
-        ValueError: If a label is no class.
+    With `ctc_loss_reduction="mean"` an example's is divided by the number of its labels, as torch does; with more labels
+    than frames it is infinite, as in the host.
     """
     config, reduction = base_model.config, base_model.config.ctc_loss_reduction
     # Sensitivity: torch's loss of an example reads its own frames, as many as its mask says, and its own labels.

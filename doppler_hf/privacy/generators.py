@@ -27,16 +27,9 @@ _TORCH_WORDS = slice(24, 24 + 8 * _WORDS)
 
 
 def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: int = 0) -> None:
-    """Fill the global generators from new random words, at least 256 bits each.
+    """Fill the global generators from new random words, at least 256 bits each; with a seed, for tests, reproducible ones.
 
-    Args:
-        seed: None for words from the operating system's entropy. An integer makes them reproducible, for tests only.
-        rank: This process's index; each has its own words, reproducible ones too.
-        worker: Index of this worker of the data loader, counted from 1; 0 is the process itself.
-        step: Number of this filling. Only reproducible words depend on it.
-
-    Raises:
-        ValueError: If NumPy's global generator is not its own: others keep less of a key, or a number from before.
+    Workers of the data loader are counted from 1; 0 is the process itself. `step` numbers the fillings.
     """
     if not isinstance(kind := np.random.mtrand._rand._bit_generator, np.random.MT19937):
         raise ValueError(
@@ -66,12 +59,7 @@ def fill_in_worker(worker: int, *, seed: int | None, rank: int) -> None:
 
 @contextlib.contextmanager
 def filled_generators(seed: int | None, *, rank: int = 0) -> Iterator[None]:
-    """Fill the global generators for the duration of the block, and give the caller's states back.
-
-    Args:
-        seed: As in `fill_generators`.
-        rank: This process's index.
-    """
+    """Fill the global generators for the duration of the block, and give the caller's states back."""
     # A build for CUDA names its accelerator also on a machine that has none.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]

@@ -20,15 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_CTC_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto
 
 from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored_pixel, pixel_losses
 
@@ -44,10 +36,10 @@ ANSWER = ("start_positions", "end_positions")  # the labels of question answerin
 
 # Masked comes before causal: XLM's head is in both tables, and its labels are aligned with its inputs.
 _LOSS_OF_TABLE = (
-    (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ForTokenClassification),
-    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, ForMaskedLMLoss),
-    (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
-    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
+    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ForTokenClassification),
+    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, ForMaskedLMLoss),
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
+    (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
 )
 
 
@@ -67,12 +59,7 @@ def places_of_prompt(model: Any) -> int:
 
 
 def token_task(model: nn.Module) -> TokenTask | None:
-    """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model.
-
-    Example:
-        >>> token_task(GPT2LMHeadModel(config))
-        'causal_lm'
-    """
+    """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model."""
     if not isinstance(model, PreTrainedModel):
         return None
     loss = LOSS_MAPPING.get(model.loss_type)
@@ -90,17 +77,19 @@ def token_task(model: nn.Module) -> TokenTask | None:
 
 def has_choices(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
+    return isinstance(model, PreTrainedModel) and _is_of_table(model, modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
 
 
 def has_pixels(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of semantic segmentation: each pixel has a label."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES)
+    return isinstance(model, PreTrainedModel) and _is_of_table(
+        model, modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES
+    )
 
 
 def has_ctc(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of speech whose frames are aligned with labels by CTC."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(model, MODEL_FOR_CTC_MAPPING_NAMES)
+    return isinstance(model, PreTrainedModel) and _is_of_table(model, modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES)
 
 
 def _is_of_table(model: PreTrainedModel, table: Mapping[str, str]) -> bool:
@@ -212,19 +201,8 @@ def classification_losses(
     """Return the loss of each example of a sequence or image classification task.
 
     transformers' heads average the same losses over the batch: cross-entropy for one label, the mean of the binary
-    cross-entropy for several, and of the squared error for regression.
-
-    Args:
-        logits: Shape (batch, num_labels).
-        labels: Class indices, shape (batch,); or 0/1 per label or target values, shape (batch, num_labels), where a
-            single target may have shape (batch,).
-        problem_type: As in the model's config; None infers it as transformers does.
-
-    Returns:
-        Losses, shape (batch,), in float32 or better.
-
-    Raises:
-        ValueError: If the shapes do not fit each other, or the problem type is unknown.
+    cross-entropy for several, and of the squared error for regression. `problem_type` is as in the model's config; None
+    infers it as transformers does.
 
     Example:
         >>> classification_losses(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -265,19 +243,8 @@ def token_losses(
         loss_i = Σ_t [y_it ≠ −100] · CE(logits_it, y_it) / Σ_t [y_it ≠ −100]
 
     The mean is over the example's own labelled tokens, so neither its neighbours nor the length to which they are padded
-    change it. An example without a labelled token has loss 0 and a zero gradient.
-
-    Args:
-        logits: Shape (batch, length, classes).
-        labels: Token or class indices, shape (batch, length); −100 is no label.
-        shift: True for causal language models, whose labels are their inputs: the logits at t are compared with the label
-            at t + 1. False if labels are aligned with logits: seq2seq, masked language models, token classification.
-
-    Returns:
-        Losses, shape (batch,), in float32 or better.
-
-    Raises:
-        ValueError: If the shapes do not fit each other, or labels are no integers.
+    change it. An example without a labelled token has loss 0 and a zero gradient. With `shift`, as for causal language
+    models, the logits at t are compared with the label at t + 1.
 
     Example:
         >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]]), shift=True)
@@ -319,18 +286,7 @@ def answer_losses(
         loss_i = ½ CE(start_i, s_i) + ½ CE(end_i, e_i)
 
     The classes are the example's own tokens; in transformers' loss the padding is among them. A position outside of these
-    tokens, of an answer that was cut off, adds 0.
-
-    Args:
-        logits: Of the first and the last token, each of shape (batch, length).
-        positions: Indices of the first and the last token, each of shape (batch,) or (batch, 1).
-        mask: 1 for the example's own tokens, shape (batch, tokens); None if all are. What comes behind is not padded.
-
-    Returns:
-        Losses, shape (batch,), in float32 or better.
-
-    Raises:
-        ValueError: If the shapes do not fit each other.
+    tokens, of an answer that was cut off, adds 0. The mask is 1 for its own tokens; what comes behind is not padded.
 
     Example:
         >>> answer_losses((torch.zeros(1, 4), torch.zeros(1, 4)), (torch.tensor([1]), torch.tensor([2])))

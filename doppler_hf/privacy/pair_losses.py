@@ -35,15 +35,7 @@ PAIR_LOSSES: Final[dict[str, _Rule]] = {
 
 
 def collate_pairs(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
-    """Collate pairs as TRL does, all chosen answers before all rejected ones, and put the two rows of each side by side.
-
-    Args:
-        examples: The pairs.
-        collator: TRL's.
-
-    Returns:
-        Tensors with a row for each pair: of shape (pairs, 2, length), chosen first, and the reference's log-probabilities.
-    """
+    """Collate pairs as TRL does, all chosen answers before all rejected ones, and put the two rows of each side by side."""
     return {
         name: value if name in REFERENCES else value.unflatten(0, (2, -1)).transpose(0, 1)
         for name, value in collator(examples).items()
@@ -51,15 +43,7 @@ def collate_pairs(examples: Sequence[Any], *, collator: Collator) -> dict[str, A
 
 
 def log_ratios(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "pairs 2"]:
-    """Call the model once, and return log π − log ref of both answers of each pair.
-
-    Args:
-        model: A causal language model, with its wrappers.
-        inputs: One micro-batch of `collate_pairs`.
-
-    Returns:
-        Shape (pairs, 2), chosen first, attached to the graph, in float32 or better.
-    """
+    """Call the model once, and return log π − log ref of both answers of each pair."""
     rows = {name: value.flatten(0, 1) for name, value in inputs.items() if name not in REFERENCES}
     labels = rows["input_ids"].masked_fill(rows.pop(_COMPLETION) == 0, IGNORED_LABEL)
     labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
@@ -82,14 +66,9 @@ def pair_losses(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, " pairs"]:
-    """Return the loss of each pair.
+    """Return the loss of each pair: those of `PAIR_LOSSES` that have weights, added up.
 
-    Args:
-        ratios: As `log_ratios` returns them.
-        lengths: As `lengths_of_answers` returns them.
-        weights: Which of `PAIR_LOSSES` are added up, each with its weight.
-        beta: β, how much a departure from the reference costs.
-        label_smoothing: Of "robust", the share of pairs whose labels are taken to be the wrong way round, below ½.
+    `label_smoothing` is for "robust": the share of pairs whose labels are taken to be the wrong way round, below ½.
 
     Example:
         >>> pair_losses(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.long), weights=[("sigmoid", 1.0)], beta=0.1)

@@ -12,8 +12,7 @@
 - estimate: time and memory of a step, before there is one
 - sharding: weights in shards on several processes
 - sharded_states: what is saved and loaded of them
-- ended: what the others are told when one process refuses or ends
-- replicas: the same terms, weights and outcomes on every process
+- replicas: the same terms, weights and outcomes on every process, and its end
 - engine: what model is refused before the engine of per-sample gradients is attached
 - start_check: the engine and the losses of a few examples, checked before the first step
 - unreached: trained parameters that no loss reaches

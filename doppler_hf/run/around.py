@@ -59,7 +59,7 @@ def with_privacy_section(of_host: Callable[..., None]) -> Callable[..., None]:
 
 
 class AroundSteps(Trainer, ABC):
-    """The host, whose steps are made by `DopplerTrainer`, the only class of this one. It also sets the attributes."""
+    """The host, without its steps: `DopplerTrainer` makes these and sets the attributes, so that it reads top to bottom."""
 
     args: DopplerTrainingArguments
     optimizer: Any
@@ -132,6 +132,7 @@ class AroundSteps(Trainer, ABC):
         # The host's last method before callbacks open the ledger: model, optimizer and schedule are those of the training.
         prepared = super()._prepare_for_training(*args, **kwargs)
         if not self.args.disable_dp:
+            refusals.refuse_another_optimizer(self.optimizer.optimizer)
             refusals.refuse_other_parameters(self.optimizer.optimizer, self.model)
             if self.args.rehearse:
                 rehearse(self, ignore_keys=self._ignore_keys)

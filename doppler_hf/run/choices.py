@@ -26,43 +26,26 @@ MOST_MEMORY = 2**31
 def chosen_filter(
     args: DopplerTrainingArguments, statement: PrivacyStatement, *, checkpoint: str | None = None
 ) -> LowPassFilter | OptimalFIR:
-    """Return the filter of a run.
-
-    Args:
-        args: The arguments.
-        statement: The run's statement, with the shape of its noise.
-        checkpoint: The folder from which the run is resumed. `auto` keeps its filter, whose states it holds.
-    """
+    """Return the filter of a run."""
     word, _ = parse_name(args.low_pass_filter)
     if word == "optimal-fir":
         return OptimalFIR.parse(args.low_pass_filter)
     if word != "auto":
         return LowPassFilter.parse(args.low_pass_filter)
-    if (saved := filter_of_checkpoint(checkpoint)) is not None:
+    if (saved := filter_of_checkpoint(checkpoint)) is not None:  # which holds its states
         return saved
     shape = NoiseShape.parse(statement.noise_shape)
     if shape.is_white and args.base_optimizer != "sgd":
         # White noise costs as much behind a filter as without one (`filters.closed_loop`). SGD still gains larger rates.
         return PAPER_FILTERS["none"]
-    return auto_filter(
-        statement.steps_planned,
-        learning_rates=learning_rates_of(args, steps=statement.steps_planned),
-        noise=shape,
-    )
+    rates = learning_rates_of(args, steps=statement.steps_planned)
+    return auto_filter(statement.steps_planned, learning_rates=rates, noise=shape)
 
 
 def chosen_noise_shape(
     args: DopplerTrainingArguments, *, sampler: PoissonSampler, num_trained: int, resumed: PrivacyStatement | None = None
 ) -> NoiseShape:
-    """Return the shape of the noise of a run.
-
-    Args:
-        args: The arguments.
-        sampler: A sampler of the run's units, whose groups do not matter.
-        num_trained: The number of weights that are trained.
-        resumed: The statement of the run that is resumed, if one is. `auto` keeps its shape, whatever is ahead, since it
-            keeps its filter too and they belong together; unless larger draws leave a unit no turn in so many steps.
-    """
+    """Return the shape of the noise of a run."""
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
     # Without a target there are no shapes of equal ε. GaLore saves memory, and shaped noise keeps bands - 1 whole gradients
@@ -71,6 +54,7 @@ def chosen_noise_shape(
     is_optimal_fir = args.low_pass_filter.startswith("optimal-fir")
     if args.target_epsilon is None or args.optim_target_modules or is_optimal_fir or args.clipping_quantile is not None:
         return WHITE
+    # A resumed run keeps its shape as it keeps its filter, unless larger draws leave a unit no turn in so many steps.
     if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:
         return kept
     steps = planned_steps(args, sampler)

@@ -28,15 +28,6 @@ def refuse_values_beyond(
     """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for.
 
     Of a column of more than `MOST_NUMBERS` a sample is scanned. A data set that makes its rows, as torch's do, is not.
-
-    Args:
-        model: The model, with PEFT's wrapper if it has one.
-        examples: The training set as it is collated.
-        collate: The collator.
-        has_own_loss: Whether the loss is the user's, so that nothing is known of labels.
-
-    Raises:
-        ValueError: If there is one, by the name of the column, with what the model takes and the mend.
     """
     is_list = isinstance(examples, list) and 0 < len(examples) <= MOST_ROWS_OF_A_LIST and isinstance(examples[0], Mapping)
     if not is_list and not is_stored(examples):

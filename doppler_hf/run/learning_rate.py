@@ -14,10 +14,9 @@ both factors together add to a layer's weights as much as these are. What L laye
 makes √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
 themselves may be smaller, as the words of a sentence that are together of norm 1, so that the first layer may walk further.
 Where draws are large, weights few and ε large, noise limits little. Were all clipped gradients the same, B/(σ·√d) in units
-of white noise, a step would change the weights by η times their ratio to the denominators u·s, or by η where it is larger
-than 1, since they are in the denominators, and the outputs of a layer f times as much. That is bounded behind another
-layer, as learning rates of Adam are where networks are scaled up (Yang et al. 2022, *Tensor Programs V*). The constants are
-below. What the rule loses against a tuned rate is in recipes/results/learning-rate.md.
+of white noise, a step would change the outputs of a layer by f·η times their ratio to the denominators u·s, at most 1. That
+is bounded behind another layer (Yang et al. 2022, *Tensor Programs V*). What the rule loses against a tuned rate is in
+recipes/results/learning-rate.md.
 """
 
 import math
@@ -54,13 +53,7 @@ FAR_BELOW: Final = 10.0
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
-    """Return the first learning rate of a run: that of the arguments, or of the rule, for Adam under noise.
-
-    Args:
-        args: The arguments.
-        statement: The run's statement.
-        model: The model before training.
-    """
+    """Return the first learning rate of a run: that of the arguments, or of the rule, for Adam under noise."""
     return rate_by_rule(args, statement, model=model) if args.given_learning_rate is None else args.given_learning_rate
 
 
@@ -108,25 +101,15 @@ def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *,
 
 
 class LayerOfSums(NamedTuple):
-    """A trained layer whose outputs are sums over its inputs.
+    """A trained layer whose outputs are sums over its inputs."""
 
-    Attributes:
-        inputs: How many there are for each output, f.
-        is_of_data: Whether they are the data themselves, which neither a layer nor a normalization is ahead of.
-        is_first: Whether no other such layer is ahead of it.
-    """
-
-    inputs: int
-    is_of_data: bool
-    is_first: bool
+    inputs: int  # for each output, f
+    is_of_data: bool  # whether neither a layer nor a normalization is ahead of it
+    is_first: bool  # whether no other such layer is ahead of it
 
 
 def layers_of_sums(model: nn.Module) -> Iterator[LayerOfSums]:
-    """Return the trained linear layers and convolutions, without LoRA's factors, which have bounds of their own.
-
-    Args:
-        model: The model before training. Its layers are taken to follow one another in the order of `modules()`.
-    """
+    """Return the trained linear layers and convolutions, without LoRA's factors, which have bounds of their own."""
     is_of_data = is_first = True
     factors = {factor for layer in adapted_layers(model) for of in (layer.lora_A, layer.lora_B) for factor in of.values()}
     for layer in model.modules():
@@ -142,9 +125,6 @@ def walks_of_adapters(model: nn.Module) -> Iterator[float]:
     """Return for each pair of LoRA's factors the walk of a weight, δ, that adds as much to a layer as its own weights are.
 
     Of two matrices of independent weights of size δ the product of rank r has some √r·δ², times the adapter's scaling.
-
-    Args:
-        model: The model before training.
     """
     for layer in adapted_layers(model):
         weight = getattr(layer.get_base_layer(), "weight", None)

@@ -21,7 +21,6 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.weights import hashes, stamps
-from doppler_hf.run import refusals
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, warn_of_another_base
 from doppler_hf.run.learning_rate import told_of_small_rate
 from doppler_hf.run.model_card import complete_card
@@ -36,11 +35,7 @@ LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
 
 
 class PrivacyCallback(TrainerCallback):
-    """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget.
-
-    Attributes:
-        ledger: The record of what was spent; None before training.
-    """
+    """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget."""
 
     def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
         self._current_run = current_run
@@ -64,16 +59,7 @@ class PrivacyCallback(TrainerCallback):
         return self.ledger is not None and digests_of(model) in self.ledger.models
 
     def earlier_ledger(self, checkpoint: str | None, *, folder: str, model: nn.Module) -> PrivacyLedger | None:
-        """Return the ledger that the next run continues, the same on every process, or None.
-
-        Args:
-            checkpoint: The folder from which the run is resumed, or None.
-            folder: The folder of the run. A ledger there that speaks for the model is continued.
-            model: The model with which the run begins.
-
-        Raises:
-            ValueError: If the checkpoint has the ledger of another run than the folder above it.
-        """
+        """Return the ledger that the next run continues, the same on every process, or None."""
 
         def read() -> PrivacyLedger | None:
             # A second run of the same trainer continues the ledger of the first one, whether resumed or not.
@@ -93,8 +79,6 @@ class PrivacyCallback(TrainerCallback):
         ledger = run.begin(step=step)
         # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        refusals.refuse_another_optimizer(optimizer)
-        refusals.refuse_other_parameters(optimizer, kwargs["model"])
         self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
         self._rate_words = learning_rate_in_words(args, optimizer)
         # On every process: they may have to put the weights of a layer together.
@@ -116,14 +100,9 @@ class PrivacyCallback(TrainerCallback):
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
-            print_summary(
-                run,
-                model=kwargs["model"],
-                first_step=step,
-                optimizer_words=optimizer_in_words(args),
-                rate_words=self._rate_words + small,
-                filter_words=self._filter_words,
-            )
+            words = {"rate_words": self._rate_words + small, "filter_words": self._filter_words}
+            words["optimizer_words"] = optimizer_in_words(args)
+            print_summary(run, model=kwargs["model"], first_step=step, **words)
             if aside is not None:
                 print(
                     f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "
@@ -141,8 +120,8 @@ class PrivacyCallback(TrainerCallback):
                 )
             if run.affordable_steps < remaining:
                 print(
-                    f"The budget allows {run.affordable_steps} of the {remaining} steps left, because steps of the earlier "
-                    "run count. Training will stop there."
+                    f"The budget allows {run.affordable_steps} of the {remaining} steps left, since earlier ones count. "
+                    "Training will stop there."
                 )
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -150,11 +129,7 @@ class PrivacyCallback(TrainerCallback):
         self._current_run().begin_epoch(step=state.global_step)
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Reserve steps, on disk before the first of them is computed.
-
-        Another process may be ahead of the file in its own computation, but nothing is released until process 0 has
-        reduced its own sum with it.
-        """
+        """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
         ledger = self._current_run().count_ahead()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)
@@ -173,12 +148,7 @@ class PrivacyCallback(TrainerCallback):
     ) -> Iterator[None]:
         """Bind the ledger to the weights that the block saves, and put it beside them, if it speaks for the model.
 
-        Args:
-            folder: The folder of the weights. A ledger there that does not speak for them is set aside.
-            args: The arguments.
-            model: The model as it is saved.
-            speaks: Whether `speaks_for` is true of the model before a weight filter is applied.
-            checkpoint_step: The optimizer step if the folder is a checkpoint, which the host pushes to the hub next.
+        That is `speaks`, without the weight filter that may be applied now. A ledger of other weights there is set aside.
         """
         home = folder if checkpoint_step is None else folder.parent
         with self.writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
@@ -189,21 +159,17 @@ class PrivacyCallback(TrainerCallback):
             if ledger is None or not (speaks or ledger.has_saved(weights)):
                 if ledger is None and not args.disable_dp:
                     print(
-                        f"The model is saved in {folder} without a privacy ledger: this trainer has not trained it. If "
-                        "another has, copy the folder in which that one saved it, with the ledger beside it."
+                        f"The model is saved in {folder} without a privacy ledger: this trainer has not trained it. Copy "
+                        "the folder in which the one that has trained it saved it, with its ledger."
                     )
                 if ledger is not None:
                     print(
                         f"The weights saved in {folder} are not those that the private training left, so that its ledger "
-                        "does not speak for them: parameters have changed since, or buffers and frozen ones at any time. "
-                        "Save the model before you change it, and what you make of it elsewhere."
+                        "does not speak for them. Save the model before you change it, and what you make of it elsewhere."
                     )
                 aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
                 if aside is not None:
-                    print(
-                        f"The ledger of an earlier training in {folder} is now {aside.name}: it does not speak for these "
-                        "weights."
-                    )
+                    print(f"The ledger in {folder} is now {aside.name}: it does not speak for these weights.")
                 return
             if checkpoint_step is not None:
                 ledger.checkpoint(checkpoint_step, max_grad_norm=self._current_run().moving_max_grad_norm)
@@ -238,11 +204,7 @@ class PrivacyCallback(TrainerCallback):
         return self.ledger.epsilon(further_steps=min(-self.ledger.steps_run % apart, max(0, run.affordable_steps)))
 
     def complete_log(self, logs: dict[str, float], *, model: nn.Module, is_last: bool) -> None:
-        """Complete a log (modified in place).
-
-        A step's and an evaluation's with ε so far, in the last one to the step; a step's also with the clip norm that
-        follows if it moves, and without the training loss if that is not reported.
-        """
+        """Add ε so far and a moving clip norm to a log (in place), and leave out a loss that is not reported."""
         # Of another model nobody knows what its training has spent: it may have been loaded.
         is_evaluation = any(name.startswith("eval_") for name in logs)
         if self.speaks_for(model) if is_evaluation else self._is_running:
@@ -257,13 +219,8 @@ class PrivacyCallback(TrainerCallback):
     def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
         """Add the optimizer and a section on privacy to the host's model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
-            complete_card(
-                Path(args.output_dir) / "README.md",
-                args,
-                ledger=self.ledger,
-                rate_words=self._rate_words,
-                filter_words=self._filter_words,
-            )
+            words = {"rate_words": self._rate_words, "filter_words": self._filter_words}
+            complete_card(Path(args.output_dir) / "README.md", args, ledger=self.ledger, **words)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

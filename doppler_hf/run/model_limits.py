@@ -8,39 +8,22 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doppler_hf.privacy import losses
 from doppler_hf.privacy.batching.columns import LABELS
-from doppler_hf.privacy.losses import (
-    IGNORED_LABEL,
-    has_choices,
-    has_ctc,
-    has_pixels,
-    places_of_prompt,
-    token_task,
-    without_adapters,
-)
 
 # How transformers' models name a table of positions, which stands beside that of the tokens.
 _POSITIONS: Final = ("embed_positions", "position_embedding", "position_embeddings", "positions_embed", "wpe")
 
 
 class Limit(NamedTuple):
-    """What a model takes of a column.
-
-    Attributes:
-        column: Its name.
-        kind: What is limited: the numbers of a row, how many there are, or that they are no booleans.
-        end: They are from 0 to less than this.
-        mend: What to do about others, as a sentence without its point.
-        is_ignoring: Whether there may be -100, too.
-        no_place: The token that takes no position, and so does not count.
-    """
+    """What a model takes of a column: numbers, or lengths of rows, from 0 to less than `end`."""
 
     column: str
     kind: Literal["numbers", "lengths", "no booleans"]
     end: int
-    mend: str
-    is_ignoring: bool = False
-    no_place: int | None = None
+    mend: str  # as a sentence without its point
+    is_ignoring: bool = False  # whether there may be -100, too
+    no_place: int | None = None  # the token that takes no position, and so does not count
 
     def is_exceeded(self, found: np.ndarray) -> bool:
         """Return whether one of the numbers, or lengths, that were found is another one."""
@@ -48,7 +31,7 @@ class Limit(NamedTuple):
             return bool(self.kind == "no booleans" and found.dtype.kind == "b")
         if found.max() >= self.end:
             return True
-        return bool(found.min() < 0 and not (self.is_ignoring and not ((found < 0) & (found != IGNORED_LABEL)).any()))
+        return bool(found.min() < 0 and not (self.is_ignoring and not ((found < 0) & (found != losses.IGNORED_LABEL)).any()))
 
     def is_exceeded_in(self, row: Any) -> bool:
         """Return whether it is in a row, or in a batch of one, in which labels may have the model's name for them."""
@@ -66,7 +49,7 @@ class Limit(NamedTuple):
     def refusal(self) -> ValueError:
         """Return the error, without a number of an example and without its place: messages end in logs."""
         words, got = {
-            "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
+            "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {losses.IGNORED_LABEL}" * self.is_ignoring, "others"),
             "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
             "no booleans": ("numbers of classes", "True or False"),
         }[self.kind]
@@ -76,14 +59,8 @@ class Limit(NamedTuple):
 
 
 def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -> Iterator[Limit]:
-    """Return what a model of transformers takes of some columns, and of others; of another model nothing is known.
-
-    Args:
-        model: The model, with PEFT's wrapper if it has one.
-        columns: The columns that there are.
-        has_own_loss: Whether the loss is the user's, so that nothing is known of labels.
-    """
-    base = without_adapters(model)
+    """Return what a model of transformers takes of some columns, and of others; of another model nothing is known."""
+    base = losses.without_adapters(model)
     if not isinstance(base, PreTrainedModel):
         return
     decoder = base.get_decoder() if base.config.is_encoder_decoder else None
@@ -102,7 +79,9 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
         is_of_text = any("tok" in name or "word" in name or name == "wte" for name, _ in module.named_children())
         if is_of_text and vars(module).get("position_embedding_type", "absolute") == "absolute":  # ESM may leave it unused
             for positions in (tables[name] for name in _POSITIONS if name in tables):
-                yield from _limits_of_positions(positions, places_of_prompt(model), is_of_decoder=module in in_decoder)
+                yield from _limits_of_positions(
+                    positions, losses.places_of_prompt(model), is_of_decoder=module in in_decoder
+                )
     if not has_own_loss:
         yield from _limits_of_labels(base, ids)
 
@@ -119,12 +98,12 @@ def _limits_of_positions(table: nn.Embedding, prompt: int, *, is_of_decoder: boo
 
 
 def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
-    task, config = token_task(base), base.config
+    task, config = losses.token_task(base), base.config
     end, mend = config.num_labels, "Set num_labels to the number of classes, and let them begin at 0"
     if task not in (None, "token_classification"):
         end, mend = _size(base.get_output_embeddings()), ids
     elif task is None:
-        is_other = has_choices(base) or has_pixels(base) or has_ctc(base) or end == 1
+        is_other = losses.has_choices(base) or losses.has_pixels(base) or losses.has_ctc(base) or end == 1
         if is_other or config.problem_type not in (None, "single_label_classification"):
             return
     for column in LABELS if end else ():

@@ -55,6 +55,6 @@ def told_of_own_step(own: Callable[..., Any], ours: Callable[..., Any]) -> Itera
         if getattr(inspect.unwrap(own), "__code__", None) not in codes or ours.__code__ in codes:
             raise
         raise ValueError(
-            f"{own.__qualname__} must take a list of micro-batches and hand it to super().training_step, which clips them "
-            f"example by example, got a {type(error).__name__} from it. Override compute_per_sample_loss instead."
+            f"{own.__qualname__} must take a list of micro-batches and hand it to super().training_step, got a "
+            f"{type(error).__name__} from it. Override compute_per_sample_loss instead."
         ) from error

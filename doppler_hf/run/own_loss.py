@@ -15,41 +15,23 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doppler_hf.privacy import losses as rules
 from doppler_hf.privacy.dense_losses import ignored_pixel
 from doppler_hf.privacy.generators import filled_generators
-from doppler_hf.privacy.losses import (
-    ANSWER,
-    IGNORED_LABEL,
-    has_ctc,
-    has_pixels,
-    per_sample_losses,
-    places_of_prompt,
-    token_task,
-)
 
 
 def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
-    """Refuse a model whose own loss, which the host would train, is no mean of the losses that are trained in its place.
-
-    Args:
-        model: As in `privacy.losses.per_sample_losses`.
-        inputs: One micro-batch with `labels`.
-        base_model: As in `privacy.losses.per_sample_losses`.
-        tolerance: The difference allowed, relative to the loss.
-
-    Raises:
-        ValueError: If it is neither the mean over the examples nor the mean over their labelled tokens or pixels.
-    """
+    """Refuse a model whose own loss, which the host would train, is no mean of the losses that are trained in its place."""
     accepted = inspect.signature(base_model.forward).parameters
     name = type(base_model).__name__ + ("" if model is base_model else " with its adapters")
-    if {"labels", *ANSWER}.isdisjoint(accepted) and not any(
+    if {"labels", *rules.ANSWER}.isdisjoint(accepted) and not any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
     ):
         return
-    if ANSWER[0] in inputs:
+    if rules.ANSWER[0] in inputs:
         inputs = without_padding(inputs)
     with torch.no_grad(), filled_generators(0):
-        losses = per_sample_losses(model, dict(inputs), base_model=base_model)
+        losses = rules.per_sample_losses(model, dict(inputs), base_model=base_model)
     try:
         with torch.no_grad(), filled_generators(0):  # the same dropout
             outputs = model(**inputs)
@@ -67,13 +49,13 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     own = outputs.get("loss") if isinstance(outputs, dict) else None
     if own is None or not own.isfinite().all():
         return
-    task = token_task(base_model)
+    task = rules.token_task(base_model)
     # The first token is no target of a causal model, except behind a prompt.
-    first = int(task == "causal_lm" and not places_of_prompt(model))
-    labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if task else None
-    if has_pixels(base_model):
+    first = int(task == "causal_lm" and not rules.places_of_prompt(model))
+    labelled = (inputs["labels"] != rules.IGNORED_LABEL)[:, first:].sum(dim=1) if task else None
+    if rules.has_pixels(base_model):
         labelled = (inputs["labels"] != ignored_pixel(base_model)).flatten(1).sum(dim=1)
-    if has_ctc(base_model) and base_model.config.ctc_loss_reduction == "sum":
+    if rules.has_ctc(base_model) and base_model.config.ctc_loss_reduction == "sum":
         own = own / len(losses)
     labels = inputs.get("labels")
     if labelled is None and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
@@ -81,32 +63,23 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
         raise ValueError(
-            f"The loss in the forward of {name} must be the mean over examples of that which a private run trains, got "
-            "another one, which would not be trained. Override compute_per_sample_loss to return it for each example."
+            f"The loss in the forward of {name} must be the per-example loss that is trained here, got another one. "
+            "Override compute_per_sample_loss to return it for each example."
         )
 
 
 def mean_and_outputs(
     losses_of: Callable[[nn.Module, dict[str, Any]], Float[Tensor, " batch"]], model: nn.Module, inputs: dict[str, Any]
 ) -> tuple[Float[Tensor, ""], Any]:
-    """Return the mean of the losses of an evaluated batch, and what the model has put out for them, as the host takes it.
-
-    Args:
-        losses_of: Calls the model and returns one loss per example.
-        model: The model.
-        inputs: The batch.
-
-    Returns:
-        The mean, and the outputs: a mapping, or behind a first place for the loss. None where the model was not called once.
-    """
+    """Return the mean of the losses of an evaluated batch, and what the model has put out for them, as the host takes it."""
     found: list[Any] = []
     with model.register_forward_hook(lambda module, args, outputs: found.append(outputs)):
         mean = losses_of(model, dict(inputs)).mean()
     outputs = found[0] if len(found) == 1 else ()
     if len(found) != 1:
         warnings.warn(
-            f"Evaluations have no predictions: compute_per_sample_loss calls the model {len(found)} times for a batch, not "
-            "once, so that it is not known what they are. Call model(...) once, or for metrics override prediction_step.",
+            f"Evaluations have no predictions: compute_per_sample_loss calls the model {len(found)} times for a batch. Call "
+            "model(...) once, or for metrics override prediction_step.",
             stacklevel=2,
         )
     if isinstance(outputs, dict):
@@ -119,8 +92,8 @@ def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:
 
     The rule leaves out what lies outside of the text, and the host takes the padding for text, so that they agree only here.
     """
-    length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else None
-    return {
-        name: value % length if name in ANSWER and length else torch.ones_like(value) if name == "attention_mask" else value
-        for name, value in inputs.items()
-    }
+    if "attention_mask" not in inputs:
+        return inputs
+    mask = inputs["attention_mask"]
+    positions = {name: inputs[name] % mask.shape[1] for name in rules.ANSWER if name in inputs}
+    return inputs | positions | {"attention_mask": torch.ones_like(mask)}

@@ -26,11 +26,7 @@ COUNT_BUDGET: Final = 0.01
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: PoissonSampler) -> int:
-    """Return T, by the host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against.
-
-    Raises:
-        ValueError: If the run would have no step.
-    """
+    """Return T, by the host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against."""
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
     if steps < 1:
         raise ValueError(f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps.")
@@ -38,11 +34,7 @@ def planned_steps(args: DopplerTrainingArguments, sampler: PoissonSampler) -> in
 
 
 def planned_delta(args: DopplerTrainingArguments, sampler: PoissonSampler) -> float:
-    """Return δ, given or the default.
-
-    Raises:
-        ValueError: If it protects nobody, or there is one unit alone.
-    """
+    """Return δ, given or the default."""
     units = sampler.num_units
     if units < 2:
         raise ValueError(
@@ -65,12 +57,6 @@ def averaged_noise(noise_multiplier: float, shape: NoiseShape, *, batch_size: in
 
     The average itself is at most one such unit long, and that only if all clipped gradients agree. How much is learnt of
     some data follows it over numbers of examples, epochs and ε: recipes/results/few-examples.md.
-
-    Args:
-        noise_multiplier: σ.
-        shape: The shape of the noise.
-        batch_size: B, expected.
-        steps: T.
     """
     return noise_multiplier * shape.std_of_sum([1.0] * steps) / (batch_size * steps)
 
@@ -87,18 +73,8 @@ def planned_statement(
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
-    Args:
-        args: The arguments.
-        sampler: The sampler.
-        noise_shape: The shape of the noise.
-        noise_source: The source of the noise, in one line.
-        records_raw: Whether gradients are recorded before they are private.
-        earlier: The ledger that the run continues. Resumed unchanged, it keeps the mechanism of the last run. With
-            another target or length, σ is computed such that the whole training meets the target.
-        first_step: The step from which the run continues.
-
-    Raises:
-        ValueError: If no noise reaches the target, or δ protects nobody.
+    A run that continues an `earlier` ledger keeps its mechanism. With another target or length, σ is computed such that the
+    whole training meets the target.
     """
     steps, delta = planned_steps(args, sampler), planned_delta(args, sampler)
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget
@@ -152,11 +128,7 @@ def planned_statement(
 def calibrated(
     args: DopplerTrainingArguments, *, sample_rate: float, delta: float, steps: int, spent: Sequence[Releases] = ()
 ) -> float:
-    """Return the noise multiplier with which `steps` more steps reach `args.target_epsilon`.
-
-    Raises:
-        ValueError: If `spent` leaves too little to train with.
-    """
+    """Return the noise multiplier with which `steps` more steps reach `args.target_epsilon`."""
     assert args.target_epsilon is not None
     # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
     if spent and (before := get_total_epsilon(spent, delta=delta, accountant=args.accountant)) > 0.99 * args.target_epsilon:

@@ -44,8 +44,8 @@ def refuse_before_host(args: DopplerTrainingArguments, *, model: Any, train_data
     refuse_what_breaks_privacy(args)  # which may have changed since they were made
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(
-            f"model must have no wrapper, got {type(model).__name__}, which splits batches where the engine cannot see it. "
-            "Pass model.module. For several GPUs start the script with `accelerate launch`."
+            f"model must have no wrapper, got {type(model).__name__}, which splits batches. Pass model.module. For several "
+            "GPUs start the script with `accelerate launch`."
         )
     _refuse_stream(train_dataset)
 
@@ -90,8 +90,8 @@ def warn_of_training_data_in_evaluation(trainer: Any) -> None:
     sets = given.values() if isinstance(given, Mapping) and not hasattr(given, "column_names") else [given]
     if trainer.train_dataset is not None and any(each is trainer.train_dataset for each in sets):
         warnings.warn(
-            "eval_dataset is train_dataset: its metrics, and a checkpoint that they choose, are NOT PRIVATE, and no ε "
-            "covers them. Evaluate on other examples.",
+            "eval_dataset is train_dataset: its metrics, and a checkpoint that they choose, are NOT PRIVATE. Evaluate on "
+            "other examples.",
             stacklevel=3,
         )
 
@@ -100,8 +100,8 @@ def warn_of_non_finite() -> None:
     """Warn that examples contribute nothing, where their raw loss is shown anyway."""
     warnings.warn(
         "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in the "
-        "data, and for losses that overflow or divide by zero. The logged loss leaves out their micro-batches "
-        "(logging_nan_inf_filter). This warning is not private. It comes with report_train_loss='raw' alone.",
+        "data, and for losses that overflow or divide by zero. This warning is not private. It comes with "
+        "report_train_loss='raw' alone.",
         stacklevel=3,
     )
 
@@ -126,14 +126,13 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
         # Sensitivity: its numbers follow the order of the draw, so that one example more changes those of the others.
         if found is not None and found is not torch.default_generator:
             raise ValueError(
-                f"{name} must draw all random numbers from the global generators of torch, NumPy or Python, which are "
-                f"secret in a private run, got a {type(found).__name__} of its own. Draw from the global ones, and delete "
-                "this one."
+                f"{name} must draw all random numbers from the global generators of torch, NumPy or Python, got a "
+                f"{type(found).__name__} of its own. Draw from the global ones, which are secret, and delete this one."
             )
     if getattr(collator, "seed", None) is not None:
         raise ValueError(
             f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: what it draws would "
-            "follow a public seed in the order of the draw, so one more example changes the others. Leave it out."
+            "follow a public seed in the order of the draw. Leave it out."
         )
 
 
@@ -166,9 +165,8 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
     # Sensitivity: which texts share a row depends on all of them, so that one text more changes many rows.
     if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
         raise ValueError(
-            f"train_dataset must have one text in each row, got a column {_PACKED!r}, as of rows that TRL has packed: one "
-            "more text moves others to other rows. Do without packing, or pack each person's texts by themselves and set "
-            "privacy_unit_column."
+            f"train_dataset must have one text in each row, got a column {_PACKED!r} of packed rows. Do without packing, or "
+            "pack each person's texts by themselves and set privacy_unit_column."
         )
     refuse_repeats(args, train_dataset)
 
@@ -196,24 +194,19 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
     # Sensitivity: a record that stands in k rows contributes k times C.
     if args.privacy_unit_column is None and has_length(train_dataset) and has_repeats(train_dataset):
         raise ValueError(
-            "train_dataset must have each row once, got one with rows that are repeated, as by select, repeat, Subset or "
-            "interleave_datasets: ε is for a row, and a record of several rows has several. Leave out the repeats, or set "
-            "privacy_unit_column to a column that they share."
+            "train_dataset must have each row once, got repeated rows, as by select, repeat or Subset: ε is for a row, and a "
+            "record of several rows has several. Leave out the repeats, or set privacy_unit_column to a column that they "
+            "share."
         )
 
 
 def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> None:
-    """Refuse an optimizer of other parameters than those that are trained: of too many, or of too few.
-
-    Raises:
-        ValueError: If a parameter of it is none of the model's, and would get no noise, or one that is trained is missing.
-    """
+    """Refuse an optimizer of other parameters than those that are trained: of too many, or of too few."""
     of_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not of_optimizer <= {*model.parameters()}:  # those before FSDP has cut them, or of a loss
         raise ValueError(
             "The optimizer must be of the model's parameters, got one that has others. Make learned weights of a loss a "
-            "layer of the model, and call it in compute_per_sample_loss. With FSDP leave create_optimizer() to train(), or "
-            "make a new trainer."
+            "layer of the model. With FSDP leave create_optimizer() to train(), or make a new trainer."
         )
     named = model.named_parameters()
     missing = [name for name, parameter in named if parameter.requires_grad and parameter not in of_optimizer]
@@ -237,8 +230,7 @@ def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool
     """Refuse to train with privacy where the trainer or the checkpoint was made without, or the other way round."""
     if args.disable_dp != was_disabled:
         raise ValueError(
-            f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Its ledger would speak "
-            "for other weights. Make a new DopplerTrainer."
+            f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Make a new trainer."
         )
     if checkpoint is not None and args.disable_dp == (Path(checkpoint) / LEDGER_NAME).exists():
         if args.disable_dp:
@@ -247,8 +239,8 @@ def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool
                 "out, or load the weights with from_pretrained."
             )
         raise ValueError(
-            f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy, or has lost it, so that it is "
-            "unknown what was spent. Train from the start, put the ledger back, or set disable_dp=True."
+            f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy or has lost it. Train from the "
+            "start, put the ledger back, or set disable_dp=True."
         )
 
 
@@ -256,6 +248,6 @@ def refuse_search(args: DopplerTrainingArguments) -> None:
     """Refuse a search of hyper-parameters with privacy."""
     if not args.disable_dp:
         raise ValueError(
-            "hyperparameter_search trains on the same data again and again: every trial would cost its own ε, and the "
-            "choice among them more. Search with disable_dp=True on public data, or add up the ε of one run per setting."
+            "With hyperparameter_search every trial would cost its own ε, and the choice among them more. Search with "
+            "disable_dp=True on public data, or add up the ε of one run per setting."
         )

@@ -28,15 +28,7 @@ _WORKERS: Final = {"num_workers": 0, "prefetch_factor": None, "persistent_worker
 
 
 def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
-    """Do once, small, what the training will do after its first steps, and leave the trainer as it was.
-
-    Args:
-        trainer: The trainer, ready to train.
-        ignore_keys: As in `Trainer.train`.
-
-    Raises:
-        ValueError: If an evaluation or a checkpoint would fail, with the reason.
-    """
+    """Do once, small, what the training will do after its first steps, and leave the trainer as it was."""
     args, metrics = trainer.args, {}
     # A loader of the user's own is left out: nobody knows how long an evaluation with it takes.
     if args.eval_strategy != "no" and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:

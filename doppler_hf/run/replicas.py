@@ -1,9 +1,11 @@
 """The same terms, weights and outcomes on every process, which moves its weights by itself from one private gradient."""
 
+import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
@@ -14,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.privacy import PrivacyStatement
-from doppler_hf.run.ended import another_has_ended, one_line_if_a_process_ends, returned
 from doppler_hf.run.parameters import look_again_at_what_is_trained, parameters_digest
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -30,6 +31,31 @@ _GIVEN: Final = (
 # Relative, of the noise multipliers, for which processors may solve with other last bits.
 _ROUNDING: Final = 1e-6
 _Outcome = TypeVar("_Outcome")
+# What gloo says of a process that is no more, in messages without a class of their own.
+_OF_A_SOCKET: Final = re.compile("gloo|Connection closed by peer|Connection reset by peer")
+
+
+class OthersKnow(RuntimeError):
+    """An error that the other processes have too, or cannot be told of."""
+
+
+def another_has_ended() -> OthersKnow:
+    """Return the error of a process that cannot go on without another one."""
+    return OthersKnow(
+        "All processes of a training must run to its end, and another one has ended, so that this one ends too. What "
+        "that one has printed says why. Start all of them again with resume_from_checkpoint=True."
+    )
+
+
+@contextlib.contextmanager
+def one_line_if_a_process_ends() -> Iterator[None]:
+    """Say in one line that another process has ended, where torch names a socket."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, OthersKnow) or not (isinstance(error, dist.DistError) or _OF_A_SOCKET.search(str(error))):
+            raise
+        raise another_has_ended() from error
 
 
 def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
@@ -45,7 +71,9 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
             raise
     with one_line_if_a_process_ends():
         (outcome,) = broadcast_object_list(found)
-    result: _Outcome = returned(outcome)
+    if isinstance(outcome, ValueError | OthersKnow):
+        raise outcome
+    result: _Outcome = outcome
     return result
 
 
@@ -56,8 +84,8 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
         raise ValueError(
             f"The processes of torch's process group must be those of the training, got {processes} of which the arguments "
-            f"know {world_size}, so that each would draw from other examples than its share. Start with `accelerate launch` "
-            "or `torchrun`, or end the group with torch.distributed.destroy_process_group() before train()."
+            f"know {world_size}, so that each would draw alone. Start with `accelerate launch` or `torchrun`, or end the "
+            "group with torch.distributed.destroy_process_group() before train()."
         )
 
 
@@ -85,9 +113,8 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
             # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
             # beneath other noise would be in the same sum.
             raise ValueError(
-                f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}: "
-                "they train one model, and its ledger is of one mechanism. Start all with the same arguments, model, "
-                "checkpoint and data in the same order."
+                f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}. "
+                "Start all with the same arguments, model, checkpoint and data in the same order."
             )
 
 
@@ -108,6 +135,6 @@ def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
         # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.
         raise RuntimeError(
             f"The weights must be the same on all processes, got others on process {', '.join(others)} than on process 0 "
-            f"after step {step}: something changes them on one process alone, such as a callback, or a processor that "
-            "computes otherwise. Let all do the same, and go on from a checkpoint before that with resume_from_checkpoint."
+            f"after step {step}, as by a callback on one alone. Let all do the same, and go on from a checkpoint before "
+            "that with resume_from_checkpoint."
         )

@@ -56,14 +56,7 @@ _SETTINGS: Final[dict[str, tuple[Any, str, str]]] = {
 
 @contextlib.contextmanager
 def kept_from_host(args: DopplerTrainingArguments) -> Iterator[FullyShardedDataParallelPlugin | None]:
-    """Let the host make its accelerator in the block as if no FSDP were asked for.
-
-    Yields:
-        What was asked for, by `args.fsdp` or by the launcher; None for nothing.
-
-    Raises:
-        ValueError: If it cannot be had with privacy.
-    """
+    """Let the host make its accelerator in the block as if no FSDP were asked for."""
     by_launcher, of_args = os.environ.get(_BY_LAUNCHER), args.fsdp_plugin_args
     if of_args is None and (by_launcher or "").lower() != "true":
         yield None
@@ -81,11 +74,7 @@ def kept_from_host(args: DopplerTrainingArguments) -> Iterator[FullyShardedDataP
 
 
 def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingArguments) -> None:
-    """Refuse settings of FSDP, and arguments beside it, that a private run cannot have.
-
-    Raises:
-        ValueError: If there is one, by its name.
-    """
+    """Refuse settings of FSDP, and arguments beside it, that a private run cannot have."""
     for name, (only, reason, mend) in _SETTINGS.items():
         value = getattr(plugin, name)
         is_fit = not isinstance(value, CPUOffloadPolicy) if name == "cpu_offload" else value == only
@@ -111,21 +100,12 @@ def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingA
 
 @final
 class Sharding:
-    """The weights of a model, cut at the first use and gathered for each pass.
-
-    Args:
-        plugin: What was asked for; None for nothing, with which each process has all weights.
-        device: The device of the pieces.
-
-    Attributes:
-        is_asked_for: Whether there is a plugin.
-        sharded_sums: How the sums of what is trained are added up; None if what is trained is whole.
-    """
+    """The weights of a model, cut at the first use and gathered for each pass; without a plugin all are everywhere."""
 
     def __init__(self, plugin: FullyShardedDataParallelPlugin | None, *, device: torch.device) -> None:
         self._plugin, self._device, self.is_asked_for = plugin, device, plugin is not None
         self._group: dist.ProcessGroup | None = None
-        self.sharded_sums: ShardedSums | None = None
+        self.sharded_sums: ShardedSums | None = None  # none if what is trained is whole
 
     @property
     def is_cut(self) -> bool:
@@ -133,12 +113,7 @@ class Sharding:
         return self._group is not None
 
     def cut(self, model: nn.Module) -> None:
-        """Give each process its part of the weights of process 0, and all of what is trained if that is little (in place).
-
-        Raises:
-            ValueError: If what was frozen when the weights were cut is trained now, or trained weights that are to be cut
-                are of several types.
-        """
+        """Give each process its part of the weights of process 0, and all of what is trained if that is little."""
         if self._plugin is None:
             return
         cut = {name: value for name, value in model.named_parameters() if isinstance(value, DTensor)}

@@ -61,12 +61,8 @@ def averaged_in_words(statement: PrivacyStatement, *, num_trained: int) -> str:
     That is where a classifier of images learnt little, if it is also longer than the average itself can be: of 62 weights
     a linear classifier learns from less.
     """
-    noise = averaged_noise(
-        statement.noise_multiplier,
-        NoiseShape.parse(statement.noise_shape),
-        batch_size=statement.expected_batch_size,
-        steps=statement.steps_planned,
-    )
+    shape, sizes = NoiseShape.parse(statement.noise_shape), (statement.expected_batch_size, statement.steps_planned)
+    noise = averaged_noise(statement.noise_multiplier, shape, batch_size=sizes[0], steps=sizes[1])
     is_drowned = noise > DROWNED and noise * math.sqrt(num_trained) > 1.0
     mend = ": little may be learnt; more epochs, more examples or a larger ε make it less" if is_drowned else ""
     return f"{noise:.2g} C{mend}"

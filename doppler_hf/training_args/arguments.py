@@ -55,8 +55,7 @@ class DopplerTrainingArguments(TrainingArguments):
     target_delta: float | None = HfArg(default=None, help="δ of the guarantee. Default: N^-1.1 for N training examples.")
     allow_large_delta: bool = HfArg(
         default=False,
-        help="Run with a target_delta of 1/N or more, for studies: one record could then be published, so that the run is "
-        "not private, and says so.",
+        help="Run with a target_delta of 1/N or more, for studies: the run is then not private, and says so.",
     )
     accountant: Accountant = HfArg(default="prv", help="Which accountant bounds ε from above: prv, pld or rdp.")
     per_sample_max_grad_norm: float = HfArg(default=1.0, help="C, the norm to which each example's gradient is clipped.")
@@ -80,8 +79,8 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     clipping_quantile: float | None = HfArg(
         default=None,
-        help="With clipping=vanilla, the share of gradients that C, which begins at per_sample_max_grad_norm, is to leave "
-        "as they are (Andrew et al. 2021). Their count takes a hundredth of the privacy budget. Default: C stays.",
+        help="With clipping=vanilla, the share of gradients that a moving C is to leave as they are (Andrew et al. 2021), "
+        "for a hundredth of the privacy budget. Default: C stays.",
     )
     clipping_granularity: Granularity = HfArg(
         default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
@@ -106,20 +105,18 @@ class DopplerTrainingArguments(TrainingArguments):
     rehearse: bool = HfArg(
         default=True,
         help="Before anything is spent, evaluate two rows of each evaluation set, with compute_metrics, and save what a "
-        "checkpoint has but weights, if the training will do so: what fails then costs no ε. Takes as long as a batch of "
-        "two rows, and as saving the tokenizer: together 0.3 s for RoBERTa-base.",
+        "checkpoint has but weights, if the training will do so: what fails then costs no ε. 0.3 s for RoBERTa-base.",
     )
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,
-        help="The most padded tokens, rows × longest length, in one forward pass, which has at most "
-        "per_device_train_batch_size rows in any case. Lengths count before the collator rounds them up "
+        help="The most padded tokens, rows × longest length, in one forward pass, before the collator rounds lengths up "
         "(pad_to_multiple_of). Default: no limit.",
     )
     noise_shape: str = HfArg(
         default="auto",
-        help="Noise over the steps: white, or banded:bands=4, which takes back part of the noise of the three steps before, "
-        "so that less stays in the weights, and keeps bands - 1 gradients in memory. auto: the shape that should cost the "
-        "least loss in 2 GiB; white with noise_multiplier, GaLore, clipping_quantile or an optimal-fir filter.",
+        help="Noise over the steps: white, or banded:bands=4, which takes back part of the noise of the three steps before "
+        "and keeps bands - 1 gradients in memory. auto: the shape that should cost the least loss in 2 GiB; white with "
+        "noise_multiplier, GaLore, clipping_quantile or an optimal-fir filter.",
     )
     low_pass_filter: str = HfArg(
         default="auto",
@@ -173,14 +170,12 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     learning_rate: float | None = HfArg(
         default=None,
-        help="First learning rate. Default: with Adam one chosen from the number of weights, steps and schedule, shown "
-        "before the first step. With disable_dp HF's 5e-5, which is Trainer's own. For base_optimizer=sgd and GaLore it "
-        "must be set.",
+        help="First learning rate. Default: with Adam chosen from the number of weights, steps and schedule; with "
+        "disable_dp HF's 5e-5. For base_optimizer=sgd and GaLore it must be set.",
     )
     max_grad_norm: float | None = HfArg(
         default=None,
-        help="Clipping of the whole gradient. Without privacy HF's default of 1.0; with privacy it must stay "
-        "unset or 0, see per_sample_max_grad_norm.",
+        help="Clipping of the whole gradient, without privacy alone: there HF's 1.0. See per_sample_max_grad_norm.",
     )
     optim: OptimizerNames | str | None = HfArg(
         default=None,

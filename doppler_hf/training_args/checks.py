@@ -132,12 +132,7 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
 
 
 class NoEffectError(ValueError):
-    """An argument is set that another one leaves without effect.
-
-    Attributes:
-        name: The argument without effect.
-        beside: The argument that overrules it.
-    """
+    """An argument is set that another one leaves without effect."""
 
     def __init__(self, name: str, value: Any, *, beside: str, because: str, mend: str) -> None:
         super().__init__(f"{name}={value!r} has no effect with {beside}={because}. {mend}.")
@@ -168,8 +163,8 @@ def check_ranges(args: TrainingArguments) -> None:
             raise ValueError(f"{name} must {words}, got {value}. {mend}")
     if args.max_grad_norm:
         raise ValueError(
-            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient with its noise, so that adam_bc would "
-            "correct for the wrong variance. Leave it unset: per_sample_max_grad_norm is the norm that privacy needs."
+            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient with its noise. Leave it unset: "
+            "per_sample_max_grad_norm is the norm that privacy needs."
         )
 
 

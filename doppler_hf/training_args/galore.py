@@ -31,9 +31,6 @@ class GaloreArguments:
         projector: The algorithm for P: iteration from the last P or a random one, or a singular value decomposition.
         projector_source: The gradient from which P is computed: the private one, or the filtered one.
 
-    Raises:
-        ValueError: If a value is out of range.
-
     Example:
         >>> GaloreArguments.parse("rank=64, scale=1.0").rank
         64
@@ -61,11 +58,7 @@ class GaloreArguments:
 
     @classmethod
     def parse(cls, optim_args: str | None) -> "GaloreArguments":
-        """Read a line of `key=value`, separated by commas; None or a blank one means the defaults.
-
-        Raises:
-            ValueError: If a key is unknown or given twice, or a value has the wrong type or is out of range.
-        """
+        """Read a line of `key=value`, separated by commas; None or a blank one means the defaults."""
         kinds = get_type_hints(cls)
         line = (optim_args or "").replace(" ", "")  # as the host does
         texts: dict[str, str] = {}
@@ -114,8 +107,7 @@ def check_target_modules(optim_target_modules: str | list[str]) -> None:
             raise ValueError(f"optim_target_modules must hold names, got {pattern!r}. Leave it out.")
         if isinstance(optim_target_modules, list) and is_all_linear(pattern):
             raise ValueError(
-                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list, as part of a name. Give the "
-                "string alone."
+                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list. Give the string alone."
             )
         try:
             re.compile(pattern)
@@ -137,8 +129,8 @@ def check_galore(args: TrainingArguments) -> None:
     check_target_modules(args.optim_target_modules)
     if args.low_pass_filter.startswith("optimal-fir"):
         raise ValueError(
-            f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules): the gradients "
-            "that it stores would be in the bases of different steps. Leave one of them out."
+            f"low_pass_filter={args.low_pass_filter!r} cannot be used with GaLore (optim_target_modules), whose basis "
+            "moves. Leave one of them out."
         )
     galore = GaloreArguments.parse(args.optim_args)
     chosen_none = args.low_pass_filter == "auto" and args.base_optimizer != "sgd" and args.noise_shape in ("auto", "white")
@@ -160,9 +152,6 @@ def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -
     A list matches a module whose name contains one of its strings, or which one of them matches in full as a regular
     expression. A string alone must match the name in full; "all-linear" is every `nn.Linear` and `Conv1D`. Embedding tables
     are never projected, even if a linear layer shares one.
-
-    Raises:
-        ValueError: If nothing matches. The message has names that would.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     matrices = {

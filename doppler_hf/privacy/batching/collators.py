@@ -17,13 +17,6 @@ def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[
 
     Sensitivity. The host's collators read off the first example which columns and how many choices there are: one without
     `token_type_ids` would have taken theirs from all others, and one of two choices the third.
-
-    Args:
-        examples: The examples.
-        collator: One of the host's.
-
-    Raises:
-        ValueError: If one lacks a column or a choice of another, or the collator does not pad what is of unequal lengths.
     """
     rows = [example for example in examples if isinstance(example, Mapping)]
     _refuse_other_columns(rows)
@@ -45,13 +38,6 @@ def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]
 
     Sensitivity. The host's default collator reads off the first example also whether labels are whole numbers: one with the
     label 3 would have cut 2.5 to 2 for all others.
-
-    Args:
-        examples: The examples.
-        collator: The host's default one.
-
-    Raises:
-        ValueError: If one is no mapping, lacks a column of another, or is of another size.
     """
     for example in examples:
         # The host also takes objects with attributes; those of a tensor are none of its values.

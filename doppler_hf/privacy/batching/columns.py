@@ -27,11 +27,7 @@ def choices_of(tokens: Sequence[Any]) -> Sequence[Any]:
 
 
 def lengths_of(dataset: Any) -> Int[np.ndarray, " num_examples"] | None:
-    """Return the number of tokens of every example, or None if examples are not tokenized text.
-
-    Args:
-        dataset: A `datasets.Dataset`. The answer for another data set, which would have to be read whole, is None.
-    """
+    """Return the number of tokens of every example, or None if examples are not tokenized text."""
     if LENGTH_COLUMN not in _names(dataset):
         return None
     if not is_stored(dataset):  # a transform may change the lengths
@@ -52,18 +48,7 @@ def _lengths_in(tokens: Any) -> Any:
 
 
 def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
-    """Return the unit of privacy of every example: equal values of a column make one unit.
-
-    Args:
-        dataset: A `datasets.Dataset`.
-        column: The column, of numbers or strings.
-
-    Returns:
-        Units, numbered from 0 without gaps.
-
-    Raises:
-        ValueError: If there is no such column, or an example has no value in it.
-    """
+    """Return the unit of privacy of every example: equal values of a column make one unit."""
     names = _names(dataset)
     if column not in names:
         raise ValueError(
@@ -127,9 +112,6 @@ def columns_of_numbers(examples: Any) -> frozenset[str]:
     """Return the columns in which every row has a number, or a list or an array of numbers, and none of them is missing.
 
     `datasets` makes tensors of a whole column at once. Of these it does so number by number: a row is what it is alone.
-
-    Args:
-        examples: A data set; of any but a `datasets.Dataset` without a transform there are none.
     """
     if not is_stored(examples):
         return frozenset()
@@ -179,10 +161,3 @@ def _parts(dataset: Any, column: str) -> Iterator[Any]:
     """Yield a column as stored, whatever the data set's format or transform, in arrays of pyarrow of some rows."""
     for table in dataset.with_format("arrow").select_columns([column]).iter(batch_size=_ROWS_AT_ONCE):
         yield from table[column].chunks
-
-
-def size_of_number(chunk: Any) -> int:
-    """Return how many bytes each row of a pyarrow array takes; 0 where that is not the same of all, or less than one."""
-    from pyarrow import types
-
-    return chunk.type.bit_width // 8 if types.is_primitive(chunk.type) else 0

@@ -16,16 +16,7 @@ _OF_NUMBERS: Final = ("numpy", "torch")
 
 
 def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] = frozenset()) -> list[Any]:
-    """Return some examples, each as it is alone.
-
-    Args:
-        examples: The data set.
-        indices: Which of them.
-        numbers: The data set's `columns_of_numbers`.
-
-    Raises:
-        ValueError: If the data set makes more or fewer rows than one of an example.
-    """
+    """Return some examples, each as it is alone."""
     if is_read_together(examples, numbers):
         rows = examples.__getitems__(list(indices))
         return [{name: _of_its_own(value) for name, value in row.items()} for row in rows]
@@ -53,11 +44,7 @@ def _of_its_own(value: Any) -> Any:
 
 
 def fetch_one(examples: Any, index: int) -> Any:
-    """Return one example, as torch's loaders fetch it: by the method for lists of them, if there is one.
-
-    Raises:
-        ValueError: If the data set makes more or fewer rows than one of it.
-    """
+    """Return one example, as torch's loaders fetch it: by the method for lists of them, if there is one."""
     if getattr(examples, "__getitems__", None) is None:
         return examples[index]
     # Sensitivity: alone, since a transform of many could mix them, or make several rows of one.
@@ -73,14 +60,7 @@ def fetch_one(examples: Any, index: int) -> Any:
 
 
 class DrawnExamples(Dataset[Any]):
-    """A data set of an example's views, with the size of its unit, in lists that know the step of their draw.
-
-    Args:
-        examples: The training set.
-        counts: How many examples are drawn with the unit of each, shape (num_examples,); None if each is a unit.
-        numbers: The data set's `columns_of_numbers`.
-        views: How often each example is fetched.
-    """
+    """A data set of an example's views, with the size of its unit, in lists that know the step of their draw."""
 
     def __init__(
         self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, numbers: Set[str], views: int = 1

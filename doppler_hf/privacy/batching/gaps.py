@@ -30,15 +30,7 @@ _AT_ONCE: Final = 1 << 15  # gaps, of at most 64 words of 8 bytes: 16 MiB
 
 
 def digit_probabilities(rate: Fraction, *, count: int) -> list[int]:
-    """Return the probabilities of the digits of a gap, in units of 2⁻¹²⁸.
-
-    Args:
-        rate: q, in (0, 1].
-        count: The number of coins; a gap of so many ends them.
-
-    Returns:
-        Those of the digits 0 … m − 1, and that of a gap of 2^m or more, which is 0 or ends the coins.
-    """
+    """Return the probabilities of the digits of a gap, and of one of 2^m or more that ends the coins, in units of 2⁻¹²⁸."""
     one = 1 << _PRECISION
     power = one - (rate.numerator << _PRECISION) // rate.denominator
     probabilities: list[int] = []
@@ -50,13 +42,7 @@ def digit_probabilities(rate: Fraction, *, count: int) -> list[int]:
 
 @final
 class RareCoins:
-    """Independent coins, each heads with the same probability.
-
-    Args:
-        rate: q, in (0, 1].
-        count: The number of coins.
-        stream: The source of random bits.
-    """
+    """Independent coins, each heads with the same probability."""
 
     def __init__(self, rate: Fraction, *, count: int, stream: BitStream) -> None:
         self._rate, self._count, self._stream = float(rate), count, stream

@@ -24,20 +24,13 @@ from doppler_hf.privacy.batching.token_budget import check_token_budget, parts_o
 
 
 class MicroBatch(NamedTuple):
-    """The inputs of one forward pass.
-
-    Attributes:
-        inputs: The collated examples.
-        size: How many rows were collated, one for each view of an example, which must be the number of losses.
-        weight: The share of each clipped gradient in its unit's contribution; the same for all, so that no order of the
-            collator's rows can give one the share of another.
-        rows_each: How many rows, one after another, a clipped gradient is the mean of: the views of an example, or of all
-            examples of a unit.
-    """
+    """The inputs of one forward pass."""
 
     inputs: dict[str, Any]
-    size: int
+    size: int  # the rows that were collated, one for each view of an example: the number of losses
+    # The share of a clipped gradient in its unit's contribution, the same for all: the collator may change their order.
     weight: float = 1.0
+    # So many rows, one after another, are clipped as one: the views of an example, or of all examples of a unit.
     rows_each: int = 1
 
 
@@ -50,16 +43,7 @@ def collate_piece(
     views: int = 1,
     clip_unit_mean: bool = False,
 ) -> OfStep:
-    """Return the micro-batches of one piece of a draw; none for an empty piece, since collators expect an example.
-
-    Args:
-        examples: The piece as `DrawnExamples` returns it, in the order of the draw.
-        collator: A function that makes a batch of a list of examples.
-        max_rows: The most rows of a micro-batch; those of one clipped gradient may be more.
-        max_tokens: The most padded tokens of a micro-batch, or None for no limit.
-        views: How many views each example has.
-        clip_unit_mean: Whether the mean over a unit is clipped, whose examples stand side by side, rather than each.
-    """
+    """Return the micro-batches of a piece of `DrawnExamples`; none of an empty one, as collators need an example."""
     micro_batches = []
     for count, group in itertools.groupby(examples, key=operator.itemgetter(1)):
         # Sensitivity: a unit contributes the mean of so many clipped gradients, or, whole in one micro-batch, among units of
@@ -74,26 +58,8 @@ def collate_piece(
 class PrivateLoader(DataLoader[Any]):
     """A loader of the sampler's draws: `sampler.micro_batches` items a draw, each a list of `MicroBatch`.
 
-    It must not pass through `accelerator.prepare`, which shards any batch sampler and repeats examples to make the shards
-    equal: an example could then count twice.
-
-    Args:
-        dataset: The training set, in the sampler's order.
-        sampler: The sampler.
-        collator: A function that makes a batch of a list of examples.
-        max_rows: The most rows of a micro-batch.
-        max_tokens: The most padded tokens of a micro-batch, or None for no limit.
-        views: How many views each example has.
-        **options: Further arguments of `DataLoader`, such as `num_workers`.
-
-    Attributes:
-        examples: The training set.
-        lengths: The sampler's.
-        collator: As given.
-        numbers: The training set's `columns_of_numbers`.
-
-    Raises:
-        ValueError: If the budget of tokens cannot be met.
+    It must not pass through `accelerator.prepare`, which repeats examples to make the shards of a batch sampler equal: an
+    example could then count twice. `options` are further ones of `DataLoader`.
     """
 
     def __init__(
@@ -114,19 +80,15 @@ class PrivateLoader(DataLoader[Any]):
             check_token_budget(sampler.lengths, max_tokens=max_tokens, views=views, counts=counts)
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
         self.numbers = columns_of_numbers(dataset)
-        super().__init__(
-            DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=views),
-            batch_sampler=sampler,
-            collate_fn=functools.partial(
-                collate_piece,
-                collator=collator,
-                max_rows=max_rows,
-                max_tokens=max_tokens,
-                views=views,
-                clip_unit_mean=clip_unit_mean,
-            ),
-            **options,
-        )
+        drawn = DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=views)
+        cut: dict[str, Any] = {
+            "max_rows": max_rows,
+            "max_tokens": max_tokens,
+            "views": views,
+            "clip_unit_mean": clip_unit_mean,
+        }
+        collate = functools.partial(collate_piece, collator=collator, **cut)
+        super().__init__(drawn, batch_sampler=sampler, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell a data set that wants to know which epoch begins, as Transformers' loaders do."""

@@ -13,11 +13,7 @@ _BITS_OF_ROWS: Final = 40
 
 
 def has_repeats(dataset: Any) -> bool:
-    """Return whether a row stands in a data set more than once, as by `select`, `repeat`, `Subset` or concatenation.
-
-    Args:
-        dataset: A `datasets.Dataset`, or one of torch's; of another one no row is found to be repeated.
-    """
+    """Return whether a row stands in a data set more than once, as by `select`, `repeat`, `Subset` or concatenation."""
     if not isinstance(dataset, Subset | ConcatDataset):
         if not hasattr(dataset, "_data"):
             return False

@@ -22,11 +22,7 @@ from doppler_hf.privacy.bits import WordsByNumber, bit_stream
 
 
 class OfStep(list[Any]):
-    """A list that knows the optimizer step to which it belongs: indices of a draw, its examples, its micro-batches.
-
-    Attributes:
-        step: Counted from 0.
-    """
+    """A list that knows the optimizer step, from 0, to which it belongs: indices of a draw, its examples, micro-batches."""
 
     def __init__(self, items: Iterable[Any], *, step: int) -> None:
         super().__init__(items)
@@ -67,13 +63,8 @@ class PoissonSampler(Sampler[list[int]]):
 
     Attributes:
         num_units: N, the number of units.
-        groups: As given.
-        lengths: As given, shape (num_examples,), or None.
-        units: As given, shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
-        counts: How many examples are drawn with the unit of each example, shape (num_examples,); None if every example is
-            a unit.
-        keeps_units_whole: As given, if examples have units.
+        counts: How many examples are drawn with the unit of each, shape (num_examples,); None if every example is a unit.
 
     Raises:
         ValueError: If the expected batch size is outside [1, N/b], `lengths` or `units` have another size than the data set,
@@ -101,8 +92,9 @@ class PoissonSampler(Sampler[list[int]]):
         groups: int = 1,
         seed: int | None = None,
     ) -> None:
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches must be at least 1, got {micro_batches}.")
+        for name, count in (("micro_batches", micro_batches), ("groups", groups)):
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}.")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
         if lengths is not None and len(lengths) != num_examples:
@@ -136,13 +128,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.take_turns(groups)
 
     def take_turns(self, groups: int) -> None:
-        """Put the units into that many groups, before the first draw.
-
-        Raises:
-            ValueError: If there are too few units for that.
-        """
-        if groups < 1:
-            raise ValueError(f"groups must be at least 1, got {groups}.")
+        """Put the units into that many groups, before the first draw."""
         if groups * self.expected_batch_size > self.num_units:
             raise ValueError(
                 f"{groups} groups that take turns need {groups} × the expected batch size of {self.expected_batch_size} "
@@ -182,11 +168,7 @@ class PoissonSampler(Sampler[list[int]]):
         self._next_step = step
 
     def draw(self, step: int) -> np.ndarray:
-        """Return the examples of one draw of this process's shard, by index, in any order.
-
-        Args:
-            step: Optimizer step, counted from 0. Groups and reproducible draws depend on it.
-        """
+        """Return the examples of one draw of this process's shard at an optimizer step, by index, in any order."""
         drawn = self.drawn_units(step)
         if self.units is not None:
             drawn = self._examples_of(drawn, step=step)

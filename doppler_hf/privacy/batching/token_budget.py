@@ -17,17 +17,7 @@ def check_token_budget(
     views: int = 1,
     counts: Int[np.ndarray, " num_examples"] | None = None,
 ) -> None:
-    """Refuse a budget of tokens that cannot be met by all rows of a clipped gradient, before the first step.
-
-    Args:
-        lengths: Lengths of the examples.
-        max_tokens: The budget.
-        views: How many views an example has.
-        counts: How many examples are clipped together with each; None if each is clipped by itself.
-
-    Raises:
-        ValueError: If there are no lengths, or an example is longer than the budget.
-    """
+    """Refuse a budget of tokens that cannot be met by all rows of a clipped gradient, before the first step."""
     if lengths is None:
         raise ValueError(
             f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
@@ -49,17 +39,6 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
     """Cut consecutive examples so that each part, padded to its longest example, has at most `max_tokens` tokens.
 
     Each part takes as many examples as fit. In ascending order of length this makes the fewest parts possible.
-
-    Args:
-        lengths: Lengths of the examples, in their order.
-        max_tokens: The budget; an example longer than that makes a part of its own.
-
-    Returns:
-        The parts, in order, none of them empty.
-
-    Example:
-        >>> cut_by_tokens([2, 2, 3, 7], max_tokens=8)
-        [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
     """
     parts, start, longest = [], 0, 0
     for index, length in enumerate(lengths):
@@ -73,14 +52,7 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
 
 
 def parts_of(examples: Sequence[Any], *, max_rows: int, max_tokens: int | None, rows_each: int = 1) -> list[Sequence[Any]]:
-    """Return consecutive parts of the examples within a budget of rows and of tokens; of no examples, none.
-
-    Args:
-        examples: The examples, of which `rows_each` after another stay together.
-        max_rows: The most rows of a part; rows that stay together may be more.
-        max_tokens: The most padded tokens of a part, or None for no limit.
-        rows_each: How many rows stay together.
-    """
+    """Return consecutive parts of the examples within a budget of rows and of tokens; of no examples, none."""
     number = len(examples) // rows_each
     parts = -(-number // max(1, max_rows // rows_each))
     ends = [number * part // parts for part in range(parts + 1)]

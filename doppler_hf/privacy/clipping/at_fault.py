@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from doppler_hf.privacy.clipping.other_layers import has_rows
 from doppler_hf.privacy.clipping.plain_autograd import Losses
 
 Inputs = Mapping[str, Any]
@@ -28,20 +29,7 @@ def refuse_changed_losses(
     together: Inputs,
     tolerance: float,
 ) -> None:
-    """Refuse losses of a batch that are others in parts of it.
-
-    Args:
-        model: The model.
-        losses_of: A function that calls the model with inputs and returns one loss per example.
-        found: The losses of the batch, shape (batch,).
-        expected: Those of its parts.
-        parts: Its examples in the same order, in smaller batches.
-        together: The batch.
-        tolerance: The difference allowed, relative to the losses.
-
-    Raises:
-        ValueError: If a loss changes with the number of examples or with their content.
-    """
+    """Refuse losses of a batch, shape (batch,), that are others in the smaller batches into which it was cut."""
     whole = torch.cat(list(expected))
     finite = whole.isfinite()
     change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
@@ -59,8 +47,8 @@ def why_gradients_change(model: nn.Module, losses_of: Losses, *, parts: Sequence
 
 def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], together: Inputs) -> str:
     layer = place(model, losses_of, parts[0], together) or "the loss"
-    number = rows_in(parts[0])
-    padded = {name: value[:number] if is_batched(parts[0].get(name), number) else value for name, value in together.items()}
+    number = next((len(value) for value in parts[0].values() if isinstance(value, Tensor) and value.ndim), 1)
+    padded = {name: value[:number] if has_rows(parts[0].get(name), number) else value for name, value in together.items()}
     if place(model, losses_of, parts[0], padded) is not None:
         return (
             f"{layer} depends on the length to which an example is padded. Pad all examples to one length when they are "
@@ -79,7 +67,7 @@ def place(model: nn.Module, losses_of: Losses, part: Inputs, together: Inputs) -
     with torch.no_grad():
         outputs, alone = (_outputs_of(model, losses_of, inputs) for inputs in (together, part))
     for (name, output), (_, expected) in zip(outputs, alone, strict=False):
-        found = cut_to(output, expected.shape)
+        found = output[tuple(map(slice, expected.shape))]
         size = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
         if found.shape == expected.shape and not torch.allclose(
             found, expected, rtol=1e-3, atol=1e-4 * size, equal_nan=True
@@ -103,18 +91,3 @@ def _outputs_of(model: nn.Module, losses_of: Losses, inputs: Inputs) -> list[tup
             hooks.callback(handle.remove)
         losses_of(dict(inputs))
     return outputs
-
-
-def rows_in(inputs: Inputs) -> int:
-    """Return the number of rows of a batch, that of its first tensor."""
-    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 1)
-
-
-def is_batched(value: Any, number: int) -> bool:
-    """Return whether a value is a tensor of that many rows."""
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == number
-
-
-def cut_to(value: Tensor, shape: torch.Size) -> Tensor:
-    """Return the part of a tensor with the lowest indices that has at most this shape."""
-    return value[tuple(slice(size) for size in shape)]

@@ -16,25 +16,7 @@ from doppler_hf.privacy.clipping.per_sample_gradient import Dense, PerSampleGrad
 
 
 class Book:
-    """The notes that layers make during one forward and backward pass.
-
-    Args:
-        norm_rule: How the norm of a product is computed; see `is_formed`.
-
-    Attributes:
-        batch_size: The number of rows of the current forward pass, or of the part of it that cuts them further; or None.
-        num_examples: The number of examples of the backward pass. A use has as many rows of each, one after another: one, or
-            its views, its choices, its windows. Its gradient is their sum.
-        uses: Parameter → its per-sample gradient from each use, filled by the backward pass.
-        repeated: Names of layers whose output has no batch and was repeated for each example.
-        called: Names of the layers that were called in the forward pass.
-        examined: In a check, whether each example is among those whose losses are differentiated, shape (examples,);
-            gradients are then compared, not kept.
-        coupled: Parameters at which these losses have a gradient in the places of other examples.
-        failed: Layers without a rule, and why functorch does not fit them.
-        is_conclusive: Whether all gradients in the places of others were finite in the check.
-        is_in_forward: Whether the model is in a forward pass whose gradient is wanted.
-    """
+    """The notes that layers make during one forward and backward pass; see `clear` for what is noted."""
 
     def __init__(self, *, norm_rule: NormRule) -> None:
         self._norm_rule: NormRule = norm_rule
@@ -61,15 +43,17 @@ class Book:
     def clear(self) -> None:
         """Discard all notes."""
         self._recent = Recent()
-        self.batch_size: int | None = None
+        self.batch_size: int | None = None  # rows of the forward pass, or of the part of it that cuts them further
+        # A use has as many rows of each, one after another: one, or its views, choices or windows. They are added up.
         self.num_examples = 1
-        self.uses: dict[Tensor, list[PerSampleGradient]] = {}
-        self.repeated: list[str] = []
+        self.uses: dict[Tensor, list[PerSampleGradient]] = {}  # of each parameter, filled by the backward pass
+        self.repeated: list[str] = []  # layers whose output has no batch and was repeated for each example
         self.called: set[str] = set()
+        self.failed: dict[str, Exception] = {}  # layers without a rule, and why functorch does not fit them
+        # In a check, the examples whose losses are differentiated: gradients are then compared, not kept.
         self.examined: Bool[Tensor, " examples"] | None = None
-        self.coupled: set[Tensor] = set()
-        self.failed: dict[str, Exception] = {}
-        self.is_conclusive = True
+        self.coupled: set[Tensor] = set()  # parameters at which these have a gradient in the places of others
+        self.is_conclusive = True  # whether all of these gradients were finite
 
     def passing(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the weight for the gradient of a layer's input: in a check, noise in place of a weight of zeros."""
@@ -126,12 +110,9 @@ class Book:
     def one_per_example(
         self, parameter: nn.Parameter, shape: tuple[int, ...], *, over: torch.Size | None = None
     ) -> Float[Tensor, "rows ..."]:
-        """Return a stand-in for the parameter with one copy per row, whose ordinary gradient is noted as the row's.
+        """Return a stand-in for an elementwise parameter: one copy per row, whose ordinary gradient is noted as the row's.
 
-        Args:
-            parameter: A parameter that acts elementwise.
-            shape: At which it broadcasts with a row.
-            over: Shape of a row on all of which it acts. Then the gradient arrives term by term, and is added up here.
+        A copy broadcasts with a row as `shape`. If it acts on all of a row of shape `over`, its gradient comes term by term.
         """
         assert self.batch_size is not None
         return _OnePerExample.apply(self, parameter, (self.batch_size, *shape), (self.batch_size, *(over or shape)))
@@ -168,10 +149,6 @@ def output_per_example(
     return _OutputPerExample.apply(book, output_of, tuple(parameters), *parameters.values())
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class _OutputPerExample(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -184,7 +161,7 @@ class _OutputPerExample(torch.autograd.Function):
         assert book.batch_size is not None
         ctx.book, ctx.parameters = book, parameters
         # Gradient checkpointing would drop what this keeps, and compute its whole block again within the map over examples.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_kept, _kept):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
             ctx.leaves = [parameter.detach().requires_grad_() for parameter in parameters]
             ctx.output = output_of(dict(zip(names, ctx.leaves, strict=True)))
         return ctx.output.detach().repeat(book.batch_size, *(1,) * (ctx.output.ndim - 1))

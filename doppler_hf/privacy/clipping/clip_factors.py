@@ -29,12 +29,7 @@ WITHIN = 1.0
 def norms_of(
     gradients: Mapping[str, PerSampleGradient], group_of: Mapping[str, str]
 ) -> tuple[dict[str, Norms], Bool[Tensor, " batch"], bool]:
-    """Return the norms of the examples by group of parameters, which were computed in float64, and whether any were.
-
-    Args:
-        gradients: Parameter name → per-sample gradient.
-        group_of: Parameter name → group.
-    """
+    """Return the norms of the examples by group of parameters, which were computed in float64, and whether any were."""
 
     def by_group(some: Iterable[tuple[str, PerSampleGradient]]) -> dict[str, Norms]:
         parts: dict[str, list[Norms]] = {}
@@ -57,13 +52,7 @@ def norms_of(
 
 
 def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
-    """Return the factor that brings each norm to at most `max_grad_norm`.
-
-    Args:
-        norms: Per-sample gradient norms, shape (batch,), finite.
-        max_grad_norm: C.
-        clipping: The clipping function.
-    """
+    """Return the factor that brings each norm to at most `max_grad_norm`."""
     if clipping == "vanilla":
         return (max_grad_norm / norms).clamp(max=1.0)
     return max_grad_norm / (norms + AUTOMATIC_CLIPPING_GAMMA)
@@ -78,16 +67,7 @@ def factors_of(
     dtype: torch.dtype,
     in_float64: Bool[Tensor, " batch"],
 ) -> dict[str, Float[Tensor, " batch"]]:
-    """Return the factors of the examples by group of parameters, each of which is clipped on its own.
-
-    Args:
-        norms: By group, the norms of the examples.
-        weights: Of the examples, in [0, 1].
-        max_grad_norm: The bound of a group.
-        clipping: The clipping function.
-        dtype: The coarsest in which something is summed.
-        in_float64: Which examples are summed in float64.
-    """
+    """Return the factors of the examples by group of parameters, each of which is clipped on its own."""
     # Sensitivity: factor·norm stays within the bound whatever rounding has taken from the norm, and times a weight of at
     # most 1.
     factors = {
@@ -110,13 +90,7 @@ def faded(norms: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
 def num_within(
     norms: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None, *, max_grad_norm: float
 ) -> Float[Tensor, ""]:
-    """Return how many of these examples are not clipped, less half of them: Σ wᵢ(bᵢ − ½), in float64.
-
-    Args:
-        norms: Per-sample gradient norms, shape (batch,).
-        weights: wᵢ, in [0, 1]; by default 1.
-        max_grad_norm: C.
-    """
+    """Return how many of these examples are not clipped, less half of them: Σ wᵢ(bᵢ − ½), in float64."""
     # Sensitivity: a number within ±½ of each example, whatever its norm, and of one that is not finite −½; times its
     # weight. Not a step at C: what rounding follows from the others would move an example across it.
     within = (0.5 + (1 - norms.double() / max_grad_norm) / WITHIN).nan_to_num(nan=0.0).clamp(0, 1) - 0.5

@@ -101,8 +101,8 @@ class ClippedGradients:
         cut = [name for name, parameter in trainable.items() if isinstance(parameter, DTensor) and name not in self.places]
         if cut:
             raise ValueError(
-                f"Trained parameters in shards must have sums in shards, got {cut[0]!r} of which nothing says how they are "
-                "added up. Let DopplerTrainer cut the model (fsdp=True)."
+                f"Trained parameters in shards must have sums in shards, got {cut[0]!r} without. Let DopplerTrainer cut the "
+                "model (fsdp=True)."
             )
         # The coarsest in which something is summed.
         self._dtype = max((self._sum_dtype(name) for name in trainable), key=lambda dtype: torch.finfo(dtype).eps)

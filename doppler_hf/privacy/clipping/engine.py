@@ -12,7 +12,7 @@ outside its layer.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,21 +21,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
+from doppler_hf.privacy.clipping import host_layers as hosts
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.factored import NormRule, combined
-from doppler_hf.privacy.clipping.host_layers import (
-    checkpointing,
-    has_prompt,
-    has_windows,
-    host_rules,
-    in_rows,
-    layers_of_tokens,
-    prompt,
-    relative_bias,
-    relative_bias_method,
-    without_checkpointing,
-)
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient
 from doppler_hf.privacy.clipping.recurrence import recurrence
@@ -51,17 +40,7 @@ _WITH_BATCH_FIRST = (nn.MultiheadAttention, nn.RNNBase)
 class BookKeepingEngine:
     """Stand-ins on a model that give the gradient of each example's loss, until `detach`.
 
-    Args:
-        model: The model, not wrapped in anything.
-        norm_rule: "auto" chooses by cost for each product; see `factored.is_formed`.
-        by_rules: False uses Opacus's samplers for all layers that have one, as a reference.
-        rows_per_loss: As in `ClippedGradients`.
-
-    Attributes:
-        is_compared: Whether gradients are being compared with autograd's, which shows that examples are apart.
-
-    Raises:
-        ValueError: If a layer mixes examples, by name, or the model is compiled.
+    Without `by_rules` Opacus's samplers are used for all layers that have one, as a reference.
     """
 
     def __init__(self, model: nn.Module, *, norm_rule: NormRule, by_rules: bool, rows_per_loss: int) -> None:
@@ -71,22 +50,20 @@ class BookKeepingEngine:
         self._without_rule: dict[str, LayerWithoutRule] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
-        self.is_compared = False
+        self.is_compared = False  # whether gradients are being compared with autograd's, which shows that examples are apart
         # Those that were called with a batch that has shown that examples are apart.
         self._checked_layers: set[str] = set()
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
         of_recurrence = {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}
-        rules = RULES | of_recurrence | host_rules()
+        rules = RULES | of_recurrence | hosts.host_rules()
         for name, module in model.named_modules():
-            if (method := relative_bias_method(module)) is not None:
+            if (method := hosts.relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
-                self._replace(module, method, functools.partial(relative_bias, self._book, name, module, compute))
-            if has_prompt(module):
-                self._replace(module, "get_prompt", functools.partial(prompt, self._book, module.get_prompt))
-            if has_windows(module):
-                self._replace(module, "forward", functools.partial(in_rows, self._book, module.forward))
+                self._replace(module, method, functools.partial(hosts.relative_bias, self._book, name, module, compute))
+            if hosts.has_prompt(module):
+                self._replace(module, "get_prompt", functools.partial(hosts.prompt, self._book, module.get_prompt))
             if has_rule(module):
                 rule: Rule | None = attention
             elif trainable_of(module):
@@ -96,16 +73,16 @@ class BookKeepingEngine:
                 continue
             if rule is None:
                 sampler = None if by_rules else sampler_for(module)
-                forward = without_checkpointing(module)
+                forward = hosts.without_checkpointing(module)
                 other = LayerWithoutRule(name, module, self._book, forward=forward or module.forward, sampler=sampler)
                 self._without_rule[name] = other
-                watched = other if forward is None else functools.partial(checkpointing, module, other)
+                watched = other if forward is None else functools.partial(hosts.checkpointing, module, other)
             else:
                 watched = functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
         # Around the stand-ins of these layers, or of their adapters.
-        for layer in itertools.chain.from_iterable(map(layers_of_tokens, model.modules())):
-            self._replace(layer, "forward", functools.partial(in_rows, self._book, layer.forward))
+        for layer in itertools.chain.from_iterable(map(hosts.parts_in_rows, model.modules())):
+            self._replace(layer, "forward", functools.partial(hosts.in_rows, self._book, layer.forward))
         self._replace(model, "forward", functools.partial(self._forward, model.forward))
 
     @property
@@ -127,18 +104,7 @@ class BookKeepingEngine:
         self._cleanup.close()
 
     def per_sample_gradients(self, losses: Float[Tensor, " rows"], *, views: int = 1) -> dict[str, PerSampleGradient]:
-        """Back-propagate `losses` and return each example's gradient.
-
-        Args:
-            losses: One loss per row, shape (rows,), from one forward pass.
-            views: How many rows, one after another, are views of one example, whose loss is their mean.
-
-        Returns:
-            Parameter name → gradient of each example's loss. A parameter that the forward pass did not use is left out.
-
-        Raises:
-            ValueError: If a use of a parameter has no per-sample gradient, by name.
-        """
+        """Back-propagate `losses` and return each example's gradient."""
         book = self._book
         if self._num_inputs != len(losses) * self._rows_per_loss:
             # Not their numbers: the size of a draw is private, and messages end in logs.
@@ -158,8 +124,8 @@ class BookKeepingEngine:
                 # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
                 if book.is_conclusive:
                     self._checked_layers |= book.called
-            # Sensitivity: all rows of an example are summed up before they are clipped. Its views stand together; so do its
-            # choices, since the model flattens (batch, choices, length), its windows, and the rows of one loss.
+            # Sensitivity: all rows of an example, its views, choices, windows, or those of its loss, stand together and are
+            # summed up before they are clipped.
             book.num_examples = len(losses) // views
             self._back_propagate(losses.sum() / views, trainable)
             return {
@@ -208,12 +174,10 @@ class BookKeepingEngine:
         book = self._book
         book.num_examples = len(losses)
         numbers = torch.arange(len(losses))
-        if self._checked_layers:
-            digits = [(numbers >> digit) % 2 == 1 for digit in range((len(losses) - 1).bit_length())]
-            examined = [mask for digit in digits for mask in (digit, ~digit)]
-        else:
-            examined = [numbers == 0, numbers == len(losses) - 1]
-        with kept_gradients(leaves_of(losses)):
+        digits = [(numbers >> digit) % 2 == 1 for digit in range((len(losses) - 1).bit_length())]
+        at_first = [numbers == 0, numbers == len(losses) - 1]
+        examined = [mask for digit in digits for mask in (digit, ~digit)] if self._checked_layers else at_first
+        with kept_gradients(losses):
             for book.examined in examined:
                 self._back_propagate(losses[book.examined.to(losses.device)].sum(), trainable, retain_graph=True)
         book.examined = None
@@ -222,8 +186,7 @@ class BookKeepingEngine:
             raise ValueError(
                 "The loss of one example has a gradient in the places of others at the parameters "
                 f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other "
-                "examples (a mean or a norm over the batch). An example's contribution would not be bounded. Let each loss "
-                "depend on its example alone."
+                "examples (a mean or a norm over the batch). Let each loss depend on its example alone."
             )
 
     def _unexplained(self, names: Sequence[str]) -> str:
@@ -316,26 +279,19 @@ def num_rows(module: nn.Module, input: Tensor | PackedSequence) -> int | None:
     return input.shape[0] if input.ndim > (0 if isinstance(module, nn.Embedding) else 1) else None
 
 
-def leaves_of(losses: Float[Tensor, " batch"]) -> set[Tensor]:
-    """Return the tensors whose `.grad` a backward pass would write."""
-    leaves, seen, ahead = set(), set(), [losses.grad_fn]
+@contextlib.contextmanager
+def kept_gradients(losses: Float[Tensor, " batch"]) -> Iterator[None]:
+    """Restore afterwards the `.grad` of all tensors in which a backward pass of the losses would write it."""
+    before, seen, ahead = [], set(), [losses.grad_fn]
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):  # an AccumulateGrad node
-            leaves.add(node.variable)
+            before.append((node.variable, node.variable.grad))
+            node.variable.grad = None
         ahead.extend(next_node for next_node, _ in node.next_functions)
-    return leaves
-
-
-@contextlib.contextmanager
-def kept_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the `.grad` of tensors afterwards."""
-    before = [(leaf, leaf.grad) for leaf in leaves]
-    for leaf, _ in before:
-        leaf.grad = None
     try:
         yield
     finally:

@@ -60,13 +60,7 @@ class Factored(PerSampleGradient):
 
 @dataclass(frozen=True, eq=False)
 class OuterProducts(Factored):
-    """The gradient of a matrix that multiplies, kept as its inputs and the gradients of its outputs.
-
-    Args:
-        left: Shape (batch, time, p).
-        right: Shape (batch, time, q). The parameter has p·q elements, in this order.
-        recent: What was computed of factors before.
-    """
+    """The gradient of a matrix of p·q elements that multiplies, kept as its inputs and the gradients of its outputs."""
 
     left: Float[Tensor, "batch time p"]
     right: Float[Tensor, "batch time q"]
@@ -117,12 +111,7 @@ class OuterProducts(Factored):
 class LookedUpRows(Factored):
     """The gradient of an embedding, kept as the rows that were looked up, each once for an example.
 
-    Args:
-        ids: Row of the table, shape (batch, time).
-        values: Gradient of the rows looked up, shape (batch, time, dim).
-
-    Attributes:
-        values: The sum over all places with the same row, at one of them; 0 at the others.
+    Its `values` have the sum over all places with the same row at one of them, and 0 at the others.
     """
 
     def __init__(self, ids: Int[Tensor, "batch time"], values: Float[Tensor, "batch time dim"]) -> None:
@@ -161,12 +150,7 @@ class LookedUpRows(Factored):
 
 @dataclass(frozen=True, eq=False)
 class Tied(Factored):
-    """The gradient of a table that is looked up and also multiplies, such as a language model's embedding and head.
-
-    Args:
-        products: The part from multiplying; p is the number of rows.
-        rows: The part from looking up.
-    """
+    """The gradient of a table that is looked up and also multiplies, such as a language model's embedding and head."""
 
     products: OuterProducts
     rows: LookedUpRows
@@ -206,11 +190,6 @@ def is_formed(left: Float[Tensor, "batch time p"], right: Float[Tensor, "batch t
     Per example, with p·q elements and T positions: the ghost norm costs T²(p + q) multiply-adds on top of the one product
     that the sum needs. The direct gradient *is* that product; writing and reading it costs MEMORY_COST·pq, and it takes pq
     numbers of memory instead of T(p + q). It is chosen if it takes less of both.
-
-    Args:
-        left: The one factor.
-        right: The other one.
-        rule: "ghost", "direct", or "auto" for the cheaper one.
     """
     if rule != "auto":
         return rule == "direct"

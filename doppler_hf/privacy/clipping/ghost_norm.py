@@ -49,33 +49,20 @@ Computed = TypeVar("Computed")
 
 
 class ProductNorms(NamedTuple):
-    """Norms of products, in float64.
+    """Norms of products, in float64."""
 
-    Attributes:
-        norms: ‖Σ_t l_t r_tᵀ‖ as computed, shape (batch,).
-        errors: Bounds on how far they are below the true ones, shape (batch,).
-        sizes: Bounds on S, shape (batch,).
-    """
-
-    norms: Float[Tensor, " batch"]
-    errors: Float[Tensor, " batch"]
-    sizes: Float[Tensor, " batch"]
+    norms: Float[Tensor, " batch"]  # ‖Σ_t l_t r_tᵀ‖ as computed
+    errors: Float[Tensor, " batch"]  # bounds on how far they are below the true ones
+    sizes: Float[Tensor, " batch"]  # bounds on S
 
 
 class Basis(NamedTuple):
-    """The rows A of a factor in fewer dimensions, with AAᵀ − rrᵀ positive semidefinite, and small.
+    """The rows A of a factor in fewer dimensions, with AAᵀ − rrᵀ positive semidefinite, and small."""
 
-    Attributes:
-        rows: A, shape (batch, time, m).
-        is_triangular: Whether A is 0 above its diagonal.
-        norms: Bounds on the norms of rows of A and of r, shape (batch, time), in float64.
-        lost: What their squares were raised by, because products may have vanished.
-    """
-
-    rows: Float[Tensor, "batch time m"]
-    is_triangular: bool
-    norms: Float[Tensor, "batch time"]
-    lost: float
+    rows: Float[Tensor, "batch time m"]  # A
+    is_triangular: bool  # whether A is 0 above its diagonal
+    norms: Float[Tensor, "batch time"]  # bounds on the norms of rows of A and of r, in float64
+    lost: float  # what their squares were raised by, because products may have vanished
 
 
 class Recent:
@@ -107,11 +94,6 @@ def product_norms(left: Float[Tensor, "batch time p"], right: Float[Tensor, "bat
 
     What may have vanished is in the bounds. It matters only if the factors differ by some twenty orders of magnitude; the
     bound is then infinity.
-
-    Args:
-        left: l; row i depends on example i alone.
-        right: r.
-        recent: What was computed of factors before.
     """
     shorter, longer = (left, right) if left.shape[2] < right.shape[2] else (right, left)
     if shorter.dtype == torch.float64:
@@ -137,11 +119,6 @@ def from_grams(
         |Σ_st L_st R_st − ‖g‖²| ≤ (‖L‖ + a)(‖R‖ + b) − ‖L‖‖R‖ + γ_n ‖L‖‖R‖ + 2τ·time²
 
     by Cauchy and Schwarz; the last two are for adding up its rows in their own precision, n = time. And ‖L‖ ≤ tr L.
-
-    Args:
-        left: L.
-        right: R.
-        lengths: p and q.
     """
     time, info = left.shape[1], torch.finfo(left.dtype)
     diagonals = [gram.diagonal(dim1=1, dim2=2) for gram in (left, right)]
@@ -185,9 +162,6 @@ def basis_of(factor: Float[Tensor, "batch time dim"]) -> Basis:
     10.7). A matrix of such errors is at most `time` times the largest as a quadratic form, so that with
     ε = time·(e + 2(time + 4)u) the factor exists, and ÂÂᵀ is above the true matrix. Then ‖lᵀA‖² is above ‖lᵀr‖², by
     2ε·Σ_t ‖l_t‖²d_t² at most, where ε = 6e-9 for 4,096 tokens and dimensions.
-
-    Args:
-        factor: Row i depends on example i alone.
     """
     time, dim = factor.shape[1:]
     factor = in_float32(factor)
@@ -258,10 +232,6 @@ def from_basis(kept: Float[Tensor, "batch time p"], basis: Basis) -> ProductNorm
     """Return `product_norms` as the norm of lᵀA, off by γ_k·S, k the roundings over time and two more for A itself.
 
     The norms of pieces' rows are taken in their own precision: their squares are off by γ_TILE of themselves.
-
-    Args:
-        kept: The longer factor l.
-        basis: Of the other one.
     """
     (_, time, p), m, dtype = kept.shape, basis.rows.shape[2], basis.rows.dtype
     squares = basis.norms.new_zeros(len(kept))

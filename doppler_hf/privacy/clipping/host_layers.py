@@ -18,12 +18,11 @@ from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
 
 # Methods that compute a position bias from a trained table: of T5's attention and its like, and of MPNet's encoder.
 _POSITION_BIASES = ("compute_bias", "compute_position_bias")
-# Layers whose inputs are the tokens of all examples, one after another.
-_OF_TOKENS = {("transformers.models.opt.modeling_opt", "OPTDecoderLayer"): ("fc1", "fc2", "final_layer_norm")}
-_OF_WINDOWS = {
-    ("transformers.models.swin.modeling_swin", "SwinAttention"),
-    ("transformers.models.swinv2.modeling_swinv2", "Swinv2Attention"),
-    ("transformers.models.donut.modeling_donut_swin", "DonutSwinAttention"),
+# Parts whose inputs are the tokens, or the windows, of all examples, one after another.
+_IN_ROWS = {
+    "opt.modeling_opt.OPTDecoderLayer": ("fc1", "fc2", "final_layer_norm"),
+    **dict.fromkeys(("swin.modeling_swin.SwinAttention", "swinv2.modeling_swinv2.Swinv2Attention"), ("",)),
+    "donut.modeling_donut_swin.DonutSwinAttention": ("",),
 }
 
 
@@ -129,19 +128,14 @@ def prompt(
     return get_prompt(1 if book.is_watching else batch_size, *args, **kwargs)
 
 
-def has_windows(module: nn.Module) -> bool:
-    """Return whether a module is attention of Swin's family, whose rows are the windows of all images."""
-    return (type(module).__module__, type(module).__name__) in _OF_WINDOWS
-
-
-def layers_of_tokens(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of a module whose input is the tokens of all examples, shape (batch · length, dim)."""
-    names = _OF_TOKENS.get((type(module).__module__, type(module).__name__), ())
-    return [module.get_submodule(name) for name in names]
+def parts_in_rows(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of a module whose input has several rows for each example, one after another: tokens, or windows."""
+    path = f"{type(module).__module__}.{type(module).__name__}".removeprefix("transformers.models.")
+    return [module.get_submodule(name) for name in _IN_ROWS.get(path, ())]
 
 
 def in_rows(book: Book, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute a part whose input has several rows for each example, one after another: windows, or tokens."""
+    """Compute one of `parts_in_rows`."""
     before, book.batch_size = book.batch_size, len(hidden_states)
     try:
         return forward(hidden_states, *args, **kwargs)

@@ -25,22 +25,17 @@ from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.as_in_training import modes_kept
 from doppler_hf.privacy.clipping.book import Book, output_per_example
 from doppler_hf.privacy.clipping.refused_layers import substituted, trainable_of
-from doppler_hf.privacy.rows import has_rows
+from doppler_hf.privacy.clipping.torch_layers import is_unusual
 
 # The errors that a layer may raise when it is called in a way for which it was not written.
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
 
 
 class _Copies(NamedTuple):
-    """How one copy of a parameter for each example broadcasts with the inputs of its layer.
-
-    Attributes:
-        shape: Of a copy.
-        like: The place of the input on all of which it acts, if it is known.
-    """
+    """How one copy of a parameter for each example broadcasts with the inputs of its layer."""
 
     shape: tuple[int, ...]
-    like: int | None = None
+    like: int | None = None  # the place of the input on all of which it acts, if it is known
 
     def over(self, values: Sequence[Any]) -> torch.Size | None:
         """Return the shape of an example of that input, or None if the copy has no other dimensions to be summed over."""
@@ -56,30 +51,12 @@ class _Copies(NamedTuple):
 
 
 class LayerWithoutRule:
-    """Replaces the forward of one layer, in the way that works at its first call.
-
-    Args:
-        name: The layer's name, for messages.
-        module: The layer, for whose own trainable parameters gradients are noted.
-        book: The notes, to which the gradients are added.
-        forward: What the layer computes.
-        sampler: Opacus's function for this layer, if it is to be used.
-
-    Attributes:
-        book: As given.
-        fallback: How the gradient is computed, and its cost; "" before the first call.
-    """
+    """Replaces the forward of one layer, in the way that works at its first call; its cost is then in `fallback`."""
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        book: Book,
-        *,
-        forward: Callable[..., Any],
-        sampler: Callable[..., Any] | None,
+        self, name: str, module: nn.Module, book: Book, *, forward: Callable[..., Any], sampler: Callable[..., Any] | None
     ) -> None:
-        self._name, self._module, self.book, self._forward, self._sampler = name, module, book, forward, sampler
+        self._name, self.module, self.book, self._forward, self._sampler = name, module, book, forward, sampler
         # By the dimensions of the inputs, and which have one place only: a layer may be called with tokens and with their
         # mean, and of one token it does not show on how many copies act.
         self._copies: dict[tuple[Any, ...], dict[str, _Copies] | None] = {}
@@ -91,7 +68,7 @@ class LayerWithoutRule:
         """Compute the layer's output, and note its per-sample gradient in the backward pass."""
         values, spec = pytree.tree_flatten((args, kwargs))
         sizes = {len(value) if value.ndim else 1 for value in values if isinstance(value, Tensor)}
-        own = dict(trainable_of(self._module))
+        own = dict(trainable_of(self.module))
         dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
         # Once without a batch, always: a later batch may have as many examples as there are positions.
         if dimensions in self._unbatched or self.book.batch_size not in sizes or sizes - {1, self.book.batch_size}:
@@ -107,7 +84,7 @@ class LayerWithoutRule:
                 for name, copy in copies.items()
             }
             try:
-                with substituted(self._module, per_example):
+                with substituted(self.module, per_example):
                     return self._forward(*args, **kwargs)
             except torch.OutOfMemoryError:
                 raise
@@ -115,7 +92,7 @@ class LayerWithoutRule:
                 # Copies do not fit all lengths, as of positions of which a part is taken.
                 self._copies[kind] = None
                 self.fallback = self._describe()
-        with substituted(self._module, {name: parameter.detach() for name, parameter in own.items()}):
+        with substituted(self.module, {name: parameter.detach() for name, parameter in own.items()}):
             outputs, output_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
         seen = [index for index, output in enumerate(outputs) if is_floating(output)]
         taps = _Tap.apply(self, spec, values, len(own), *own.values(), *(outputs[index] for index in seen))
@@ -125,16 +102,16 @@ class LayerWithoutRule:
 
     def _without_batch(self, own: Mapping[str, nn.Parameter], dimensions: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
         def output_of(parameters: Mapping[str, Tensor]) -> Any:
-            with self.book.unwatched(), substituted(self._module, parameters):
+            with self.book.unwatched(), substituted(self.module, parameters):
                 output = self._forward(*args, **kwargs)
             # Learned positions of shape (length, dimension), as Blenderbot's, are broadcast over the batch.
-            is_positions = isinstance(self._module, nn.Embedding) and isinstance(output, Tensor) and output.ndim == 2
+            is_positions = isinstance(self.module, nn.Embedding) and isinstance(output, Tensor) and output.ndim == 2
             return output.unsqueeze(0) if is_positions else output
 
         inputs = pytree.tree_leaves((args, kwargs))
         with torch.no_grad():
             output = output_of(own)
-        trained = {parameter for parameter in self._module.parameters() if parameter.requires_grad}
+        trained = {parameter for parameter in self.module.parameters() if parameter.requires_grad}
         if (
             trained > {*own.values()}  # those of layers within it, which would get none
             or not isinstance(output, Tensor)
@@ -143,7 +120,7 @@ class LayerWithoutRule:
         ):
             # The parameters get an ordinary gradient, and the engine refuses them by name.
             return self._forward(*args, **kwargs)
-        self.fallback = f"{type(self._module).__name__}: repeated for each example; {self._size()}"
+        self.fallback = f"{type(self.module).__name__}: repeated for each example; {self._size()}"
         self.book.repeated.append(self._name)
         self._unbatched.add(dimensions)
         return output_per_example(self.book, own, output_of)
@@ -159,7 +136,7 @@ class LayerWithoutRule:
             torch.cat([probe, probe]) if has_rows(value, rows) else value for value, probe in zip(values, one, strict=True)
         ]
         ndim = max(value.ndim for value in values if isinstance(value, Tensor))
-        own = {name: parameter.detach() for name, parameter in trainable_of(self._module)}
+        own = {name: parameter.detach() for name, parameter in trainable_of(self.module)}
         other = {
             name: 1.5 * parameter.flip(-1) + 0.5 if parameter.ndim else parameter + 1 for name, parameter in own.items()
         }
@@ -187,9 +164,9 @@ class LayerWithoutRule:
             warnings.catch_warnings(action="ignore"),
             self.book.unwatched(),
             torch.autocast(next(iter(own.values())).device.type, enabled=False),
-            modes_kept(self._module),
+            modes_kept(self.module),
         ):
-            self._module.eval()  # Dropout would make any two calls differ.
+            self.module.eval()  # Dropout would make any two calls differ.
             if not fit(copies):
                 return None
             for name, copy in copies.items():
@@ -209,28 +186,28 @@ class LayerWithoutRule:
 
     def _outputs(self, values: Sequence[Any], spec: Any, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         args, kwargs = pytree.tree_unflatten(list(values), spec)
-        with substituted(self._module, parameters):
+        with substituted(self.module, parameters):
             outputs = pytree.tree_leaves(self._forward(*args, **kwargs))
         return [output for output in outputs if is_floating(output) and output.ndim > 0]
 
     # --- samplers and functorch -------------------------------------------------------------------------------------
 
     def _describe(self) -> str:
-        kind = type(self._module).__name__
+        kind = type(self.module).__name__
         if None not in self._copies.values():
             return f"{kind}: one copy of its vectors for each example, free"
         how = "functorch, one more forward pass of the layer" if self._sampler is None else "Opacus's sampler"
         return f"{kind}: {how}; {self._size()}"
 
     def _size(self) -> str:
-        numbers = sum(parameter.numel() for _, parameter in trainable_of(self._module))
+        numbers = sum(parameter.numel() for _, parameter in trainable_of(self.module))
         return f"{numbers * 4 / 2**20:.3g} MiB for each example"
 
     def per_sample_gradients(
         self, values: Sequence[Any], spec: Any, gradients: Sequence[Tensor], *, rows: int | None
     ) -> Mapping[str, Float[Tensor, "batch ..."]]:
         """Return the gradient of each example by parameter, from the gradients of the outputs."""
-        module = self._module
+        module = self.module
         args, kwargs = pytree.tree_unflatten(list(values), spec)
         if self._sampler is not None and len(args) == len(gradients) == 1 and not kwargs:
             inputs = in_float32(args[0]) if is_floating(args[0]) else args[0]
@@ -267,7 +244,7 @@ class LayerWithoutRule:
 
     def _hold_against_autograd(
         self,
-        of_examples: Mapping[str, Float[Tensor, "batch ..."]],
+        of_examples: Mapping[str, Tensor],
         own: Mapping[str, Tensor],
         args: Any,
         kwargs: Any,
@@ -278,7 +255,7 @@ class LayerWithoutRule:
         A tensor that the examples share may have as many rows as there are examples, and was then split among them.
         """
         leaves = {name: parameter.detach().requires_grad_() for name, parameter in own.items()}
-        with torch.enable_grad(), substituted(self._module, leaves), self.book.unwatched():
+        with torch.enable_grad(), substituted(self.module, leaves), self.book.unwatched():
             outputs = [output for output in pytree.tree_leaves(self._forward(*args, **kwargs)) if is_floating(output)]
         expected = torch.autograd.grad(outputs, list(leaves.values()), list(gradients), allow_unused=True)
         for total, gradient in zip(of_examples.values(), expected, strict=True):
@@ -289,10 +266,6 @@ class LayerWithoutRule:
                 raise ValueError("Their sum must be the ordinary gradient, got another: an input has no row per example.")
         # Gradients of zero, as before weights of zero, would agree whatever the layer does.
         self._is_held_against_autograd = any(bool(gradient.any()) for gradient in gradients)
-
-    def note(self, name: str, values: Float[Tensor, "batch *shape"]) -> None:
-        """Note the per-sample gradient of one of the layer's parameters."""
-        self.book.note_rows(self._module.get_parameter(name), values)
 
 
 class _Tap(torch.autograd.Function):
@@ -317,8 +290,13 @@ class _Tap(torch.autograd.Function):
         for index, value in zip(ctx.where, ctx.saved_tensors, strict=True):
             values[index] = value
         for name, value in ctx.layer.per_sample_gradients(values, ctx.spec, gradients, rows=ctx.rows).items():
-            ctx.layer.note(name, value)
+            ctx.layer.book.note_rows(ctx.layer.module.get_parameter(name), value)
         return (None,) * (4 + ctx.num_parameters) + gradients
+
+
+def has_rows(value: Any, number: int | None) -> bool:
+    """Return whether a value is a tensor of that many rows."""
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == number
 
 
 def is_floating(value: Any) -> bool:
@@ -337,12 +315,8 @@ def is_close(first: Tensor, second: Tensor, *, slack: float = 1.0) -> bool:
 
 def sampler_for(module: nn.Module) -> Callable[..., Any] | None:
     """Return Opacus's sampler for a layer, or None if none fits."""
-    if "forward" in vars(module) or module._parameters.get("weight") is None:
+    if "forward" in vars(module) or module._parameters.get("weight") is None or is_unusual(module):
         return None
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
-        module.padding_mode != "zeros" or isinstance(module.padding, str)
-    ):
-        return None
-    if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.padding_idx is not None):
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         return None
     return GradSampleHooks.GRAD_SAMPLERS.get(type(module))

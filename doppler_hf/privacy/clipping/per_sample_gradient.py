@@ -7,9 +7,7 @@ every form alike: which form is the cheapest depends on what the example is padd
 larger, because terms cancel, or a square leaves the range of float32, norm and sum are computed again `in_float64`, whose
 precision and range suffice for all that factors in float32 can give. Of what was added up before, in an order that padding
 may change, the rounding counts too.
-
-Here is the gradient in full, and its sums over time, rows and uses; `factored` has the forms that need no matrix for each
-example.
+Here is the gradient in full; `factored` has the forms that need no matrix for each example.
 """
 
 import math
@@ -32,15 +30,10 @@ RUN = 64
 
 
 class Norms(NamedTuple):
-    """Norms of per-sample gradients, in float64.
+    """Norms of per-sample gradients, in float64."""
 
-    Attributes:
-        values: ‖g_i‖ as computed, shape (batch,).
-        errors: Bounds on how far they are below the norms of what `add_weighted` adds, shape (batch,).
-    """
-
-    values: Float[Tensor, " batch"]
-    errors: Float[Tensor, " batch"]
+    values: Float[Tensor, " batch"]  # ‖g_i‖ as computed
+    errors: Float[Tensor, " batch"]  # bounds on how far they are below the norms of what `add_weighted` adds
 
     def is_finite(self) -> Bool[Tensor, " batch"]:
         """Return whether the range of the dtype suffices."""
@@ -77,23 +70,14 @@ class PerSampleGradient(ABC):
 
     @abstractmethod
     def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
-        """Set `total` to beta·total + Σ w_i g_i, of the parameter's shape (modified in place).
-
-        Args:
-            total: The sum so far.
-            weights: w, shape (batch,).
-            beta: 1 to add; 0 to overwrite `total`.
-        """
+        """Set `total` to beta·total + Σ w_i g_i, of the parameter's shape (modified in place)."""
 
 
 class Dense(PerSampleGradient):
     """Per-sample gradients in full.
 
-    Args:
-        values: Shape (batch, *shape of the parameter).
-        rounding: What may be lost in adding them up, in the scale of `Norms.errors`, shape (batch,); by default nothing.
-        precise: Returns the values of some examples in float64, as if nothing had been rounded, where that is other than the
-            values.
+    `rounding` is what may be lost in adding them up, in the scale of `Norms.errors`; `precise` returns the values of some
+    examples in float64 as if nothing had been rounded, where that is other than the values.
     """
 
     def __init__(
@@ -141,14 +125,7 @@ def sum_of_products(
     num_examples: int,
     shape: torch.Size,
 ) -> Dense:
-    """Return Σ_t l_t r_tᵀ of every example, formed, over all rows of it.
-
-    Args:
-        left: l, if in groups of each by itself: no factored form keeps them apart.
-        right: r.
-        num_examples: Which have as many rows each, one after another.
-        shape: Shape of the parameter.
-    """
+    """Return Σ_t l_t r_tᵀ of every example, formed, over all rows of it."""
     of_rows = in_float32(left).mT @ in_float32(right)
     of_left, of_right = (_norms_of_last(in_float32(factor)) for factor in (left, right))
 
@@ -183,15 +160,7 @@ def _sum_of_rows(
     num_examples: int,
     shape: torch.Size,
 ) -> Dense:
-    """Return the sums over the rows of every example.
-
-    Args:
-        of_rows: Of each row, over time.
-        sizes: The norm of every term.
-        again: Returns `of_rows` of some rows in float64.
-        num_examples: Which have as many rows each, one after another.
-        shape: Shape of the parameter.
-    """
+    """Return the sums over the rows of every example; `sizes` are the norms of all terms, `again` is precise."""
     # Sensitivity: in what order terms are added depends on what the example is padded to, and so on others; where they
     # cancel, its clipped gradient would depend on it too. In float64 it does so by less than 1e-9 of their sizes.
     views = len(of_rows) // num_examples

@@ -15,11 +15,7 @@ Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 
 
 def refuse_number_of_losses(losses: Any, number: int) -> None:
-    """Refuse more or fewer losses than examples, and what has no gradient.
-
-    Raises:
-        ValueError: If `losses` are not a tensor of shape (number,) that is attached to the graph.
-    """
+    """Refuse more or fewer losses than examples, and what has no gradient."""
     if not isinstance(losses, Tensor) or not losses.requires_grad:
         kind = "one without a gradient" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ValueError(

@@ -108,6 +108,5 @@ def refuse_layers(model: nn.Module) -> None:
         )
     if rewriting:
         raise ValueError(
-            f"The {named(rewriting, 'has', 'have')} max_norm, by which the rows that a batch looks up are rewritten, "
-            "without clipping or noise. Set max_norm to None."
+            f"The {named(rewriting, 'has', 'have')} max_norm, which rewrites rows without noise. Set max_norm to None."
         )

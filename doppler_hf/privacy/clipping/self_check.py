@@ -57,11 +57,7 @@ def check_per_sample_gradients(
         ValueError: If the two disagree. The message names the parameter at which they do most, and the first layer whose
             output for an example changes with the examples beside it.
     """
-    with (
-        moved(model),
-        without_coins(model),
-        ClippedGradients(model, engine=engine, norm_rule=norm_rule) as clipped,
-    ):
+    with moved(model), without_coins(model), ClippedGradients(model, engine=engine, norm_rule=norm_rule) as clipped:
         compare(clipped, model, losses_of, alone=alone, together=together, tolerance=tolerance)
 
 
@@ -74,14 +70,7 @@ def compare(
     together: Mapping[str, Any],
     tolerance: float,
 ) -> set[str]:
-    """Compare the engine with plain autograd, as `check_per_sample_gradients` does, on a model in a state without chance.
-
-    Returns:
-        The names of the trained parameters that a loss reaches.
-
-    Raises:
-        ValueError: If the two disagree.
-    """
+    """Compare as `check_per_sample_gradients`, on a model without chance, and return the names that a loss reaches."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = [0.5**place for place in range(len(alone))]
     expected: dict[str, Tensor] = {}

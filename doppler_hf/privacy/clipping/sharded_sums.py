@@ -42,11 +42,7 @@ def gathered(parameter: Tensor) -> Tensor:
 
 @final
 class ShardedSums:
-    """How the sums of trained weights in shards are added up over the processes.
-
-    Args:
-        layers: By name the trained weights that are gathered together, in the same order on every process.
-    """
+    """How the sums of trained weights in shards are added up over the processes."""
 
     def __init__(self, layers: Sequence[Mapping[str, DTensor]]) -> None:
         self._layers = layers
@@ -58,14 +54,7 @@ class ShardedSums:
         return {name: place_of(parameter) for name, parameter in self._parameters.items()}
 
     def add_up(self, own: Callable[[str], Tensor | None], *, names: Iterable[str], sums: dict[str, Tensor]) -> None:
-        """Add what a pass has found on all processes.
-
-        Args:
-            own: Returns the whole sum of a parameter over the examples of this process, for which it is asked once; None
-                for zeros.
-            names: Of all that is trained. What is whole gets the sum of this process alone.
-            sums: By name, those of the passes before (modified in place).
-        """
+        """Add what a pass has found on all processes."""
         found: dict[str, Tensor] = {}
         for layer in self._layers:
             found |= self._rows_of_layer(layer, own)

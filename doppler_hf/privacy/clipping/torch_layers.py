@@ -107,11 +107,14 @@ class _Embedding(torch.autograd.Function):
         return (None,) * 4
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """Return a normalization's input in the dtype that autocast gives it."""
+    return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
+
+
 def layer_norm(book: Book, module: nn.LayerNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w + b, x̂ = (x − mean)/std over the last dimensions."""
-    if input.is_cuda and torch.is_autocast_enabled("cuda"):
-        input = input.float()  # as autocast does for the public function
-    return _LayerNorm.apply(input, module.weight, module.bias, tuple(module.normalized_shape), module.eps, book)
+    return _LayerNorm.apply(as_autocast(input), module.weight, module.bias, tuple(module.normalized_shape), module.eps, book)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -152,9 +155,7 @@ def group_norm(
     book: Book, module: nn.GroupNorm, input: Float[Tensor, "batch channels *positions"]
 ) -> Float[Tensor, "batch channels *positions"]:
     """Compute Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
-    if input.is_cuda and torch.is_autocast_enabled("cuda"):
-        input = input.float()
-    return _GroupNorm.apply(input, module.weight, module.bias, module.num_groups, module.eps, book)
+    return _GroupNorm.apply(as_autocast(input), module.weight, module.bias, module.num_groups, module.eps, book)
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -235,15 +236,10 @@ def _patches(x: Float[Tensor, "batch channels *positions"], **geometry: tuple[in
 
 # A rule replaces one function, so it is chosen by that function and not by a class's name or ancestors.
 RULES: dict[Callable[..., Any], Rule] = {
-    nn.Linear.forward: linear,
-    nn.Embedding.forward: embedding,
-    nn.LayerNorm.forward: layer_norm,
-    nn.RMSNorm.forward: rms_norm,
-    nn.GroupNorm.forward: group_norm,
-    nn.Conv1d.forward: convolution,
-    nn.Conv2d.forward: convolution,
-    nn.Conv3d.forward: convolution,
-}
+    nn.Linear.forward: linear, nn.Embedding.forward: embedding, nn.LayerNorm.forward: layer_norm,
+    nn.RMSNorm.forward: rms_norm, nn.GroupNorm.forward: group_norm,
+    **dict.fromkeys((nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward), convolution),
+}  # fmt: skip
 
 
 def rule_for(module: nn.Module, rules: Mapping[Callable[..., Any], Rule]) -> Rule | None:
@@ -253,10 +249,11 @@ def rule_for(module: nn.Module, rules: Mapping[Callable[..., Any], Rule]) -> Rul
     own = re.compile(r"(weight|bias)_(ih|hh|hr)_l\d+(_reverse)?" if isinstance(module, nn.RNNBase) else "weight|bias")
     if not all(own.fullmatch(name) for name, _ in trainable_of(module)):
         return None  # parameters from which a weight or bias is computed (pruning, weight norm)
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
-        module.padding_mode != "zeros" or isinstance(module.padding, str)
-    ):
-        return None
-    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
-        return None
-    return rules.get(type(module).forward)
+    return None if is_unusual(module) else rules.get(type(module).forward)
+
+
+def is_unusual(module: nn.Module) -> bool:
+    """Return whether a layer pads a convolution otherwise than by zeros, or divides gradients by counts of the batch."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return module.padding_mode != "zeros" or isinstance(module.padding, str)
+    return isinstance(module, nn.Embedding) and module.scale_grad_by_freq
