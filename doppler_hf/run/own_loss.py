@@ -59,7 +59,7 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
         own = own / len(losses)
     labels = inputs.get("labels")
     if labelled is None and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
-        labelled = labels != IGNORED_LABEL  # the host's mean leaves out what has no class
+        labelled = labels != rules.IGNORED_LABEL  # the host's mean leaves out what has no class
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
         raise ValueError(

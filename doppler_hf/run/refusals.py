@@ -194,8 +194,8 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
     # Sensitivity: a record that stands in k rows contributes k times C.
     if args.privacy_unit_column is None and has_length(train_dataset) and has_repeats(train_dataset):
         raise ValueError(
-            "train_dataset must have each row once, got repeated rows, as by select, repeat or Subset: ε is for a row, and a "
-            "record of several rows has several. Leave out the repeats, or set privacy_unit_column to a column that they "
+            "train_dataset must have each row once, got repeated rows, as by select, repeat or Subset: ε is for a row, and "
+            "a record of several rows has several. Leave out the repeats, or set privacy_unit_column to a column that they "
             "share."
         )
 

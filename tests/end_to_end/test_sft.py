@@ -167,7 +167,7 @@ def test_arguments_of_another_class_are_refused(tmp_path):
 
 def test_rows_that_are_repeated_are_refused_though_trl_writes_them_anew(tmp_path):
     twice = chat.prompts().repeat(2)
-    with pytest.raises(ValueError, match="train_dataset must have each row once, got one with rows that are repeated"):
+    with pytest.raises(ValueError, match="train_dataset must have each row once, got repeated rows"):
         trainer_of(tmp_path, data=twice)
     with_units = twice.add_column("user", [*range(24)] * 2)
     assert len(trainer_of(tmp_path, data=with_units, privacy_unit_column="user").train_dataset) == 48
