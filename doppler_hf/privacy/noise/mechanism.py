@@ -54,9 +54,6 @@ class Mechanism(Protocol):
     def describe(self) -> str:
         """Return the source of the noise in one line."""
 
-    def reproducible(self, seed: int) -> "Mechanism":
-        """Return the same mechanism with noise that depends on a seed, for tests and audits."""
-
     def close(self) -> None:
         """End background threads. The mechanism stays usable."""
 
@@ -201,18 +198,6 @@ class GaussianMechanism:
     def describe(self) -> str:
         """Return the source of the noise in one line."""
         return self._source
-
-    def reproducible(self, seed: int) -> "GaussianMechanism":
-        """Return the same mechanism with noise that depends on a seed, for tests and audits."""
-        return GaussianMechanism(
-            noise_multiplier=self.noise_multiplier,
-            max_grad_norm=self.max_grad_norm,
-            expected_batch_size=self.expected_batch_size,
-            shape=self.shape,
-            first_step=self._first_step,
-            floating_point_safe=self._floating_point_safe,
-            seed=seed,
-        )
 
     @torch.no_grad()
     def privatize(
