@@ -73,7 +73,6 @@ def test_learning_rates_are_those_that_training_has(tmp_path):
 @pytest.mark.parametrize(
     ("resumed", "sampler", "expected"),
     [
-        ("white", SAMPLER, "white"),
         ("banded:bands=3", SAMPLER, "banded:bands=3"),
         # A third of all units in a draw can take turns in no more than three steps.
         ("banded:bands=4", PoissonSampler(num_examples=30, expected_batch_size=10), None),
