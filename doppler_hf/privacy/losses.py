@@ -173,7 +173,8 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Value
     if any(output.startswith("logits_per_") for output in outputs):
         return ValueError(
             f"The loss of {name} compares the examples of a batch, so none has a loss of its own and clipping bounds "
-            "nothing. Train its encoder as a classifier, such as CLIPForImageClassification."
+            "nothing. Train its encoder as a classifier, such as CLIPForImageClassification with its unused "
+            "vision_model.post_layernorm frozen."
         )
     if outputs.get("loss") is not None:
         return ValueError(

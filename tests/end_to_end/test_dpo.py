@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 
 import pytest
@@ -10,11 +9,12 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
+from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
 from tests.support.chat import arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
-from tests.support.tiers import further, thorough
+from tests.support.tiers import further
 from tests.support.trainers import weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
@@ -30,7 +30,6 @@ FORMATS = {
     "implicit": (chat.implicit_preferences, None, lambda q, a: (f"{q} ", a)),
     "conversation": (chat.conversational_preferences, LORA, lambda q, a: (f"<|user|>{q}<|assistant|>", a)),
 }
-formats = pytest.mark.parametrize("name", further([*FORMATS], quick=["prompt"]))
 REFERENCES = "ref_chosen_logps", "ref_rejected_logps"
 
 
@@ -62,7 +61,7 @@ def in_double(folder, name="prompt", **options):
     return trainer
 
 
-@formats
+@pytest.mark.parametrize("name", further([*FORMATS], quick=["prompt"]))
 def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     trainer = trainer_of(tmp_path, name, eval_strategy="steps", eval_steps=1, max_tokens_per_micro_batch=400)
     assert (trainer.args.bf16, trainer.args.gradient_checkpointing) == (True, True)  # TRL's defaults
@@ -87,13 +86,15 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     assert trainer.privacy.ledger.private
 
 
-LOSSES = [
-    dict(), dict(loss_type="hinge", beta=0.5), dict(loss_type="ipo"), dict(loss_type="robust", label_smoothing=0.1),
-    dict(loss_type=["sigmoid", "ipo"], loss_weights=[0.5, 2.0]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "options"), further([*itertools.product(FORMATS, LOSSES)]), ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("prompt", dict(loss_type="hinge", beta=0.5)),
+        ("implicit", dict(loss_type="robust", label_smoothing=0.1)),
+        ("conversation", dict(loss_type=["sigmoid", "ipo"], loss_weights=[0.5, 2.0])),
+    ],
+    ids=str,
+)
 def test_losses_are_trls_of_each_pair_alone(tmp_path, name, options):
     trainer = in_double(tmp_path, name, max_length=40, **options)
     model, rows = trainer.model, [*trainer._remove_unused_columns(trainer.train_dataset)]
@@ -113,28 +114,24 @@ def test_losses_are_trls_of_each_pair_alone(tmp_path, name, options):
     ("name", "options"),
     [
         ("prompt", {}),
-        ("conversation", dict(max_tokens_per_micro_batch=500)),
         ("prompt", dict(privacy_unit_column="judge", per_device_train_batch_size=1, clip_unit_mean=True)),
-        *thorough(("prompt", dict(privacy_unit_column="judge", per_device_train_batch_size=1, loss_type="ipo"))),
     ],
 )
 def test_one_pair_moves_the_sum_by_at_most_c(tmp_path, name, options):
     data = FORMATS[name][0]().map(lambda row, index: {"judge": index % 12}, with_indices=True)
     trainer = in_double(tmp_path, name, data=data, clipping="vanilla", per_sample_max_grad_norm=1e-4, **options)
-    result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
+    result = neighbour_distances(trainer, pairs=2, tolerance=1e-6)
     assert not result.contradicts_claim
     assert 0.3 < result.distances.min() <= result.distances.max() <= 1.0 + 1e-6  # a judge's pairs are averaged
     assert result.couplings.max() < 1e-10
 
 
-@pytest.mark.parametrize("bf16", [False, *thorough(True)])
-@formats
-def test_the_reference_of_a_pair_does_not_follow_the_others(tmp_path, name, bf16):
-    data = FORMATS[name][0]().shuffle(seed=0)
-    options = dict(bf16=bf16, per_device_train_batch_size=8)
-    whole = trainer_of(tmp_path, name, data=data, **options).train_dataset
-    for rows in (range(1, 24), [2, 17, 5], [9]):
-        some = trainer_of(tmp_path, name, data=data.select(rows), **options).train_dataset
+def test_the_reference_of_a_pair_does_not_follow_the_others(tmp_path):
+    data = chat.preferences().shuffle(seed=0)
+    options = dict(bf16=False, per_device_train_batch_size=8)
+    whole = trainer_of(tmp_path, data=data, **options).train_dataset
+    for rows in ([2, 17, 5], [9]):
+        some = trainer_of(tmp_path, data=data.select(rows), **options).train_dataset
         assert [some[column] for column in REFERENCES] == [whole.select(rows)[column] for column in REFERENCES]
 
 
@@ -182,8 +179,8 @@ def test_defaults_are_those_of_trl_and_ours(tmp_path):
     assert (stock.learning_rate, stock.precompute_ref_log_probs) == (DPOConfig.learning_rate, False)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(loss_type="aot", ld_alpha=0.5)], ids=str)
-def test_without_privacy_it_is_trls(tmp_path, options):
+def test_without_privacy_it_is_trls(tmp_path):
+    options = dict(loss_type="aot", ld_alpha=0.5)
     ours = trainer_of(tmp_path, disable_dp=True, ref_model=tiny_llama(), **options)
     stock = DPOTrainer(
         model=tiny_llama(),
@@ -202,8 +199,8 @@ def test_without_privacy_it_is_trls(tmp_path, options):
 # PEFT looks for the base model's own vocabulary where this one, made on the spot, lies nowhere.
 @pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["prompt", "conversation"])
-def test_saved_and_resumed(tmp_path, name):
+def test_saved_and_resumed(tmp_path):
+    name = "conversation"
     whole, resumed, saved = whole_resumed_and_saved(functools.partial(trainer_of, tmp_path, name), tmp_path)
     assert torch.equal(weights(resumed), weights(whole))
     assert PrivacyLedger.load(tmp_path).steps_run == 4  # of which one was released twice
@@ -240,28 +237,3 @@ def test_what_would_break_the_guarantee_or_have_no_effect_is_refused(tmp_path, m
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         arguments(tmp_path, **options)
     assert arguments(tmp_path, disable_dp=True, **options)
-
-
-class Mean(DopplerDPOTrainer):
-    """Scales the loss of a pair by the lengths of the others."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        losses, lengths = super().compute_per_sample_loss(model, inputs), inputs["attention_mask"].sum(dim=(1, 2))
-        return losses * lengths / lengths.sum()
-
-
-def test_pairs_that_are_mixed_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="one example changes with the examples beside it"):
-        trainer_of(tmp_path, cls=Mean).train()
-
-
-def test_data_in_memory_are_refused_for_several_processes(tmp_path, monkeypatch):
-    """TRL's other processes would look for a file of process 0 in a folder of their own."""
-    trainer = trainer_of(tmp_path / "out")
-    data = Dataset.from_list(trainer.train_dataset.remove_columns(list(REFERENCES)).to_list())
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with pytest.raises(ValueError, match=r"The train data set must lie in files for 2 processes, got one .* save_to_disk"):
-        trainer._precompute_ref_logps(data, "train", 1)
-    data.save_to_disk(str(tmp_path / "data"))
-    again = trainer._precompute_ref_logps(Dataset.load_from_disk(str(tmp_path / "data")), "train", 1)
-    assert again["ref_chosen_logps"] == pytest.approx(trainer.train_dataset["ref_chosen_logps"], rel=1e-5)

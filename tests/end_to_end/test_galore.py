@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.support.tiers import thorough
 from tests.support.trainers import trained, trainer_of, weights
 
 GALORE = {"optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=3,scale=0.5"}
@@ -23,26 +22,15 @@ def test_the_matrices_of_linear_layers_are_updated_at_rank_four(tmp_path):
         assert shapes == {torch.Size((4, p.shape[1])) if is_projected else p.shape}, name
 
 
-@pytest.mark.parametrize(
-    ("saved_at", "more"),
-    [*thorough((2, "")), (3, ",projector_source=filtered"), *thorough((5, ",basis_change=reset,projector=svd"))],
-)
-def test_resumed_equals_uninterrupted(tmp_path, more, saved_at):
-    options = dict(noise_seed=1, max_steps=7, low_pass_filter="second-order", save_strategy="steps", save_steps=saved_at)
-    options |= GALORE | {"optim_args": GALORE["optim_args"] + more}
+def test_resumed_equals_uninterrupted(tmp_path):
+    options = dict(noise_seed=1, max_steps=5, low_pass_filter="second-order", save_strategy="steps", save_steps=3)
+    options |= GALORE | {"optim_args": GALORE["optim_args"] + ",projector_source=filtered"}
     whole = trained(trainer_of(tmp_path, **options))
     resumed = trainer_of(tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{saved_at}"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
     assert torch.equal(weights(resumed), weights(whole))
 
 
 def test_a_rank_that_no_matrix_exceeds_is_refused(tmp_path):
     with pytest.raises(ValueError, match="rank must be below the shorter side of some matrix, got 128"):
         trainer_of(tmp_path, optim_target_modules="all-linear").train()
-
-
-def test_every_argument_reaches_the_optimizer(tmp_path):
-    given = "rank=4,basis_change=reset,projector=svd,projector_source=filtered"
-    options = dict(low_pass_filter="momentum", optim_target_modules="all-linear", optim_args=given)
-    optimizer = trainer_of(tmp_path, **options).create_optimizer()
-    assert (optimizer.basis_change, optimizer.projector, optimizer.projector_source) == ("reset", "svd", "filtered")

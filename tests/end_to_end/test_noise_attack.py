@@ -6,8 +6,6 @@ agree with all of 95 × 64 bare coordinates to 1e-5 of their size; another strea
 1e-4, so that he is wrong once in 10²⁴⁰⁰⁰ runs.
 """
 
-import os
-import random
 import time
 
 import numpy as np
@@ -16,8 +14,6 @@ import torch
 from transformers import set_seed
 
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.privacy.bits import BitStream
-from doppler_hf.privacy.noise.gaussian import noise_stream
 
 SEED = 42  # `args.seed`, saved with every checkpoint
 SIGMA, C, B = 1.1, 0.5, 8
@@ -96,16 +92,6 @@ def attack(gradients, *, seeds=(SEED,)):
     return None
 
 
-def search(gradient, *, low_bits):
-    """Look for the seed of torch's CPU generator among those with these low 32 bits; the high ones do not matter."""
-    for seed in low_bits:
-        generator = torch.Generator().manual_seed(seed)
-        head, embedding = (torch.randn(shape, generator=generator) for shape in SHAPES.values())
-        if agrees({"embedding": embedding * STD / B}, gradient):
-            return seed, {"head": head * STD / B, "embedding": embedding * STD / B}
-    return None
-
-
 def clean(gradient, noise):
     return {name: (gradient[name] - noise[name]) * B for name in SHAPES}
 
@@ -121,22 +107,9 @@ def test_usual_noise_is_taken_off(victim):
             torch.testing.assert_close(total, clipped_sums(step)[parameter], atol=2e-6, rtol=0)
 
 
-def test_a_secret_seed_of_torchs_generator_has_32_bits():
-    """A victim with 64 bits from the operating system, of which the search is shown 4096 candidates around the right one."""
-    secret = int.from_bytes(os.urandom(8), "little")
-    low = secret % 2**32
-    (gradient, *_) = released(torch_normals(torch.Generator().manual_seed(secret)))
-    candidates = range(max(0, low - random.randrange(4096)), min(low + 1, 2**32))
-    start = time.perf_counter()
-    found, noise = search(gradient, low_bits=candidates)
-    assert time.perf_counter() - start < 60
-    assert found == low
-    torch.testing.assert_close(clean(gradient, noise)["head"], clipped_sums(0)["head"], atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("safe", [False, True])
-@pytest.mark.parametrize("draw_ahead", [False, True])
-@pytest.mark.parametrize("generator", ["csprng", "philox"])
+@pytest.mark.parametrize(
+    ("generator", "draw_ahead", "safe"), [("csprng", False, False), ("csprng", True, True), ("philox", True, False)]
+)
 def test_ours_stays(generator, draw_ahead, safe):
     set_seed(SEED)
     gradients = []
@@ -148,34 +121,7 @@ def test_ours_stays(generator, draw_ahead, safe):
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
     assert attack(gradients, seeds=(SEED, 0, 1)) is None
-    assert search(gradients[0], low_bits=range(256)) is None
     # Nor do two steps share theirs, nor has the attacker's own copy of the mechanism it.
     twin = replay(mechanism_normals(gaussian(generator=generator, floating_point_safe=safe)))
     for step in range(STEPS):
         assert not any(agrees(other, gradients[step]) for other in (*gradients[:step], *twin))
-
-
-def test_the_attacker_recognizes_noise_that_he_can_make():
-    """The failures above are the noise's merit: with the victim's own stream the same comparison succeeds."""
-    stream = noise_stream("csprng")
-    keystream = torch.empty(1 << 16, dtype=torch.int64)
-    stream.fill(keystream, step=0)
-
-    class Leaked(BitStream):
-        is_secret = False
-
-        def __init__(self):
-            self.position = 0
-
-        def fill(self, words, *, step):
-            words.copy_(keystream[self.position : self.position + len(words)])
-            self.position += len(words)
-
-    def leaked():
-        mechanism = gaussian()
-        mechanism._stream = Leaked()
-        return mechanism
-
-    victim = leaked()
-    gradients = [victim.privatize(clipped_sums(step), step=step) for step in range(STEPS)]
-    assert all(agrees(*pair) for pair in zip(replay(mechanism_normals(leaked())), gradients))

@@ -7,9 +7,8 @@ from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, GradientRecorder
 from doppler_hf.privacy.accounting import Releases
-from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data
-from tests.support.trainers import NoSignal, Recorder, arguments, trainer_of
+from tests.support.trainers import NoSignal, Recorder, trainer_of
 
 SHAPE = "banded:bands=3"
 
@@ -62,9 +61,8 @@ def apart(taken):
     return min((int(np.diff(s).min()) for s in steps.values() if len(s) > 1), default=None)
 
 
-@pytest.mark.parametrize("workers", [0, *thorough(2)])
-def test_no_unit_comes_back_before_its_turn(tmp_path, workers):
-    trainer, watched = shaped_trainer(tmp_path, dataloader_num_workers=workers)
+def test_no_unit_comes_back_before_its_turn(tmp_path):
+    trainer, watched = shaped_trainer(tmp_path)
     trainer.train()
     assert len(watched.taken) >= 11
     assert apart(watched.taken) == 3
@@ -109,19 +107,6 @@ def test_the_budget_guard_counts_turns(tmp_path):
     # 8 steps are three turns; the ninth belongs to the third turn, and costs nothing.
     assert ledger.affordable_steps(5) == 1
     assert ledger.epsilon(further_steps=1) == ledger.epsilon() < ledger.epsilon(further_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(noise_shape="pink"), "noise_shape must be one of"),
-        (dict(noise_shape=SHAPE, low_pass_filter="optimal-fir:taps=4"), "cannot be used with noise_shape"),
-        (dict(noise_shape=SHAPE, noise_multiplier=0.0), "noise_shape='banded:bands=3' has no effect"),
-    ],
-)
-def test_what_does_not_go_with_shaped_noise_is_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(tmp_path, **options)
 
 
 def test_too_many_bands_and_a_recorder_are_refused_before_a_ledger_is_written(tmp_path):

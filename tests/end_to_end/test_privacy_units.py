@@ -16,10 +16,9 @@ from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.fetching import DrawnExamples
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, collate_piece
 from doppler_hf.privacy.batching.sampling import OfStep, share_of
-from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.tolerances import RAISED
-from tests.support.trainers import Recorder, arguments, trained, trainer_of
+from tests.support.trainers import Recorder, trained, trainer_of
 
 UNITS = [0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6, 7]  # eight units of one to four examples
 SIZES = np.bincount(UNITS)
@@ -77,7 +76,7 @@ def test_a_limit_takes_that_many_of_a_unit_at_random():
     assert np.all(counts[SIZES[UNITS] <= 2] == steps)
 
 
-@pytest.mark.parametrize("limit", [None, 1, 2, 3, 100])
+@pytest.mark.parametrize("limit", [None, 3])
 def test_the_shares_of_a_unit_add_up_to_at_most_one(limit):
     sampler = sampler_of(max_examples_per_unit=limit, expected_batch_size=8)
     drawn = sampler.draw(0)
@@ -85,13 +84,6 @@ def test_the_shares_of_a_unit_add_up_to_at_most_one(limit):
         counts = sampler.counts[drawn[np.array(UNITS)[drawn] == unit]].tolist()
         assert counts == [len(counts)] * len(counts)
         assert 1 - 1e-6 < sum(map(share_of, counts)) <= 1.0
-
-
-def test_the_shares_are_rounded_down():
-    for count in range(1, 200):
-        share = share_of(count)
-        assert share == np.float32(share)  # as the engine has it
-        assert 1 - 1e-6 < count * share <= 1.0
 
 
 def test_processes_share_the_units_out():
@@ -109,49 +101,6 @@ def test_a_draw_of_units_keeps_equal_shares_together_and_is_sorted_by_length():
     assert np.all(np.diff(counts) >= 0)
     assert len(np.unique(counts)) > 2
     assert all(np.all(np.diff(lengths[drawn[counts == count]]) >= 0) for count in np.unique(counts))
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_whole_units_are_not_cut(data):
-    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=9))
-    units = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
-    lengths = np.random.default_rng(1).integers(1, 50, size=len(units)) if data.draw(st.booleans()) else None
-    pieces = data.draw(st.integers(1, 5))
-    sampler = PoissonSampler(
-        num_examples=len(units), expected_batch_size=len(sizes), units=units, lengths=lengths, keeps_units_whole=True,
-        micro_batches=pieces, max_examples_per_unit=data.draw(st.sampled_from([None, 1, 3])),
-    )  # fmt: skip
-    (drawn,) = [list(sampler)]
-    assert len(drawn) == pieces
-    assert max(len(set(units[piece])) for piece in drawn) - min(len(set(units[piece])) for piece in drawn) <= 1
-    together = np.concatenate(drawn).astype(int)
-    assert len(set(together)) == len(together) == np.minimum(sizes, sampler.max_examples_per_unit or 4).sum()
-    for piece in drawn:  # each unit in one run of rows, as long as its count says, in one piece
-        runs = [list(rows) for _, rows in itertools.groupby(piece, key=lambda index: units[index])]
-        assert len(runs) == len(set(units[piece]))
-        assert all(len(rows) == sampler.counts[rows[0]] for rows in runs)
-    counts = sampler.counts[together]
-    assert np.all(np.diff(counts) >= 0)
-    if lengths is not None:
-        for count in np.unique(counts):
-            longest = lengths[together[counts == count]].reshape(-1, count).max(axis=1)
-            assert np.all(np.diff(longest) >= 0)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (dict(units=[0, 1]), r"one entry for each of 15 examples, got shape \(2,\)"),
-        (dict(units=[1 + unit for unit in UNITS]), "without gaps, got no 0"),
-        (dict(units=None, max_examples_per_unit=2), "needs units, got 2"),
-        (dict(max_examples_per_unit=0), "at least 1 and needs units, got 0"),
-        (dict(expected_batch_size=9), "the number of units of privacy, 8, got 9"),
-    ],
-)
-def test_bad_units_are_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        sampler_of(**overrides)
 
 
 # --- the column -----------------------------------------------------------------------------------------------------------
@@ -179,11 +128,6 @@ def test_a_column_that_names_no_units_is_refused(values, column, message):
         units_of(Dataset.from_dict({"user": values}), column=column)
 
 
-def test_a_plain_list_has_no_column():
-    with pytest.raises(ValueError, match="column of train_dataset, got a list"):
-        units_of([{"user": 1}], column="user")
-
-
 @pytest.mark.parametrize("max_tokens", [None, 16])
 def test_shares_stay_with_their_examples(max_tokens):
     data = text_data(10)
@@ -201,8 +145,7 @@ def test_shares_stay_with_their_examples(max_tokens):
     assert collate_piece(OfStep([], step=0), collator=pad, max_rows=24, max_tokens=max_tokens) == []
 
 
-@pytest.mark.parametrize("max_tokens", [None, 40, 80])
-@pytest.mark.parametrize("views", [1, 2])
+@pytest.mark.parametrize(("max_tokens", "views"), [(None, 1), (80, 2)])
 def test_a_unit_whose_mean_is_clipped_is_in_one_micro_batch(max_tokens, views):
     data, users_of = text_data(24).add_column("number", list(range(24))), np.array([*range(8), *range(8, 12), *range(12)])
     sampler = PoissonSampler(
@@ -226,13 +169,12 @@ def test_a_unit_whose_mean_is_clipped_is_in_one_micro_batch(max_tokens, views):
 # --- sensitivity ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip_unit_mean", [False, True])
-@pytest.mark.parametrize("engine", ["book_keeping", "opacus"])
-@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
-@pytest.mark.parametrize("clipping", ["vanilla", "automatic"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_adding_a_whole_user_changes_the_sum_by_at_most_c(engine, granularity, clipping, clip_unit_mean, data):
+def test_adding_a_whole_user_changes_the_sum_by_at_most_c(data):
+    clipping, clip_unit_mean = data.draw(st.sampled_from(["vanilla", "automatic"])), data.draw(st.booleans())
+    engine = data.draw(st.sampled_from(["book_keeping", "opacus"]))
+    granularity = data.draw(st.sampled_from(["flat", "per_layer"]))
     units = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=12))
     units = np.unique(units, return_inverse=True)[1]
     scale = data.draw(st.sampled_from([1e-3, 1.0, 1e4]))
@@ -261,30 +203,8 @@ def test_adding_a_whole_user_changes_the_sum_by_at_most_c(engine, granularity, c
     assert torch.linalg.vector_norm(total(chosen) - total(without)) <= 0.7 * (1 + 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-def test_a_weighted_sum_is_the_sum_of_weighted_clipped_gradients():
-    torch.manual_seed(0)
-    model, x = torch.nn.Linear(3, 1), torch.randn(5, 3)
-    weights, expected = torch.tensor([1.0, 0.5, 0.25, 0.0, 0.75]), 0.0
-    for row, weight in zip(x, weights):
-        gradient = torch.cat([row, torch.ones(1)]).double()  # of the output with respect to weight and bias
-        expected = expected + weight.double() * gradient * min(1.0, 0.8 / (gradient.norm() * RAISED))
-    for engine in ("book_keeping", "opacus"):
-        with ClippedGradients(model, max_grad_norm=0.8, clipping="vanilla", engine=engine) as clipped:
-            clipped.backward(model(x).squeeze(1), weights=weights)
-            total = torch.cat([value.flatten() for value in clipped.sums.values()]).double()
-        torch.testing.assert_close(total, expected, atol=1e-6, rtol=1e-5)
-
-
-def test_examples_without_a_finite_gradient_keep_their_weights_apart():
-    model, x = torch.nn.Linear(1, 1, bias=False), torch.tensor([[1.0], [math.nan], [1.0]])
-    with ClippedGradients(model, max_grad_norm=1.0, clipping="vanilla") as clipped:
-        clipped.backward(model(x).squeeze(1), weights=torch.tensor([0.5, 1.0, 0.25]))
-        assert clipped.sums["weight"].item() == pytest.approx(0.75 / RAISED)
-
-
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("weights", [[0.5], [0.5, 1.1], [-0.1, 0.5], [0.5, math.nan]])
+@pytest.mark.parametrize("weights", [[0.5], [0.5, 1.1], [0.5, math.nan]])
 def test_bad_weights_are_refused(weights):
     model = torch.nn.Linear(1, 1)
     with (
@@ -304,7 +224,7 @@ def everything_drawn(monkeypatch):
 
 @pytest.mark.parametrize(
     ("max_tokens", "limit", "clip_unit_mean"),
-    [(None, 2, False), (60, None, True), *thorough((30, None, False), (None, None, False), (30, 2, False), (60, 2, True))],
+    [(None, 2, False), (60, None, True)],
 )
 def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(
     tmp_path, monkeypatch, limit, max_tokens, clip_unit_mean
@@ -325,12 +245,9 @@ def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(
 
 
 @pytest.mark.parametrize("clip_unit_mean", [False, True])
-@pytest.mark.parametrize("max_grad_norm", [1e-3, *thorough(0.5)])
-def test_a_user_contributes_the_mean_of_its_clipped_gradients_or_its_clipped_mean(
-    tmp_path, monkeypatch, clip_unit_mean, max_grad_norm
-):
+def test_a_user_contributes_the_mean_of_its_clipped_gradients_or_its_clipped_mean(tmp_path, monkeypatch, clip_unit_mean):
     everything_drawn(monkeypatch)
-    recorder, data = Recorder(), users()
+    recorder, data, max_grad_norm = Recorder(), users(), 1e-3
     trainer = trainer_of(
         tmp_path, data=data, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", max_steps=1, noise_seed=0,
         per_sample_max_grad_norm=max_grad_norm, privacy_unit_column="user_id", clip_unit_mean=clip_unit_mean,
@@ -391,71 +308,13 @@ def test_the_accountant_the_ledger_and_the_summary_count_users(tmp_path, capsys)
     assert "user_id" in capsys.readouterr().out
 
 
-def test_the_guarantee_is_the_same_and_the_ledger_says_what_is_clipped(tmp_path):
-    ledgers = []
-    for clip_unit_mean in (False, True):
-        trained(trainer_of(
-            tmp_path / str(clip_unit_mean), data=users(), privacy_unit_column="user_id", clip_unit_mean=clip_unit_mean,
-            max_steps=2,
-        ))  # fmt: skip
-        ledgers.append(PrivacyLedger.load(tmp_path / str(clip_unit_mean) / "out"))
-    assert ledgers[0].epsilon() == ledgers[1].epsilon()
-    assert ledgers[1].statement.clipping_in_words == "1 (automatic, flat, the mean gradient over a unit's examples)"
-    assert ledgers[0].statement.clipping_in_words == "1 (automatic, flat)"
-
-
-def of_two_lengths():
-    """Sixty short texts and four long ones, of users who have both."""
-    sizes = [3] * 60 + [9] * 4
-    rows = [{"input_ids": [index % 20 + 5] * size, "attention_mask": [1] * size} for index, size in enumerate(sizes)]
-    rows = [row | {"labels": index % 2, "user_id": f"user {index % 16}"} for index, row in enumerate(rows)]
-    return Dataset.from_list(rows)
-
-
-@pytest.mark.parametrize(
-    ("data", "key"),
-    [(users(), lambda row: row["input_ids"][0]), (of_two_lengths(), lambda row: -len(row["input_ids"]))],
-    ids=["token", "length"],
-)
-def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path, data, key):
+def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path):
     trainer = trainer_of(
-        tmp_path, data=data, privacy_unit_column="user_id", gradient_accumulation_steps=1, grad_sample_self_check=False
+        tmp_path, data=users(), privacy_unit_column="user_id", gradient_accumulation_steps=1, grad_sample_self_check=False
     )
-    trainer.data_collator = lambda examples: pad(sorted(examples, key=key))
+    trainer.data_collator = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))
     with pytest.raises(ValueError, match="return for each example, in their order, the row that it makes"):
         trainer.train()
-
-
-def test_steps_per_epoch_follow_the_users(tmp_path):
-    trainer = trained(trainer_of(tmp_path, data=users(), privacy_unit_column="user_id", max_steps=-1, num_train_epochs=3))
-    assert trainer.state.global_step == 3 * math.ceil(14 / 8) == trainer.privacy.ledger.steps_run
-
-
-def test_the_column_does_not_reach_the_collator(tmp_path):
-    seen = set()
-
-    def collator(examples):
-        seen.update(name for example in examples for name in example)
-        return pad(examples)
-
-    trainer = trainer_of(tmp_path, data=users(), privacy_unit_column="user_id", remove_unused_columns=False, max_steps=1)
-    trainer.data_collator = collator
-    trainer.train()
-    assert seen == {"input_ids", "attention_mask", "labels"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (dict(max_examples_per_unit=3), "has no effect if every example is a unit"),
-        (dict(clip_unit_mean=False), "clip_unit_mean=False has no effect if every example is a unit"),
-        (dict(privacy_unit_column="user_id", max_examples_per_unit=0), "at least 1, got 0"),
-        (dict(privacy_unit_column="user_id", disable_dp=True, noise_multiplier=None), "has no effect with disable_dp=True"),
-    ],
-)
-def test_arguments_about_units_are_checked(tmp_path, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(tmp_path, **overrides)
 
 
 def test_a_missing_column_is_refused_before_the_first_step(tmp_path):

@@ -8,13 +8,12 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import ProcessorMixin
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from tests.support import chat
 from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
-from tests.support.tiers import further, thorough
+from tests.support.tiers import further
 from tests.support.trainers import weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
@@ -40,9 +39,6 @@ FORMATS = {
     "assistant": (chat.conversations, dict(assistant_only_loss=True), {}, lambda q, a: a),
     "conversational prompt": (chat.conversational_prompts, {}, dict(peft_config=LORA), lambda q, a: a),
 }
-formats = pytest.mark.parametrize("name", FORMATS)
-
-
 arguments = functools.partial(arguments_of, cls=DopplerSFTConfig)
 
 
@@ -80,7 +76,7 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     assert trainer.privacy.ledger.private
 
 
-@formats
+@pytest.mark.parametrize("name", ["text", "assistant", "conversational prompt"])
 def test_losses_are_trls_of_each_example_alone(tmp_path, name):
     trainer = trainer_of(tmp_path, name, bf16=False, gradient_checkpointing=False)
     model, rows = trainer.model.eval(), [*trainer._remove_unused_columns(trainer.train_dataset)]
@@ -93,25 +89,15 @@ def test_losses_are_trls_of_each_example_alone(tmp_path, name):
     torch.testing.assert_close(without_longest, together[:-5], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["text", *thorough("assistant"), "conversational prompt"])
-def test_one_example_moves_the_sum_by_at_most_c(tmp_path, name):
+def test_one_example_moves_the_sum_by_at_most_c(tmp_path):
+    name = "conversational prompt"
     options = dict(clipping="vanilla", per_sample_max_grad_norm=1e-2, bf16=False, grad_sample_self_check=False)
     trainer = trainer_of(tmp_path, name, model=tiny_llama().double(), **options)
     trainer.model.double()  # the adapters too
-    result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
+    result = neighbour_distances(trainer, pairs=2, tolerance=1e-6)
     assert not result.contradicts_claim
     assert 0.99 < result.distances.min() <= result.distances.max() <= 1.0 + 1e-6
     assert result.couplings.max() < 1e-10
-
-
-# TRL shows a piece once in the life of a process.
-@pytest.mark.parametrize(("pieces", "options"), [("xy", {}), ("uv", dict(disable_dp=True))])
-def test_the_log_shows_no_piece_of_a_prompt(tmp_path, caplog, pieces, options):
-    data = Dataset.from_list([{"prompt": f"is it {piece}", "completion": "q"} for piece in pieces])
-    tokenizer = chat_tokenizer(*((piece, "q") for piece in pieces))
-    DopplerSFTTrainer(tiny_llama(), arguments(tmp_path, **options), train_dataset=data, processing_class=tokenizer)
-    assert caplog.text.count("The tokenized prompt is not a prefix") == 2
-    assert [f"{piece!r}" in caplog.text for piece in pieces] == [bool(options)] * 2
 
 
 def test_defaults_are_those_of_trl_and_ours(tmp_path):
@@ -159,12 +145,6 @@ def test_what_would_break_the_guarantee_is_refused(tmp_path, argument):
     assert arguments(tmp_path, disable_dp=True, **options)
 
 
-def test_arguments_of_another_class_are_refused(tmp_path):
-    for args in (None, arguments(tmp_path, cls=SFTConfig), DopplerTrainingArguments(str(tmp_path), noise_multiplier=1.0)):
-        with pytest.raises(ValueError, match=rf"args must be DopplerSFTConfig, got {type(args).__name__}\. Make one"):
-            DopplerSFTTrainer(tiny_llama(), args, train_dataset=chat.prompts(), processing_class=chat_tokenizer())
-
-
 def test_rows_that_are_repeated_are_refused_though_trl_writes_them_anew(tmp_path):
     twice = chat.prompts().repeat(2)
     with pytest.raises(ValueError, match="train_dataset must have each row once, got repeated rows"):
@@ -178,18 +158,3 @@ def test_a_loss_that_balances_experts_is_refused(tmp_path):
     with pytest.raises(ValueError, match=BALANCED):
         trainer_of(tmp_path, model=model)
     assert not trainer_of(tmp_path, model=model, router_aux_loss_coef=0.0).aux_loss_enabled
-
-
-class Processor(ProcessorMixin):
-    """Of a tokenizer alone."""
-
-    def __init__(self, tokenizer, chat_template=None):
-        self.tokenizer, self.chat_template = tokenizer, chat_template
-
-
-def test_images_are_refused(tmp_path):
-    data = chat.prompts().add_column("image", ["none"] * 24)
-    with pytest.raises(ValueError, match="train_dataset must be of texts in a private run, got a column of images"):
-        DopplerSFTTrainer(
-            tiny_llama(), arguments(tmp_path), train_dataset=data, processing_class=Processor(chat_tokenizer())
-        )

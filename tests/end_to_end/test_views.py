@@ -2,19 +2,16 @@
 
 import functools
 import math
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import set_seed
 
 from doppler_hf import DopplerTrainer
 from tests.support.models import CLASSES, build
-from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, arguments, checked_trainer_of, trained, trainer_of, weights
+from tests.support.trainers import NoSignal, Recorder, arguments, trained, trainer_of, weights
 
 VIEWS = 4
 
@@ -88,27 +85,15 @@ def test_each_example_comes_in_different_views_and_evaluations_do_not(tmp_path):
     assert sum(len(batch["labels"]) for batch in trainer.get_eval_dataloader()) == 12
 
 
-@pytest.mark.parametrize("views", [*thorough(1), VIEWS])
-def test_the_noise_is_that_of_one_view(tmp_path, views):
+def test_the_noise_is_that_of_one_view(tmp_path):
     recorder = Recorder()
-    options = dict(noise_multiplier=1.7, per_sample_max_grad_norm=0.3, max_steps=4, augmentation_multiplicity=views)
+    options = dict(noise_multiplier=1.7, per_sample_max_grad_norm=0.3, max_steps=4)
     trainer = trained(image_trainer(tmp_path, cls=NoSignal, callbacks=[recorder], grad_sample_self_check=False, **options))
     drawn = torch.cat(recorder.gradients)
     expected = 1.7 * 0.3 / 8
     assert trainer.private_run.mechanism.noise_std(0) == pytest.approx(expected)
     # The deviation of n normals is off by 1/√(2n) of itself; six of these have a probability of 2e-9.
     assert drawn.std().item() == pytest.approx(expected, rel=6 / math.sqrt(2 * len(drawn)))
-
-
-def test_the_guarantee_is_that_of_one_view_and_the_ledger_says_how_many_there_were(tmp_path):
-    trainers = [image_trainer(tmp_path / str(views), augmentation_multiplicity=views, max_steps=2) for views in (1, VIEWS)]
-    for trainer in trainers:
-        trainer.train()
-    one, several = (trainer.privacy.ledger for trainer in trainers)
-    assert several.epsilon() == one.epsilon()
-    assert several.statement.augmentation_multiplicity == VIEWS
-    assert several.statement.clipping_in_words == "1 (automatic, flat, the mean gradient over 4 views of an example)"
-    assert one.statement.clipping_in_words == "1 (automatic, flat)"
 
 
 def step_by_hand(trainer):
@@ -125,9 +110,7 @@ def step_by_hand(trainer):
     return total / trainer.private_run.sampler.expected_batch_size, losses
 
 
-@pytest.mark.parametrize(
-    ("engine", "accumulation"), [("book_keeping", 2), ("opacus", 1), *thorough(("book_keeping", 1), ("opacus", 2))]
-)
+@pytest.mark.parametrize(("engine", "accumulation"), [("book_keeping", 2), ("opacus", 1)])
 def test_a_step_is_that_of_mean_gradients_clipped_once(tmp_path, accumulation, engine):
     recorder = Recorder()
     trainer = trained(image_trainer(
@@ -175,61 +158,8 @@ def test_users_and_budgets_of_tokens_count_as_with_one_view(tmp_path):
     torch.testing.assert_close(ends[2], ends[0], atol=1e-12, rtol=1e-9)
 
 
-def test_dropout_alone_makes_views(tmp_path):
-    model = tiny_bert(hidden_dropout_prob=0.2)
-    trainer_of(tmp_path, model=model, augmentation_multiplicity=2, max_steps=1).train()  # and warnings are errors
-
-
-def hidden(examples):
-    """A random collator: tokens hidden, each row by itself."""
-    batch = pad(examples)
-    return batch | {"input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.3, 4)}
-
-
-class Sorted:
-    """A collator that returns rows in another order."""
-
-    def __init__(self, collator, key):
-        self.collator, self.key = collator, key
-
-    def __call__(self, examples):
-        return self.collator(sorted(examples, key=self.key))
-
-
-@pytest.mark.parametrize("self_check", [True, False])
-@pytest.mark.parametrize("collator", [pad, hidden])
-@pytest.mark.parametrize("key", [lambda row: -row["labels"], lambda row: row["input_ids"][0]], ids=["label", "token"])
-def test_a_collator_that_reorders_rows_is_refused(tmp_path, collator, key, self_check):
-    trainer = trainer_of(
-        tmp_path, augmentation_multiplicity=2, grad_sample_self_check=self_check, gradient_accumulation_steps=1
-    )
-    trainer.data_collator = Sorted(collator, key)
+def test_a_collator_that_reorders_rows_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, augmentation_multiplicity=2, gradient_accumulation_steps=1)
+    trainer.data_collator = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))
     with pytest.raises(ValueError, match="return for each example, in their order, the row that it makes"):
         trainer.train()
-
-
-@pytest.mark.thorough
-def test_it_learns_at_little_noise(tmp_path):
-    set_seed(0)
-    trainer = image_trainer(
-        tmp_path, noise_multiplier=0.1, per_device_train_batch_size=16, gradient_accumulation_steps=1, max_steps=40,
-        learning_rate=5e-3, base_optimizer="adam",
-    )  # fmt: skip
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.5 * before
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert np.mean(losses[-10:]) < np.mean(losses[:10])
-
-
-@pytest.mark.thorough
-def test_workers_make_views_too(tmp_path):
-    trainer = checked_trainer_of(
-        tmp_path, cls=Watched, augmentation_multiplicity=3, data=text_data(), max_steps=2, dataloader_num_workers=1
-    )
-    trainer.data_collator = hidden
-    with warnings.catch_warnings():  # of fork in a process with threads, which is torch's own affair
-        warnings.simplefilter("ignore", DeprecationWarning)
-        trainer.train()
-    rows = [batch["input_ids"].unflatten(0, (-1, 3)) for batch in trainer.batches]
-    assert any(len({view.numpy().tobytes() for view in of_example}) == 3 for views in rows for of_example in views)

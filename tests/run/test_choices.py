@@ -1,19 +1,15 @@
 """Filter and shape of the noise are the ones that were named, or follow from public numbers of the run alone."""
 
-import re
-
 import pytest
 
 from doppler_hf.filters import LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_noise_multiplier
+from doppler_hf.privacy import PoissonSampler, get_noise_multiplier
 from doppler_hf.privacy.accounting import Releases
 from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
 from tests.support.ledgers import statement
-from tests.support.tiers import thorough
-from tests.support.tiny import tiny_bert
-from tests.support.trainers import Recorder, StopAt, arguments, text_data, trained, trainer_of
+from tests.support.trainers import Recorder, arguments, trained, trainer_of
 
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
 # A run in which shaping pays, and of whose target `noise_multiplier` is not asked.
@@ -28,9 +24,8 @@ def filter_of(tmp_path, *, shape=WHITE, **overrides):
     return chosen_filter(args, plan)
 
 
-@pytest.mark.parametrize("name", ["none", "momentum", "butterworth:order=2,cutoff=0.1", "b=0.1,0.1;a=1,-0.8"])
-def test_a_named_filter_is_taken_as_it_is(tmp_path, name):
-    assert filter_of(tmp_path, low_pass_filter=name) == LowPassFilter.parse(name)
+def test_a_named_filter_is_taken_as_it_is(tmp_path):
+    assert filter_of(tmp_path, low_pass_filter="momentum") == LowPassFilter.parse("momentum")
 
 
 @pytest.mark.parametrize("base", ["adam", "adam_bc"])
@@ -38,7 +33,7 @@ def test_behind_adam_white_noise_gets_no_filter(tmp_path, base):
     assert filter_of(tmp_path, low_pass_filter="auto", base_optimizer=base) == LowPassFilter.parse("none")
 
 
-@pytest.mark.parametrize(("shape", "base"), [("white", "sgd"), ("banded:bands=4", "sgd"), ("banded:bands=4", "adam_bc")])
+@pytest.mark.parametrize(("shape", "base"), [("white", "sgd"), ("banded:bands=4", "adam_bc")])
 def test_an_auto_filter_follows_from_the_plan_the_schedule_and_the_shape(tmp_path, shape, base):
     shape = NoiseShape.parse(shape)
     chosen = filter_of(tmp_path, low_pass_filter="auto", noise_shape=str(shape), shape=shape, base_optimizer=base)
@@ -46,13 +41,12 @@ def test_an_auto_filter_follows_from_the_plan_the_schedule_and_the_shape(tmp_pat
     assert chosen == auto_filter(400, learning_rates=rates, noise=shape)
 
 
-@pytest.mark.parametrize("name", ["white", "banded:bands=3", "banded:c=1.0,0.25"])
-def test_a_named_shape_is_taken_as_it_is(tmp_path, name):
-    args = arguments(tmp_path, noise_shape=name)
-    assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000) == NoiseShape.parse(name)
+def test_a_named_shape_is_taken_as_it_is(tmp_path):
+    args = arguments(tmp_path, noise_shape="banded:bands=3")
+    assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000) == NoiseShape.banded(3)
 
 
-@pytest.mark.parametrize("low_pass_filter", ["none", *thorough("momentum"), "auto"])
+@pytest.mark.parametrize("low_pass_filter", ["none", "auto"])
 def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter):
     def noise_multiplier_of(bands):
         turns = Releases.in_turns(1.0, 0.05, 60, groups=bands)
@@ -66,29 +60,6 @@ def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter)
     assert chosen.is_white is (low_pass_filter == "none")
 
 
-@pytest.mark.parametrize("batch_size", [400, 501, 1000])
-def test_no_shape_has_more_groups_than_there_are_units_for(tmp_path, batch_size):
-    sampler = PoissonSampler(num_examples=1000, expected_batch_size=batch_size)
-    args = arguments(tmp_path, **SHAPED, low_pass_filter="momentum")
-    chosen = chosen_noise_shape(args, sampler=sampler, num_trained=1000)
-    assert chosen.bands * batch_size < 1000 or chosen.is_white
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (dict(lr_scheduler_type="constant"), [1.0] * 10),
-        (dict(lr_scheduler_type="linear"), [1 - step / 10 for step in range(10)]),
-        (dict(lr_scheduler_type="constant_with_warmup", warmup_steps=4), [0.0, 0.25, 0.5, 0.75, *[1.0] * 6]),
-        (dict(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps"), None),
-        (dict(lr_scheduler_type="greedy", eval_strategy="steps"), None),
-    ],
-)
-def test_learning_rates_are_the_hosts(tmp_path, options, expected):
-    rates = learning_rates_of(arguments(tmp_path, max_steps=10, **options), steps=10)
-    assert rates == expected or rates == pytest.approx(expected)
-
-
 def test_learning_rates_are_those_that_training_has(tmp_path):
     class Rates(Recorder):
         def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
@@ -99,27 +70,9 @@ def test_learning_rates_are_those_that_training_has(tmp_path):
     assert [0.01 * rate for rate in learning_rates_of(trainer.args, steps=6)] == pytest.approx(rates.gradients)
 
 
-@pytest.mark.thorough
-def test_auto_stands_in_the_summary_and_the_ledger_and_a_resumed_run_keeps_it(tmp_path, capsys):
-    options = SHAPED | dict(max_steps=12, save_strategy="steps", save_steps=6, low_pass_filter="momentum")
-    data = text_data(400)
-    trainer = trained(trainer_of(tmp_path, data=data, callbacks=[StopAt(6)], **options))
-    shape = trainer.private_run.statement.noise_shape
-    assert NoiseShape.parse(shape).bands > 1
-    assert trainer.private_run.sampler.groups == NoiseShape.parse(shape).bands
-    printed = re.sub(r"[\s│]+", "", capsys.readouterr().out)
-    assert "auto:banded:c=1.0,0." in printed
-    assert PrivacyLedger.load(tmp_path / "out").statement.noise_shape == shape
-    resumed = trainer_of(tmp_path, data=data, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
-    again = resumed.private_run.statement
-    assert (again.noise_shape, again.noise_multiplier) == (shape, trainer.private_run.statement.noise_multiplier)
-
-
 @pytest.mark.parametrize(
     ("resumed", "sampler", "expected"),
     [
-        ("white", SAMPLER, "white"),
         ("banded:bands=3", SAMPLER, "banded:bands=3"),
         # A third of all units in a draw can take turns in no more than three steps.
         ("banded:bands=4", PoissonSampler(num_examples=30, expected_batch_size=10), None),
@@ -131,11 +84,6 @@ def test_auto_keeps_the_shape_of_the_run_that_is_resumed(tmp_path, resumed, samp
     assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000).bands > 3
     found = chosen_noise_shape(args, sampler=sampler, num_trained=1000, resumed=statement(noise_shape=resumed))
     assert found.bands <= 3 if expected is None else found == NoiseShape.parse(expected)
-
-
-def test_auto_filters_stand_in_the_summary(tmp_path, capsys):
-    trainer_of(tmp_path, low_pass_filter="auto", max_steps=3).train()
-    assert "auto: none" in capsys.readouterr().out  # three steps are too few to be late
 
 
 @pytest.mark.parametrize(
@@ -151,16 +99,8 @@ def test_what_shaped_noise_does_not_fit_gets_white_noise(tmp_path, overrides):
     assert chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000).is_white
 
 
-@pytest.mark.parametrize(
-    ("num_trained", "expected"), [*thorough((2**26, 8)), (2**27, 4), *thorough((2**28, 2)), (2**29, 2), (2**29 + 1, 1)]
-)
+@pytest.mark.parametrize(("num_trained", "expected"), [(2**27, 4), (2**29 + 1, 1)])
 def test_a_chosen_shape_keeps_at_most_two_gibibytes(tmp_path, num_trained, expected):
     args = arguments(tmp_path, **(SHAPED | dict(max_steps=4000)), low_pass_filter="auto")
     sampler = PoissonSampler(num_examples=20_000, expected_batch_size=50)
     assert chosen_noise_shape(args, sampler=sampler, num_trained=num_trained).bands == expected
-
-
-def test_a_model_of_which_nothing_is_trained_is_refused_by_its_reason(tmp_path):
-    model = tiny_bert().requires_grad_(False)
-    with pytest.raises(ValueError, match="The model must have a trainable parameter, got none"):
-        trainer_of(tmp_path, model=model, **SHAPED).train()

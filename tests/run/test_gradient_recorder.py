@@ -1,6 +1,5 @@
 """What is recorded is a linear image of the gradients that keeps their norms, and of the private ones unless asked."""
 
-import json
 import math
 
 import numpy as np
@@ -9,7 +8,6 @@ import scipy.signal
 import scipy.stats
 import torch
 
-from doppler_hf.filters import corrected_noise_gain, noise_gain
 from doppler_hf.run import projection as projection_module
 from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
 from tests.support.trainers import Recorder, trainer_of
@@ -46,16 +44,6 @@ def test_a_projection_adds_every_coordinate_to_one_sum_under_a_sign():
     counts = np.abs(signs).sum(axis=1)
     assert counts.sum() == 60
     assert counts.min() >= 4
-
-
-@pytest.mark.usefixtures("width")
-def test_a_gradient_in_pieces_is_the_gradient_in_one():
-    image, gradient = projection(60), torch.arange(60.0) ** 1.5
-    expected = matrix(60) @ gradient.double().numpy()
-    for sizes in ([60], [1, 59], [13, 13, 34], [5, 40, 2, 13], [26, 30, 4]):
-        pieces = list(gradient.split(sizes))
-        pieces[-1] = pieces[-1].view(2, -1) if len(pieces[-1]) % 2 == 0 else pieces[-1]
-        np.testing.assert_allclose(image(pieces), expected, rtol=1e-5, atol=1e-3)
 
 
 # --- in a training --------------------------------------------------------------------------------------------------------
@@ -126,42 +114,7 @@ def test_the_raw_gradient_is_what_the_noise_is_added_to(tmp_path, monkeypatch):
         assert getattr(loaded, name) == getattr(recorder, name)
 
 
-def test_estimates_are_those_of_the_steps_since_the_last_log(tmp_path):
-    recorder = GradientRecorder(dimensions=32)
-    trainer_of(tmp_path, callbacks=[recorder], low_pass_filter="momentum", max_steps=1).train()
-    generator = np.random.default_rng(0)
-    rows = generator.normal(size=(7, 32)) * recorder.noise_std
-    recorder._private, recorder._steps_logged = [], 0
-    recorder._filter_states[:] = 0
-    filtered = scipy.signal.lfilter([0.1], [1, -0.9], rows, axis=0) / (1 - 0.9 ** np.arange(1, 8))[:, None]
-    gains = corrected_noise_gain(recorder.low_pass_filter, 7)
-    power = 32 * recorder.noise_std**2
-    for first, last in ((0, 3), (3, 7)):
-        recorder._private += list(rows[first:last])
-        evaluation = {"eval_loss": 1.0}
-        recorder.add_estimates(evaluation)
-        assert evaluation == {"eval_loss": 1.0}
-        logs = {"learning_rate": 0.1}
-        recorder.add_estimates(logs)
-        before, after = (np.sum(series[first:last] ** 2, axis=1).mean() for series in (rows, filtered))
-        assert logs["noise_power"] == pytest.approx(power)
-        assert logs["signal_power"] == pytest.approx(before - power)
-        assert logs["snr_before"] == pytest.approx(before / power - 1)
-        assert logs["snr_after"] == pytest.approx(after / (power * gains[first:last].mean()) - 1)
-        assert logs["signal_power_error"] > 0
-        json.dumps(logs)
-    again = {"learning_rate": 0.1}
-    recorder.add_estimates(again)
-    assert again == {"learning_rate": 0.1}
-    assert noise_gain(recorder.low_pass_filter) < gains[-1]
-
-
 # --- what is refused ------------------------------------------------------------------------------------------------------
-
-
-def test_a_recorder_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"dimensions must lie in \[1, 131071\], got 0"):
-        GradientRecorder(dimensions=0)
 
 
 @pytest.mark.parametrize(

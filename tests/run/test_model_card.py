@@ -1,10 +1,9 @@
 """The card says what the ledger says, and writing it touches nothing else in the file."""
 
 import pytest
-from transformers.modelcard import make_markdown_table, parse_log_history
 
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
-from doppler_hf.run.model_card import complete_card, privacy_section, with_columns_in_one_order
+from doppler_hf.run.model_card import complete_card, privacy_section
 from tests.support.ledgers import after, all_events, statement
 from tests.support.trainers import arguments
 
@@ -59,18 +58,6 @@ def test_what_is_not_private_is_not_called_so(terms, why):
     assert (rows(section)["ε by prv"] == "inf") == (terms == dict(private=False))
 
 
-def test_units_with_a_cap_and_a_private_loss_are_described():
-    terms = dict(train_loss="private", per_sample_max_loss=4.0, loss_noise_multiplier=3.0)
-    units = dict(unit_of_privacy="all examples with the same 'user|id'", max_examples_per_unit=7)
-    table = rows(privacy_section(after(PrivacyLedger.open(statement(**terms, **units)), 2)))
-    assert table["unit of privacy"] == "all examples with the same 'user¦id', at most 7 of them in a draw"
-    assert table["training loss"] == "private: clipped to 4, noise multiplier 3"
-    # 1/σ₀² = 1/1² + 1/3²: card and summary say the same of both.
-    assert table["noise multiplier σ"] == "1 of the gradient; with the loss σ₀ = 0.9487, which is accounted"
-    assert [row for name, row in table.items() if name.startswith("accounted: σ₀")] == ["0.948683, 0.05"]
-    assert "counted ahead" in table["steps"]
-
-
 def test_the_section_ends_the_card_and_nothing_but_rate_and_optimizer_changes(tmp_path):
     path, ledger = tmp_path / "README.md", all_events(private=False)
     path.write_text(CARD)
@@ -79,18 +66,3 @@ def test_the_section_ends_the_card_and_nothing_but_rate_and_optimizer_changes(tm
     card = CARD.replace("- learning_rate: None\n- optimizer: the host's", lines)
     expected = card + "\n" + privacy_section(ledger)
     assert path.read_text() == expected
-
-
-def test_every_number_of_the_table_stands_below_its_own_name():
-    """A resumed run has rows of its checkpoint, whose names are sorted, before its own, in another order and with others."""
-    row = {"epoch": 1.0, "epsilon": 3.5, "eval_loss": 0.25, "eval_runtime": 9.0, "step": 2}
-    late = {"eval_loss": 0.125, "eval_recall": 0.75, "eval_runtime": 9.0, "epsilon": 4.5, "epoch": 2.0, "step": 4}
-    history = [{"loss": 1.5, "step": 2}, row, late, {"train_runtime": 5.0, "step": 4}]
-    _, lines, results = parse_log_history(with_columns_in_one_order(history))
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in make_markdown_table(lines).splitlines()]
-    found = [dict(zip(table[0], cells, strict=True)) for cells in table[2:]]
-    assert [each[""] for each in found] == ["3.5", "4.5"]  # whose name the card sets
-    assert [each["Validation Loss"] for each in found] == ["0.25", "0.125"]
-    assert [each["Recall"] for each in found] == ["", "0.75"]
-    assert results["Epsilon"] == 4.5
-    assert next(iter(late)) == "eval_loss"

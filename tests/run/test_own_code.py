@@ -45,14 +45,6 @@ def test_labels_that_the_hosts_collator_renames_are_named(tmp_path):
         made.train()
 
 
-def test_labels_that_are_nowhere_are_named_with_the_columns_that_are_there(tmp_path):
-    data = Dataset.from_list([{"input_ids": [index + 1] * 4, "target": index % 2} for index in range(12)])
-    made = trainer_of(tmp_path, cls=OfTopics, data=data, max_steps=1)
-    made.data_collator, made.asks_for = default_data_collator, "labels"
-    with pytest.raises(ValueError, match=r"must have a column 'labels' or 'label', .* got input_ids, target\. Rename"):
-        made.train()
-
-
 def test_what_a_transform_asks_for_is_named(tmp_path):
     rows = Dataset.from_list([{"text": [index + 1] * 4, "labels": index % 2} for index in range(12)])
     rows = rows.with_transform(lambda batch: {"input_ids": batch["text"], "labels": batch["labels"]})

@@ -67,8 +67,9 @@ def test_embeddings_are_read_though_peft_trains_a_copy_since_it_saves_both_where
     assert parameters_digest(model) != before
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (7, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float32, (3, 5)), (torch.bfloat16, (7, 8)), (torch.int8, ()), (torch.bool, (0,))]
+)
 def test_every_shape_and_dtype_and_place_in_memory_is_read_to_its_end(dtype, shape):
     values = torch.ones(shape, dtype=dtype)
     digest = parameters_digest(Values(values))

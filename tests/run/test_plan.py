@@ -10,7 +10,7 @@ import scipy.signal
 from doppler_hf.cli import main
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger, get_noise_multiplier
+from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.plan import averaged_noise, planned_statement
 from doppler_hf.run.summary import averaged_in_words
@@ -60,15 +60,6 @@ def test_a_run_that_is_resumed_keeps_its_noise(tmp_path):
     assert plan_of(tmp_path, earlier=earlier, first_step=20) == plan
 
 
-def test_an_extended_run_that_is_resumed_keeps_its_new_noise(tmp_path):
-    changes = dict(target_epsilon=4.0, max_steps=150)
-    first = ledger_after(60, plan_of(tmp_path))
-    extended = plan_of(tmp_path, earlier=first, first_step=60, **changes)
-    second = ledger_after(30, extended, continues=first, from_step=60)
-    assert plan_of(tmp_path, earlier=second, first_step=90, **changes) == extended
-    assert plan_of(tmp_path, earlier=second, first_step=80, **changes) == extended
-
-
 @pytest.mark.parametrize(("target", "steps"), [(4.0, 150), (3.5, 400), (4.0, 100)])
 def test_an_extended_run_meets_its_new_target_with_what_is_left(tmp_path, target, steps):
     earlier = ledger_after(60, plan_of(tmp_path))
@@ -89,12 +80,6 @@ def test_more_steps_before_it_is_spent_share_what_is_left(tmp_path):
     longer = plan_of(tmp_path, earlier=earlier, first_step=50, max_steps=300)
     assert longer.noise_multiplier > first.noise_multiplier
     assert 0.998 * 3.0 <= total(longer, earlier, 250) <= 3.0
-
-
-def test_another_batch_size_is_another_mechanism(tmp_path):
-    earlier = ledger_after(10, replace(plan_of(tmp_path), sample_rate=0.1, expected_batch_size=100))
-    plan = plan_of(tmp_path, earlier=earlier, first_step=10)
-    assert 0.998 * 3.0 <= total(plan, earlier, 90) <= 3.0
 
 
 @pytest.mark.parametrize("delta", [1e-3, 0.1])
@@ -133,12 +118,6 @@ def test_one_example_is_refused_by_what_it_is(tmp_path):
     trainer_of(tmp_path, data=text_data(2), **one | {"target_delta": None}).train()
 
 
-def test_a_given_noise_multiplier_is_taken_as_it_is(tmp_path):
-    earlier = ledger_after(10, replace(plan_of(tmp_path), noise_multiplier=2.0))
-    plan = plan_of(tmp_path, noise_multiplier=0.7, target_epsilon=None, earlier=earlier, first_step=10)
-    assert plan.noise_multiplier == 0.7
-
-
 def test_a_private_loss_pays_out_of_the_same_budget(tmp_path):
     plain = plan_of(tmp_path)
     loss = dict(report_train_loss="private", train_loss_budget=0.04)
@@ -151,18 +130,6 @@ def test_a_private_loss_pays_out_of_the_same_budget(tmp_path):
     dearer = plan_of(tmp_path, earlier=earlier, first_step=5, **loss | {"train_loss_budget": 0.1})
     assert dearer.noise_multiplier > with_loss.noise_multiplier
     assert 0.998 * 3.0 <= total(dearer, earlier, 95) <= 3.0
-
-
-def test_the_statement_says_what_the_plan_does(tmp_path):
-    args = arguments(tmp_path, noise_multiplier=None, target_epsilon=3.0, max_steps=100, noise_generator="philox")
-    statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="philox")
-    sigma = get_noise_multiplier(target_epsilon=3.0, target_delta=DELTA, sample_rate=0.05, steps=100)
-    assert (statement.noise_multiplier, statement.steps_planned, statement.private) == (sigma, 100, True)
-    assert statement.noise_source == "philox"
-    assert statement.unit_of_privacy == "one example"
-    seeded = arguments(tmp_path, noise_seed=1)
-    sampler = PoissonSampler(num_examples=1000, expected_batch_size=50, seed=1)
-    assert not planned_statement(seeded, sampler=sampler, noise_shape=WHITE, noise_source="").private
 
 
 def test_the_noise_of_the_average_of_all_gradients():

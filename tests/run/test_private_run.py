@@ -11,11 +11,9 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.run import replicas
 from doppler_hf.run.private_run import PrivateRun
-from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder, arguments, trained, trainer_of
 
@@ -45,57 +43,6 @@ def test_what_is_accounted_is_what_the_mechanism_does(tmp_path):
         run.begin(step=0)
 
 
-class SteppedNoise:
-    """A mechanism whose noise differs between steps: all that the trainer may rely on is the protocol."""
-
-    expected_batch_size = 8
-    shape = NoiseShape()
-
-    def __init__(self, like):
-        self._like, self.closed, self.max_grad_norm = like, False, like.max_grad_norm
-
-    def noise_std(self, step):
-        return 0.25 * (step + 1)
-
-    def privatize(self, sums, *, step, places):
-        assert not places
-        return {name: torch.full_like(total, self.noise_std(step)) for name, total in sums.items()}
-
-    def releases(self, steps, *, sample_rate, groups):
-        return self._like.releases(steps, sample_rate=sample_rate, groups=groups)
-
-    def describe(self):
-        return self._like.describe()
-
-    def reproducible(self, seed):
-        return self
-
-    def close(self):
-        self.closed = True
-
-
-def test_another_mechanism_fits_in(tmp_path, monkeypatch):
-    recorder, stds = Recorder(), []
-
-    class Stds(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            stds.append(optimizer.optimizer.noise_std)
-
-    trainer = trainer_of(tmp_path, callbacks=[recorder, Stds()], max_steps=3)
-    make = trainer._new_run
-
-    def stepped(**options):
-        run = make(**options)
-        run.mechanism = SteppedNoise(run.mechanism)
-        return run
-
-    monkeypatch.setattr(trainer, "_new_run", stepped)
-    trainer.train()
-    assert stds == [0.25, 0.5, 0.75]
-    assert [gradient.unique().tolist() for gradient in recorder.gradients] == [[0.25], [0.5], [0.75]]
-    assert trainer.private_run.mechanism.closed
-
-
 def test_the_engine_leaves_the_model_whatever_happens(tmp_path):
     model = tiny_bert()
     before = {name: module.forward for name, module in model.named_modules()}
@@ -113,11 +60,6 @@ def test_the_engine_leaves_the_model_whatever_happens(tmp_path):
 def test_the_signature_is_the_hosts():
     ours, hosts = (inspect.signature(cls.__init__).parameters.values() for cls in (DopplerTrainer, Trainer))
     assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in hosts]
-
-
-def test_positional_arguments_arrive(tmp_path):
-    trainer = DopplerTrainer(tiny_bert(), arguments(tmp_path), pad, text_data(), text_data(8, seed=1))
-    assert (trainer.data_collator, len(trainer.train_dataset), len(trainer.eval_dataset)) == (pad, 24, 8)
 
 
 @pytest.mark.parametrize(
@@ -184,51 +126,14 @@ def test_a_draw_that_the_host_leaves_half_done_never_reaches_the_next_one(tmp_pa
     assert losses[1:] == pytest.approx(losses[:1] * (len(losses) - 1), abs=1e-4)
 
 
-class WithWeightsOfItsOwn(DopplerTrainer):
-    """Trains a factor of the loss, which is no parameter of the model."""
-
-    def create_optimizer(self, model=None):
-        is_first = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if is_first:
-            optimizer.add_param_group({"params": [self.factor], "lr": 1e-3})
-        return optimizer
-
-    def compute_per_sample_loss(self, model, inputs):
-        return self.factor.exp() * super().compute_per_sample_loss(model, inputs) - self.factor
-
-
-def test_what_is_no_parameter_of_the_model_is_not_trained(tmp_path):
-    """Its gradients are ordinary ones, neither clipped nor with noise."""
-    WithWeightsOfItsOwn.factor = torch.nn.Parameter(torch.zeros(()))
-    trainer, recorder = full_batch(tmp_path, hooks={}, cls=WithWeightsOfItsOwn)
-    with pytest.raises(
-        ValueError, match=r"must be of the model's parameters, got one that has others\. Make learned weights"
-    ):
-        trainer.train()
-    assert recorder.gradients == []
-    assert WithWeightsOfItsOwn.factor.item() == 0.0
-
-
-@pytest.mark.parametrize(("flag", "pieces"), [(True, 2), *thorough((False, 1))])
-def test_accelerates_flag_does_not_decide_when_a_draw_ends(tmp_path, flag, pieces):
+def test_accelerates_flag_does_not_decide_when_a_draw_ends(tmp_path, monkeypatch):
     trainer, recorder = full_batch(
         tmp_path,
-        hooks={"on_step_begin": lambda *_: trainer.accelerator.gradient_state._set_sync_gradients(flag)},
+        hooks={"on_step_begin": lambda *_: trainer.accelerator.gradient_state._set_sync_gradients(True)},
         max_steps=2,
-        gradient_accumulation_steps=pieces,
-        per_device_train_batch_size=24 // pieces,
     )
     released, privatize = [], GaussianMechanism.privatize
-    trainer_run = trainer._new_run
-
-    def counted(**options):
-        run = trainer_run(**options)
-        run.mechanism.privatize = lambda sums, **kwargs: released.append(1) or privatize(run_mechanism, sums, **kwargs)
-        run_mechanism = run.mechanism
-        return run
-
-    trainer._new_run = counted
+    monkeypatch.setattr(GaussianMechanism, "privatize", lambda *args, **more: released.append(1) or privatize(*args, **more))
     trainer.train()
     assert len(released) == trainer.privacy.ledger.steps_run == 2
     torch.testing.assert_close(recorder.gradients[1], recorder.gradients[0], rtol=1e-5, atol=1e-7)
@@ -250,13 +155,12 @@ def test_a_draw_is_used_at_its_own_step_alone(tmp_path):
     assert trainer.state.global_step == 1
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_pieces_are_not_cut_anew_while_training(tmp_path, pieces):
+def test_pieces_are_not_cut_anew_while_training(tmp_path):
     def cut_anew(args, state, control):
-        args.gradient_accumulation_steps = pieces
+        args.gradient_accumulation_steps = 3
 
     trainer, recorder = full_batch(tmp_path, hooks={"on_train_begin": cut_anew}, per_device_train_batch_size=4)
-    with pytest.raises(ValueError, match=f"gradient_accumulation_steps must stay 2 during a private run, got {pieces}"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps must stay 2 during a private run, got 3"):
         trainer.train()
     assert recorder.gradients == []
 
@@ -267,30 +171,6 @@ def test_the_loader_of_another_run_is_refused(tmp_path):
     trainer.get_train_dataloader = lambda: loader
     with pytest.raises(ValueError, match="get_train_dataloader must return the loader of this run"):
         trainer.train()
-
-
-class Wrapped:
-    def __init__(self, loader):
-        self.loader, self.batch_sampler = loader, loader.batch_sampler
-
-    def __len__(self):
-        return len(self.loader)
-
-    def __iter__(self):
-        return iter(self.loader)
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-
-class Wrapping(DopplerTrainer):
-    def get_train_dataloader(self):
-        return Wrapped(super().get_train_dataloader())
-
-
-def test_another_loader_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must return the loader of this run, .* got another one"):
-        trainer_of(tmp_path, cls=Wrapping).train()
 
 
 class Twice(DopplerTrainer):
@@ -317,8 +197,7 @@ class TryingAgain(DopplerTrainer):
             return super().training_step(*args)
 
 
-@pytest.mark.parametrize("cls", [Twice, TryingAgain])
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize(("cls", "pieces"), [(Twice, 1), (TryingAgain, 2)])
 def test_no_piece_of_a_draw_is_added_twice(tmp_path, cls, pieces):
     sizes = {"per_device_train_batch_size": 24 // pieces, "gradient_accumulation_steps": pieces, "accountant": "rdp"}
     trainer = trainer_of(tmp_path, cls=cls, max_tokens_per_micro_batch=30, **sizes)  # every example, in several
@@ -347,26 +226,6 @@ def test_privacy_is_not_switched_off_in_the_life_of_a_trainer(tmp_path):
     assert all(map(torch.equal, before, trainer.model.parameters()))
 
 
-def test_the_engine_clips_and_the_loss_is_reported_as_stated(tmp_path):
-    class Changing(DopplerTrainer):
-        def get_train_dataloader(self):
-            loader = super().get_train_dataloader()
-            self.args.per_sample_max_grad_norm = 5.0
-            return loader
-
-    def report(args, state, control):
-        args.report_train_loss = "raw"
-
-    trainer = trained(trainer_of(
-        tmp_path, cls=Changing, callbacks=[Callback(on_train_begin=report), recorder := Recorder()],
-        report_train_loss="none", noise_multiplier=0.0, per_device_train_batch_size=12, max_steps=1, learning_rate=0.0,
-    ))  # fmt: skip
-    # 24 examples, each at most C = 1, over an expected batch of 24.
-    assert recorder.gradients[0].norm() <= 1.0 + 1e-6
-    assert trainer.privacy.ledger.statement.per_sample_max_grad_norm == 1.0
-    assert not any("loss" in entry for entry in trainer.state.log_history)
-
-
 def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path):
     class Raw(DopplerTrainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
@@ -387,7 +246,6 @@ def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path)
     [
         ("noise_multiplier", 1 + 1e-12, False),
         ("noise_multiplier", 1 + 1e-3, True),
-        ("noise_multiplier", None, True),
         ("per_sample_max_grad_norm", 1 + 1e-12, True),  # which nobody solves for
     ],
 )
@@ -435,7 +293,7 @@ class OfNumbers(DopplerTrainer):
         return F.cross_entropy(model(inputs["x"]), inputs["labels"], reduction="none")
 
 
-@pytest.mark.parametrize("reported", ["raw", "private", "none"])
+@pytest.mark.parametrize("reported", ["raw", "private"])
 def test_examples_without_a_finite_gradient_are_warned_of_where_the_raw_loss_is_shown(tmp_path, reported):
     args = arguments(tmp_path, report_train_loss=reported, remove_unused_columns=False, noise_multiplier=1.0, max_steps=3)
     collator = torch.utils.data.default_collate
@@ -446,11 +304,3 @@ def test_examples_without_a_finite_gradient_are_warned_of_where_the_raw_loss_is_
     told = [str(warning.message) for warning in told if "not finite" in str(warning.message)]
     assert len(told) == (reported == "raw")
     assert all("Look for missing values" in each for each in told)
-
-
-def test_missing_labels_are_refused_before_anything_is_spent(tmp_path):
-    data = Dataset.from_dict({"x": [[0.0, 1.0]] * 24, "label": [0, None] * 12}).with_format("torch")
-    args = arguments(tmp_path, noise_multiplier=1.0, remove_unused_columns=False)
-    trainer = OfNumbers(model=torch.nn.Linear(2, 2), args=args, train_dataset=data)
-    with pytest.raises(ValueError, match=r"The column 'label' of train_dataset must have a label for each example, got"):
-        trainer.train()

@@ -7,7 +7,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, moving_average
+from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import WeightFilter
 from doppler_hf.run.weight_filter_callback import WEIGHT_FILTER_NAME
 from tests.support.optimizers import saved_and_loaded
@@ -53,8 +53,9 @@ def applied_to(filtered, params):
 # --- the filter -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slice_size", [2**17, 5])
-@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize(
+    ("name", "slice_size"), [(FILTERS[0], 2**17), (FILTERS[1], 5), (FILTERS[2], 2**17), (FILTERS[3], 5)]
+)
 def test_equals_scipy(name, slice_size, monkeypatch):
     monkeypatch.setattr("doppler_hf.optim.one_pass.CPU_SLICE", slice_size)
     low_pass, points = LowPassFilter.parse(name), trajectory()
@@ -84,17 +85,6 @@ def test_raw_weights_come_back_to_the_bit_even_after_an_error():
     filtered.update()  # and it is not applied any more
 
 
-def test_nested_application_changes_nothing():
-    filtered, params = followed(FILTERS[0], trajectory(dtype=torch.float32))
-    raw, expected = clones(params), applied_to(filtered, params)
-    with filtered.applied():
-        with filtered.applied():
-            assert_equal(params, expected)
-        assert_equal(params, expected)
-        assert_equal(filtered.state_dict()["raw"], raw)
-    assert_equal(params, raw)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_resuming_is_uninterrupted_to_the_bit(dtype):
     name = FILTERS[1]
@@ -109,24 +99,6 @@ def test_resuming_is_uninterrupted_to_the_bit(dtype):
     assert_equal(params, points[4])
     follow(resumed, params, points[5:])
     assert_equal(applied_to(resumed, params), applied_to(whole, whole_params))
-
-
-def test_what_cannot_be_is_refused_before_anything_changes():
-    filtered, params = followed(FILTERS[0], trajectory())
-    state, raw = filtered.state_dict(), clones(params)
-    with pytest.raises(ValueError, match=r"of the weight filter b=0\.03.*, this one is moving-average:taps=4"):
-        WeightFilter(params, moving_average(4)).load_state_dict(state)
-    other = [torch.nn.Parameter(torch.zeros(2))]
-    with pytest.raises(ValueError, match=r"the shapes \[\(3, 4\), \(5,\)\], the parameters \[\(2,\)\]"):
-        WeightFilter(other, filtered.low_pass_filter).load_state_dict(state)
-    with filtered.applied():
-        with pytest.raises(ValueError, match=r"^update\(\) was called inside of applied\(\)"):
-            filtered.update()
-        with pytest.raises(ValueError, match=r"^load_state_dict\(\) was called inside of applied\(\)"):
-            filtered.load_state_dict(state)
-    assert_equal(params, raw)
-    with pytest.raises(ValueError, match="params must not be empty"):
-        WeightFilter([], PAPER_FILTERS["momentum"])
 
 
 # --- in a trainer ---------------------------------------------------------------------------------------------------------
@@ -201,21 +173,7 @@ def test_resumed_equals_uninterrupted(runs, tmp_path):
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_the_best_model_is_a_filtered_one(tmp_path):
-    options = OPTIONS | dict(load_best_model_at_end=True, metric_for_best_model="loss", save_steps=1)
-    trainer = trained(trainer_of(tmp_path, cls=Filtered, **options | {"learning_rate": 1.0}))
-    best = trainer.state.best_global_step
-    assert best < 6  # such steps make it worse, and the last model is another one
-    assert torch.equal(weights(trainer), trainer.seen[best])
-
-
 def test_a_checkpoint_without_raw_weights_is_refused(tmp_path):
     trainer_of(tmp_path, cls=Stock, **OPTIONS | {"max_steps": 2}).train()
     with pytest.raises(ValueError, match=r"There is no weight_filter\.pt in"):
         trainer_of(tmp_path, cls=Filtered, **OPTIONS).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-
-
-def test_a_model_for_release_only_has_no_raw_weights(tmp_path):
-    trainer_of(tmp_path, cls=Filtered, **OPTIONS | {"max_steps": 2, "save_only_model": True}).train()
-    assert not list((tmp_path / "out").rglob(WEIGHT_FILTER_NAME))
-    assert list((tmp_path / "out").rglob("model.safetensors"))

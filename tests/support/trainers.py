@@ -56,16 +56,6 @@ class Recorder(TrainerCallback):
         self.gradients.append(torch.cat([each.flatten() for each in whole]).double())
 
 
-class StopAt(TrainerCallback):
-    """Stops a run early."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
-
-
 class NoSignal(DopplerTrainer):
     """Every per-example gradient is next to zero, so that `p.grad` is the bare noise."""
 
