@@ -30,8 +30,8 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
     small: list[Any] = [module for module in model.modules() if "moe_eval_capacity_token_fraction" in vars(module)]
     if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
         raise ValueError(
-            f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: experts "
-            "would leave out tokens by what other examples have. Load the model with "
+            f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: "
+            "experts would leave out tokens by what other examples have. Load the model with "
             f"from_pretrained(..., expert_capacity={ENOUGH_TOKENS})."
         )
     # Sensitivity: a draw is cut into micro-batches by what is in it, so that one example more moves the borders, and

@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_a_row_and_what_fails_is_measured_again(tmp_path, m
 def test_without_a_device_one_line_says_what_is_missing(tmp_path, monkeypatch, built_for, said):
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"^error: make gpu must have a CUDA device, got .*--scale tiny\.$") as ended:
+    with pytest.raises(SystemExit, match=r"^error: The machine must have a CUDA device, got .*--scale tiny\.$") as ended:
         main([f"--results={tmp_path / 'rows'}"])
     assert said in str(ended.value)
     assert not list(tmp_path.iterdir())
