@@ -8,7 +8,6 @@ import pytest
 from doppler_hf.filters import (
     PAPER_FILTERS,
     impulse_response,
-    momentum,
     optimal_fir,
     signal_to_noise_ratio,
 )
@@ -29,17 +28,6 @@ def test_snr_is_the_double_sum_of_the_paper(name, steps):
     np.testing.assert_allclose(
         signal_to_noise_ratio(PAPER_FILTERS[name], c, steps), numerator / denominator, rtol=1e-12, atol=0
     )
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
-def test_momentum_has_what_the_paper_says_without_counting_lag_0_twice(decay):
-    c = 0.5 * decay ** np.arange(400)
-    lags = np.arange(400)
-    as_printed = 1.9 * (0.5 + np.sum(0.9**lags * c))
-    from_lag_1 = 1.9 * (0.5 + np.sum(0.9 ** lags[1:] * c[1:]))
-    snr = signal_to_noise_ratio(momentum(0.9), c)
-    np.testing.assert_allclose(snr, from_lag_1, rtol=1e-12, atol=0)
-    np.testing.assert_allclose(as_printed - snr, 0.95, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("taps", [2, 8, 50])

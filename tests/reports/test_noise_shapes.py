@@ -39,12 +39,6 @@ def test_figures_of_equal_epsilon(key):
     assert epsilon * 0.998 < get_epsilon(noise_multiplier=last.noise_multiplier, **turns) <= epsilon
 
 
-def test_a_filter_whose_loop_is_unstable_is_named_so():
-    run = PlanRequest(num_examples=1000, batch_size=200, epochs=3, epsilon=3.0).solve()
-    shapes = shapes_of_equal_epsilon(run, Target(3.0, 1e-4, "pld"), low_pass_filter=PAPER_FILTERS["second-order"])
-    assert {each.loop for each in shapes} == {None}
-
-
 def test_bands_end_where_every_unit_would_be_drawn():
     run = PlanRequest(num_examples=1000, batch_size=200, epochs=3, epsilon=3.0).solve()
     shapes = shapes_of_equal_epsilon(run, Target(3.0, 1e-4, "pld"), low_pass_filter=PAPER_FILTERS["none"])

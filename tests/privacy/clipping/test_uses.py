@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from doppler_hf.privacy.clipping import ghost_norm
 from tests.privacy.clipping.test_layers import BATCH, Net, check, draw, on, ready, tokens
 from tests.support.per_example import (
     NORM_RULES,
@@ -171,15 +170,6 @@ def test_an_input_that_is_overwritten_after_the_layer_saw_it_is_an_error(layer, 
         clipped.backward(on(net, inputs.clone())(slice(0, BATCH)))
 
 
-def test_an_input_in_a_buffer_that_is_used_again():
-    """Legal in torch only where the layer is frozen, so that nothing of its input is needed."""
-    net = ready(Net(lambda n, x: n.last(n.frozen(x.mul_(2.0))), frozen=nn.Linear(3, 4), last=nn.Linear(4, 2)))
-    net.frozen.requires_grad_(False)
-    inputs = draw(BATCH, 6, 3)
-    gradients = gradients_of_each(net, on(net, inputs.clone()), BATCH)
-    assert_matches(net, on(net, inputs.clone()), gradients)
-
-
 # --- outside of a module, or without one row for each example ------------------------------------------------------------
 
 
@@ -317,13 +307,6 @@ def test_batch_norm_is_refused_even_frozen():
         assert_refused(net, on(net.double(), draw(BATCH, 4, 4, 4)), BATCH, message=r"'1' \(BatchNorm2d\)")
 
 
-@pytest.mark.thorough
-def test_a_compiled_model_is_refused():
-    compiled = torch.compile(nn.Linear(3, 1))  # nothing is compiled before its first call
-    with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(compiled):
-        pass
-
-
 def test_a_model_with_a_compiled_layer_is_refused():
     net = nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Linear(3, 1)))
     with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(net):
@@ -350,16 +333,6 @@ def test_hooks_of_others_are_kept():
 def test_an_unused_layer_contributes_nothing():
     net = ready(Net(lambda n, x: n.used(x), used=nn.Linear(3, 4), unused=nn.Linear(3, 4)))
     assert_equals_loop(net, on(net, draw(BATCH, 3)), BATCH, granularity="per_layer")
-
-
-def test_query_key_and_value_share_the_gram_matrix_of_their_input(monkeypatch):
-    computed, gram_matrix = [], ghost_norm.gram_matrix
-    monkeypatch.setattr(ghost_norm, "gram_matrix", lambda factor: computed.append(factor.data_ptr()) or gram_matrix(factor))
-    parts = dict(query=nn.Linear(4, 4, bias=False), key=nn.Linear(4, 4, bias=False), value=nn.Linear(4, 4, bias=False))
-    net = ready(Net(lambda n, x: n.query(x).tanh() * n.key(x).tanh() + n.value(x).sin(), **parts)).float()
-    with book_keeping(net, norm_rule="ghost") as clipped:
-        clipped.backward(on(net, draw(1, 6, 4).float())(slice(0, 1)))  # one example, for which nothing is checked first
-    assert len(computed) == len(set(computed)) == 4
 
 
 class Held(nn.Module):
