@@ -13,7 +13,6 @@ from tests.support.pairwise import pairwise
 from tests.support.reference import doppler_trajectory, top_directions
 
 BASES = ["sgd", "adam", "adam_bc"]
-STEPS = 40
 
 
 def parameter(values=(1.0, -2.0, 3.0, 0.5, -0.25, 0.0), dtype=torch.float64) -> torch.nn.Parameter:
