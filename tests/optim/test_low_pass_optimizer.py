@@ -1,5 +1,4 @@
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -150,21 +149,6 @@ def test_a_checkpoint_of_another_order_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match="order 2, this optimizer's f1 is of order 1"):
         loading.load_state_dict(saving.state_dict())
     assert_same(loading.state_dict(), before)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
-def test_copies_go_on_by_themselves(copied):
-    p = parameter()
-    optimizer = LowPassOptimizer(BASES["adamw"]([p]), PAPER_FILTERS["f6"])
-    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # it patches step(), which must not end up in the copy
-    trajectory(optimizer, p, gradients()[:10])
-    other_p, other = copied((p, optimizer))
-    assert other_p is not p
-    assert other.param_groups[0]["params"][0] is other_p
-    other_trajectory = trajectory(other, other_p, gradients()[10:])
-    np.testing.assert_array_equal(trajectory(optimizer, p, gradients()[10:]), other_trajectory)
-    other.zero_grad()
-    assert repr(other) == repr(optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,6 @@ from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
-from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.folders import END, MASKED_LMS, write_bert, write_glue, write_gpt2, write_masked_lm, write_texts
 from tests.support.tiers import combined, thorough
 
@@ -149,33 +148,6 @@ def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
         assert sum("lora_B" in name for name in state) == (1 if len(flags) == 1 else 3)
     else:
         assert not torch.equal(state["lm_head.weight"], start["lm_head.weight"])
-
-
-@pytest.mark.parametrize(
-    ("script", "rows_of", "options"),
-    [(sft, conversations, ["--assistant_only_loss"]), (dpo, preferences, ["--beta=0.5"])],
-    ids=["sft", "dpo"],
-)
-@pytest.mark.parametrize("flags", [("--noise_multiplier=1.0", "--lora_r=2"), ("--disable_dp",)])
-@pytest.mark.thorough
-def test_through_trl(tmp_path, script, rows_of, options, flags):
-    pytest.importorskip("trl", reason="the extra trl is not installed")
-    model, data, out = (tmp_path / name for name in ("model", "data", "out"))
-    chat_tokenizer().save_pretrained(model)
-    tiny_llama().save_pretrained(model)
-    data.mkdir()
-    for split, rows in (("train", 24), ("validation", 6)):
-        rows_of(rows).to_parquet(data / f"{split}.parquet")
-    script.main(
-        [
-            *(f"--dataset_dir={data}", f"--model_name_or_path={model}", "--max_length=48", *options),
-            *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=4"),
-            *("--save_strategy=no", *flags),
-        ]
-    )
-    assert np.isfinite(json.loads((out / "all_results.json").read_text())["eval_loss"])
-    assert (out / "privacy_ledger.json").exists() == ("--disable_dp" not in flags)
-    assert (out / ("model.safetensors" if "--disable_dp" in flags else "adapter_model.safetensors")).is_file()
 
 
 @pytest.mark.parametrize("script", [sft, dpo])

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoTokenizer, BertModel
+from transformers import BertModel
 
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from doppler_hf.workloads.prompt import Prompter, PromptForSequenceClassification
-from tests.support.folders import MASKED_LMS, write_masked_lm
+from tests.support.folders import MASKED_LMS
 from tests.support.tiny import pad, text_data, tiny_bert
 
 
@@ -44,15 +43,6 @@ def test_a_checkpoint_with_another_head_gives_its_encoder(tmp_path):
     model = MeanPoolingForSequenceClassification.from_encoder(tmp_path, num_labels=2)
     found = model.encoder.state_dict()
     assert all(torch.equal(found[name], weights) for name, weights in masked_lm.bert.state_dict().items())
-
-
-def test_a_checkpoint_without_the_layers_is_refused(tmp_path):
-    write_masked_lm(tmp_path / "bert", MASKED_LMS["bert"]())
-    prompter = Prompter("sst2", AutoTokenizer.from_pretrained(tmp_path / "bert"), max_length=30)
-    prompt = PromptForSequenceClassification.from_masked_lm(tmp_path / "bert", prompter=prompter)
-    prompt.save_pretrained(tmp_path / "prompt")
-    with pytest.raises(ValueError, match=r"below its head, got .*prompt without embeddings\..* more\. Give another, or"):
-        MeanPoolingForSequenceClassification.from_encoder(tmp_path / "prompt")
 
 
 def test_padding_changes_nothing(folder):

@@ -193,18 +193,6 @@ def test_a_checkpoint_of_another_head_is_refused(common, tmp_path):
             parse_recipe([*flags, f"--model_name_or_path={out}", f"--pooling={pooling}"])
 
 
-@pytest.mark.parametrize("pooling", ["model", "mean"])
-def test_dropout_is_that_of_every_layer(common, tmp_path, pooling):
-    bert = write_bert(tmp_path / "bert")
-    flags = ["--task_name=rte", f"--dataset_dir={write_glue(tmp_path / 'rte', 'rte')}", f"--model_name_or_path={bert}"]
-    for given, expected in ((["--dropout=0"], 0.0), (["--dropout=0.3"], 0.3), ([], 0.1)):
-        workload, _ = parse_recipe([*flags, f"--pooling={pooling}", *given, *common])
-        assert {module.p for module in workload.model.modules() if isinstance(module, nn.Dropout)} == {expected}
-        assert workload.model.config.attention_probs_dropout_prob == expected
-    with pytest.raises(ValueError, match=r"--dropout must lie in \[0, 1\), got 1\.0\."):
-        parse_recipe([*flags, "--dropout=1", *common])
-
-
 def test_causal_lm(common, tmp_path):
     flags = [f"--dataset_dir={write_texts(tmp_path / 'texts')}", f"--model_name_or_path={write_gpt2(tmp_path / 'gpt2')}"]
     workload, _ = parse_recipe([*flags, "--text_column=review", "--max_seq_length=16", "--dtype=bfloat16", *common])

@@ -284,22 +284,6 @@ def test_rows_of_a_layer_that_is_called_later_are_not_taken_for_examples_if_they
             clipped.backward(net(unusual).sum(dim=1))
 
 
-def test_a_layer_that_is_called_later_is_looked_at_once():
-    passes = []
-    net = ready(Net(lambda n, x: n.one(x) + (n.two(x) if x[0, 0] > 0 else 0.0), one=nn.Linear(3, 4), two=nn.Linear(3, 4)))
-    with book_keeping(net) as clipped:
-        back_propagate = clipped._engine._back_propagate
-        clipped._engine._back_propagate = lambda *args, **more: passes.append(1) or back_propagate(*args, **more)
-        counts = []
-        for first in (-1.0, -1.0, 1.0, 1.0, -1.0):
-            x = draw(5, 3)
-            x[0, 0] = first
-            clipped.backward(net(x).sum(dim=1))
-            counts.append(len(passes))
-            passes.clear()
-    assert counts == [3, 1, 7, 1, 1]  # that of the sum, and of the first and the last, or for each of three digits two
-
-
 def test_batch_norm_is_refused_even_frozen():
     net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
     for frozen in (False, True):
