@@ -125,3 +125,14 @@ def test_an_example_contributes_c_and_padding_changes_nothing_however_much_cance
         assert found[-1].norm() <= bound * (1 + SLACK)
         assert kappa > 100 or found[-1].norm() >= bound * (1 - 2e-3)  # safety must not cost a gradient its signal
         assert (found[-1] - found[0]).norm() <= 1e-4 * bound
+
+
+def test_products_are_of_full_precision_whatever_the_backward_pass_is_called_in():
+    model, found = build("roberta", torch.float32), []
+    for enabled in (False, True):
+        with book_keeping(model, max_grad_norm=C) as clipped:
+            losses = losses_of(model, *batch_for(model, torch.float32))
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                clipped.backward(losses)
+            found.append(torch.cat([total.flatten() for total in clipped.sums.values()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
