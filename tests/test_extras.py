@@ -16,7 +16,6 @@ import doppler_hf
 from doppler_hf.cli import main
 from doppler_hf.extras import EXTRAS, MissingExtraError, require
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.reports.plots import plot_paper_filters
 from scripts import image_classification
 
 ROOT = Path(__file__).parents[1]
@@ -86,17 +85,6 @@ def test_require_names_all_that_is_missing(monkeypatch):
         MissingExtraError, match=r'^peft, PIL must be installed for this\. Run pip install "doppler_hf\[recipes\]"\.$'
     ):
         require("recipes")
-
-
-@pytest.mark.parametrize("words", [["filter", "show"], ["plan", "--num-examples=100", "--batch-size=10", "--epochs=1"]])
-def test_a_picture_without_matplotlib_is_refused_before_anything_is_computed(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*words, f"--plot={tmp_path}/x.png"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == 'error: matplotlib must be installed for this. Run pip install "doppler_hf[plot]".\n'
-    with pytest.raises(MissingExtraError, match="matplotlib must be installed"):
-        plot_paper_filters(tmp_path / "x.png")
 
 
 @pytest.mark.parametrize("module", ["datasets", "peft"])

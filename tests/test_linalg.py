@@ -6,16 +6,6 @@ import torch
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision
 
 
-def test_the_precision_that_the_user_has_allowed_is_put_back():
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with highest_matmul_precision():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 @pytest.mark.parametrize(("gpu", "cpu"), [("tf32", "none"), ("none", "bf16"), ("none", "none")])
 def test_so_is_what_was_allowed_by_the_switches_of_the_backends(gpu, cpu):
     matrix = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))

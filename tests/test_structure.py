@@ -200,21 +200,6 @@ def test_public_names():
     assert not hasattr(doppler_hf.privacy, "no_such_name")
 
 
-# Paths that people have typed: folders that took the place of files of the same name.
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("training_args", "DopplerTrainingArguments"),
-        ("privacy.clipping", "ClippedGradients"),
-        ("privacy.accounting", "get_total_epsilon"),
-        ("privacy.ledger", "PrivacyLedger"),
-        ("privacy.noise", "noise_source"),
-    ],
-)
-def test_typed_paths_stay(module, name):
-    assert hasattr(__import__(f"doppler_hf.{module}", fromlist=[name]), name)
-
-
 def attributes_set_in(function):
     """Return the attributes of `self` that a function assigns or declares."""
     increased = {id(node.target) for node in ast.walk(function) if isinstance(node, ast.AugAssign)}

@@ -376,11 +376,10 @@ class PrivateRun:
             The losses, shape (rows,), detached.
 
         Raises:
-            ValueError: If there are more or fewer losses than rows.
-            RuntimeError: If the draw has no further piece.
+            ValueError: If there are more or fewer losses than rows, or if the draw has no further piece.
         """
         if self.is_complete:
-            raise RuntimeError(
+            raise ValueError(
                 "Each piece of a draw must be added once, got one more. Call super().training_step once in yours, or "
                 "override compute_per_sample_loss instead."
             )

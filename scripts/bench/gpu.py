@@ -81,7 +81,7 @@ def refuse_no_device(args: GpuArguments) -> None:
         f"{torch.version.cuda}"
     )
     raise ValueError(
-        f"make gpu must have a CUDA device, got {missing}. To try the script out without one: python -m scripts.bench.gpu "
+        f"The machine must have a CUDA device, got {missing}. To try the script without one: python -m scripts.bench.gpu "
         "--device cpu --scale tiny."
     )
 

@@ -4,7 +4,6 @@ Bounds are at a confidence of 1 − 1e-6, so a test that expects a bound below t
 bug is told apart with a wide margin (the bounds of 10,000 canaries vary by about 0.1).
 """
 
-import copy
 import itertools
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Trainer
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import (
@@ -29,7 +27,6 @@ from doppler_hf.audit.dirac import Turns
 from doppler_hf.audit.result import lower_bounds
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
-from doppler_hf.privacy.accounting import Releases
 from doppler_hf.privacy.clipping import clip_factors as clipping
 from tests.support.models import gpt2_lm
 from tests.support.tiers import thorough
@@ -220,20 +217,6 @@ def test_white_noise_that_is_not_raised_by_the_norm_of_the_strategy_is_caught(mo
     assert audited(tmp_path, **SHAPED).contradicts_claim
 
 
-@pytest.mark.thorough
-def test_groups_that_are_not_kept_are_caught(monkeypatch, tmp_path):
-    monkeypatch.setattr(PoissonSampler, "draw", everything)
-    assert audited(tmp_path, **SHAPED).contradicts_claim
-
-
-@pytest.mark.thorough
-def test_turns_that_are_accounted_as_draws_of_all_units_are_caught(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        Releases, "in_turns", classmethod(lambda cls, sigma, rate, steps, *, groups: cls(sigma, rate, steps))
-    )
-    assert audited(tmp_path, **SHAPED).contradicts_claim
-
-
 # --- mislabelled examples -------------------------------------------------------------------------------------------------
 
 
@@ -295,23 +278,6 @@ def test_natural_score_is_the_product_with_the_clipped_gradient(clipping, lora, 
         )
 
 
-def test_loss_score_is_the_fall_of_the_loss(tmp_path):
-    trainer = mislabelled(LossAuditTrainer, tmp_path, max_steps=5)
-    first, rows = copy.deepcopy(trainer.model), trainer._canary_rows
-    shifts = trainer._label_shifts.numpy()[rows[CANARY_COLUMN]]
-    trainer.train()
-    inputs = pad(list(rows))
-    labels = torch.from_numpy((np.array(rows["labels"]) + shifts) % 4)
-
-    def losses(model):
-        with torch.no_grad():
-            return nn.functional.cross_entropy(model.eval()(**(inputs | {"labels": None})).logits, labels, reduction="none")
-
-    expected = (losses(first) - losses(trainer.model)).numpy()
-    np.testing.assert_allclose(trainer.scores[rows[CANARY_COLUMN]], expected, rtol=1e-4, atol=1e-4)
-    assert np.std(expected) > 0.01
-
-
 @pytest.mark.parametrize(("cls", "steps"), [*thorough((GradientAuditTrainer, 10)), (LossAuditTrainer, 20)])
 def test_mislabelled_canaries_show_in_a_run_without_noise(cls, steps, monkeypatch, tmp_path):
     corrupted(monkeypatch, lambda mechanism, mean, released, step: mean)
@@ -370,16 +336,6 @@ def test_training_set_has_the_ordinary_rows_and_the_included_canaries(tmp_path):
     assert trainer.train_dataset[50:]["x"] == trainer._canary_rows.select(numbers[50:])[:]["x"]
 
 
-def test_mislabelled_canaries_are_taken_out_of_the_training_set(tmp_path):
-    trainer = mislabelled(LossAuditTrainer, tmp_path, num_canaries=40)
-    whole = [tuple(row) for row in tokens(56)["input_ids"]]
-    canaries = [tuple(row) for row in trainer._canary_rows["input_ids"]]
-    trained = [tuple(row) for row in trainer.train_dataset["input_ids"]]
-    excluded = [canary for canary, coin in zip(canaries, trainer.included, strict=True) if not coin]
-    assert 0 < len(excluded) < 40
-    assert sorted(trained + excluded) == sorted(whole)
-
-
 def test_coins_are_fair_independent_and_new_each_time(tmp_path):
     first, second = (
         AuditOfLine(
@@ -391,12 +347,6 @@ def test_coins_are_fair_independent_and_new_each_time(tmp_path):
     low, high = scipy.stats.binom.ppf([1.5e-7, 1 - 1.5e-7], 4000, 0.5)
     for heads in (first.sum(), second.sum(), np.sum(first == second)):
         assert low <= heads <= high
-
-
-def test_rows_of_a_transformed_data_set_keep_their_numbers():
-    data = Dataset.from_dict({"a": [1, 2, 3]}).with_transform(lambda rows: {"double": [2 * a for a in rows["a"]]})
-    chosen = numbered_rows(data, rows=np.array([2, 0, 2]), canaries=np.array([ORDINARY, 5, 6]), unit_column=None)
-    assert chosen[:] == {"double": [6, 2, 6], CANARY_COLUMN: [ORDINARY, 5, 6]}
 
 
 def test_a_canary_is_a_unit_of_its_own():
@@ -438,19 +388,3 @@ def test_other_bad_input_is_refused(tmp_path):
     for model in (gpt2_lm(), tiny_bert(num_labels=1), Line()):
         with pytest.raises(ValueError, match=f"{type(model).__name__} is not a classifier of examples"):
             LossAuditTrainer(**(good | bert | {"model": model}))
-
-
-def test_scores_that_are_not_finite_count_as_nothing(tmp_path):
-    trainer = mislabelled(LossAuditTrainer, tmp_path, max_steps=1, grad_sample_self_check=False)
-    with torch.no_grad():
-        trainer.model.classifier.bias[0] = float("nan")
-    with pytest.warns(UserWarning, match="gradient that is not finite, and contribute nothing"):
-        result = trainer.audit()
-    assert np.isnan(trainer.scores).all()
-    assert not result.scores.any()
-    assert result.lower_bound == 0.0
-
-
-def test_the_hosts_hook_that_keeps_the_column_is_there():
-    # `label_names` is a documented argument; that it also keeps columns is seen in the host's code only.
-    assert "label_names" in Trainer._set_signature_columns_if_needed.__code__.co_names

@@ -1,13 +1,12 @@
 """The command `doppler-hf check`: from a recipe or a script to a verdict and an exit code."""
 
-import argparse
 import json
 import sys
 
 import pytest
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.cli import check, main
+from doppler_hf.cli import main
 from doppler_hf.privacy.clipping import clip_factors as clipping
 from tests.cli.test_audit import flat, recipe  # noqa: F401
 
@@ -102,12 +101,6 @@ def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path, capsys,
     assert f"{word} goes to {idle}. If it is meant for the check, put it before --script." in printed.err
     assert "--learning_rate=3 goes" not in printed.err
     assert str(["--learning_rate=3", word]) in printed.out
-
-
-def test_the_options_that_are_named_are_those_that_there_are():
-    parser = argparse.ArgumentParser(add_help=False)
-    check._add_options(parser)
-    assert {action.option_strings[0] for action in parser._actions} == {*check._OPTIONS}
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_at_once(script, capsys):

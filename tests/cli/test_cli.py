@@ -33,20 +33,6 @@ def test_module_is_the_same_command_and_returns_its_exit_code(monkeypatch, capsy
     assert captured.err == "error: num_examples must be at least 2, got 1. Give the size of the training set.\n"
 
 
-def test_every_command_is_in_the_help(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    for name, line in COMMANDS.items():
-        assert f"{name} {line}" in shown
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_line_in_the_help_is_the_first_of_the_commands_own(name):
-    assert module_of(name).__doc__.splitlines()[0] == COMMANDS[name]
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_says_what_it_is_for(name, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -63,22 +49,6 @@ def test_unknown_words_end_with_exit_code_2(words, capsys):
         main(words)
     assert ended.value.code == 2
     assert "doppler-hf" in capsys.readouterr().err
-
-
-def test_an_unknown_flag_shows_the_usage_of_its_command(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--num-examples", "400", "--steps", "6"])
-    shown = capsys.readouterr().err
-    assert "usage: doppler-hf plan" in shown
-    assert "--max-steps" in shown
-    assert "unrecognized arguments: --steps 6" in shown
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"doppler_hf {importlib.metadata.version('doppler_hf')}\n"
 
 
 class Recorder:

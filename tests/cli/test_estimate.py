@@ -44,13 +44,6 @@ def test_it_says_where_it_can_read_the_peak_of_memory(tmp_path, monkeypatch, cap
     assert "must be there, got none. Run it on Linux, or with --device cuda." in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_the_table_names_what_is_assumed(tmp_path, capsys):
-    assert main(words(tmp_path, "text-classification", "--processes", "4", "--bandwidth", "1e9", "--lora-r", "2")) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "each of 4 processes" in out
-    assert "1e+09 bytes a second" in out
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [

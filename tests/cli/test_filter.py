@@ -45,26 +45,6 @@ def test_design_prints_the_filter_in_the_grammar(capsys):
     assert figures_row(text.partition("\n")[2], name)[2] == 0.1
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["chebyshev1", "--order=3", "--cutoff=0.2", "--ripple_db=1"], "chebyshev1:order=3,cutoff=0.2,ripple_db=1.0"),
-        (["momentum", "--beta=0.97"], "momentum:beta=0.97"),
-        (["moving-average", "--taps=4"], "moving-average:taps=4"),
-    ],
-)
-def test_design_knows_every_type(words, name, capsys):
-    assert printed(["design", "--type", *words], capsys).splitlines()[0] == name
-
-
-def test_a_misspelt_shape_of_noise_is_refused_in_one_line_that_has_the_shapes(capsys):
-    assert main(["filter", "show", "--noise", "bandd"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("error: noise_shape must be one of 'white', 'banded:bands=4'")
-    assert shown.err.endswith("got 'bandd' (did you mean 'banded'?).\n")
-
-
 def test_picture_is_written_into_a_new_folder(tmp_path, capsys):
     path = tmp_path / "new" / "filters.png"
     printed(["show", "none", f"--plot={path}"], capsys)
@@ -86,13 +66,3 @@ def test_mistakes_are_one_line(words, message, capsys):
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.thorough
-def test_figures_and_picture_are_of_the_noise_that_is_given(tmp_path, capsys):
-    path = tmp_path / "noise.png"
-    assert main(["filter", "show", "none", "momentum", "--noise", "banded:bands=4", "--plot", str(path)]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["none"])
-    assert row.split()[2] == "1.984"  # 1.408² of noise in one step
-    assert path.stat().st_size > 10_000
-    assert main(["filter", "show", "--noise", "pink"]) == 2

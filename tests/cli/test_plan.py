@@ -9,10 +9,8 @@ import pytest
 import scipy.signal
 
 from doppler_hf.cli import main
-from doppler_hf.cli.plan import in_words
 from doppler_hf.privacy.accounting.accounting import get_epsilon
 from doppler_hf.reports import planned_runs as planning
-from doppler_hf.reports.noise_shapes import AutoChoice
 from tests.support.tiers import thorough
 
 WORDS = ["plan", "--num-examples", "2000", "--batch-size", "100", "--epochs", "1.5", "--epsilon", "3", "--accountant", "rdp"]
@@ -67,65 +65,12 @@ def test_json_holds_every_number(capsys):
     np.testing.assert_allclose(plan["delay_share_of_steps"], 5.0 / 30, rtol=1e-9)
 
 
-def test_tables_show_the_numbers_of_the_json(capsys):
-    plan = json.loads(printed([*WORDS, *FILTER, "--json"], capsys))
-    text = printed([*WORDS, *FILTER], capsys)
-    assert rows(text) == {
-        "training examples N": "2,000",
-        "expected batch size B": "100",
-        "sampling rate q = B/N": "0.05",
-        "epochs": "1.5",
-        "steps T (max_steps)": "30",
-        "clip norm C": "1",
-        "noise multiplier σ": f"{plan['noise_multiplier']:.6g} (solved for)",
-        "noise_std = σC/B": f"{plan['noise_std']:.4g}",
-        "δ": f"{2000**-1.1:.4g}",
-        "ε by rdp": f"{plan['epsilon']:.4g} (target 3)",
-        "noise_shape": "white, as in the next table; for 'auto' see below",
-        "filter": "first-order-v1",
-        "its noise gain Σκ²": f"{plan['noise_gain']:.4g} (noise_std {plan['filtered_noise_std']:.4g} after it)",
-        "its delay": "5 steps, 16.67% of T",
-    }
-    assert "ε = 3 (rdp), δ = 0.000234, N = 2,000, C = 1" in text
-    shown = alternatives(text)
-    assert len(shown) == 20
-    for row, cell in zip(shown, plan["alternatives"], strict=True):
-        chosen = [cell[name] for name in ("epochs", "batch_size")] == [1.5, 100]
-        assert row == [
-            *(["→"] if chosen else []),
-            f"{cell['epochs']:.4g}",
-            f"{cell['batch_size']:,}",
-            f"{cell['steps']:,}",
-            f"{cell['noise_multiplier']:#.4g}",
-            f"{cell['noise_std']:.2e}",
-            f"{cell['filtered_noise_std']:.2e}",
-            f"{cell['average_noise_std']:.2e}",
-            f"{cell['examples_processed']:,}",
-        ]
-    assert "filtered: noise_std·√Σκ²" in " ".join(text.split())
-
-
 @pytest.mark.usefixtures("one_cell")
 def test_the_plan_says_what_auto_takes(capsys):
     auto = json.loads(printed([*WORDS, "--json"], capsys))["auto"]
     text = " ".join(printed(WORDS, capsys).split())
     assert f"noise_shape={auto['noise_shape']!r} and low_pass_filter={auto['low_pass_filter']!r}" in text
     assert f"σ = {auto['noise_multiplier']:.4g}, and {auto['noise_std']:.4g} per coordinate of a step." in text
-
-
-def test_a_long_strategy_is_not_printed():
-    words = in_words(AutoChoice("banded:bands=9", "none", 1.5, 0.25))
-    assert "noise_shape=a strategy of 9 bands (--json has it) and low_pass_filter='none'" in words
-    assert "banded:bands=8" in in_words(AutoChoice("banded:bands=8", "none", 1.5, 0.25))
-
-
-@pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize("accountant", ["prv", "pld"])
-def test_target_is_met_by_the_accountant_that_solves(accountant, capsys):
-    words = f"plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3 --accountant {accountant} --json".split()
-    plan = json.loads(printed(words, capsys))
-    assert plan["steps"] == 204
-    assert 2.997 <= plan["epsilon"] <= 3.0
 
 
 @pytest.mark.usefixtures("one_cell")
@@ -180,12 +125,3 @@ def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, c
     assert captured.out == ""
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
-
-
-@pytest.mark.usefixtures("one_cell")
-def test_picture_that_cannot_be_written_is_a_mistake(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert main([*WORDS, "--plot", str(tmp_path / "file" / "plan.png")]) == 2
-    assert re.match(
-        r"error: The picture .*plan\.png cannot be written \(.*\)\. Give another folder\.", capsys.readouterr().err
-    )

@@ -44,10 +44,6 @@ def test_shaped_noise_asks_for_more_of_a_filter():
     assert delay(auto_filter(1000, noise=BANDED)) > 3 * delay(auto_filter(1000)) > 0
 
 
-def test_short_runs_have_no_filter():
-    assert auto_filter(24, noise=BANDED) == NONE
-
-
 @pytest.mark.parametrize("steps", [25, 12_345])
 def test_the_delay_is_at_most_a_fiftieth_of_the_run(steps):
     # β has three decimals.

@@ -28,12 +28,6 @@ def test_momentum_is_known_in_closed_form():
     assert figures.startup_steps == math.ceil(math.log(0.1 / 2.1, 0.9))
 
 
-def test_no_filter_has_nothing_to_settle():
-    figures = filter_figures(PAPER_FILTERS["none"])
-    assert (figures.order, figures.noise_gain, figures.cutoff, figures.delay) == (0, 1.0, 1.0, 0.0)
-    assert (figures.settling_steps, figures.startup_steps, figures.largest_pole) == (1, 1, 0.0)
-
-
 @pytest.mark.parametrize("taps", [2, 10])
 def test_averages_settle_when_they_are_full(taps):
     figures = filter_figures(moving_average(taps))

@@ -8,7 +8,6 @@ import scipy.signal
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
-    LowPassFilter,
     PowerEstimate,
     autocorrelation,
     corrected_noise_gain,
@@ -18,7 +17,6 @@ from doppler_hf.filters import (
     noise_gain,
     power_spectral_density,
 )
-from tests.support.tiers import thorough
 
 SERIES = np.random.default_rng(0).normal(size=(45, 3)) + 1.5
 FIRST_ORDER = PAPER_FILTERS["first-order-v1"]
@@ -115,32 +113,6 @@ def test_output_and_noise_gain_are_corrected_for_the_start(name):
 
 def square_norms(series):
     return np.sum(series**2, axis=1)
-
-
-@pytest.mark.parametrize(
-    ("filter", "first_step"), [(LowPassFilter(b=(1.0,)), 0), *thorough((FIRST_ORDER, 0)), (FIRST_ORDER, 60)]
-)
-def test_the_estimate_is_unbiased_and_its_error_is_as_stated(filter, first_step):
-    steps, dimension, noise_std, repeats = 40, 20, 0.7, 1000
-    signal = np.full(dimension, 0.2)
-    noise = noise_std * np.random.default_rng(2).normal(size=(first_step + steps, repeats * dimension))
-    output = corrected_output(filter, np.tile(signal, repeats) + noise)[first_step:].reshape(steps, repeats, dimension)
-    estimates = [
-        estimate_power(
-            square_norms(output[:, repeat]), noise_std=noise_std, dimension=dimension, filter=filter, first_step=first_step
-        )
-        for repeat in range(repeats)
-    ]
-    gains = corrected_noise_gain(filter, first_step + steps)[first_step:]
-    assert estimates[0].noise == pytest.approx(dimension * noise_std**2 * gains.mean(), rel=1e-12)
-    assert estimates[0].snr == estimates[0].signal / estimates[0].noise
-    signals = np.array([estimate.signal for estimate in estimates])
-    # Five and a half standard errors of the mean: 4e-8 of false alarm for each.
-    assert abs(signals.mean() - signal @ signal) < 5.5 * signals.std() / math.sqrt(repeats)
-    # The deviation of 1,000 has an error of 2.2 %, five and a half of which are 12 %. On top of that comes the part of the
-    # signal, which is a bound, and the steps in which a filter settles, where the error is overstated.
-    stated = math.sqrt(np.mean([estimate.error**2 for estimate in estimates]))
-    assert 0.88 < stated / signals.std() < (1.25 if first_step or not filter.order else 1.7)
 
 
 def test_without_noise_all_is_signal():

@@ -132,18 +132,6 @@ def test_pure_noise_leaves_the_taps_as_they_are():
     assert optimizer.param_groups[0]["taps"] == [0.25] * 4
 
 
-def test_noise_is_subtracted_as_it_was_in_its_step():
-    p = torch.nn.Parameter(torch.zeros(5000, dtype=torch.float64))
-    optimizer = DopplerOptimizer([p], 0.1, low_pass_filter=OptimalFIR(taps=2, update_gap=100), noise_std=3.0)
-    signal = normal(5000, seed=1)
-    for step in range(100):
-        optimizer.noise_std = 3.0 if step < 50 else 0.1
-        p.grad = torch.from_numpy(signal + optimizer.noise_std * normal(5000, seed=10 + step))
-        optimizer.step()
-    # A signal that stands still: equal taps, were it not for the noise, whose deviation in ρ is 9 / √(50 · 5000) = 0.02.
-    assert optimizer.param_groups[0]["taps"][1] == pytest.approx(0.5, abs=0.05)
-
-
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"),
     [(torch.float64, None), (torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)],
@@ -227,8 +215,3 @@ def test_a_checkpoint_of_another_filter_is_refused(saved_filter, own_filter, mes
     with pytest.raises(ValueError, match=message):
         loading.load_state_dict(saving.state_dict())
     assert not loading.state
-
-
-def test_another_filter_is_not_taken_for_one_whose_taps_follow():
-    with pytest.raises(ValueError, match=r"must be 'optimal-fir:taps=\.\.\.', got 'momentum'"):
-        OptimalFIR.parse("momentum")

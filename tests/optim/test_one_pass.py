@@ -11,9 +11,8 @@ import torch._inductor.exc
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer, one_pass
-from doppler_hf.optim.one_pass import OnePass, ParameterTensors, StepConstants
+from doppler_hf.optim.one_pass import OnePass
 from doppler_hf.optim.optimizer import COMPILES_RIGHT
-from doppler_hf.optim.update import update
 from tests.support.pairwise import pairwise
 from tests.support.tolerances import of_optimizer_steps
 
@@ -103,18 +102,6 @@ def test_compiled_equals_uncompiled_and_every_dtype_is_compiled_once_whatever_to
         assert_same_but_for_rounding(ends, trajectory(**options, compiled=False))
 
 
-@pytest.mark.slow
-def test_without_a_compiler_one_warning_is_given_and_the_steps_are_the_uncompiled_ones(tmp_path):
-    """What torch itself raises; what becomes of it is tested in this process, too."""
-    cache = str(tmp_path / "cache")
-    found = reported(tmp_path / "report", CXX="/nonexistent/c++", TORCHINDUCTOR_CACHE_DIR=cache)
-    assert ["no working compiler here (InductorError)" in message for message in found["messages"]] == [True] * len(
-        OPTIMIZERS
-    )
-    for ends, options in zip(found["ends"], OPTIMIZERS, strict=True):
-        assert_same_but_for_rounding(ends, trajectory(**options, compiled=False))
-
-
 def test_a_compiler_that_fails_on_the_second_dtype_steps_nothing_twice(monkeypatch):
     class FailsOnHalf:
         def __init__(self, function, example, constants):
@@ -132,25 +119,6 @@ def test_a_compiler_that_fails_on_the_second_dtype_steps_nothing_twice(monkeypat
     expected, _ = trajectory([torch.float32, torch.bfloat16], compiled=False)
     for one, other in zip(weights[-1], expected[-1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-
-
-def test_tensors_share_calls_and_small_ones_stay_outside(monkeypatch):
-    calls = []
-
-    class Recorder:
-        def __init__(self, function, example, constants):
-            assert example.weight.numel() >= 16
-
-        def __call__(self, batch, constants):
-            calls.append([tensors.weight.numel() for tensors in batch])
-
-    monkeypatch.setattr(one_pass, "Program", Recorder)
-    weights = [torch.zeros(size) for size in (0, 1, 15, 16, 40)]
-    batch = [ParameterTensors(weight, torch.ones_like(weight), []) for weight in weights]
-    OnePass(update, compiled=True)(batch, StepConstants(lambda grad, *_: grad, step_size=0.5))
-    assert calls == [[16, 40]]
-    for weight in weights[:3]:
-        assert torch.equal(weight, torch.full_like(weight, -0.5))
 
 
 @pytest.mark.parametrize(("name", "dtypes", "base"), pairwise(PAPER_FILTERS, DTYPES, BASES), ids=str)

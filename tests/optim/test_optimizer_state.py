@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -22,10 +21,6 @@ DTYPES = [
 ]  # fmt: skip
 GALORE = {"rank": 2, "update_proj_gap": 3}
 SHAPES = [(5, 7), (7, 5), (6,)]
-CONSTANTS = [
-    "low_pass_filter", "base", "beta2", "noise_std", "eps", "floor", "basis_change", "projector", "projector_source",
-    "state_dtype", "compiled",
-]  # fmt: skip
 
 
 def parameters(*shapes, dtype=torch.float64):
@@ -126,38 +121,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused_even_before_its_first_step
         optimizer_of(params).load_state_dict(torch.optim.AdamW(params).state_dict())
 
 
-def test_gap_and_scale_stay_and_learning_rate_and_weight_decay_are_loaded():
-    def make(**own):
-        groups = [{"params": parameters(*SHAPES), "rank": 2} | own, {"params": parameters((4, 4), (3,))}]
-        return optimizer_of(groups)
-
-    saving = make(lr=0.3, weight_decay=0.4, update_proj_gap=5, scale=2.0)
-    loading = make(lr=0.1, weight_decay=0.2, update_proj_gap=7, scale=0.5)
-    loading.load_state_dict(saved_and_loaded(saving.state_dict()))
-    names = ("lr", "weight_decay", "rank", "update_proj_gap", "scale")
-    assert [[group[name] for name in names] for group in loading.param_groups] == [
-        [0.3, 0.4, 2, 7, 0.5],
-        [0.05, 0.1, None, 200, 1.0],
-    ]
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
-)
-def test_copies_keep_all_constants_and_continue_to_the_bit(copied):
-    params = parameters(*SHAPES, dtype=torch.float32)
-    options = {"eps": 1e-3, "floor": 0.1, "scale": 0.5, "basis_change": "reset", "projector": "svd", "compiled": False}
-    optimizer = optimizer_of(params, **GALORE | options, projector_source="filtered", state_dtype=torch.bfloat16)
-    run(optimizer, params, range(4))
-    others, other = copied((params, optimizer))
-    assert_same(params, optimizer, others, other)
-    for name in CONSTANTS:
-        assert getattr(other, name) == getattr(optimizer, name), name
-    run(optimizer, params, range(4, 9))
-    run(other, others, range(4, 9))
-    assert_same(params, optimizer, others, other)
-
-
 def test_a_group_added_late_begins_anew_and_resumes():
     early, late = parameters(*SHAPES), parameters((4, 8), (3,))
     alone = clones(late)
@@ -177,27 +140,6 @@ def test_a_group_added_late_begins_anew_and_resumes():
     for one, params in ((optimizer, early + late), (resumed, early_copies + late_copies)):
         run(one, params, range(9, 12))
     assert_same(early + late, optimizer, early_copies + late_copies, resumed)
-
-
-def test_schedulers_set_the_learning_rate_of_the_next_step():
-    params, others = parameters(*SHAPES), parameters(*SHAPES)
-    lr = torch.tensor(0.05, dtype=torch.float64)
-    optimizer, by_hand = optimizer_of(params, lr=lr, **GALORE), optimizer_of(others, **GALORE)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
-    rates = set()
-    for t in range(7):
-        rate = float(optimizer.param_groups[0]["lr"])
-        rates.add(rate)
-        by_hand.param_groups[0]["lr"] = rate
-        run(optimizer, params, [t])
-        run(by_hand, others, [t])
-        scheduler.step()
-    assert len(rates) == 7
-    assert_same(params, optimizer, others, by_hand)
-    resumed_params = clones(params)
-    resumed = optimizer_of(resumed_params, **GALORE)
-    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    assert float(resumed.param_groups[0]["lr"]) == float(optimizer.param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize(
@@ -231,23 +173,6 @@ def test_parameters_and_gradients_in_another_order_of_memory(dtype, state_dtype,
     for p, other in zip(plain, others, strict=True):
         atol = of_optimizer_steps(5, largest=p.abs().max().item(), dtypes=(dtype, state_dtype))
         torch.testing.assert_close(other, p, atol=atol, rtol=0)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_empty_parameters_and_those_without_dimensions(base):
-    params = parameters((), (0,), (0, 4), (4, 0), (5, 7))
-    (vector,) = parameters((1,))
-    vector.data.copy_(params[0].detach())
-    optimizer, reference = optimizer_of(params, base=base, **GALORE), optimizer_of([vector], base=base)
-    for t in range(4):
-        run(optimizer, params, [t])
-        vector.grad = params[0].grad.view(1).clone()
-        reference.step()
-    assert params[0].item() == vector.item()
-    assert [p.shape for p in params] == [(), (0,), (0, 4), (4, 0), (5, 7)]
-    resumed = optimizer_of(params, base=base, **GALORE)
-    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    assert_same(params, optimizer, params, resumed)
 
 
 def test_a_sparse_gradient_is_refused_before_anything_changes():

@@ -17,18 +17,6 @@ def unfiltered(grad, tensors, coefficients):
     return grad
 
 
-def test_constants_as_tensors_keep_names_values_and_precision():
-    constants = StepConstants(unfiltered, (B, A), **NUMBERS)
-    for dtype in (torch.float64, torch.float32):
-        tensors = vars(constants.with_tensors(dtype, torch.device("cpu")))
-        for name, value in vars(constants).items():
-            if name in ("advance", "coefficients", "beta2"):
-                assert tensors[name] is value
-            else:
-                assert (tensors[name].dtype, tensors[name].shape) == (dtype, ())
-                assert tensors[name].item() == torch.tensor(value, dtype=dtype).item()
-
-
 @pytest.mark.parametrize("has_moment", [True, False])
 def test_constants_as_tensors_make_the_same_step(has_moment):
     def stepped(constants):
@@ -60,13 +48,3 @@ def test_filter_states_of_half_precision_are_rounded_to_nearest_after_every_step
         expected = [state.bfloat16().float() for state in expected]
         for state, rounded in zip(half, expected, strict=True):
             assert torch.equal(state.float(), rounded)
-
-
-def test_the_denominator_is_taken_before_the_moment_is_rounded():
-    weight, grad = torch.zeros(1000), normal(1000, dtype=torch.float32)
-    moment, full = (torch.full((1000,), 0.5, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    twin = weight.clone()
-    for x, v in ((weight, moment), (twin, full)):
-        update(ParameterTensors(x, grad, [], v), StepConstants(unfiltered, **NUMBERS))
-    assert torch.equal(weight, twin)
-    assert not torch.equal(moment.float(), full)

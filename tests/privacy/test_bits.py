@@ -40,14 +40,6 @@ def test_the_stream_is_aes_256_in_counter_mode_from_zero(monkeypatch):
     assert words.tobytes() == expected[: 8 * sum(counts)]
 
 
-def test_keystream_is_continuous_over_odd_sizes():
-    # 8-byte words and 16-byte blocks: an odd count must not lose or repeat half a block.
-    stream = SecretBits()
-    words = np.concatenate([stream.bits(count, step=0) for count in (1, 3, 2, 5, 1)])
-    assert len(np.unique(words)) == 12
-    assert np.all(words != 0)
-
-
 def test_a_key_for_every_call_of_philox():
     keys, make = [], np.random.Philox
 

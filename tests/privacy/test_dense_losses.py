@@ -18,10 +18,9 @@ from transformers import (
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, pixel_losses
-from doppler_hf.privacy.losses import has_ctc, has_pixels, per_sample_losses
+from doppler_hf.privacy.losses import has_ctc, per_sample_losses
 from scripts.experiments.tiny_models import padded
 from tests.support.per_example import assert_equals_loop
-from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments
 
 AUDIO = dict(
@@ -227,10 +226,3 @@ def test_a_transcript_with_a_label_that_is_no_class_is_refused(label):
     with pytest.raises(ValueError, match=r"from 0 to 8, or -100 where there is none, got another one\. Give") as caught:
         ctc_losses(model, batch, labels, base_model=model)
     assert str(label) not in str(caught.value).replace("-100", "")
-
-
-def test_models_are_known_by_their_class():
-    models = [wav2vec2(), segformer(), tiny_bert()]
-    assert [has_ctc(model) for model in models] == [True, False, False]
-    assert [has_pixels(model) for model in models] == [False, True, False]
-    assert not has_ctc(torch.nn.Linear(2, 2))

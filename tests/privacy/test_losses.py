@@ -27,21 +27,6 @@ def test_mean_equals_the_models_own_loss(overrides, labels):
     torch.testing.assert_close(losses.mean(), outputs.loss)
 
 
-def test_an_example_does_not_see_its_neighbours():
-    model = tiny_bert()
-    short = {"input_ids": [9, 8, 7], "attention_mask": [1] * 3, "labels": 0}
-    long = {"input_ids": [7] * 12, "attention_mask": [1] * 12, "labels": 1}
-
-    def first_gradient(examples):
-        inputs = pad(examples)
-        labels = inputs.pop("labels")
-        loss = classification_losses(model(**inputs).logits, labels)[0]
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-
-    alone, with_long = first_gradient([short]), first_gradient([short, long])
-    torch.testing.assert_close(alone, with_long, atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("logits", "labels", "problem_type", "message"),
     [

@@ -2,10 +2,8 @@
 
 import math
 
-import numpy as np
 import pytest
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.privacy import PoissonSampler
 from doppler_hf.privacy.accounting import accounting
 from doppler_hf.privacy.accounting.accounting import get_epsilon
@@ -38,30 +36,6 @@ def test_steps_are_those_of_the_host(num_examples, batch_size, epochs):
     # Trainer.set_initial_training_values
     assert run.steps == math.ceil(epochs * sampler.steps_per_epoch)
     assert run.sample_rate == sampler.sample_rate
-
-
-def test_numbers_of_a_run():
-    run = PlannedRun(num_examples=50_000, expected_batch_size=500, steps=400, noise_multiplier=0.8, max_grad_norm=0.5)
-    assert run.sample_rate == 0.01
-    assert run.epochs == 4
-    assert run.examples_processed == 200_000
-    assert run.releases == (0.8, 0.01, 400)
-    np.testing.assert_allclose(run.noise_std, 0.8 * 0.5 / 500, rtol=1e-15)
-    np.testing.assert_allclose(run.average_noise_std, 0.8 * 0.5 / 500 / 20, rtol=1e-15)
-    # Momentum leaves (1 - β)/(1 + β) of the power.
-    np.testing.assert_allclose(
-        run.filtered_noise_std(PAPER_FILTERS["momentum"]), run.noise_std * (0.1 / 1.9) ** 0.5, rtol=1e-9
-    )
-    assert run.filtered_noise_std(LowPassFilter(b=(1.0,))) == run.noise_std
-
-
-def test_epochs_lead_the_host_back_to_the_steps():
-    assert math.ceil(29 / 7 * 7) == 30, "no rounding to guard against: drop the guard"
-    for steps_per_epoch in range(1, 40):
-        for steps in range(1, 400):
-            run = PlannedRun(steps_per_epoch, 1, steps, 1.0, 1.0)
-            assert math.ceil(run.epochs * steps_per_epoch) == steps
-            assert abs(run.epochs - steps / steps_per_epoch) < 1e-13 * steps
 
 
 @pytest.mark.parametrize("epochs", [0.3, 1.0, 2.5, 10.0])
@@ -191,13 +165,3 @@ def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes, monkeypa
     run = PlannedRun(num_examples=8, expected_batch_size=batch_size, steps=9, noise_multiplier=2.0, max_grad_norm=1.0)
     table = alternatives(run, Target(1.0, 1e-5, "rdp"), epochs=run.epochs)
     assert [other.expected_batch_size for other in table[run.epochs]] == batch_sizes
-
-
-def test_alternatives_that_no_noise_brings_to_the_target_are_left_out(monkeypatch):
-    """PRV's bound has an error of its own, below which it sees no difference."""
-    monkeypatch.setattr(planning, "EPOCH_FACTORS", (1, 4))
-    monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (1, 4))
-    run = PlannedRun(num_examples=67_349, expected_batch_size=10, steps=3, noise_multiplier=1e5, max_grad_norm=1.0)
-    target = epsilon(67_349, 10, 3, 1e5, accountant="prv") / 2
-    table = alternatives(run, Target(target, 67_349**-1.1, "prv"), epochs=run.epochs)
-    assert table == {run.epochs: [run], 4 * run.epochs: []}

@@ -5,12 +5,10 @@ import pytest
 import scipy.signal
 from matplotlib.figure import Figure
 
-from doppler_hf.filters import PAPER_FILTERS, NoiseShape
+from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.reports.planned_runs import PlannedRun
 from doppler_hf.reports.plots import (
     plot_filters,
-    plot_noise,
-    plot_paper_filters,
     plot_planned_runs,
 )
 
@@ -65,27 +63,3 @@ def test_filters_are_drawn_as_scipy_has_them(tmp_path, figures):
     line = delay.get_lines()[0]
     _, expected = scipy.signal.group_delay((low_pass_filter.b, low_pass_filter.a), np.pi * line.get_xdata()[:-1])
     np.testing.assert_allclose(line.get_ydata()[:-1], expected, atol=1e-9)
-
-
-@pytest.mark.thorough
-def test_the_papers_panels_hold_its_filters(tmp_path, figures):
-    plot_paper_filters(tmp_path / "p.png")
-    names = [{line.get_label() for line in axes.get_lines()} & set(PAPER_FILTERS) for axes in figures[0].axes]
-    assert len(names) == 4
-    assert names[0] == names[1]
-    assert names[2] == names[3] == {"f1", "f2", "f3", "f4", "f5", "f6"}
-    assert names[0] | names[2] == set(PAPER_FILTERS)
-
-
-@pytest.mark.thorough
-def test_noise_is_drawn_with_what_a_filter_leaves_of_it(tmp_path, figures):
-    shape = NoiseShape.banded(4)
-    plot_noise({"momentum": PAPER_FILTERS["momentum"]}, shape, tmp_path / "noise.png")
-    before, after = figures[-1].axes
-    lines = {line.get_label(): line.get_ydata() for line in (*before.lines, *after.lines)}
-    # At the lowest frequency a momentum filter passes all, and of this noise 1.49 / 2.19² is left.
-    assert lines["white"][0] == 1.0
-    assert lines["banded:bands=4"][0] == pytest.approx((shape.norm / sum(shape.c)) ** 2, rel=1e-4)
-    # In flat directions the loss is that of the lowest frequencies.
-    assert lines["white, momentum"][0] == pytest.approx(0.5, rel=0.01)
-    assert lines["banded:bands=4, momentum"][0] == pytest.approx(0.5 * lines["banded:bands=4"][0], rel=0.01)

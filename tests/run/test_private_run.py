@@ -201,7 +201,7 @@ class TryingAgain(DopplerTrainer):
 def test_no_piece_of_a_draw_is_added_twice(tmp_path, cls, pieces):
     sizes = {"per_device_train_batch_size": 24 // pieces, "gradient_accumulation_steps": pieces, "accountant": "rdp"}
     trainer = trainer_of(tmp_path, cls=cls, max_tokens_per_micro_batch=30, **sizes)  # every example, in several
-    with pytest.raises(RuntimeError, match="Each piece of a draw must be added once, got one more"):
+    with pytest.raises(ValueError, match="Each piece of a draw must be added once, got one more"):
         trainer.train()
     assert trainer.state.global_step == 0
 

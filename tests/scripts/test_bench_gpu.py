@@ -8,7 +8,6 @@ import torch
 
 from scripts.bench import gpu, gpu_page
 from scripts.bench.gpu import main
-from scripts.bench.synchronizations import synchronizations
 
 
 @pytest.fixture
@@ -60,55 +59,13 @@ def test_every_row_is_measured_once_and_stands_on_the_page(tmp_path, capsys):
     assert "step/roberta-base-lora: kept" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("here")
-def test_what_does_not_fit_is_a_row_and_what_fails_is_measured_again(tmp_path, monkeypatch, capsys):
-    def fails(*arguments):
-        raise RuntimeError("a wrong | kernel\nin detail")
-
-    def is_too_large(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    works = flags(tmp_path, "--works=pass,step,synchronizations", "--models=vit-base")
-    monkeypatch.setattr(gpu, "step_seconds", fails)
-    monkeypatch.setattr(gpu.engine, "paired_seconds", is_too_large)
-    with pytest.raises(SystemExit) as ended:
-        main(works)
-    assert ended.value.code == 1
-    page = (tmp_path / "gpu.md").read_text()
-    assert "| vit-base | out of memory | out of memory | – | not run → not run |" in page
-    assert "| vit-base | failed (RuntimeError: a wrong / kernel) | " in page
-    monkeypatch.undo()
-    monkeypatch.setattr(gpu, "in_fresh_process", lambda function, *arguments: function(*arguments))
-    main(works)
-    assert [row["row"] for row in lines(tmp_path)] == [
-        *("pass/vit-base", "step/vit-base", "synchronizations/vit-base", "step/vit-base")
-    ]
-    assert "pass/vit-base: kept" in capsys.readouterr().out
-    assert "failed" not in (tmp_path / "gpu.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("built_for", "said"), [(None, "built without CUDA. Install a build of torch"), ("13.0", "a driver for CUDA 13.0.")]
 )
 def test_without_a_device_one_line_says_what_is_missing(tmp_path, monkeypatch, built_for, said):
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"^error: make gpu must have a CUDA device, got .*--scale tiny\.$") as ended:
+    with pytest.raises(SystemExit, match=r"^error: The machine must have a CUDA device, got .*--scale tiny\.$") as ended:
         main([f"--results={tmp_path / 'rows'}"])
     assert said in str(ended.value)
     assert not list(tmp_path.iterdir())
-
-
-def test_lines_that_wait_are_counted():
-    values = torch.arange(4.0)
-
-    def step():
-        for _ in range(3):
-            values.sum().item()
-        larger = values[values > 1]
-        assert larger.any()
-        values[:2].add_(1.0)
-
-    found = synchronizations(step, device="cpu")
-    assert [*found.values()] == [3, 1, 1]
-    assert {line.split(":")[0] for line in found} == {"tests/scripts/test_bench_gpu.py"}

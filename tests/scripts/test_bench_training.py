@@ -4,12 +4,10 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
-from transformers import BertTokenizerFast, TrainingArguments
+from transformers import BertTokenizerFast
 
 from scripts.bench import training as bench_training
-from tests.support.tiny import pad, text_data, tiny_bert
 
 WORDS = ["good", "bad", "film", "the"]
 
@@ -52,15 +50,3 @@ def test_both_trainers_are_timed_in_turn(flags, tmp_path, capsys, monkeypatch, m
     # A sentence has 2 to 19 words and two special tokens; a draw sorted by length needs less padding.
     assert 4 <= result["private_tokens"] < result["plain_tokens"] <= 21
     assert f"×{result['ratio']:.3f}" in capsys.readouterr().out
-
-
-def test_the_clock_leaves_the_first_step_out(monkeypatch):
-    model = tiny_bert()
-    clock = bench_training.Clock(model)
-    times = iter([10.0, 12.0, 15.0])
-    monkeypatch.setattr(bench_training.time, "perf_counter", lambda: next(times))
-    for rows in (7, 2, 3):
-        batch = pad(text_data(rows))
-        model(**(batch | {"input_ids": torch.ones(rows, 8, dtype=torch.long), "attention_mask": torch.ones(rows, 8)}))
-        clock.on_step_end(TrainingArguments(use_cpu=True), None, None)
-    np.testing.assert_allclose(clock.per_example(), [5.0 / 5, 8.0, 0.0])

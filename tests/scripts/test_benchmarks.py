@@ -3,20 +3,10 @@
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-from datasets import Dataset
 
-from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.optim import DopplerOptimizer, WeightFilter
 from scripts.bench import contributions, engine, estimates, large_data, noise, optimizer, processes, small_networks
-from tests.support.tolerances import RAISED
 
 SIZES = ["--layers=2", "--hidden=16", "--vocabulary=50", "--length=8", "--batch_size=2", "--steps=2", "--lora_r=2"]
 TINY = ["--scale=tiny", "--pairs=2", "--threads=1"]
@@ -70,72 +60,3 @@ def test_unknown_names_and_runs_that_end_too_soon_end_in_one_line():
             module.main([*TINY, "--works=bert"])
     with pytest.raises(SystemExit, match=r"^error: --steps and --pairs must be .*, got 40, 3 and 44\."):
         small_networks.main(["--planned=44"])
-
-
-@pytest.mark.parametrize("name", ["book_keeping", "opacus"])
-def test_a_private_step_leaves_the_clipped_sum(name):
-    model, batch = engine.build(replace(engine.ALL_WORKS["gpt2-lm"], **engine.TINY), device="cpu")
-    model.eval()  # without dropout, so that single examples compare
-    expected = {parameter: torch.zeros_like(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    for row in range(4):
-        loss = engine.losses_of(model, {key: value[row : row + 1] for key, value in batch.items()}).sum()
-        gradients = torch.autograd.grad(loss, list(expected))
-        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-        for total, gradient in zip(expected.values(), gradients):
-            total += gradient / (norm * RAISED + 0.01)  # automatic clipping to C = 1
-    for module in model.train().modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    with engine.stepping(name, model, batch, engine.BenchArguments()) as step:
-        for _ in range(2):  # nothing stays of the first one
-            step()
-        for parameter, gradient in expected.items():
-            torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
-
-
-def test_the_kinds_are_the_optimizers_that_their_names_say():
-    params = optimizer.parameters(optimizer.BenchArguments(scale="tiny", pairs=3, threads=1))
-    assert type(optimizer.step_of(None, params).__self__) is torch.optim.AdamW
-    for kinds in optimizer.WORKS.values():
-        for name, kind in kinds.items():
-            made = optimizer.step_of(kind, params).__self__
-            if "on the weights" in name:
-                assert isinstance(made, WeightFilter)
-                assert made.low_pass_filter == PAPER_FILTERS[name.split()[0]]
-                continue
-            assert isinstance(made, DopplerOptimizer)
-            assert PAPER_FILTERS.get(name.split(",")[0], name) in (made.low_pass_filter, str(made.low_pass_filter))
-            assert made.compiled == ("compiled" in name)
-            assert (made.state_dtype == torch.bfloat16) == ("bf16" in name)
-            assert (made.defaults["rank"] is not None) == ("GaLore" in name)
-
-
-def test_the_table_has_the_rows_that_are_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(large_data, "PART", 40)
-    large_data.write_table(tmp_path / "rows.arrow", 100)
-    table, computed = Dataset.from_file(str(tmp_path / "rows.arrow")), large_data.Computed(100)
-    rows = [computed[index] for index in range(len(computed))]
-    assert list(table.remove_columns("user")) == rows == [*map(large_data.row_of, range(100))]
-    assert table["user"][:] == [index // 10 for index in range(100)]
-
-
-@pytest.mark.slow
-def test_two_processes_that_share(tmp_path):
-    path = tmp_path / "processes.jsonl"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for flags in ([], ["--shards"], ["--full"], ["--full", "--shards"]):
-        done = subprocess.run(
-            [*launcher, "-m", "scripts.bench.processes", *SIZES, f"--results={path}", *flags],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-    whole, shares, all_trained, shares_of_it = lines(path)
-    assert shares["frozen_mib"] == pytest.approx(whole["frozen_mib"] / 2, rel=0.05)
-    assert shares["trained_mib"] == whole["trained_mib"]
-    assert all_trained["frozen_mib"] == shares_of_it["frozen_mib"] == 0
-    for name in ("trained_mib", "states_mib"):
-        assert shares_of_it[name] == pytest.approx(all_trained[name] / 2, rel=0.05)

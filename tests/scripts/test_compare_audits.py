@@ -4,9 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
-from doppler_hf.privacy import get_epsilon
 from scripts.experiments import compare_audits
 
 
@@ -21,11 +19,6 @@ class Auditor:
 
     def epsilon_clopper_pearson(self, error, delta, *, one_sided, threshold_strategy):
         return 20 + threshold_strategy
-
-
-def test_the_true_epsilon_is_the_accountants():
-    expected = get_epsilon(noise_multiplier=1.0, sample_rate=1.0, steps=1, delta=compare_audits.DELTA, accountant="pld")
-    assert compare_audits.epsilon_of("Gaussian, μ", 1.0) == pytest.approx(expected, rel=1e-3)
 
 
 def test_both_bounds_of_the_same_scores_in_one_table(tmp_path, monkeypatch, capsys):

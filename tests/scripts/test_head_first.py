@@ -4,41 +4,10 @@ import dataclasses
 import json
 
 import pytest
-import torch
-from sklearn.linear_model import LogisticRegression
 
 from scripts.experiments import head_first
-from scripts.studies.data import Data
-from scripts.studies.networks import TopLayers
 from scripts.studies.tasks import SMALL
 from tests.support.folders import write_bert, write_glue
-
-
-class Vectors(list):
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
-def together(rows):
-    hidden, labels = (torch.stack([row[name] for row in rows]) for name in ("hidden", "labels"))
-    return {"hidden": hidden[:, None], "attention_mask": torch.ones(len(rows), 1, dtype=torch.long), "labels": labels}
-
-
-def test_the_head_is_that_of_the_regression_on_what_it_is_given():
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(300, 6, generator=generator)
-    labels = (hidden[:, 0] + 0.5 * torch.randn(300, generator=generator) > 0.2).long()
-    rows = Vectors({"hidden": vector, "labels": label} for vector, label in zip(hidden, labels))
-
-    def network():
-        return TopLayers(torch.nn.ModuleList(), hidden_size=6, num_labels=2)
-
-    data = Data("", rows, None, None, network, together)
-    begun = head_first.beginning_with(data, head_first.fitted_head(data)).network()
-    normed = torch.nn.functional.layer_norm(hidden, (6,)).numpy()
-    expected = LogisticRegression(max_iter=1000).fit(normed, labels.numpy()).predict_log_proba(normed)
-    found = begun(**{name: value for name, value in together(rows).items() if name != "labels"}).logits.log_softmax(-1)
-    torch.testing.assert_close(found.detach(), torch.from_numpy(expected), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.thorough

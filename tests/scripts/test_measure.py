@@ -1,17 +1,10 @@
 """The benchmarks' own instruments."""
 
 import json
-import os
-
-import pytest
-import torch
 
 from scripts.bench.measure import (
     WARM_UP,
     append_json_line,
-    in_fresh_process,
-    memory_now,
-    memory_peak,
     seconds_in_turn,
 )
 
@@ -21,16 +14,6 @@ def test_pairs_are_made_in_turn_after_warming_up():
     seconds = seconds_in_turn(lambda: made.append("one"), lambda: made.append("other"), pairs=3, device="cpu")
     assert seconds.shape == (3, 2)
     assert made == ["one", "other"] * (WARM_UP + 3)
-
-
-def process_and_memory():
-    held = torch.ones(2**20)
-    return os.getpid() if held.any() and memory_peak("cpu") >= memory_now("cpu") else 0
-
-
-@pytest.mark.slow
-def test_a_fresh_process_is_another_one():
-    assert in_fresh_process(process_and_memory) not in (0, os.getpid())
 
 
 def test_results_are_appended(tmp_path):

@@ -12,8 +12,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceClassification
 
 import doppler_hf
-from doppler_hf import DopplerTrainer
-from doppler_hf.privacy import PoissonSampler, PrivacyLedger
+from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.workloads.arguments import parse_args
 from doppler_hf.workloads.causal_lm import CausalLMArguments
 from doppler_hf.workloads.data_sources import GLUE_TASKS
@@ -21,7 +20,6 @@ from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
-from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.folders import END, MASKED_LMS, write_bert, write_glue, write_gpt2, write_masked_lm, write_texts
 from tests.support.tiers import combined, thorough
 
@@ -90,19 +88,6 @@ def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
         assert BertForSequenceClassification.from_pretrained(out).num_labels == GLUE_TASKS[task_name].num_labels
 
 
-def test_the_perplexity_of_a_training_that_diverged_is_infinite():
-    metrics = {"eval_loss": 1000.0}
-    causal_lm.add_perplexity(metrics)
-    assert metrics["eval_perplexity"] == math.inf
-
-
-@pytest.mark.thorough
-def test_glue_with_the_mean_head(tmp_path, bert_dir, data_dir):
-    flags = (*PRIVATE, "--pooling=mean", "--lora_r=2", "--lora_target_modules=query,value")
-    results = run_glue("stsb", data_dir("stsb"), bert_dir, tmp_path / "out", *flags)
-    assert np.isfinite(results["eval_pearson"])
-
-
 @pytest.mark.parametrize(
     "lora", [(), pytest.param(("--lora_r=2", "--lora_target_modules=all-linear"), marks=pytest.mark.thorough)]
 )
@@ -113,11 +98,6 @@ def test_glue_with_a_prompt(tmp_path, data_dir, lora):
     assert np.isfinite(results["eval_accuracy"])
     if not lora:  # and it can be trained on
         run_glue("qnli", data, out, tmp_path / "again", *PRIVATE, "--pooling=prompt")
-
-
-def test_glue_without_privacy(tmp_path, bert_dir, data_dir):
-    results = run_glue("mrpc", data_dir("mrpc"), bert_dir, tmp_path / "out", "--disable_dp")
-    assert {"eval_accuracy", "eval_f1", "train_loss"} <= set(results)
 
 
 def run_digits(out, *flags):
@@ -168,57 +148,6 @@ def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
         assert sum("lora_B" in name for name in state) == (1 if len(flags) == 1 else 3)
     else:
         assert not torch.equal(state["lm_head.weight"], start["lm_head.weight"])
-
-
-def test_causal_lm_labels_every_token_and_the_end_but_no_padding(tmp_path, gpt2_dir, texts_dir, monkeypatch):
-    batches = []
-
-    class Spy(DopplerTrainer):
-        def compute_per_sample_loss(self, model, inputs):
-            batches.append(inputs)
-            return super().compute_per_sample_loss(model, inputs)
-
-    monkeypatch.setattr(causal_lm, "DopplerTrainer", Spy)
-    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(self.num_examples))
-    run_causal_lm(texts_dir, gpt2_dir, tmp_path / "out", *PRIVATE)
-    rows = [row for batch in batches for row in zip(*(batch[name] for name in ("input_ids", "attention_mask", "labels")))]
-    assert rows
-    for ids, mask, labels in rows:
-        length = int(mask.sum())
-        assert torch.all(mask[:length] == 1)  # padding is on the right
-        assert torch.equal(labels, torch.where(mask == 1, ids, -100))
-        assert length == 16 or ids[length - 1] == END
-        assert END not in ids[: length - 1]
-    # Among them are the empty text, a cut one, and some that are neither.
-    lengths = {int(mask.sum()) for _, mask, _ in rows}
-    assert {1, 16} < lengths
-
-
-@pytest.mark.parametrize(
-    ("script", "rows_of", "options"),
-    [(sft, conversations, ["--assistant_only_loss"]), (dpo, preferences, ["--beta=0.5"])],
-    ids=["sft", "dpo"],
-)
-@pytest.mark.parametrize("flags", [("--noise_multiplier=1.0", "--lora_r=2"), ("--disable_dp",)])
-@pytest.mark.thorough
-def test_through_trl(tmp_path, script, rows_of, options, flags):
-    pytest.importorskip("trl", reason="the extra trl is not installed")
-    model, data, out = (tmp_path / name for name in ("model", "data", "out"))
-    chat_tokenizer().save_pretrained(model)
-    tiny_llama().save_pretrained(model)
-    data.mkdir()
-    for split, rows in (("train", 24), ("validation", 6)):
-        rows_of(rows).to_parquet(data / f"{split}.parquet")
-    script.main(
-        [
-            *(f"--dataset_dir={data}", f"--model_name_or_path={model}", "--max_length=48", *options),
-            *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=4"),
-            *("--save_strategy=no", *flags),
-        ]
-    )
-    assert np.isfinite(json.loads((out / "all_results.json").read_text())["eval_loss"])
-    assert (out / "privacy_ledger.json").exists() == ("--disable_dp" not in flags)
-    assert (out / ("model.safetensors" if "--disable_dp" in flags else "adapter_model.safetensors")).is_file()
 
 
 @pytest.mark.parametrize("script", [sft, dpo])

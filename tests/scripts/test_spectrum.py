@@ -1,14 +1,12 @@
 """The measurement of a run's spectrum: the table says what the series hold, and a real run goes through it."""
 
 import io
-import re
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from doppler_hf.filters import PAPER_FILTERS, noise_gain
-from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from scripts.experiments import spectrum
 
@@ -45,29 +43,6 @@ def test_the_table_says_what_the_series_hold():
     assert float(measured["power at frequencies up to 0.1: before noise"].strip("%")) > 98
     assert 12 < float(measured["with noise"].strip("%")) < 19
     assert measured["autocorrelation before noise at lag 1, 10, 100"].startswith("0.9")
-
-
-def test_the_picture_is_drawn(tmp_path):
-    spectrum.draw(recording(), str(tmp_path / "new" / "spectrum.png"), title="a title")
-    assert (tmp_path / "new" / "spectrum.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_a_real_run_goes_through_and_is_marked(tmp_path, capsys):
-    picture, folder = tmp_path / "spectrum.svg", tmp_path / "out"
-    spectrum.main(
-        [
-            *(f"--picture={picture}", f"--recording={tmp_path / 'r.npz'}", f"--output_dir={folder}", "--dimensions=64"),
-            *("--max_steps=40", "--per_device_train_batch_size=8", "--hidden_size=8", "--num_heads=2", "--use_cpu=true"),
-        ]
-    )
-    assert picture.stat().st_size > 10_000
-    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    gain, error = map(float, re.search(r"noise gain measured (\S+) ± (\S+)", printed).groups())
-    # Five and a half standard errors.
-    assert abs(gain - noise_gain(PAPER_FILTERS["first-order-v1"])) < 5.5 * error
-    assert GradientRecorder.load(tmp_path / "r.npz").raw.shape == (40, 64)
-    assert not PrivacyLedger.load(folder).private
 
 
 def test_a_picture_without_a_format_is_refused(tmp_path):

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from scripts.experiments import subspaces as measure_subspaces
 from tests.support.folders import write_mnist
@@ -31,11 +30,3 @@ def test_shares_are_of_the_energy_of_the_gradient(flags, tmp_path, capsys):
         assert len(result["captured"]) == len(result["best"]) == 2  # at steps 2 and 4
         assert all(0 < share < best <= 1 + 1e-5 for share, best in zip(result["captured"], result["best"], strict=True))
     assert capsys.readouterr().out.count("accuracy") == 2
-
-
-def test_the_clean_gradient_is_the_ordinary_one():
-    torch.manual_seed(0)
-    network, images, labels = measure_subspaces.perceptron(), torch.rand(5, 784), torch.arange(5)
-    torch.nn.functional.cross_entropy(network(images), labels).backward()
-    clean = measure_subspaces.clean_gradient(network.state_dict(), images, labels)
-    torch.testing.assert_close(clean, network[0].weight.grad, atol=1e-7, rtol=1e-5)

@@ -74,24 +74,6 @@ def test_unknown_names_are_refused_with_close_ones(tmp_path):
         parse_args(Model, Training, argv=["--name", "a", "stray"])
 
 
-def test_abbreviations_are_refused():
-    with pytest.raises(ValueError, match="unknown arguments: 'learning'"):
-        parse_args(Model, Training, argv=["--name", "a", "--learning", "1"])
-
-
-def test_misspelt_flag_is_reported_before_the_dataclass_complains():
-    @dataclass
-    class Strict:
-        epsilon: float | None = None
-
-        def __post_init__(self):
-            if self.epsilon is None:
-                raise ValueError("give epsilon")
-
-    with pytest.raises(ValueError, match="unknown arguments: 'epsilom'"):
-        parse_args(Strict, argv=["--epsilom", "3"])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [("- a\n- b\n", "must be a mapping, got list"), ("a: [", "is not YAML"), ("just words", "must be a mapping, got str")],
@@ -115,12 +97,6 @@ def test_no_value_is_refused_where_one_must_be(tmp_path):
         ValueError, match=r"^logging_steps in the recipe .* must be a value of type float, got null\. Leave it"
     ):
         parse_args(DopplerTrainingArguments, argv=[recipe(tmp_path, "logging_steps: null\n")])
-
-
-def test_empty_and_missing_recipes(tmp_path):
-    assert parse_args(Model, argv=[recipe(tmp_path, "# nothing\n"), "--name", "a"]) == (Model("a"),)
-    with pytest.raises(ValueError, match=r"The recipe must be a YAML file, got nowhere\.yaml\."):
-        parse_args(Model, argv=["nowhere.yaml"])
 
 
 def test_wrong_type_and_missing_field_end_the_program(tmp_path, capsys):

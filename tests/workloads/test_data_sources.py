@@ -2,7 +2,6 @@
 
 import io
 
-import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
@@ -27,19 +26,6 @@ def test_folder_of_a_task(tmp_path, task):
     assert list(splits) == ["train", *GLUE_TASKS[task].validation_splits]
     assert splits["train"][1][GLUE_TASKS[task].text_columns[0]].endswith(" 1")
     assert splits["train"].features["label"] == Value("float32" if task == "stsb" else "int64")
-
-
-def test_one_mnli_validation_split_is_enough(tmp_path):
-    write_glue(tmp_path, "train", "mnli")
-    write_glue(tmp_path, "validation_matched", "mnli")
-    assert list(load_glue("mnli", str(tmp_path))) == ["train", "validation_matched"]
-
-
-def test_hub_style_shards(tmp_path):
-    write_glue(tmp_path, "train-00000-of-00002", "sst2", rows=3)
-    write_glue(tmp_path, "train-00001-of-00002", "sst2", rows=2)
-    write_glue(tmp_path, "validation-00000-of-00001", "sst2", rows=1)
-    assert load_glue("sst2", str(tmp_path)).num_rows == {"train": 5, "validation": 1}
 
 
 def test_a_split_in_one_file_and_in_shards_too_is_refused(tmp_path):
@@ -87,13 +73,6 @@ def test_labels_of_another_task_are_refused(tmp_path, task, label, found):
         load_glue(task, str(tmp_path))
 
 
-def test_classes_of_ones_own_are_taken(tmp_path):
-    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["ham", "spam"])})
-    for split in ("train", "validation"):
-        Dataset.from_dict({"sentence": ["a", "b"], "label": [0, 1]}, features).to_parquet(tmp_path / f"{split}.parquet")
-    assert load_glue("sst2", str(tmp_path))["train"].features == features
-
-
 def test_no_network_names_the_argument(monkeypatch):
     def unreachable(*args):
         raise ConnectionError("Couldn't reach the hub")
@@ -103,29 +82,6 @@ def test_no_network_names_the_argument(monkeypatch):
         load_glue("sst2")
     with pytest.raises(ValueError, match=r"^Cannot load 'uoft-cs/cifar10' \(.*\)\. .* local folder with --dataset_dir\.$"):
         load_images("cifar10")
-
-
-def test_hub_splits_without_labels_are_left_out(monkeypatch):
-    def load_dataset(name, task):
-        assert (name, task) == ("nyu-mll/glue", "mnli")
-        split = Dataset.from_dict({"premise": ["a"], "hypothesis": ["b"], "label": [-1]})
-        names = "train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched"
-        return dict.fromkeys(names, split)
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert list(load_glue("mnli")) == ["train", "validation_matched", "validation_mismatched"]
-
-
-def test_digits_split_is_fixed_and_stratified():
-    splits = load_images("digits")
-    assert splits.num_rows == {"train": 1442, "test": 355}
-    counts = {name: np.bincount(splits[name]["label"], minlength=10) for name in splits}
-    fraction = counts["test"] / (counts["train"] + counts["test"])
-    assert np.all((fraction > 0.19) & (fraction <= 0.2))
-    first = splits["train"][0]
-    assert first["label"] == 0
-    assert first["image"].size == (8, 8)
-    assert first["image"].mode == "L"
 
 
 def png(value):
@@ -145,29 +101,6 @@ def test_image_folder(tmp_path):
     assert splits["train"].features["label"].names == ["dark", "light"]
 
 
-def test_the_classes_of_cifar100_are_the_fine_ones(tmp_path):
-    labels = {"fine_label": ClassLabel(names=["oak", "pine", "cup"]), "coarse_label": ClassLabel(names=["tree", "thing"])}
-    rows = {"img": [png(0), png(100), png(200)], "fine_label": [0, 1, 2], "coarse_label": [0, 0, 1]}
-    for split in ("train", "test"):
-        Dataset.from_dict(rows, features=Features({"img": Image(), **labels})).to_parquet(tmp_path / f"{split}.parquet")
-    splits = load_images("cifar100", str(tmp_path))
-    assert splits["train"].column_names == ["image", "label"]
-    assert splits["test"]["label"][:] == [0, 1, 2]
-    assert splits["train"].features["label"].names == ["oak", "pine", "cup"]
-
-
-def test_image_folder_needs_class_names(tmp_path):
-    for split in ("train", "test"):
-        Dataset.from_dict({"image": [png(0)], "label": [0]}).to_parquet(tmp_path / f"{split}.parquet")
-    with pytest.raises(ValueError, match="must have class names, got "):
-        load_images("cifar10", str(tmp_path))
-
-
-def test_unknown_image_data_set():
-    with pytest.raises(ValueError, match="dataset_name must be one of cifar10, cifar100, mnist, digits, got 'svhn'"):
-        load_images("svhn")
-
-
 def test_text_folder(tmp_path):
     for split, rows in (("train", 3), ("validation", 2)):
         data = {"review": [f"{split} {row}" for row in range(rows)], "stars": list(range(rows))}
@@ -178,20 +111,3 @@ def test_text_folder(tmp_path):
     assert selected(splits, ("review",), "stars")["train"].column_names == ["review", "stars"]
     with pytest.raises(ValueError, match="'train' must have a column 'text', got review, stars"):
         selected(splits, ("text",), None)
-
-
-def test_texts_of_the_hub(tmp_path, monkeypatch):
-    # A folder stands for the hub: `datasets` treats the splits of both alike.
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for split, rows in (("train", 3), ("test", 5)):
-        Dataset.from_dict({"text": [f"{split} {row}" for row in range(rows)]}).to_parquet(folder / f"{split}.parquet")
-    splits = load_rows(str(folder), validation_split="test[:2]")
-    assert splits.num_rows == {"train": 3, "validation": 2}
-    assert splits["validation"]["text"][0] == "test 0"
-    with pytest.raises(ValueError, match='Unknown split "held_out"'):
-        load_rows(str(folder), validation_split="held_out")
-    asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or splits)
-    load_rows("some/corpus", dataset_config="en", validation_split="test")
-    assert asked == [(("some/corpus", "en"), {"split": {"train": "train", "validation": "test"}})]

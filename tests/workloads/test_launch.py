@@ -41,8 +41,3 @@ def test_a_script_can_leave_out_one_of_training_and_evaluation(tmp_path, left_ou
     assert (folder / "eval_results.json").exists() == evaluates
     moved = any(not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
     assert moved == trains
-
-
-def test_predictions_without_labels_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="do_predict=True has no effect: only labelled examples are read"):
-        parse_args(DopplerTrainingArguments, argv=["--output_dir", str(tmp_path), "--disable_dp", "--do_predict"])

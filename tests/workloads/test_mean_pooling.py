@@ -3,11 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoTokenizer, BertModel, DebertaV2Config, DebertaV2Model
+from transformers import BertModel
 
-from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification, masked_mean
-from doppler_hf.workloads.prompt import Prompter, PromptForSequenceClassification
-from tests.support.folders import MASKED_LMS, write_masked_lm
+from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
+from tests.support.folders import MASKED_LMS
 from tests.support.tiny import pad, text_data, tiny_bert
 
 
@@ -46,28 +45,6 @@ def test_a_checkpoint_with_another_head_gives_its_encoder(tmp_path):
     assert all(torch.equal(found[name], weights) for name, weights in masked_lm.bert.state_dict().items())
 
 
-def test_a_checkpoint_without_the_layers_is_refused(tmp_path):
-    write_masked_lm(tmp_path / "bert", MASKED_LMS["bert"]())
-    prompter = Prompter("sst2", AutoTokenizer.from_pretrained(tmp_path / "bert"), max_length=30)
-    prompt = PromptForSequenceClassification.from_masked_lm(tmp_path / "bert", prompter=prompter)
-    prompt.save_pretrained(tmp_path / "prompt")
-    with pytest.raises(ValueError, match=r"below its head, got .*prompt without embeddings\..* more\. Give another, or"):
-        MeanPoolingForSequenceClassification.from_encoder(tmp_path / "prompt")
-
-
-def test_its_attention_is_the_encoders_and_activations_can_be_computed_again(folder, tmp_path):
-    fresh = MeanPoolingForSequenceClassification.from_encoder(folder)
-    fresh.save_pretrained(tmp_path / "saved")
-    for model in (fresh, MeanPoolingForSequenceClassification.from_encoder(tmp_path / "saved")):
-        assert model.encoder.config._attn_implementation == "sdpa"
-        model.activation_checkpointing_enable()
-        assert model.is_activation_checkpointing
-    config = DebertaV2Config(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    DebertaV2Model(config).save_pretrained(tmp_path / "deberta")
-    other = MeanPoolingForSequenceClassification.from_encoder(tmp_path / "deberta")
-    assert other.encoder.config._attn_implementation == "eager"
-
-
 def test_padding_changes_nothing(folder):
     model = MeanPoolingForSequenceClassification.from_encoder(folder, num_labels=2).eval()
     examples = list(text_data(6))
@@ -92,8 +69,3 @@ def test_adapters_load_onto_a_head_that_is_built_again(folder, tmp_path):
     loaded = PeftModel.from_pretrained(built[1], tmp_path / "adapters").eval()
     inputs = pad(text_data(4))
     assert torch.equal(adapted(**inputs).logits, loaded(**inputs).logits)
-
-
-def test_without_a_mask_every_token_counts():
-    hidden = torch.randn(2, 3, 4)
-    torch.testing.assert_close(masked_mean(hidden, None), masked_mean(hidden, torch.ones(2, 3, dtype=torch.long)))

@@ -5,40 +5,17 @@ import torch
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
-    BertTokenizerFast,
     DistilBertConfig,
     DistilBertForMaskedLM,
 )
 
-from doppler_hf.workloads.data_sources import GLUE_TASKS
 from doppler_hf.workloads.prompt import PROMPTS, Prompter, PromptForSequenceClassification
-from tests.support.folders import MASKED_LMS, PROMPT_WORDS, SPECIAL_WORDS, byte_tokenizer, write_gpt2, write_masked_lm
+from tests.support.folders import MASKED_LMS, PROMPT_WORDS, byte_tokenizer, write_gpt2, write_masked_lm
 
 
 @pytest.fixture
 def tokenizer(tmp_path):
     return AutoTokenizer.from_pretrained(write_masked_lm(tmp_path / "words", MASKED_LMS["bert"]()))
-
-
-def test_words_are_those_of_the_classes():
-    """In the order of GLUE's labels."""
-    words = {
-        "unacceptable": "incorrect",
-        "acceptable": "correct",
-        "entailment": "Yes",
-        "neutral": "Maybe",
-        "contradiction": "No",
-        "not_entailment": "No",
-        "not_equivalent": "No",
-        "equivalent": "Yes",
-        "not_duplicate": "No",
-        "duplicate": "Yes",
-        "negative": "terrible",
-        "positive": "great",
-    }
-    assert {name: prompt.words for name, prompt in PROMPTS.items()} == {
-        name: tuple(words[each] for each in GLUE_TASKS[name].classes) for name in PROMPTS
-    }
 
 
 @pytest.mark.parametrize(
@@ -116,17 +93,6 @@ def test_saves_and_loads_itself_with_its_tied_words(tmp_path):
         assert each.masked_lm.config._attn_implementation == "sdpa"
         each.activation_checkpointing_enable()
         assert each.is_activation_checkpointing
-
-
-def test_what_has_no_template_no_gap_or_no_word_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"--pooling prompt must be for one of cola, .*, got stsb. Set --pooling model"):
-        Prompter("stsb", tokenizer, max_length=30)
-    gpt2 = AutoTokenizer.from_pretrained(write_gpt2(tmp_path / "gpt2"))
-    with pytest.raises(ValueError, match="needs a tokenizer with the tokens mask, cls and sep, got a GPT2Tokenizer"):
-        Prompter("sst2", gpt2, max_length=30)
-    few = BertTokenizerFast(vocab={word: row for row, word in enumerate([*SPECIAL_WORDS, "terrible"])})
-    with pytest.raises(ValueError, match=r"The tokenizer must have one token for 'great', got \['\[UNK\]'\]"):
-        Prompter("sst2", few, max_length=30)
 
 
 def test_a_model_without_a_pretrained_head_is_refused(tmp_path, tokenizer):

@@ -78,12 +78,3 @@ def test_classifier_takes_images_or_their_coefficients_and_saves_itself(tmp_path
     torch.testing.assert_close(again.loss, F.cross_entropy(logits, labels), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"^Exactly one of pixel_values and coefficients must be given\. Leave"):
         model(labels=labels)
-
-
-def test_sizes_that_do_not_fit_are_refused():
-    for side in (4, 30):
-        with pytest.raises(ValueError, match=rf"^Images to scatter must have a side .* got {side}\. Resize them\.$"):
-            Scattering(side)
-    for filters in (12, -8):
-        with pytest.raises(ValueError, match=rf"^num_filters must be a multiple of 8, got {filters}\. Set 0 for"):
-            ScatteringConfig(num_filters=filters)

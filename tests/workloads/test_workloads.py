@@ -1,6 +1,5 @@
 """Which kind a recipe is of, and what each kind builds: model, data, and what goes with them."""
 
-import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -8,18 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict
+from datasets import ClassLabel, Dataset
 from peft.tuners.lora import LoraLayer
 from sklearn.datasets import load_digits
 from torch import nn
-from transformers import AutoTokenizer, EvalPrediction, GPT2TokenizerFast
+from transformers import AutoTokenizer, EvalPrediction
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.training_args.checks import NoEffectError
-from doppler_hf.workloads import causal_lm, glue, images, language_model, recipe
+from doppler_hf.workloads import causal_lm, glue, images, recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import parse_recipe
-from doppler_hf.workloads.workload import Workload
 from tests.support.folders import (
     END,
     MASKED_LMS,
@@ -75,17 +73,6 @@ def test_the_kind_of_every_recipe(path, tmp_path):
 
 
 @pytest.mark.usefixtures("kinds_only")
-def test_flags_tell_the_kind_in_every_spelling(common):
-    flags = ["--image-size", "16", "--no_dataloader_pin_memory", "--learning_rate=5e-4"]
-    (kind, args), training_args = parse_recipe([*common, *flags])
-    assert (kind, args.image_size) == ("images", 16)
-    assert not training_args.dataloader_pin_memory
-    assert training_args.learning_rate == 5e-4
-    (kind, args), _ = parse_recipe([*common, "--text_column=body", "--model_name_or_path", "gpt2", "--lora_r", "2"])
-    assert (kind, args.text_column) == ("causal_lm", "body")
-
-
-@pytest.mark.usefixtures("kinds_only")
 def test_flags_count_beside_the_recipe_and_override_it(common, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model_name_or_path: bert\nmax_seq_length: 8\nlr_scheduler_kwargs: {min_lr: 1}\n")
@@ -94,17 +81,6 @@ def test_flags_count_beside_the_recipe_and_override_it(common, tmp_path):
     (kind, args), training_args = parse_recipe([str(path), *common, "--max_seq_length=4", "--task_name=rte"])
     assert (kind, args) == ("glue", glue.GlueArguments("rte", "bert", max_seq_length=4))
     assert training_args.lr_scheduler_kwargs == {"min_lr": 1}
-
-
-@pytest.mark.usefixtures("kinds_only")
-@pytest.mark.parametrize("choice", [["--workload", "causal_lm"], ["--workload=causal_lm"]])
-@pytest.mark.parametrize("first", [True, False])
-def test_workload_decides_wherever_it_stands(choice, first, common, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("model_name_or_path: gpt2\ndataset_name: texts\n")
-    rest = [str(path), *common, "--learning_rate", "5e-4"]
-    (kind, args), training_args = parse_recipe([*choice, *rest] if first else [*rest, *choice])
-    assert (kind, args.dataset_name, training_args.learning_rate) == ("causal_lm", "texts", 5e-4)
 
 
 @pytest.mark.usefixtures("kinds_only")
@@ -217,18 +193,6 @@ def test_a_checkpoint_of_another_head_is_refused(common, tmp_path):
             parse_recipe([*flags, f"--model_name_or_path={out}", f"--pooling={pooling}"])
 
 
-@pytest.mark.parametrize("pooling", ["model", "mean"])
-def test_dropout_is_that_of_every_layer(common, tmp_path, pooling):
-    bert = write_bert(tmp_path / "bert")
-    flags = ["--task_name=rte", f"--dataset_dir={write_glue(tmp_path / 'rte', 'rte')}", f"--model_name_or_path={bert}"]
-    for given, expected in ((["--dropout=0"], 0.0), (["--dropout=0.3"], 0.3), ([], 0.1)):
-        workload, _ = parse_recipe([*flags, f"--pooling={pooling}", *given, *common])
-        assert {module.p for module in workload.model.modules() if isinstance(module, nn.Dropout)} == {expected}
-        assert workload.model.config.attention_probs_dropout_prob == expected
-    with pytest.raises(ValueError, match=r"--dropout must lie in \[0, 1\), got 1\.0\."):
-        parse_recipe([*flags, "--dropout=1", *common])
-
-
 def test_causal_lm(common, tmp_path):
     flags = [f"--dataset_dir={write_texts(tmp_path / 'texts')}", f"--model_name_or_path={write_gpt2(tmp_path / 'gpt2')}"]
     workload, _ = parse_recipe([*flags, "--text_column=review", "--max_seq_length=16", "--dtype=bfloat16", *common])
@@ -243,81 +207,6 @@ def test_causal_lm(common, tmp_path):
     assert batch["labels"][0].tolist() == [END] + [-100] * 15
     assert workload.compute_metrics is None
     assert workload.processing_class.padding_side == "right"
-
-
-def test_a_model_pretrained_without_padding_pads_with_its_end(common, tmp_path):
-    gpt2, sentences, texts = (
-        write_gpt2(tmp_path / "gpt2"),
-        write_glue(tmp_path / "rte", "rte"),
-        write_texts(tmp_path / "texts"),
-    )
-    model = f"--model_name_or_path={gpt2}"
-    workload, _ = parse_recipe(["--task_name=rte", f"--dataset_dir={sentences}", model, *common])
-    assert (workload.model.config.pad_token_id, workload.processing_class.pad_token_id) == (END, END)
-    workload, _ = parse_recipe(["--text_column=review", f"--dataset_dir={texts}", model, *common])
-    assert workload.processing_class.pad_token_id == END
-
-
-def test_examples_are_cut_to_what_the_model_reads(common, tmp_path):
-    gpt2, sentences, texts = (
-        write_gpt2(tmp_path / "gpt2"),
-        write_glue(tmp_path / "rte", "rte"),
-        write_texts(tmp_path / "texts"),
-    )
-    GPT2TokenizerFast.from_pretrained(gpt2, model_max_length=12).save_pretrained(gpt2)
-    flags = [f"--model_name_or_path={gpt2}", "--max_seq_length=256", *common]
-    for kind in (["--task_name=rte", f"--dataset_dir={sentences}"], ["--text_column=review", f"--dataset_dir={texts}"]):
-        workload, _ = parse_recipe([*kind, *flags])
-        assert max(len(tokens) for tokens in workload.train_dataset["input_ids"]) == 12
-
-
-def test_only_after_data_and_model_does_the_first_process_tokenize_for_the_others(training_args, tmp_path, monkeypatch):
-    events = []
-
-    @contextlib.contextmanager
-    def main_process_first(self, desc):
-        events.append(desc)
-        yield
-        events.append("others")
-
-    def spy(owner, name, event):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (events.append(event), original(*args, **kwargs))[1])
-
-    monkeypatch.setattr(DopplerTrainingArguments, "main_process_first", main_process_first)
-    spy(DatasetDict, "map", "map")
-    spy(causal_lm, "rows_of", "data")
-    spy(language_model.AutoModelForCausalLM, "from_pretrained", "model")
-    data, model = write_texts(tmp_path / "data"), write_gpt2(tmp_path / "model")
-    args = causal_lm.CausalLMArguments(str(model), dataset_dir=str(data), text_column="review")
-    assert isinstance(causal_lm.build(args, LoraArguments(), training_args), Workload)
-    assert events == ["data", "model", "tokenize", "map", "others"]
-
-
-def test_grey_images_become_what_a_model_of_colours_reads(training_args, tmp_path):
-    args = images.ImageArguments("digits", image_size=8, hidden_size=16, num_layers=1, num_heads=2)
-    for part in images.from_scratch(args, num_channels=3, num_labels=10):
-        part.save_pretrained(tmp_path)
-    args = images.ImageArguments("digits", model_name_or_path=str(tmp_path))
-    pixels = images.build(args, LoraArguments(), training_args).train_dataset[0]["pixel_values"]
-    assert pixels.shape == (3, 8, 8)
-    assert torch.equal(pixels[0], pixels[2])
-
-
-@pytest.mark.thorough
-def test_images_are_scattered_once_whatever_the_seed(common):
-    flags = ["--dataset_name=digits", "--image_size=8", "--scattering=true", "--num_filters=8", *common]
-    first, training_args = parse_recipe([*flags, "--seed=1"])
-    rows = first.train_dataset[:4]
-    pixels = torch.tensor(np.rint(load_digits().images[:4, None] * 255 / 16), dtype=torch.float32) / 127.5 - 1
-    torch.testing.assert_close(rows["coefficients"], first.model.scattering(pixels), rtol=1e-3, atol=1e-3)  # half precision
-    assert rows["labels"].tolist() == load_digits().target[:4].tolist()
-    second, _ = parse_recipe([*flags, "--seed=2"])
-    # What `datasets` names the cache by. Data of scikit-learn's are in memory, and have none.
-    assert second.train_dataset._fingerprint == first.train_dataset._fingerprint
-    assert not second.model.classifier[-1].weight.equal(first.model.classifier[-1].weight)
-    training_args.max_steps = 1
-    DopplerTrainer(args=training_args, **first.for_trainer()).train()
 
 
 def test_the_column_of_units_reaches_the_trainer(common, tmp_path):
@@ -346,13 +235,6 @@ def test_the_column_of_units_of_images_reaches_the_trainer(common, tmp_path, fla
     trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
     trainer.train()
     assert trainer.privacy.ledger.statement.num_units == 6
-
-
-def test_what_is_made_from_scratch_follows_the_seed(common):
-    models = [parse_recipe([*DIGITS, *common, f"--seed={seed}"])[0].model for seed in (1, 1, 2)]
-    first, again, other = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 @pytest.mark.usefixtures("kinds_only")

@@ -1,7 +1,6 @@
 """Of what is fetched with it, an example does not depend on the others."""
 
 import functools
-import warnings
 
 import numpy as np
 import pytest
@@ -108,27 +107,10 @@ def test_rows_that_are_made_by_code_of_the_users_are_fetched_alone(form):
     assert columns_of_numbers(plain) == set()
 
 
-@pytest.mark.parametrize("form", ["torch", "numpy"])
-def test_what_becomes_of_a_float_without_a_value_in_a_type_does_not_depend_on_its_place(form):
-    """Processors convert some at once and the rest one by one, and do not agree on what is out of range."""
-    kind = torch.uint32 if form == "torch" else "uint32"
-    data = Dataset.from_dict({"x": [-1e10] * 9}).with_format(form, dtype=kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        alone, *beside = (fetch(data, range(count), numbers=columns_of_numbers(data)) for count in range(1, 10))
-    assert {int(row["x"]) for rows in beside for row in rows} == {int(alone[0]["x"])}
-
-
 def test_columns_that_come_along_are_looked_at_too():
     data = Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]}).with_format("torch", columns=["x"], output_all_columns=True)
     found = fetch(data, [1, 0], numbers=columns_of_numbers(data))
     assert [row["text"] for row in found] == ["b", "a"]
-
-
-def test_a_row_that_is_selected_away_may_miss_a_number():
-    data = of_column("missing").select([0, 2]).with_format("torch")
-    assert columns_of_numbers(data) == set()  # of the whole table, which is read at once
-    assert [row["missing"].item() for row in fetch(data, [1, 0], numbers=set())] == [5, 2**24 + 1]
 
 
 def test_a_format_that_is_set_later_is_seen():

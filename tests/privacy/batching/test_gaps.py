@@ -50,21 +50,6 @@ def test_coins_are_as_likely_and_independent(at_once, monkeypatch):
     assert scipy.stats.chisquare(observed, wanted).pvalue > 1e-6
 
 
-def test_each_of_many_rare_coins_is_as_likely():
-    """Of a hundred million coins the first, the last and those between are as likely, and their number is Poisson's."""
-    count, trials = 100_000_000, 300
-    coins = RareCoins(Fraction(100, count), count=count, stream=bit_stream(None, purpose="test"))
-    heads = [coins.heads(step=step) for step in range(trials)]
-    places = np.concatenate(heads) / count
-    assert all(np.all(np.diff(each) > 0) for each in heads)
-    # Each with one false alarm in a million runs: the places are uniform, gaps are exponential, the number is Poisson's.
-    assert scipy.stats.kstest(places, "uniform").pvalue > 1e-6
-    gaps = np.concatenate([np.diff(each, prepend=-1) for each in heads]) / count
-    assert abs(len(places) - 100 * trials) < 5 * np.sqrt(100 * trials)
-    # Those that end within the coins are shorter, by one in a hundred of them, which is less than the test sees.
-    assert abs(np.mean(gaps) * 100 - 1) < 0.01 + 5 / np.sqrt(len(gaps))
-
-
 @pytest.mark.parametrize(("rate", "count", "found"), [(Fraction(1), 7, [*range(7)]), (Fraction(1, 2), 0, [])])
 def test_all_coins_and_none(rate, count, found):
     coins = RareCoins(rate, count=count, stream=bit_stream(None, purpose="test"))

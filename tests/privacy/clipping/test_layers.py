@@ -9,20 +9,15 @@ import math
 import pytest
 import torch
 from opacus.layers import DPGRU
-from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.utils import parametrize, prune
-from torch.utils.checkpoint import checkpoint
 
 from doppler_hf.privacy import ClippedGradients
 from tests.support.per_example import (
-    CLIPPINGS,
-    GRANULARITIES,
     NORM_RULES,
     TOLERANCE,
     assert_equals_loop,
     assert_equals_loop_or_is_refused,
-    assert_matches,
     assert_same_sums,
     book_keeping,
     clip_and_sum,
@@ -137,29 +132,6 @@ LAYERS = {
 def test_a_kind_of_layer(name, norm_rule):
     net, inputs = LAYERS[name]
     check(net, inputs, norm_rule=norm_rule)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("name", ["linear on tokens", "embedding with padding", "layer norm", "groups"])
-def test_a_kind_of_layer_in_every_clipping(name, clipping, granularity):
-    net, inputs = LAYERS[name]
-    check(net, inputs, clipping=clipping, granularity=granularity)
-
-
-# What the refusal of a layer names as the way to replace it.
-REPLACED = {
-    "batch norm": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), IMAGE),
-}
-
-
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("name", REPLACED)
-def test_a_refused_layer_is_replaced_as_its_refusal_says(name, norm_rule):
-    layer, inputs = REPLACED[name]
-    with pytest.raises(ValueError, match=r"opacus\.validators\.ModuleValidator\.fix\(model\)"):
-        check(layer, inputs)
-    check(ModuleValidator.fix(layer), inputs, norm_rule=norm_rule)
 
 
 # No promise to support these; but a wrong gradient would be worse than none.
@@ -340,21 +312,6 @@ def test_a_layer_with_a_result_for_each_row_is_refused_by_name():
     net = ready(Net(lambda n, x: torch.stack(n.own(n.first(x))), first=nn.Linear(3, 4), own=ResultForEachRow()))
     with pytest.raises(ValueError, match=r"The layers 'own' \(ResultForEachRow\) must have a rule"):
         assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_without_a_rule_in_a_checkpointed_block(reentrant):
-    def block(net, x):
-        return net.own(net.own(x).tanh())
-
-    def checkpointed(net, x):
-        return checkpoint(lambda hidden: block(net, hidden), net.first(x), use_reentrant=reentrant)
-
-    inputs = draw(BATCH, 6, 3)
-    net = ready(Net(lambda n, x: block(n, n.first(x)), first=nn.Linear(3, 4), own=Exponential()))
-    gradients = gradients_of_each(net, on(net, inputs), BATCH)
-    net.run = checkpointed
-    assert_matches(net, on(net, inputs), gradients)
 
 
 @pytest.mark.parametrize("batch", [5, 6])  # 6 is the number of tokens, too

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from doppler_hf.privacy.clipping import ghost_norm
 from tests.privacy.clipping.test_layers import BATCH, Net, check, draw, on, ready, tokens
 from tests.support.per_example import (
     NORM_RULES,
@@ -171,15 +170,6 @@ def test_an_input_that_is_overwritten_after_the_layer_saw_it_is_an_error(layer, 
         clipped.backward(on(net, inputs.clone())(slice(0, BATCH)))
 
 
-def test_an_input_in_a_buffer_that_is_used_again():
-    """Legal in torch only where the layer is frozen, so that nothing of its input is needed."""
-    net = ready(Net(lambda n, x: n.last(n.frozen(x.mul_(2.0))), frozen=nn.Linear(3, 4), last=nn.Linear(4, 2)))
-    net.frozen.requires_grad_(False)
-    inputs = draw(BATCH, 6, 3)
-    gradients = gradients_of_each(net, on(net, inputs.clone()), BATCH)
-    assert_matches(net, on(net, inputs.clone()), gradients)
-
-
 # --- outside of a module, or without one row for each example ------------------------------------------------------------
 
 
@@ -294,34 +284,11 @@ def test_rows_of_a_layer_that_is_called_later_are_not_taken_for_examples_if_they
             clipped.backward(net(unusual).sum(dim=1))
 
 
-def test_a_layer_that_is_called_later_is_looked_at_once():
-    passes = []
-    net = ready(Net(lambda n, x: n.one(x) + (n.two(x) if x[0, 0] > 0 else 0.0), one=nn.Linear(3, 4), two=nn.Linear(3, 4)))
-    with book_keeping(net) as clipped:
-        back_propagate = clipped._engine._back_propagate
-        clipped._engine._back_propagate = lambda *args, **more: passes.append(1) or back_propagate(*args, **more)
-        counts = []
-        for first in (-1.0, -1.0, 1.0, 1.0, -1.0):
-            x = draw(5, 3)
-            x[0, 0] = first
-            clipped.backward(net(x).sum(dim=1))
-            counts.append(len(passes))
-            passes.clear()
-    assert counts == [3, 1, 7, 1, 1]  # that of the sum, and of the first and the last, or for each of three digits two
-
-
 def test_batch_norm_is_refused_even_frozen():
     net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
     for frozen in (False, True):
         net[1].requires_grad_(not frozen)
         assert_refused(net, on(net.double(), draw(BATCH, 4, 4, 4)), BATCH, message=r"'1' \(BatchNorm2d\)")
-
-
-@pytest.mark.thorough
-def test_a_compiled_model_is_refused():
-    compiled = torch.compile(nn.Linear(3, 1))  # nothing is compiled before its first call
-    with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(compiled):
-        pass
 
 
 def test_a_model_with_a_compiled_layer_is_refused():
@@ -350,16 +317,6 @@ def test_hooks_of_others_are_kept():
 def test_an_unused_layer_contributes_nothing():
     net = ready(Net(lambda n, x: n.used(x), used=nn.Linear(3, 4), unused=nn.Linear(3, 4)))
     assert_equals_loop(net, on(net, draw(BATCH, 3)), BATCH, granularity="per_layer")
-
-
-def test_query_key_and_value_share_the_gram_matrix_of_their_input(monkeypatch):
-    computed, gram_matrix = [], ghost_norm.gram_matrix
-    monkeypatch.setattr(ghost_norm, "gram_matrix", lambda factor: computed.append(factor.data_ptr()) or gram_matrix(factor))
-    parts = dict(query=nn.Linear(4, 4, bias=False), key=nn.Linear(4, 4, bias=False), value=nn.Linear(4, 4, bias=False))
-    net = ready(Net(lambda n, x: n.query(x).tanh() * n.key(x).tanh() + n.value(x).sin(), **parts)).float()
-    with book_keeping(net, norm_rule="ghost") as clipped:
-        clipped.backward(on(net, draw(1, 6, 4).float())(slice(0, 1)))  # one example, for which nothing is checked first
-    assert len(computed) == len(set(computed)) == 4
 
 
 class Held(nn.Module):

@@ -69,42 +69,6 @@ def test_a_grouped_convolution_averages_too():
         assert_same_sums(clipped.sums, clip_and_sum(gradients, **chosen))
 
 
-@pytest.mark.parametrize(
-    ("name", "scale", "norm_rule", "clipping", "granularity", "autocast"),
-    further(
-        pairwise(
-            ["roberta", "gpt2-lm", "t5-lm", "vit", "resnet", "roberta-lora"],
-            [1e-3, 1.0, 1e4], NORM_RULES, CLIPPINGS, GRANULARITIES, [True, False],
-        )
-    ),
-)  # fmt: skip
-def test_an_example_of_several_views_contributes_at_most_the_clip_norm(
-    name, scale, norm_rule, clipping, granularity, autocast
-):
-    model = build(name, torch.float32)
-    inputs, labels = batch_for(model, torch.float32)
-    options = dict(max_grad_norm=C, clipping=clipping, granularity=granularity, norm_rule=norm_rule)
-    with ClippedGradients(model, **options) as clipped:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            losses = losses_of(model, inputs, labels).float()
-        of_second = torch.arange(BATCH) // 3 == 1
-        clipped.backward(scale * torch.where(of_second, losses, 0.0), views=3)
-        assert 0.0 < norm_of(clipped.sums.values()) <= C * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("copies", [*thorough(2), 5])
-def test_equal_views_change_nothing(copies):
-    model = build("roberta")
-    inputs, labels = batch_for(model)
-    repeated = torch.arange(BATCH).repeat_interleave(copies)
-    found = []
-    for views, (some, of_these) in ((1, (inputs, labels)), (copies, rows(inputs, labels, repeated))):
-        with ClippedGradients(model, max_grad_norm=C) as clipped:
-            clipped.backward(losses_of(model, some, of_these), views=views)
-            found.append(clipped.sums)
-    assert_same_sums(found[1], found[0])
-
-
 @pytest.mark.parametrize("norm_rule", ["ghost", *thorough("direct")])
 def test_what_an_example_contributes_does_not_follow_its_padding(norm_rule):
     """Of views that cancel, so that the bound on the rounding of their norm counts: it must reach over their own tokens."""

@@ -226,18 +226,6 @@ def test_what_is_left_of_a_refused_one_is_right_or_refused(name, batch):
     assert_right_or_refused_by_name(model, batch)
 
 
-@pytest.mark.parametrize("name", ["funnel", "swinv2", "donut"])
-def test_all_that_has_no_per_sample_gradient_is_named_at_once(name):
-    model = of(*RIGHT_OR_REFUSED[name])
-    with pytest.raises(ValueError, match=r"No per-sample gradient|must have a rule") as raised:
-        assert_equals_loop(model, on_batch(model, 6), 6)
-    patterns = re.findall(r"'([^']+)'", str(raised.value))
-    for parameter_name, parameter in model.named_parameters():
-        if any(fnmatch.fnmatch(parameter_name, pattern) for pattern in patterns):
-            parameter.requires_grad_(False)
-    assert_equals_loop(model, on_batch(model, 6), 6)
-
-
 # PEFT says this of every layer that is not a matrix.
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 @pytest.mark.parametrize("batch", further(BATCHES, quick=[LENGTH]))

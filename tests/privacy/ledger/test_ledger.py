@@ -36,15 +36,6 @@ def test_epsilon_is_the_accountants():
     assert by_rdp.claims[-1].epsilons == {"rdp": get_epsilon(**mechanism, steps=40, accountant="rdp")}
 
 
-def test_a_private_loss_is_a_release_of_the_same_step():
-    terms = dict(train_loss="private", per_sample_max_loss=4.0, loss_noise_multiplier=3.0)
-    ledger = after(PrivacyLedger.open(statement(**terms)), 10)
-    ((sigma, _, steps),) = ledger.history
-    assert sigma == pytest.approx((1 / 1.0**2 + 1 / 3.0**2) ** -0.5, rel=1e-12)
-    assert steps == 10
-    assert ledger.epsilon() > after(PrivacyLedger.open(statement()), 10).epsilon()
-
-
 def test_what_is_not_private_has_no_epsilon(tmp_path):
     ledger = after(PrivacyLedger.open(statement(private=False)), 3)
     ledger.checkpoint(3)
@@ -98,12 +89,6 @@ def test_steps_are_reserved_in_portions_of_a_hundredth(planned, portion):
     after(ledger, planned - ledger.steps_run)
     assert len(ledger.entries) == 1 + math.ceil(planned / portion)
     assert ledger.entries[-1]["steps_reserved"] == planned
-
-
-def test_no_more_is_reserved_than_may_be_run():
-    ledger = after(PrivacyLedger.open(statement(steps_planned=1000, **NOT_PRIVATE)), 10)
-    assert ledger.reserve(at_most=3)
-    assert ledger.entries[-1]["steps_reserved"] == 13
 
 
 def test_a_step_that_was_not_reserved_cannot_be_recorded():

@@ -62,7 +62,3 @@ def test_only_what_was_written_since_is_hashed(tmp_path):
 )
 def test_what_is_known_is_of_one_set(found, unknown):
     assert unknown_files(found, saved=[{"a": "1", "b": "2"}, {"a": "3"}]) == unknown
-
-
-def test_without_sets_all_is_unknown():
-    assert unknown_files({"a": "1", "b": "2"}, saved=[]) == ["a", "b"]

@@ -3,9 +3,6 @@
 import gc
 import itertools
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -103,19 +100,6 @@ def test_the_store_holds_a_step_and_no_more_than_a_block_beyond(ahead, monkeypat
         assert blocks * 2500 <= ahead.prepared < (blocks + 1) * 2500
         assert taken(ahead, 9000)
     assert MAX_PREPARED * 4 == 512 * 2**20
-
-
-def test_a_process_that_has_no_coordinate_orders_nothing(ahead):
-    ahead.expect(0, pinned=False)
-    assert ahead._orders.empty()
-    assert ahead.add_to(torch.zeros(0), std=1.0) == 0
-
-
-def test_a_double_precision_sum_gets_noise_of_its_own_precision(ahead):
-    ahead.expect(1000, pinned=False)
-    wait_until_full(ahead)
-    assert ahead.add_to(torch.zeros(10, dtype=torch.float64), std=1.0) == 0
-    assert ahead.add_to(torch.zeros(10, dtype=torch.bfloat16), std=1.0) == 10
 
 
 def test_in_floating_point_safe_mode_four_are_added_and_nothing_rounded_is_multiplied():
@@ -240,16 +224,6 @@ def test_a_forked_process_has_noise_of_its_own():
     assert len(np.intersect1d(ours, theirs)) < 60  # Poisson(6): below 1e-30
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_that_closes_the_store_first_has_noise_of_its_own():
-    def draw(mechanism):
-        mechanism.close()
-        return drawn_at(mechanism, 1)
-
-    theirs, ours = drawn_by_a_child_and_here(draw, lambda mechanism: drawn_at(mechanism, 1))
-    assert len(np.intersect1d(ours, theirs)) < 20  # Poisson(0.7): below 1e-20
-
-
 def test_close_and_the_end_of_a_with_statement_end_the_thread_and_may_be_repeated():
     with gaussian() as mechanism:
         assert threads() == []
@@ -267,28 +241,6 @@ def test_close_and_the_end_of_a_with_statement_end_the_thread_and_may_be_repeate
     assert never_began._ahead._thread is None
 
 
-def test_a_block_that_the_thread_was_making_when_the_store_closed_is_cleared(monkeypatch):
-    begun, closing = threading.Event(), threading.Event()
-    right = module.gaussian_pieces
-
-    def slow(*args, **options):
-        begun.set()
-        closing.wait()
-        yield from right(*args, **options)
-
-    monkeypatch.setattr(module, "gaussian_pieces", slow)
-    mechanism = gaussian()
-    mechanism.privatize({"w": torch.zeros(100)}, step=0)
-    begun.wait()
-    closer = threading.Thread(target=mechanism.close)
-    closer.start()
-    while not mechanism._ahead._is_closed:
-        time.sleep(0.01)
-    closing.set()
-    closer.join()
-    assert mechanism.prepared == 0
-
-
 def test_a_dropped_mechanism_ends_its_thread():
     mechanism = gaussian()
     mechanism.privatize({"w": torch.zeros(100)}, step=0)
@@ -297,40 +249,3 @@ def test_a_dropped_mechanism_ends_its_thread():
     gc.collect()
     assert gone() is None
     wait_until(lambda: threads() == [])
-
-
-def run(code):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "2"},
-    )
-
-
-def test_a_process_with_an_open_mechanism_ends_and_the_thread_uses_one_thread_only():
-    """torch's two threads would show as one more task: its thread pool is made when it is first used, for the test at the
-    end, by an operation on many numbers."""
-    done = run("""
-        import os, time
-        import torch
-        from doppler_hf.privacy import GaussianMechanism
-
-        def tasks():
-            return len(os.listdir("/proc/self/task"))
-
-        mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1, draw_ahead=True)
-        small = {"w": torch.zeros(10)}
-        torch.set_num_threads(2)
-        before = tasks()
-        ahead = mechanism._ahead
-        ahead.expect(3_000_000, pinned=False)
-        while ahead.prepared < ahead._wanted:
-            time.sleep(0.001)
-        prepared = tasks()
-        torch.zeros(3_000_000).log1p_()
-        print(prepared - before, tasks() - prepared)
-    """)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["1", "1"]

@@ -9,7 +9,7 @@ import torch
 
 from doppler_hf.privacy.bits import RekeyedBits, ReproducibleBits, SecretBits
 from doppler_hf.privacy.noise import gaussian as module
-from doppler_hf.privacy.noise.gaussian import add_gaussian_noise, box_muller, noise_source
+from doppler_hf.privacy.noise.gaussian import add_gaussian_noise, box_muller
 
 PIECE = module._PIECE["cpu"]  # normals made at a time
 WAYS = [(make, safe) for make in (SecretBits, RekeyedBits) for safe in (False, True)]
@@ -145,26 +145,6 @@ def test_the_angle_is_as_fine_near_the_axes_as_a_float64_is():
         assert 1e-16 < abs(cosine) / radius < 4e-15
 
 
-def test_the_transform_of_extreme_words_is_finite():
-    extremes = [ZERO, ONE, MINUS_ONE, HALF, QUARTER, 2**64 - 1, 2**64 - QUARTER, 2**64 - HALF]
-    for radius in extremes:
-        for turn in extremes:
-            values = transformed(radius, turn)
-            assert torch.isfinite(values).all()
-            assert values.abs().max() < 9.42
-
-
-def test_the_source_in_words(monkeypatch):
-    # To say where noise comes from takes no key.
-    monkeypatch.setattr("os.urandom", lambda size: pytest.fail("a key was drawn"))
-    assert noise_source("csprng") == "AES-256-CTR keyed by the operating system, Box-Muller"
-    assert noise_source("philox") == "Philox keyed anew by the operating system at every step, Box-Muller"
-    safe = noise_source("csprng", floating_point_safe=True)
-    assert safe == "AES-256-CTR keyed by the operating system, Box-Muller, sum of four against floating-point attacks"
-    for seed in (0, 42):
-        assert noise_source("csprng", seed=seed) == "reproducible from a seed: not private, Box-Muller"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("make", "safe"), WAYS, ids=IDS)
 def test_noise_on_a_gpu(make, safe):
@@ -174,7 +154,3 @@ def test_noise_on_a_gpu(make, safe):
     assert scipy.stats.kstest(noise, "norm").pvalue > 1e-6  # Kolmogorov–Smirnov at 1e-6
     assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 6 / np.sqrt(len(noise))  # 2e-9
     assert len(np.unique(noise)) > 0.8 * len(noise)
-
-
-def test_pieces_are_small_enough_for_one_thread():
-    assert module._PIECE_OF_ONE_THREAD <= 32_768  # what torch does not divide, at::internal::GRAIN_SIZE

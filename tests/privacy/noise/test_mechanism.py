@@ -1,7 +1,6 @@
 """The private gradient is the mean of the clipped sum plus noise of σC/B, once, on the expected batch size."""
 
 import copy
-import os
 import pickle
 import random
 
@@ -11,7 +10,7 @@ import scipy.stats
 import torch
 
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import GaussianMechanism, bits
+from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.bits import RekeyedBits, SecretBits
 from doppler_hf.privacy.noise import mechanism as mechanism_module
 from doppler_hf.shards import Place
@@ -82,15 +81,6 @@ def test_every_way_to_draw_has_the_same_distribution(generator, safe):
     assert low < np.sum(noise**2) < high
 
 
-@pytest.mark.parametrize(("safe", "times"), [(False, 1), (True, 4)])
-def test_floating_point_safe_noise_takes_four_times_the_words(safe, times, monkeypatch):
-    mechanism = gaussian(floating_point_safe=safe)
-    drawn, fill = [], mechanism._stream.fill
-    monkeypatch.setattr(mechanism._stream, "fill", lambda words, *, step: drawn.append(len(words)) or fill(words, step=step))
-    mechanism.privatize({"w": torch.zeros(3, 4)}, step=0)
-    assert drawn == [12] * times
-
-
 @pytest.mark.parametrize(("generator", "kind"), [("csprng", SecretBits), ("philox", RekeyedBits)])
 def test_the_generator_is_the_one_that_is_asked_for(generator, kind):
     assert type(gaussian(generator=generator)._stream) is kind
@@ -109,6 +99,8 @@ def global_states():
 
 @pytest.mark.parametrize("generator", ["csprng", "philox"])
 def test_global_generators_are_neither_used_nor_moved(generator):
+    torch.manual_seed(1)
+    torch.rand(1)  # so that filling it with any seed, or with its own, shows
     before = global_states()
     with gaussian(generator=generator, draw_ahead=True) as mechanism:
         released(mechanism, steps=3)
@@ -121,36 +113,6 @@ def test_a_mechanism_cannot_be_copied_pickled_or_saved(tmp_path):
         for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda it: torch.save(it, tmp_path / "mechanism.pt")):
             with pytest.raises(TypeError, match="secret noise and cannot be pickled or copied"):
                 copied(mechanism)
-
-
-def reachable(thing, seen):
-    """Everything that can be reached by attributes, items and elements."""
-    if id(thing) in seen:
-        return
-    seen[id(thing)] = thing
-    inside = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
-    if isinstance(thing, dict):
-        inside += [*thing, *thing.values()]
-    elif isinstance(thing, (list, tuple, set, frozenset)) or type(thing).__name__ == "deque":
-        inside += [*thing]
-    for part in inside:
-        reachable(part, seen)
-
-
-@pytest.mark.parametrize("generator", ["csprng", "philox"])
-def test_no_key_can_be_read_off_the_mechanism(generator, monkeypatch):
-    keys, urandom = [], os.urandom
-    monkeypatch.setattr(bits.os, "urandom", lambda size: keys.append(urandom(size)) or keys[-1])
-    with gaussian(generator=generator, draw_ahead=True) as mechanism:
-        released(mechanism, steps=2)
-        seen = {}
-        reachable(vars(mechanism), seen)
-    keys = [key for key in keys if len(key) in (16, 32)]
-    assert keys
-    for thing in seen.values():
-        text = bytes(thing) if isinstance(thing, (bytes, bytearray, memoryview, np.ndarray)) else repr(thing).encode()
-        assert not any(key in text or str(int.from_bytes(key, "little")).encode() in text for key in keys)
-        assert not isinstance(thing, (np.random.Philox, np.random.Generator, torch.Generator))
 
 
 # --- several processes -----------------------------------------------------------------------------------------------

@@ -36,12 +36,6 @@ def test_mistakes_are_one_line(sources, capsys, more, message):
     assert not sources.cache_dir.exists()
 
 
-def test_methods_that_a_task_cannot_have_are_refused_if_they_are_named(sources, capsys):
-    named = ["peers", "--data-dir", sources.data_dir, "--tasks", "mnist", "--methods", "DP-Adam, head alone"]
-    assert main(named) == 2
-    assert "got 'DP-Adam, head alone', which trains a part of a pretrained network, for mnist" in capsys.readouterr().err
-
-
 def test_a_study_at_full_scale_has_tasks_of_its_own(sources, small, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "train", made_up)
     more = ("--scale", "full", "--methods", "DPSGD", "LP-DPSGD", "--tasks", "cifar10")

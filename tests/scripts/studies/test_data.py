@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from scripts.studies.data import apart, in_parts, kept
+from scripts.studies.data import apart, in_parts
 
 
 def test_no_example_is_trained_on_and_chosen_by():
@@ -27,16 +27,3 @@ def test_parts_are_rows_apart():
     assert sorted([*train, *tuning]) == list(range(40))
     assert report == [-row for row in range(9)]
     assert all(part["labels"].tolist() == [row * abs(row) for row in part["inputs"].tolist()] for part in parts)
-
-
-def test_two_studies_may_keep_the_same_at_once(tmp_path, monkeypatch):
-    path, save = tmp_path / "kept.pt", torch.save
-
-    def interrupted(found, unfinished):
-        save(found, unfinished)
-        monkeypatch.setattr(torch, "save", save)
-        assert kept(path, lambda: torch.ones(2)).tolist() == [1, 1]  # by the other one, in the meantime
-
-    monkeypatch.setattr(torch, "save", interrupted)
-    assert kept(path, lambda: torch.ones(2)).tolist() == [1, 1]
-    assert [each.name for each in tmp_path.iterdir()] == ["kept.pt"]

@@ -1,6 +1,5 @@
 """A run trains, by every method and on every task, with the privacy that it says."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +9,8 @@ from doppler_hf.privacy import default_delta
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from scripts.studies.runs import Run, train
 from scripts.studies.studies import STUDIES, fits
-from scripts.studies.tasks import FULL, SMALL, TASKS
+from scripts.studies.tasks import SMALL, TASKS
 from tests.support.tiers import further, thorough
-
-# Of half a minute each: their layers are many.
-SLOW = {"cifar10-vit", "cifar10-resnet"}
 
 
 @pytest.mark.parametrize(
@@ -50,18 +46,6 @@ def test_every_algorithm_of_the_paper_trains(sources, small, name):
     result = train(Run.of("mnist-perceptron", task, data, method, 4.0, 0.01, 0), data=data)
     assert result["low_pass_filter"] == ("first-order-v1" if name.startswith("LP-") else "none")
     assert result["noise_shape"] == "white"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.thorough) for name in FULL]
-)
-def test_every_task_at_full_scale_trains(sources, small, name):
-    settings = FULL[name].settings | {"per_device_train_batch_size": 10, "max_steps": 1}
-    task = dataclasses.replace(FULL[name], settings=settings)
-    data = task.load(sources)
-    batch = data.collator([data.train[0], data.train[1]])
-    assert batch["inputs"].shape == ((2, 1, 28, 28) if name == "mnist" else (2, 3, 32, 32))
-    assert 0 <= train(Run.of(name, task, data, STUDIES["paper"].methods["LP-DPSGD"], 4.0, 0.01, 0), data=data)["report"] <= 1
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -4,12 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from scripts.reproduce import main
 from scripts.studies import tuning
 from scripts.studies.runs import code_digest
-from scripts.studies.tuning import Line, best_on_grid, table
+from scripts.studies.tuning import best_on_grid
 from tests.scripts.studies.made_up import made_up, words
 
 
@@ -82,16 +81,6 @@ def test_a_run_that_was_killed_while_it_wrote_is_run_again_and_runs_of_other_cod
     assert f"1 of the {len(rest) + 1} runs of {path} are of other code, and are not run again." in capsys.readouterr().err
 
 
-def test_differences_are_paired_and_have_students_interval():
-    first, second = np.array([0.80, 0.90, 0.85]), np.array([0.82, 0.91, 0.88])
-    lines = [Line("a", 1.0, first, (0.6, 0.5), None), Line("b", 2.0, second, (0.7, 0.25), (0.125, first))]
-    rows = table(lines).splitlines()
-    low, high = stats.ttest_1samp(100 * (second - first), 0).confidence_interval(0.95)
-    assert rows[2] == "| a | 1 | 85.00 ± 2.89 | – | 60.0, 50.0 | – | – |"
-    by_rule = f"0.125 | -2.00 [{-high:+.2f}, {-low:+.2f}]"
-    assert rows[3] == f"| b | 2 | 87.00 ± 2.65 | +2.00 [{low:+.2f}, {high:+.2f}] | 70.0, 25.0 | {by_rule} |"
-
-
 @pytest.mark.parametrize("best", [-5, 7])
 def test_the_grid_is_widened_until_the_best_is_inside(best):
     seen = []
@@ -102,14 +91,3 @@ def test_the_grid_is_widened_until_the_best_is_inside(best):
 
     assert best_on_grid(score, centre=0.3) == 0.3 * 2.0**best
     assert min(seen) < 0.3 * 2.0**best < max(seen)
-
-
-def test_where_nothing_is_learnt_at_any_rate_the_first_is_kept():
-    assert best_on_grid(lambda value: 0.5, centre=1.0) == 1.0
-
-
-def test_rates_at_which_nothing_is_learnt_are_not_taken_for_the_best():
-    """Of three that are far too small all scores are that of the largest class."""
-    assert best_on_grid(lambda rate: 0.5 + (rate >= 100.0) / rate, centre=0.5) == min(
-        rate for rate in 0.5 * 2.0 ** np.arange(12) if rate >= 100.0
-    )

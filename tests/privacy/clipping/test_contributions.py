@@ -1,0 +1,138 @@
+"""One example contributes at most C to the clipped sum where rounding is hard on it, and padding changes no contribution."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tests.support.models import batch_for, build, losses_of, rows
+from tests.support.pairwise import pairwise
+from tests.support.per_example import CLIPPINGS, GRANULARITIES, NORM_RULES, book_keeping, norm_of
+
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+
+MODELS = ["roberta", "gpt2-lm", "t5-lm", "resnet", "vit-dora"]
+C, SLACK = 0.1, 1e-6  # a few roundings of float32, of relative size 6e-8 each
+
+
+def contribution(model, losses, **options):
+    """Return the clipped sum of the losses, in float64."""
+    with book_keeping(model, **options) as clipped:
+        clipped.backward(losses())
+        return torch.cat([total.double().flatten() for total in clipped.sums.values()])
+
+
+# The bias of attention's keys has a gradient of nothing but rounding.
+@pytest.mark.parametrize(
+    ("name", "scale", "norm_rule", "clipping", "granularity", "autocast"),
+    pairwise(MODELS, [1e-3, 1e4], NORM_RULES, CLIPPINGS, GRANULARITIES, [True, False]),
+)
+def test_one_example_of_a_model_contributes_at_most_c(name, scale, norm_rule, clipping, granularity, autocast):
+    model = build(name, torch.float32)
+
+    def losses():
+        found = losses_of(model, *batch_for(model, torch.float32)).float()
+        return scale * found.where(torch.arange(len(found)) == 1, 0.0)
+
+    options = dict(max_grad_norm=C, clipping=clipping, granularity=granularity, norm_rule=norm_rule)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):  # of the backward pass, too
+        assert 0.0 < contribution(model, losses, **options).norm() <= C * (1 + SLACK)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "norm_rule", "clipping"), pairwise(MODELS, [math.nan, math.inf], NORM_RULES, CLIPPINGS)
+)
+def test_examples_without_a_finite_gradient_contribute_nothing(name, bad, norm_rule, clipping):
+    model, factors = build(name), torch.tensor([1.0, 1.0, bad, 1.0, bad, 1.0])
+    inputs, labels = batch_for(model)
+    options, others = dict(max_grad_norm=C, norm_rule=norm_rule, clipping=clipping), factors.isfinite()
+    found = contribution(model, lambda: losses_of(model, inputs, labels) * factors, **options)
+    torch.testing.assert_close(
+        found, contribution(model, lambda: losses_of(model, *rows(inputs, labels, others)), **options)
+    )
+
+
+@pytest.mark.parametrize("scales", [(1e17, 1e-23), (1e-35, 1e37), (1e22, 1.0), (1e-20, 1e-2), (1e38, 1e30)])
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+def test_factors_beyond_the_range_of_float32_stay_within_c_and_reach_no_neighbour(scales, norm_rule):
+    layer, (of_inputs, of_weights) = nn.Linear(4, 5, bias=False), torch.tensor([scales, (1.0, 1.0)]).T[:, :, None, None]
+    nn.init.zeros_(layer.weight)  # in the forward pass nothing may overflow
+    inputs, weights = normal(2, 6, 4) * of_inputs, normal(2, 6, 5, seed=2) * of_weights
+
+    def of(*counted):
+        kept = weights.where(torch.tensor(counted)[:, None, None], 0.0)
+        return contribution(layer, lambda: (layer(inputs) * kept).sum(dim=(1, 2)), max_grad_norm=C, norm_rule=norm_rule)
+
+    assert of(True, False).norm() <= C * (1 + SLACK)
+    assert of(True, False).any() == (scales[0] * scales[1] < 2.0**64)  # what is larger counts for nothing, in every form
+    torch.testing.assert_close(of(True, True), of(True, False) + of(False, True), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "is_tied"), [("float32", False), ("bf16", True), ("autocast", False)])
+def test_a_text_contributes_c_whatever_the_vocabulary_and_the_precision(precision, is_tied):
+    torch.manual_seed(0)
+    model, ids = nn.Sequential(nn.Embedding(50_257, 128), nn.LayerNorm(128), nn.Linear(128, 50_257)), torch.arange(129)[None]
+    if is_tied:
+        model[2].weight = model[0].weight
+    model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
+
+    def losses():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            logits = model(ids[:, :-1])
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[0, 1:]).unsqueeze(0)
+
+    assert 1 - 2e-3 <= contribution(model, losses, max_grad_norm=1e-3).norm() / 1e-3 <= 1 + SLACK
+
+
+def normal(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def twice(layer, inputs, weights, kappa):
+    """Each token twice, with opposite gradients of the output but for 1/κ of their size."""
+    return layer, inputs.repeat(1, 2, *(1 for _ in inputs.shape[2:])), torch.cat([weights, weights / kappa - weights], dim=1)
+
+
+HARD = {  # a layer, inputs of one example, and the gradients of its outputs
+    "linear": (nn.Linear(12, 10), normal(1, 16, 12), normal(1, 16, 10, seed=2)),
+    "long": (nn.Linear(128, 96, bias=False), normal(1, 500, 128), normal(1, 500, 96, seed=2)),
+    "identical tokens": (nn.Linear(64, 64), torch.full((1, 256, 64), 1 / 3), torch.full((1, 256, 64), 0.7)),
+    "embedding": (nn.Embedding(4, 64), torch.arange(64)[None] % 4, normal(1, 64, 64, seed=2)),
+    "norm": (nn.LayerNorm(12), normal(1, 16, 12), normal(1, 16, 12, seed=2)),
+    "copies": (LlamaRMSNorm(12), normal(1, 16, 12), normal(1, 16, 12, seed=2)),
+}
+
+
+def exact_norm(layer, inputs, weights):
+    loss = (layer.double()(inputs.double() if inputs.is_floating_point() else inputs) * weights.double()).sum()
+    norm = norm_of(torch.autograd.grad(loss, list(layer.parameters())))
+    layer.float()
+    return norm
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize("kappa", [0.5, 100.0, 1e6])
+@pytest.mark.parametrize("name", HARD)
+def test_an_example_contributes_c_and_padding_changes_nothing_however_much_cancels(name, kappa, norm_rule):
+    layer, *factors = twice(*HARD[name], kappa)
+    bound, found = exact_norm(layer, *factors) / 10, []
+    for sides in [(0, 0), (0, 37), (37, 0), (0, 600)][: 1 if name == "embedding" else 4]:
+        inputs, weights = (nn.functional.pad(factor, (0, 0, *sides)) for factor in factors) if sides != (0, 0) else factors
+        losses = lambda inputs=inputs, weights=weights: (layer(inputs) * weights).flatten(1).sum(dim=1)  # noqa: E731
+        found.append(contribution(layer, losses, norm_rule=norm_rule, max_grad_norm=bound))
+        assert found[-1].norm() <= bound * (1 + SLACK)
+        assert kappa > 100 or found[-1].norm() >= bound * (1 - 2e-3)  # safety must not cost a gradient its signal
+        assert (found[-1] - found[0]).norm() <= 1e-4 * bound
+
+
+def test_products_are_of_full_precision_whatever_the_backward_pass_is_called_in():
+    model, found = build("roberta", torch.float32), []
+    for enabled in (False, True):
+        with book_keeping(model, max_grad_norm=C) as clipped:
+            losses = losses_of(model, *batch_for(model, torch.float32))
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                clipped.backward(losses)
+            found.append(torch.cat([total.flatten() for total in clipped.sums.values()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
