@@ -35,8 +35,13 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
     # Sensitivity: a draw is cut into micro-batches by what is in it, so that one example more moves the borders, and
     # examples there would follow numbers that all rows of another micro-batch share.
     configs = [owner for owner in owners_of_options(model) if not isinstance(owner, nn.Module)]
-    shared = {name for config in configs for name, value in vars(config).items() if isinstance(value, float) and value > 0}
-    shared = {name for name in shared if _FOR_ALL_ROWS.search(name)}
+    shared = {
+        name
+        for config in configs
+        for name, value in vars(config).items()
+        if isinstance(value, float) and value > 0.0 and _FOR_ALL_ROWS.search(name)
+        if name.endswith("drop") or getattr(config, "apply_spec_augment", True)
+    }
     if shared:
         raise ValueError(
             f"{', '.join(sorted(shared))} must be 0 in the model's config in a private run: all rows of a micro-batch share "
@@ -69,7 +74,7 @@ def _limits_of(module: nn.Module) -> list[int]:
     if "rope_type" not in vars(module) or config is None:
         return []
     rope = config.rope_parameters  # of the model, or of each kind of layer
-    kinds = [rope] if "rope_type" in rope else [*rope.values()]
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if kind]
     changing = [kind for kind in kinds if kind["rope_type"] in ("dynamic", "longrope")]
     return [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in changing]
 

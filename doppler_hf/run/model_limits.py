@@ -114,6 +114,6 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
 
 def _size(table: Any) -> int:
     """Return the rows of an embedding, or the classes of a head, maybe in an adapter; Idefics has more in a second part."""
-    parts = () if table is None else table.modules()
+    parts = table.modules() if isinstance(table, nn.Module) else ()  # Perceiver's is a parameter
     sizes = [vars(part)[name] for part in parts for name in ("num_embeddings", "out_features") if name in vars(part)]
     return (sum if isinstance(table, nn.Embedding | nn.Linear) else max)(sizes or [0])

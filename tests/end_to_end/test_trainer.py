@@ -225,7 +225,7 @@ def test_resuming_without_a_ledger_is_refused(tmp_path):
     trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
         (folder / LEDGER_NAME).unlink()
-    with pytest.raises(ValueError, match="unknown what was spent"):
+    with pytest.raises(ValueError, match="saved without privacy or has lost it"):
         trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 

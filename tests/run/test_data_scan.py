@@ -85,6 +85,9 @@ def test_labels_are_those_that_the_loss_takes(name):
 
 def test_of_a_model_of_ones_own_nothing_is_known():
     assert not ends(nn.Embedding(3, 2))
+    model = build("roberta")
+    model.get_input_embeddings = lambda: nn.Parameter(torch.zeros(3, 2))  # as Perceiver's
+    assert "input_ids" not in ends(model)
 
 
 # --- what is refused, and its mend ----------------------------------------------------------------------------------------

@@ -569,6 +569,8 @@ def test_a_layer_that_is_left_out_of_a_micro_batch_is_refused(tmp_path):
     """As M2M100's, with probability 0.05 by default."""
     match = r"^decoder_layerdrop, encoder_layerdrop must be 0 .* Set model\.config\.decoder_layerdrop = 0\.0"
     refused(tmp_path, match, model=tiny_bert(decoder_layerdrop=0.05, encoder_layerdrop=0.05))
+    refused(tmp_path, "^mask_time_prob must be 0 ", model=tiny_bert(mask_time_prob=0.05))
+    trains(tmp_path, model=tiny_bert(mask_time_prob=0.05, apply_spec_augment=False))  # as Whisper's by default
 
 
 class WithoutMask(nn.Module):
