@@ -10,6 +10,7 @@ Assumed by convention: curvatures spread evenly on a logarithmic scale from x = 
 own length in a tenth of the way of the weights, up to x = 1, and learning rates change slowly.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Final, final
@@ -59,6 +60,7 @@ class ClosedLoop:
         self._omega = np.exp(log_omega)
         self._measure = self._omega * (log_omega[1] - log_omega[0]) / math.pi
         self._measure[-1] /= 2
+        self._passed = functools.cache(self._passed_by)  # asked for each filter with several shapes
 
     @classmethod
     def of_run(cls, steps: int, learning_rates: Sequence[float] | None = None) -> "ClosedLoop":
@@ -110,7 +112,7 @@ class ClosedLoop:
                 best, least = shape, loss
         return best
 
-    def _passed(self, low_pass_filter: LowPassFilter) -> Float64[np.ndarray, " frequencies"] | None:
+    def _passed_by(self, low_pass_filter: LowPassFilter) -> Float64[np.ndarray, " frequencies"] | None:
         """Return what the loop makes of white noise, by frequency; None if it is unstable."""
         # (1 - z⁻¹) A + x z⁻¹ B has its roots inside the unit circle.
         order = max(len(low_pass_filter.b), len(low_pass_filter.a))

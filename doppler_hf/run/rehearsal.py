@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 from transformers import PreTrainedModel, Trainer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import has_length
 
-from doppler_hf.privacy.batching.columns import LABELS
+from doppler_hf.privacy.batching.columns import LABELS, lengths_of
 from doppler_hf.run.replicas import on_process_0
 
 # Rows of each evaluation set: two, of two labels if possible; more if `compute_metrics` cannot do with two.
@@ -100,7 +101,7 @@ def _quiet(trainer: Any, **replaced: Any) -> Iterator[None]:
 
 
 def few_rows(dataset: Any, count: int) -> Any:
-    """Return rows of a data set, or of each, spread over it: two, of two labels if a table shows that, or up to 64."""
+    """Return rows of a data set, or of each, spread over it: two, short ones of two labels if a table has them, or 64."""
     if isinstance(dataset, dict):
         return {name: few_rows(each, count) for name, each in dataset.items()}
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
@@ -109,6 +110,8 @@ def few_rows(dataset: Any, count: int) -> Any:
     rows = [(len(dataset) - 1) * i // max(1, looked - 1) for i in range(looked)]
     if count == _ROWS and rows:
         columns = [name for name in LABELS if name in getattr(dataset, "column_names", ())]
+        if columns and (lengths := lengths_of(dataset.with_format(None).select(rows))) is not None:
+            rows = [rows[place] for place in np.argsort(lengths, kind="stable")]
         labels = list(dataset.with_format(None).select(rows)[columns[0]]) if columns else []
         others = [row for row, label in zip(rows, labels, strict=False) if label != labels[0]] or rows[1:][-1:]
         rows = [rows[0], *others[:1]]

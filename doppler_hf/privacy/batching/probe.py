@@ -123,7 +123,7 @@ def candidates(loader: PrivateLoader) -> list[int]:
     shorter = ascending[loader.lengths[ascending] < loader.lengths.max()]
     shorter = shorter if len(shorter) else ascending
     # Not the shortest: of a text of one token there may be no loss.
-    short = shorter[len(shorter) // 5 :][: max(_LOOKED_AT, len(shorter) // 5)]
+    short = shorter[len(shorter) // 20 :][: max(_LOOKED_AT, len(shorter) // 20)]
     return [*of_rarest_label(loader, ascending), *evenly(short, count=_LOOKED_AT), int(np.argmax(loader.lengths))]
 
 

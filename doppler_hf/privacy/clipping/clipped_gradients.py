@@ -6,7 +6,7 @@ sensitivity of the sum is C.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -204,14 +204,15 @@ class ClippedGradients:
             shared.add_up(lambda name: None, names=(), sums=self._sums)
 
     @contextlib.contextmanager
-    def unclipped(self) -> Iterator[None]:
-        """Sum the gradients as they are, from zero to zero, for a comparison with ordinary ones.
+    def unclipped(self, sums: Mapping[str, Tensor]) -> Iterator[None]:
+        """Add gradients as they are to `sums`, those of a comparison with the other sign, and forget them all behind it.
 
         The comparison shows that examples are apart in the layers that it calls, so that `backward` need not.
         """
         assert self._engine is not None
         before = self.max_grad_norm, self._clipping
         self.reset()
+        self._sums |= sums
         try:
             # No norm reaches this bound, so nothing is clipped.
             self.max_grad_norm, self._clipping = 1e30, "vanilla"

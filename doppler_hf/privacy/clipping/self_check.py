@@ -73,7 +73,9 @@ def compare(
     """Compare as `check_per_sample_gradients`, on a model without chance, and return the names that a loss reaches."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = [0.5**place for place in range(len(alone))]
-    expected: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}  # with the other sign
+    sizes = dict.fromkeys(trained, 0.0)
+    reached: set[str] = set()
     norms_alone: list[float] = []
     losses_alone: list[Tensor] = []
     with clipped.unwatched():
@@ -81,40 +83,38 @@ def compare(
             losses = losses_of(dict(inputs))
             refuse_number_of_losses(losses, 1)
             losses_alone.append(losses.detach())
-            gradients = gradients_of(losses, trained)
-            norms_alone.append(norm_of(gradients.values()))
+            gradients = gradients_of(-weight * losses, trained)
+            norms = {name: norm_of([gradient]) for name, gradient in gradients.items()}
+            norms_alone.append(math.hypot(*norms.values()) / weight)
+            reached |= {*gradients}
+            if not math.isfinite(norms_alone[-1]):  # it contributes nothing
+                continue
             for name, gradient in gradients.items():
-                # In place, since fresh memory for a large model takes longer than what is computed in it. An example whose
-                # gradient is not finite contributes nothing.
-                weighted = in_float32(gradient).mul_(weight if math.isfinite(norms_alone[-1]) else 0.0).nan_to_num_()
-                expected[name] = expected[name].add_(weighted) if name in expected else weighted
-    with clipped.unclipped():
+                # In place, since fresh memory for a large model takes longer than what is computed in it.
+                expected[name] = expected[name].add_(gradient) if name in expected else in_float32(gradient)
+                sizes[name] += norms[name]
+    with clipped.unclipped({name: total for name, total in expected.items() if name not in clipped.places}):
         losses = losses_of(dict(together))
         refuse_number_of_losses(losses, len(alone))
         refuse_changed_losses(
             model, losses_of, losses.detach(), losses_alone, parts=alone, together=together, tolerance=tolerance
         )
-        norms = clipped.backward(losses, weights=torch.tensor(weights, device=losses.device)).tolist()
-        difference = {name: total for name, total in clipped.sums.items() if name not in clipped.places}
+        of_batch = clipped.backward(losses, weights=torch.tensor(weights, device=losses.device)).tolist()
+        difference = {name: norm_of([total]) for name, total in clipped.sums.items() if name not in clipped.places}
     largest = max([NEXT_TO_NOTHING, *filter(math.isfinite, norms_alone)])
-    wrong: dict[str, float] = {}
-    for name, total in difference.items():
-        size = norm_of([total])
-        off = norm_of([total.sub_(expected[name]) if name in expected else total])
-        if not off <= tolerance * (size + OF_THE_WHOLE * largest):
-            wrong[name] = off
+    wrong = {name: off for name, off in difference.items() if not off <= tolerance * (sizes[name] + OF_THE_WHOLE * largest)}
     # Sensitivity: with a norm that is too small an example would contribute more than the bound.
     of_norms = max(
-        abs(norm - of_one) if math.isfinite(of_one) else 0.0 for norm, of_one in zip(norms, norms_alone, strict=True)
+        abs(norm - of_one) if math.isfinite(of_one) else 0.0 for norm, of_one in zip(of_batch, norms_alone, strict=True)
     )
     if not wrong and of_norms <= tolerance * largest:
-        return {*expected}
+        return reached
     with clipped.unwatched():
         rounding = _rounding(losses_of, together, weights, trained)
         if of_norms <= OF_ROUNDING * norm_of([torch.tensor([*rounding.values()])]) and all(
             off <= OF_ROUNDING * rounding.get(name, 0.0) for name, off in wrong.items()
         ):
-            return {*expected}
+            return reached
         reason = why_gradients_change(model, losses_of, parts=alone, together=together)
     # Neither norms nor differences: they are about private examples, and messages end in logs.
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
