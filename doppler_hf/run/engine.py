@@ -32,6 +32,12 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
             "experts would leave out tokens by what other examples have. Load the model with "
             f"from_pretrained(..., expert_capacity={ENOUGH_TOKENS})."
         )
+    # Sensitivity: the inverse in its attention begins with the largest sum of columns in the whole micro-batch.
+    if any(vars(module).get("init_option") == "original" for module in model.modules()):
+        raise ValueError(
+            "The init_option of Nyströmformer's attention must not be 'original' in a private run, which divides by a "
+            "maximum over the examples of a batch. Set it: for module in model.modules(): module.init_option = 'exact'."
+        )
     # Sensitivity: a draw is cut into micro-batches by what is in it, so that one example more moves the borders, and
     # examples there would follow numbers that all rows of another micro-batch share.
     configs = [owner for owner in owners_of_options(model) if not isinstance(owner, nn.Module)]

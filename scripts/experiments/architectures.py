@@ -259,7 +259,7 @@ def cause_of(message: str) -> str:
         return "random numbers that rows share"
     if re.search("The (loss in the )?forward of", message):
         return "a loss of its own"
-    return "statistics of the data" if re.search("mixes the examples|writes the", message) else LAYER
+    return "statistics of the data" if re.search("mix(es)? the examples|writes ", message) else LAYER
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:

@@ -25,6 +25,8 @@ from transformers import (
     LlamaForSequenceClassification,
     NllbMoeConfig,
     NllbMoeForConditionalGeneration,
+    NystromformerConfig,
+    NystromformerForSequenceClassification,
     TrainerCallback,
     default_data_collator,
 )
@@ -571,6 +573,17 @@ def test_a_layer_that_is_left_out_of_a_micro_batch_is_refused(tmp_path):
     refused(tmp_path, match, model=tiny_bert(decoder_layerdrop=0.05, encoder_layerdrop=0.05))
     refused(tmp_path, "^mask_time_prob must be 0 ", model=tiny_bert(mask_time_prob=0.05))
     trains(tmp_path, model=tiny_bert(mask_time_prob=0.05, apply_spec_augment=False))  # as Whisper's by default
+
+
+def test_an_inverse_that_begins_with_a_maximum_over_the_batch_is_refused_with_its_mend(tmp_path):
+    sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = NystromformerConfig(**sizes, num_landmarks=4, segment_means_seq_len=16, conv_kernel_size=3)
+    torch.manual_seed(0)
+    model, data = NystromformerForSequenceClassification(config), rows_of([16] * 24)
+    refused(tmp_path, "^The init_option of Nyströmformer's attention must not be 'original'", model=model, data=data)
+    for module in model.modules():
+        module.init_option = "exact"
+    trains(tmp_path, model=model, data=data)
 
 
 class WithoutMask(nn.Module):
