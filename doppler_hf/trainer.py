@@ -64,7 +64,7 @@ class DopplerTrainer(AroundSteps):
 
     args: DopplerTrainingArguments
     optimizer: Any
-    # What `compute_loss` is unless you override it, which without the next one has no effect on what is trained.
+    # What `compute_loss` is unless you override it, which without compute_per_sample_loss has no effect on training.
     stock_compute_loss = AroundSteps.compute_loss
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1

@@ -8,10 +8,12 @@ from torch import nn
 
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.clipping.as_in_training import owners_of_options
+from doppler_hf.privacy.clipping.refused_layers import listed
 from doppler_hf.training_args import DopplerTrainingArguments
 
 ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
 # LayerDrop leaves out a layer of all rows, and SpecAugment rounds the number of its masks alike for all.
+_OF_TABLES: Final = re.compile(r"(?:^|\.)(?:pos|sin|cos)_dropout$")
 _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
 
 
@@ -38,20 +40,33 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
             "The init_option of Nyströmformer's attention must not be 'original' in a private run, which divides by a "
             "maximum over the examples of a batch. Set it: for module in model.modules(): module.init_option = 'exact'."
         )
+    _refuse_shared_coins(model)
+
+
+def _refuse_shared_coins(model: nn.Module) -> None:
     # Sensitivity: a draw is cut into micro-batches by what is in it, so that one example more moves the borders, and
     # examples there would follow numbers that all rows of another micro-batch share.
-    configs = [owner for owner in owners_of_options(model) if not isinstance(owner, nn.Module)]
-    shared = {
-        name
-        for config in configs
-        for name, value in vars(config).items()
-        if isinstance(value, float) and value > 0.0 and _FOR_ALL_ROWS.search(name)
-        if name.endswith("drop") or getattr(config, "apply_spec_augment", True)
-    }
+    shared: set[str] = set()
+    for owner in owners_of_options(model):  # a model copies what its config has, and the copy counts
+        is_masking = getattr(owner, "apply_spec_augment", True)
+        for name, value in vars(owner).items():
+            is_on = isinstance(value, float) and value > 0.0 and (is_masking or not name.startswith("mask"))
+            if is_on and _FOR_ALL_ROWS.search(name):
+                shared.add(name)
     if shared:
+        names = ", ".join(map(repr, sorted(shared)))
         raise ValueError(
-            f"{', '.join(sorted(shared))} must be 0 in the model's config in a private run: all rows of a micro-batch share "
-            f"these random numbers. Set {', '.join(f'model.config.{name} = 0.0' for name in sorted(shared))}."
+            f"{names} must be 0 in a private run: all rows of a micro-batch share these random numbers. Set them in the "
+            "model and its configs: for m in model.modules(): [setattr(o, n, 0.0) for o in (m, getattr(m, 'config', m)) "
+            f"for n in ({names},) if hasattr(o, n)]."
+        )
+    # DeBERTa's and Funnel's, on tables of positions that have no batch.
+    of_tables = [name for name, module in model.named_modules() if _OF_TABLES.search(name) and vars(module).get("p", 0) > 0]
+    if of_tables:
+        raise ValueError(
+            f"{listed(of_tables)} must have p = 0 in a private run: all rows of a micro-batch share this dropout. Set it: "
+            "[setattr(m, 'p', 0.0) for n, m in model.named_modules() "
+            "if n.endswith(('pos_dropout', 'sin_dropout', 'cos_dropout'))]."
         )
 
 

@@ -56,6 +56,11 @@ def check_before_training(
         tolerance = ROUNDING_BF16 if in_bf16 else ROUNDING
         with clipped.unwatched(), torch.no_grad():
             of_half = losses_of(dict(half))
+        if not losses.isfinite().any():
+            raise ValueError(
+                "The loss of an example must be finite, got none that is: nothing would be learnt. Look for NaN and "
+                "infinities in the weights and the data, and for a division by zero in the loss."
+            )
         beside = losses[: len(losses) // 2]
         refuse_changed_losses(model, losses_of, beside, [of_half], parts=[half], together=whole, tolerance=tolerance)
         usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=True) if 0.0 < abs(loss) < math.inf)

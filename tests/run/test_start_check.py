@@ -1,5 +1,6 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
+import math
 import re
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from torch.utils.data import default_collate
 from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
     BertForMultipleChoice,
     BertForSequenceClassification,
     BertTokenizer,
@@ -19,6 +22,8 @@ from transformers import (
     BigBirdForSequenceClassification,
     DataCollatorForMultipleChoice,
     DataCollatorWithPadding,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     FNetConfig,
     FNetForSequenceClassification,
     LlamaConfig,
@@ -33,6 +38,7 @@ from transformers import (
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.run.engine import refuse_model
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -567,11 +573,40 @@ def test_a_model_that_replaces_its_layers_for_good_is_refused(tmp_path):
     trains(tmp_path, model=big_bird(attention_type="original_full"), data=data)  # the mend
 
 
-def test_a_layer_that_is_left_out_of_a_micro_batch_is_refused(tmp_path):
-    """As M2M100's, with probability 0.05 by default."""
-    match = r"^decoder_layerdrop, encoder_layerdrop must be 0 .* Set model\.config\.decoder_layerdrop = 0\.0"
-    refused(tmp_path, match, model=tiny_bert(decoder_layerdrop=0.05, encoder_layerdrop=0.05))
-    refused(tmp_path, "^mask_time_prob must be 0 ", model=tiny_bert(mask_time_prob=0.05))
+def bart():
+    parts = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads", "layers")}
+    return BartForSequenceClassification(BartConfig(vocab_size=50, d_model=16, encoder_layerdrop=0.1, **parts))
+
+
+def deberta():
+    return DebertaV2ForSequenceClassification(
+        DebertaV2Config(**tiny_bert(hidden_dropout_prob=0.1).config.to_diff_dict(), relative_attention=True)
+    )
+
+
+SHARED = {
+    "LayerDrop": (bart, "'encoder_layerdrop', 'layerdrop' must be 0"),
+    "SpecAugment": (lambda: tiny_bert(mask_time_prob=0.05), "'mask_time_prob' must be 0"),
+    "dropout of a table": (deberta, r"pos_dropout' must have p = 0"),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_random_numbers_that_all_rows_share_are_refused_and_the_line_that_is_named_switches_them_off(tmp_path, name):
+    """A model copies them from its config, and the copy is what counts."""
+    make, match = SHARED[name]
+    model = make()
+    trainer = trainer_of(tmp_path, model=model)
+    with pytest.raises(ValueError, match=match) as refusal:
+        trainer.train()
+    exec(re.search(r": ((?:for|\[).*\])\.$", str(refusal.value))[1])  # as the user would
+    probabilities = ("layerdrop", "encoder_layerdrop", "mask_time_prob")
+    assert not any(getattr(owner, each, 0.0) for owner in (*model.modules(), model.config) for each in probabilities)
+    assert not any(module.p for of, module in model.named_modules() if of.endswith("pos_dropout"))
+    refuse_model(model, trainer.args, None)
+
+
+def test_masks_that_are_switched_off_are_not_refused(tmp_path):
     trains(tmp_path, model=tiny_bert(mask_time_prob=0.05, apply_spec_augment=False))  # as Whisper's by default
 
 
@@ -584,6 +619,31 @@ def test_an_inverse_that_begins_with_a_maximum_over_the_batch_is_refused_with_it
     for module in model.modules():
         module.init_option = "exact"
     trains(tmp_path, model=model, data=data)
+
+
+def test_weights_of_which_no_loss_is_finite_are_refused(tmp_path):
+    model = tiny_bert()
+    model.classifier.weight.data[0, 0] = math.nan
+    refused(tmp_path, "loss of an example must be finite, got none .* Look for NaN", model=model)
+
+
+class Labels(DopplerTrainer):
+    """Keeps the labels that reach the loss."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.seen = [*getattr(self, "seen", []), *inputs["labels"].flatten().tolist()]
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
+    """The host's default collator asks the first example alone whether labels are whole numbers."""
+    data = [{"input_ids": [index + 1] * 4, "label": 0.5 if index else 3} for index in range(8)]
+    everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=1, accountant="pld")
+    everyone |= dict(grad_sample_self_check=False)
+    trainer = trainer_of(tmp_path, cls=Labels, model=tiny_bert(num_labels=1), data=data, **everyone)
+    trainer.data_collator = default_data_collator
+    trainer.train()
+    assert sorted(trainer.seen[-8:]) == [0.5] * 7 + [3.0]
 
 
 class WithoutMask(nn.Module):

@@ -1,6 +1,6 @@
 """Other architectures in the book-keeping engine: their per-sample gradients are right, or they are refused by name.
 
-They do what the models of `tests/models.py` do not: relative positions looked up once for the batch, tokens before examples,
+They do what `tests/support/models.py` does not: relative positions looked up once for the batch, tokens before examples,
 experts, windows, layer scales, weights used outside of their module. No model may come out silently wrong, and least of all
 when the batch is as large as another dimension.
 """
