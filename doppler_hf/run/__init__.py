@@ -13,7 +13,7 @@
 - sharding: weights in shards on several processes
 - sharded_states: what is saved and loaded of them
 - replicas: the same terms, weights and outcomes on every process, and its end
-- engine: what model is refused before the engine of per-sample gradients is attached
+- refused_models: what model is refused before the engine of per-sample gradients is attached
 - start_check: the engine and the losses of a few examples, checked before the first step
 - unreached: trained parameters that no loss reaches
 - rehearsal: a small evaluation and checkpoint before anything is spent

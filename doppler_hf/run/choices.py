@@ -1,7 +1,6 @@
 """The filter and the shape of the noise of a run: as they are named, or as `auto` chooses them.
 
-Choosing costs no privacy, since it depends on arguments and public numbers only: ε, δ, q, T and the
-schedule.
+Choosing costs no privacy, since it depends on arguments and public numbers only: ε, δ, q, T and the schedule.
 """
 
 import functools

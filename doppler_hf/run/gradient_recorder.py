@@ -132,8 +132,6 @@ class GradientRecorder(TrainerCallback):
 
     def record_raw_gradient(self, sums: Mapping[str, Float[Tensor, "..."]], expected_batch_size: int) -> None:
         """Record the mean of a step from its clipped sums, before noise is added; only if `record_raw` is set."""
-        if not self.record_raw:
-            raise ValueError("record_raw must be True to record raw gradients, got False. Set it, or record none.")
         # No noise: this is why the ledger of such a run states that it is not private.
         assert self._projection is not None, "the recorder is not part of a run"
         self._raw.append(self._projection([sums[name] for name in self._parameters]) / expected_batch_size)

@@ -113,6 +113,12 @@ class PrivacyCallback(TrainerCallback):
                     f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, "
                     "make a new trainer with another output_dir."
                 )
+            source = Path(getattr(getattr(kwargs["model"], "config", None), "_name_or_path", None) or "")
+            if step == 0 and not ledger.runs[-1].steps_before and (source / LEDGER_NAME).exists():
+                print(
+                    f"The model was loaded from {source}, where the ledger of an earlier training lies. If it used the same "
+                    "data, its ε and that of this run add up."
+                )
             remaining = run.statement.steps_planned - step
             if remaining <= 0:
                 print(

@@ -64,7 +64,7 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
     if not isinstance(base, PreTrainedModel):
         return
     decoder = base.get_decoder() if base.config.is_encoder_decoder else None
-    ids = "Call model.resize_token_embeddings(len(tokenizer)), or tokenize with the model's own tokenizer"
+    ids = "Call model.resize_token_embeddings(n) for an n above every id, or tokenize with the model's own tokenizer"
     for column, of in (("input_ids", base), ("decoder_input_ids", decoder)):
         with contextlib.suppress(NotImplementedError):  # of models of two parts, such as CLIP
             # Models of sound have no such table, nor a method that says so.

@@ -30,11 +30,11 @@ from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.choices import chosen_noise_shape
-from doppler_hf.run.engine import computes_in_bf16, refuse_model
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.mechanisms import mechanisms_of
 from doppler_hf.run.plan import budget_spent, planned_statement
 from doppler_hf.run.refusals import warn_of_non_finite
+from doppler_hf.run.refused_models import computes_in_bf16, refuse_model
 from doppler_hf.run.replicas import (
     compare_terms,
     give_all_the_weights_of_process_0,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PrivacyLedger
@@ -153,3 +154,13 @@ def test_an_optimizer_of_a_part_is_refused_and_frozen_parts_are_the_mend(tmp_pat
         trainer.train()
     assert trainer.privacy.ledger is None
     trained(trainer_of(tmp_path, cls=OfHead, model=head_alone()))
+
+
+def test_a_model_that_was_trained_in_another_folder_is_told_of(tmp_path, capsys):
+    saved = tmp_path / "saved"
+    first = trainer_of(tmp_path / "again", max_steps=1)
+    first.train()
+    first.save_model(str(saved))
+    capsys.readouterr()
+    trainer_of(tmp_path / "second", model=BertForSequenceClassification.from_pretrained(saved), max_steps=1).train()
+    assert f"loaded from {saved}, where the ledger of an earlier training lies" in " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from datasets import Dataset
+from datasets import Dataset, Value
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
@@ -38,7 +38,7 @@ from transformers import (
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.run.engine import refuse_model
+from doppler_hf.run.refused_models import refuse_model
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -619,6 +619,15 @@ def test_an_inverse_that_begins_with_a_maximum_over_the_batch_is_refused_with_it
     for module in model.modules():
         module.init_option = "exact"
     trains(tmp_path, model=model, data=data)
+
+
+def test_labels_of_floating_point_are_refused_for_several_classes_and_train_with_either_mend(tmp_path):
+    data = text_data().map(
+        lambda row: {"labels": float(row["labels"])}, features=text_data().features | {"labels": Value("float32")}
+    )
+    refused(tmp_path, "set num_labels=1, for a class make the labels whole numbers", data=data)
+    trains(tmp_path / "one", data=data, model=tiny_bert(num_labels=1))
+    trains(tmp_path / "whole", data=data.cast_column("labels", Value("int64")))
 
 
 def test_weights_of_which_no_loss_is_finite_are_refused(tmp_path):

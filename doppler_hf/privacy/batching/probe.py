@@ -43,7 +43,7 @@ class Probe:
         are_of_one_length: Whether all examples are as long, or those that were looked at if lengths are unknown.
 
     Raises:
-        ValueError: If the collator returns no dictionary, or is random and a row changes with others.
+        ValueError: If the collator returns no dictionary, or a row changes with those beside it.
     """
 
     def __init__(self, loader: PrivateLoader) -> None:
@@ -114,7 +114,7 @@ class Probe:
 
 
 def candidates(loader: PrivateLoader) -> list[int]:
-    """Return some indices: of short examples and the longest, last, or evenly spaced ones if lengths are unknown."""
+    """Return some indices: of the rarest label, short ones and last the longest; evenly spaced if lengths are unknown."""
     number = len(loader.examples)
     if loader.lengths is None:
         return evenly(np.arange(number), count=_LOOKED_AT)

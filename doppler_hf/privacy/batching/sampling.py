@@ -63,12 +63,13 @@ class PoissonSampler(Sampler[list[int]]):
 
     Attributes:
         num_units: N, the number of units.
+        groups, lengths, units, micro_batches, keeps_units_whole: As given, the arrays of shape (num_examples,) or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
         counts: How many examples are drawn with the unit of each, shape (num_examples,); None if every example is a unit.
 
     Raises:
         ValueError: If the expected batch size is outside [1, N/b], `lengths` or `units` have another size than the data set,
-            the numbers of `units` have gaps, or the limit is below 1 or without units.
+            the numbers of `units` have gaps, the limit is below 1 or without units, or ranks, pieces or groups are too few.
 
     Example:
         >>> sampler = PoissonSampler(num_examples=1000, expected_batch_size=100, micro_batches=4)

@@ -40,16 +40,16 @@ def refuse_changed_losses(
 
 def why_gradients_change(model: nn.Module, losses_of: Losses, *, parts: Sequence[Inputs], together: Inputs) -> str | None:
     """Return what makes gradients change with the batch, as a sentence, or None if no layer's output does."""
-    if place(model, losses_of, parts[0], together) is None:
+    if first_changing_layer(model, losses_of, parts[0], together) is None:
         return None
     return _CHANGES.format(what="gradient") + _reason(model, losses_of, parts, together)
 
 
 def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], together: Inputs) -> str:
-    layer = place(model, losses_of, parts[0], together) or "the loss"
+    layer = first_changing_layer(model, losses_of, parts[0], together) or "the loss"
     number = next((len(value) for value in parts[0].values() if isinstance(value, Tensor) and value.ndim), 1)
     padded = {name: value[:number] if has_rows(parts[0].get(name), number) else value for name, value in together.items()}
-    if place(model, losses_of, parts[0], padded) is not None:
+    if first_changing_layer(model, losses_of, parts[0], padded) is not None:
         return (
             f"{layer} depends on the length to which an example is padded. Pad all examples to one length when they are "
             "tokenized or turned into features (padding='max_length'), or replace the layer (for rotary embeddings: another "
@@ -61,7 +61,7 @@ def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], togeth
     )
 
 
-def place(model: nn.Module, losses_of: Losses, part: Inputs, together: Inputs) -> str | None:
+def first_changing_layer(model: nn.Module, losses_of: Losses, part: Inputs, together: Inputs) -> str | None:
     """Return the first layer whose output for the first example changes with the others, in words; None if there is none."""
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     with torch.no_grad():

@@ -205,7 +205,7 @@ class ClippedGradients:
 
     @contextlib.contextmanager
     def unclipped(self, sums: Mapping[str, Tensor]) -> Iterator[None]:
-        """Add gradients as they are to `sums`, those of a comparison with the other sign, and forget them all behind it.
+        """Add gradients as they are to `sums`, the reference gradients with the other sign, and forget all afterwards.
 
         The comparison shows that examples are apart in the layers that it calls, so that `backward` need not.
         """
