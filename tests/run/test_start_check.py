@@ -622,9 +622,7 @@ def test_an_inverse_that_begins_with_a_maximum_over_the_batch_is_refused_with_it
 
 
 def test_labels_of_floating_point_are_refused_for_several_classes_and_train_with_either_mend(tmp_path):
-    data = text_data().map(
-        lambda row: {"labels": float(row["labels"])}, features=text_data().features | {"labels": Value("float32")}
-    )
+    data = text_data().cast_column("labels", Value("float32"))
     refused(tmp_path, "set num_labels=1, for a class make the labels whole numbers", data=data)
     trains(tmp_path / "one", data=data, model=tiny_bert(num_labels=1))
     trains(tmp_path / "whole", data=data.cast_column("labels", Value("int64")))
