@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from doppler_hf.privacy.generators import fill_generators, filled_generators, torch_state
+from doppler_hf.privacy.generators import fill_generators, fill_in_worker, filled_generators, torch_state
 
 
 def states():
@@ -41,11 +41,11 @@ def test_torch_counts_on_from_the_words_as_the_twister_does():
 
 def test_no_word_is_the_same_in_two_generators_fills_or_after_one_seed():
     filled = []
-    for _ in range(3):
+    for fill in (fill_generators, fill_generators, lambda seed: fill_in_worker(0, seed=seed, rank=0)):
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        fill_generators(None)
+        fill(None)
         filled.append(states())
     words = np.concatenate([state.ravel() for state in filled])
     # Of 5,607 words of 32 bits, 0.004 pairs are equal by chance; more than two have probability 1e-8.

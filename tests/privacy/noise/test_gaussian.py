@@ -91,6 +91,7 @@ def test_torch_and_numpy_seeds_do_not_matter():
         np.random.seed(42)
         draws.append(np.concatenate([normals(100), normals(100, RekeyedBits())]))
     assert not np.any(draws[0] == draws[1])
+    assert module.noise_source("csprng", seed=0).startswith("reproducible from a seed: not private")
 
 
 @pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
