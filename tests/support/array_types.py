@@ -28,7 +28,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.attention",
     "doppler_hf.privacy.clipping.clip_factors",
     "doppler_hf.privacy.clipping.clipped_gradients",
-    "doppler_hf.privacy.clipping.factored",
+    "doppler_hf.privacy.clipping.groups",
     "doppler_hf.privacy.clipping.host_layers",
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.per_sample_gradient",
@@ -53,7 +53,7 @@ TOO_BUSY = (
     "doppler_hf.optim.update",
     "doppler_hf.privacy.clipping.book",
     "doppler_hf.privacy.clipping.engine",
-    "doppler_hf.privacy.clipping.ghost_norm",
+    "doppler_hf.privacy.clipping.norms",
 )
 
 ARRAYS = (AbstractArray, Tensor, np.ndarray)

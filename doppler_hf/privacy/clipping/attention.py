@@ -86,7 +86,7 @@ def _projected(
     products = [product(book, first[each], weight, None) for each, weight in zip(inputs, weights, strict=True)]
     if bias is None:
         return products
-    shifts = [book.one_per_example(bias, (1, width), over=torch.Size((x.shape[1], width))) for x in products]
+    shifts = [book.one_per_example(bias, (1, width)) for _ in products]
     return [x + shift.chunk(3, dim=-1)[place] for place, (x, shift) in enumerate(zip(products, shifts, strict=True))]
 
 

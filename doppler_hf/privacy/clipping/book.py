@@ -10,16 +10,33 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.factored import LookedUpRows, NormRule, OuterProducts, is_formed
-from doppler_hf.privacy.clipping.ghost_norm import Recent
-from doppler_hf.privacy.clipping.per_sample_gradient import Dense, PerSampleGradient, sum_of_products, sum_over_time
+from doppler_hf.privacy.clipping.per_sample_gradient import (
+    Dense,
+    Lookup,
+    NormRule,
+    PerSampleGradient,
+    Product,
+    combined,
+    formed,
+    is_formed,
+    summed,
+)
+
+# A function of some tensors that treats each row on its own.
+OfRows = Callable[..., Float[Tensor, "rows ..."]]
+# On an accelerator, tensors with fewer numbers are stacked with those of other layers, so that there are fewer kernels.
+STACKED = 2**20
 
 
 class Book:
-    """The notes that layers make during one forward and backward pass; see `clear` for what is noted."""
+    """The notes that layers make during one forward and backward pass; see `clear` for what is noted.
 
-    def __init__(self, *, norm_rule: NormRule) -> None:
+    With `stacks`, layers of one shape are computed together after the backward pass.
+    """
+
+    def __init__(self, *, norm_rule: NormRule, stacks: bool) -> None:
         self._norm_rule: NormRule = norm_rule
+        self._stacks = stacks
         self.is_in_forward = self._is_unwatched = False
         self.clear()
 
@@ -42,11 +59,11 @@ class Book:
 
     def clear(self) -> None:
         """Discard all notes."""
-        self._recent = Recent()
         self.batch_size: int | None = None  # rows of the forward pass, or of the part of it that cuts them further
         # A use has as many rows of each, one after another: one, or its views, choices or windows. They are added up.
         self.num_examples = 1
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}  # of each parameter, filled by the backward pass
+        self._later: list[tuple[Tensor, OfRows, tuple[Tensor, ...]]] = []
         self.repeated: list[str] = []  # layers whose output has no batch and was repeated for each example
         self.called: set[str] = set()
         self.failed: dict[str, Exception] = {}  # layers without a rule, and why functorch does not fit them
@@ -62,80 +79,99 @@ class Book:
             return weight
         return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
 
-    def note(self, parameter: Tensor, gradient: PerSampleGradient) -> None:
+    def gradient_of(self, parameter: Tensor) -> PerSampleGradient | None:
+        """Return what the uses of a parameter amount to, and forget them; None if there are none."""
+        self._compute_what_was_left()
+        uses = self.uses.pop(parameter, None)
+        return None if uses is None else combined(uses, shape=parameter.shape)
+
+    def note(self, parameter: Tensor, gradient: Dense | Product | Lookup) -> None:
         """Note one use of a parameter, or in a check look for others than those that have a loss."""
         if self.examined is None:
             self.uses.setdefault(parameter, []).append(gradient)
             return
-        of_others = gradient.of_examples(~self.examined.to(parameter.device)).in_float64().norms()
-        finite = of_others.is_finite()
+        of_others = gradient.is_anywhere()[~self.examined.to(parameter.device)]
+        finite = of_others.isfinite()
         self.is_conclusive &= bool(finite.all())
-        # Between what a norm of zero may be off by in float64, and the smallest product of float32 numbers.
-        if ((of_others.values > 2.0**-325) & finite).any():
+        if (of_others[finite] > 0).any():
             self.coupled.add(parameter)
 
     def note_product(
         self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
-        if len(left) > self.num_examples and is_formed(left, right, rule=self._norm_rule):
-            # Of each row: to put the patches of images side by side would take longer than to add up their products.
-            self.note(parameter, sum_of_products(left, right, num_examples=self.num_examples, shape=parameter.shape))
+        # Of each row, if that is worth it already: to join the patches of images would take longer than to add products.
+        if is_formed(left, right, rule=self._norm_rule):
+            self.note_in_full(parameter, formed, left, right)
             return
-        factors = OuterProducts(self._joined(left), self._joined(right), self._recent)
-        is_dense = is_formed(factors.left, factors.right, rule=self._norm_rule)
-        self.note(parameter, factors.densified(parameter.shape) if is_dense else factors)
+        left, right = self._joined(left), self._joined(right)
+        if is_formed(left, right, rule=self._norm_rule):
+            self.note_in_full(parameter, formed, left, right)
+        else:
+            self.note(parameter, Product(left, right))
 
     def note_lookup(self, parameter: Tensor, ids: Int[Tensor, "rows time"], values: Float[Tensor, "rows time dim"]) -> None:
         """Note a use that looks up rows of a table, whose gradients are `values`."""
-        self.note(parameter, LookedUpRows(self._joined(ids), self._joined(values)))
+        use = Lookup(self._joined(ids), self._joined(values))
+        # A table of a few rows, such as token types, is smaller than what it is computed from.
+        self.note(parameter, use.densified(parameter.shape) if len(parameter) <= use.ids.shape[1] else use)
 
     def note_sum(self, parameter: Float[Tensor, "*shape"] | None, terms: Float[Tensor, "rows time *shape"]) -> None:
         """Note a use whose gradient is the sum over time of `terms`, if the parameter is trained."""
         if parameter is not None and parameter.requires_grad:
-            self.note(parameter, sum_over_time(terms, num_examples=self.num_examples, shape=parameter.shape))
+            self.note_in_full(parameter, summed, terms.flatten(2) if terms.ndim > 2 else terms.unsqueeze(2))
 
     def note_rows(self, parameter: Tensor, gradient: Float[Tensor, "rows ..."]) -> None:
         """Note the gradient of each row in full, as of a parameter's copies."""
         # Sensitivity: the rows are added up before anything is clipped, so that an example is one vector of norm C at most,
         # however many rows it has.
-        rows = in_float32(gradient).reshape(len(gradient), *parameter.shape)
-        is_whole = len(rows) == self.num_examples
-        self.note(parameter, Dense(rows if is_whole else rows.unflatten(0, (self.num_examples, -1)).sum(dim=1)))
+        rows = in_float32(gradient).reshape(self.num_examples, -1, parameter.numel())
+        self.note(parameter, Dense(rows[:, 0] if rows.shape[1] == 1 else rows.sum(dim=1)))
+
+    def note_in_full(self, parameter: Tensor, function: OfRows, *tensors: Shaped[Tensor, "rows ..."]) -> None:
+        """Note the gradient of each row in full, as a function of tensors."""
+        if self._stacks and self.examined is None and max(tensor.numel() for tensor in tensors) < STACKED:
+            self._later.append((parameter, function, tensors))
+        else:
+            self.note_rows(parameter, function(*tensors))
+
+    def _compute_what_was_left(self) -> None:
+        """Compute functions of tensors of the same shapes together."""
+        alike: dict[Any, list[tuple[Tensor, tuple[Tensor, ...]]]] = {}
+        for parameter, function, tensors in self._later:
+            kind = (function, *((tensor.shape, tensor.dtype) for tensor in tensors))
+            alike.setdefault(kind, []).append((parameter, tensors))
+        self._later.clear()
+        for (function, *_), notes in alike.items():
+            parameters, tensors = zip(*notes, strict=True)
+            found = function(*map(torch.cat, zip(*tensors, strict=True)))
+            for parameter, rows in zip(parameters, found.unflatten(0, (len(notes), -1)), strict=True):
+                self.note_rows(parameter, rows)
 
     def _joined(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
         """Return the rows of an example as one sequence, whose sum over time is the sum over all of them."""
         return factor.unflatten(0, (self.num_examples, -1)).flatten(1, 2)
 
-    def one_per_example(
-        self, parameter: nn.Parameter, shape: tuple[int, ...], *, over: torch.Size | None = None
-    ) -> Float[Tensor, "rows ..."]:
+    def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
         """Return a stand-in for an elementwise parameter: one copy per row, whose ordinary gradient is noted as the row's.
 
-        A copy broadcasts with a row as `shape`. If it acts on all of a row of shape `over`, its gradient comes term by term.
+        A copy broadcasts with a row as `shape`.
         """
         assert self.batch_size is not None
-        return _OnePerExample.apply(self, parameter, (self.batch_size, *shape), (self.batch_size, *(over or shape)))
+        return _OnePerExample.apply(self, parameter, (self.batch_size, *shape))
 
 
 class _OnePerExample(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, book: Book, parameter: nn.Parameter, shape: tuple[int, ...], over: tuple[int, ...]
-    ) -> Float[Tensor, "rows ..."]:
+    def forward(ctx: Any, book: Book, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
         ctx.book, ctx.parameter = book, parameter
-        ctx.summed = [dim for dim, sizes in enumerate(zip(shape, over, strict=True)) if sizes[0] != sizes[1]]
-        return parameter.detach().view(shape[1:]).expand(over)
+        return parameter.detach().view(shape[1:]).expand(shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, terms: Float[Tensor, "rows ..."]) -> tuple[None, ...]:
-        if ctx.summed:
-            terms = terms.movedim(ctx.summed, tuple(range(1, 1 + len(ctx.summed))))
-            ctx.book.note_sum(ctx.parameter, terms.reshape(len(terms), -1, *ctx.parameter.shape))
-        else:
-            ctx.book.note_rows(ctx.parameter, terms)
-        return (None,) * 4
+    def backward(ctx: Any, gradient: Float[Tensor, "rows ..."]) -> tuple[None, ...]:
+        ctx.book.note_rows(ctx.parameter, gradient)
+        return (None,) * 3
 
 
 def output_per_example(

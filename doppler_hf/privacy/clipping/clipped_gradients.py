@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.linalg import highest_matmul_precision
-from doppler_hf.privacy.clipping.clip_factors import Clipping, factors_of, faded, norms_of, num_within
+from doppler_hf.privacy.clipping.clip_factors import Clipping, clip_factors, num_within, raised
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
-from doppler_hf.privacy.clipping.factored import NormRule
-from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient, joint
+from doppler_hf.privacy.clipping.groups import Names, in_groups
+from doppler_hf.privacy.clipping.norms import Squares
+from doppler_hf.privacy.clipping.per_sample_gradient import Lookup, NormRule, PerSampleGradient, Tied, Weights
 from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
 from doppler_hf.shards import Place, part_here
 
 Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]
 
-SMALLEST_BOUND = 1e-30
+# Squares of numbers far smaller would vanish in float32.
+SMALLEST_BOUND = 1e-12
 
 
 class ClippedGradients:
@@ -40,7 +42,7 @@ class ClippedGradients:
         engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
             ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
         norm_rule: How "book_keeping" computes the norm of a matrix's gradient: "ghost" from its factors, "direct" from
-            the matrix itself, "auto" the cheaper way for each layer and sequence length; see `factored.is_formed`.
+            the matrix itself, "auto" the cheaper way for each layer and length; see `per_sample_gradient.is_formed`.
         rows_per_loss: With how many rows, one after another, the model is called for each loss, such as the two answers of
             a pair.
         sharded_sums: How the sums of trained weights in shards are added up over the processes; None if none are.
@@ -48,8 +50,8 @@ class ClippedGradients:
     Attributes:
         engine_name: `engine`.
         parameters: The trainable parameters by name.
-        num_non_finite: The number of examples since the last `reset` whose gradient has a NaN or an infinity, or a norm
-            above 2⁶⁴. They contribute nothing.
+        on_accelerator: Whether layers of one shape are computed together, which takes fewer kernels and more memory; set
+            it before the context is entered.
         max_grad_norm: As given; it may be set to another number when the sums are zero.
         num_within: Σ wᵢ(bᵢ − ½) over the examples since the last `reset`, with their weights wᵢ, where bᵢ falls from 1 to 0
             as ‖gᵢ‖ passes C: how many are not clipped, less half of all. Not private.
@@ -76,7 +78,6 @@ class ClippedGradients:
         rows_per_loss: int = 1,
         sharded_sums: ShardedSums | None = None,
     ) -> None:
-        # Numbers far smaller than float32's smallest normal one would be rounded by as much as they are.
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
             raise ValueError(f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, got {max_grad_norm}.")
         for name, value, choices in (
@@ -108,6 +109,7 @@ class ClippedGradients:
         self._dtype = max((self._sum_dtype(name) for name in trainable), key=lambda dtype: torch.finfo(dtype).eps)
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._engine: BookKeepingEngine | None = None
+        self.on_accelerator = all(parameter.device.type != "cpu" for parameter in trainable.values())
         self.reset()
 
     @property
@@ -117,8 +119,13 @@ class ClippedGradients:
         Of this process's examples; of parameters in `places` the rows that are here, of those of all processes.
         """
         for name in self.parameters.keys() - self._sums.keys():
-            self._sums[name] = self._empty_sum(name).zero_()
+            self._sums[name] = self._zeros(name)
         return {name: self._sums[name] for name in self.parameters}
+
+    @property
+    def num_non_finite(self) -> int:
+        """The number of examples since the last `reset` whose gradient, or its square, is not finite. They add nothing."""
+        return self._num_examples - int(self._num_finite)
 
     @property
     def places(self) -> dict[str, Place]:
@@ -133,7 +140,11 @@ class ClippedGradients:
     def __enter__(self) -> "ClippedGradients":
         by_rules = self.engine_name == "book_keeping"
         self._engine = BookKeepingEngine(
-            self._model, norm_rule=self._norm_rule, by_rules=by_rules, rows_per_loss=self._rows_per_loss
+            self._model,
+            norm_rule=self._norm_rule,
+            by_rules=by_rules,
+            rows_per_loss=self._rows_per_loss,
+            stacks=self.on_accelerator,
         )
         return self
 
@@ -155,16 +166,17 @@ class ClippedGradients:
         Args:
             losses: One loss per row, shape (batch·views,), from a call of the model with these rows. A row's loss must
                 depend on that row alone: no mean over the batch's tokens, no term over the batch.
-            weights: Factors of the clipped gradients, shape (batch,), in [0, 1]; by default 1. If several examples belong
-                to one unit of privacy and their weights add up to 1 or less, the unit contributes at most C.
+            weights: Factors of the clipped gradients, shape (batch,), which are cut to [0, 1]; by default 1. If several
+                examples belong to one unit of privacy and their weights add up to 1 or less, the unit contributes at most C.
             views: K, how many rows each example has; by default an example is one row.
 
         Returns:
-            Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,). Not private.
+            Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,): above the true ones
+            where terms cancel, see `norms`. Not private.
 
         Raises:
-            ValueError: If `losses` or `weights` are of another shape, a weight is outside [0, 1], or the first dimension of
-                a per-sample gradient is not the batch.
+            ValueError: If `losses` or `weights` are of another shape, or the first dimension of a per-sample gradient is not
+                the batch.
             RuntimeError: If it is called outside the `with` block.
         """
         if self._engine is None:
@@ -178,19 +190,16 @@ class ClippedGradients:
                 "together, all of them in one call of the model."
             )
         batch_size = len(losses) // views
-        if weights is not None and (weights.shape != (batch_size,) or not bool(((weights >= 0) & (weights <= 1)).all())):
+        if weights is not None and weights.shape != (batch_size,):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
-            raise ValueError(
-                "weights must be one number in [0, 1] per example, got another shape or a number outside [0, 1]. Return the "
-                "weights of the losses."
-            )
+            raise ValueError("weights must be one number per example, got another shape. Return the weights of the losses.")
         self._refuse_other_parameters()
         if len(losses) == 0:
             return losses.detach()
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             gradients = self._engine.per_sample_gradients(losses, views=views)
-            return self._add_clipped(gradients, weights, batch_size=batch_size)
+            return self._add_clipped(gradients, weights)
 
     def drop(self, losses: Float[Tensor, " rows"]) -> None:
         """Back-propagate one loss per row as `backward` does, and keep nothing of it.
@@ -236,8 +245,8 @@ class ClippedGradients:
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""
         self._sums: dict[str, Tensor] = {}
-        self.num_non_finite = 0
-        self.num_within = torch.zeros((), dtype=torch.float64)
+        self._num_examples, self._num_finite = 0, torch.zeros((), dtype=torch.int64)
+        self.num_within = torch.zeros(())
 
     def _refuse_other_parameters(self) -> None:
         # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
@@ -252,66 +261,71 @@ class ClippedGradients:
     def _sum_dtype(self, name: str) -> torch.dtype:
         return torch.promote_types(self.parameters[name].dtype, torch.float32)
 
-    def _empty_sum(self, name: str, *, is_whole: bool = False) -> Tensor:
-        # Allocated when first written, like the gradients of ordinary training, so that it takes no memory in the forward.
+    def _zeros(self, name: str, *, is_whole: bool = False) -> Tensor:
         parameter = self.parameters[name]
         shape = parameter.shape if is_whole else part_here(parameter).shape
-        return torch.empty(shape, dtype=self._sum_dtype(name), device=parameter.device)
+        return torch.zeros(shape, dtype=self._sum_dtype(name), device=parameter.device)
 
     @torch.no_grad()
     def _add_clipped(
-        self, gradients: dict[str, PerSampleGradient], weights: Float[Tensor, " batch"] | None, *, batch_size: int
+        self, gradients: dict[str, PerSampleGradient], weights: Float[Tensor, " batch"] | None
     ) -> Float[Tensor, " batch"]:
-        # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same
-        # numbers in float32, so rounding in a lower precision upstream cannot make factor·norm exceed C; and a layer that
-        # this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        norms, beyond, any_beyond = norms_of(gradients, self._group_of)
-        whole = joint(norms.values())
+        # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same numbers,
+        # and a layer that this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
+        group_of, shared = self._group_of, self._sharded_sums
+        if shared is None:
+            found = in_groups(gradients, group_of, stacks=self.on_accelerator)
+        else:
+            found = {(name,): gradient for name, gradient in gradients.items()}
+        gradients.clear()
+        squares = Squares()
+        for names, gradient in found.items():
+            squares.add(group_of[names[0]], gradient)
+        norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
+        norms = torch.linalg.vector_norm(torch.stack([*norms_of.values()]), dim=0)
+        # Sensitivity: an example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Of
+        # the others factor·norm stays within the bound, whatever rounding has taken from the norm.
+        finite, bound, zero = norms.isfinite(), self.max_grad_norm / len({*group_of.values()}) ** 0.5, norms.new_zeros(())
 
-        # An example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Its rows are
-        # left out, since 0·NaN would still be NaN.
-        fade = faded(whole.values)
-        finite = whole.is_finite() & (fade > 0)
-        num_non_finite = batch_size - int(finite.sum())
-        if num_non_finite == batch_size:
-            gradients.clear()
+        def weights_of(group: str) -> Weights:
+            above = raised(norms_of[group], self._dtype)
+            factors = clip_factors(above, max_grad_norm=bound, clipping=self._clipping)
+            factors = factors if weights is None else factors * weights.to(factors).clamp(0.0, 1.0)
+            return Weights(torch.where(finite, factors, zero), finite, zero)
 
-        factors = factors_of(
-            norms,
-            fade if weights is None else fade * weights.to(fade),  # at most 1 each
-            max_grad_norm=self.max_grad_norm / len(set(self._group_of.values())) ** 0.5,
-            clipping=self._clipping,
-            dtype=self._dtype,
-            in_float64=beyond,
-        )
-        ordinary, beyond = finite & ~beyond, finite & beyond
+        of_groups = {group: weights_of(group) for group in norms_of}
 
-        def add_to(total: Tensor, name: str, beta: int) -> None:
-            gradient, factor = gradients.pop(name), factors[self._group_of[name]]  # so that its memory is freed
-            if not any_beyond:
-                gradient.add_weighted(total, factor, beta=beta)
-                return
-            gradient.of_examples(ordinary).add_weighted(total, factor[ordinary], beta=beta)
-            in_float64 = torch.zeros_like(total, dtype=torch.float64)
-            gradient.of_examples(beyond).in_float64().add_weighted(in_float64, factor[beyond])
-            total += in_float64
+        def add_to(sums: dict[str, Tensor], names: Names) -> None:
+            self._add_to(sums, names, found.pop(names), of_groups[group_of[names[0]]])  # so that its memory is freed
 
         def own(name: str) -> Tensor | None:
-            if name not in gradients:
-                return None
-            add_to(total := self._empty_sum(name, is_whole=True), name, 0)
-            return total
+            whole: dict[str, Tensor] = {}
+            if (name,) in found:
+                add_to(whole, (name,))
+            return whole.get(name)
 
-        within = num_within(whole.values, weights, max_grad_norm=self.max_grad_norm)
-        now_within = self.num_within.to(within.device) + within
-        if (shared := self._sharded_sums) is not None:
-            shared.add_up(own, names=self.parameters, sums=self._sums)
+        if shared is None:
+            for names in tuple(found):
+                add_to(self._sums, names)
         else:
-            for name in tuple(gradients):
-                is_first = name not in self._sums
-                if is_first:
-                    self._sums[name] = self._empty_sum(name)
-                add_to(self._sums[name], name, 0 if is_first else 1)
-        self.num_within = now_within
-        self.num_non_finite += num_non_finite
-        return whole.values
+            shared.add_up(own, names=self.parameters, sums=self._sums)
+        self.num_within = self.num_within.to(norms) + num_within(norms, weights, max_grad_norm=self.max_grad_norm)
+        self._num_finite = self._num_finite.to(norms.device) + finite.sum()
+        self._num_examples += len(norms)
+        return norms
+
+    def _add_to(self, sums: dict[str, Tensor], names: Names, gradient: PerSampleGradient, weights: Weights) -> None:
+        """Add the weighted sum of the gradients of some parameters to theirs in `sums`."""
+        known = sums.get(names[0]) if len(names) == 1 else None
+        if known is None and isinstance(gradient, Lookup | Tied):
+            known = self._zeros(names[0], is_whole=True)
+        total = gradient.weighted(weights, known)
+        if known is not None:
+            sums[names[0]] = known
+            return
+        shapes = [self.parameters[name].shape for name in names]
+        parts = dict(zip(names, total.view(-1).split([shape.numel() for shape in shapes]), strict=True))
+        news = {name: part.view(shape) for (name, part), shape in zip(parts.items(), shapes, strict=True)}
+        if old := [name for name in names if name in sums]:
+            torch._foreach_add_([sums[name] for name in old], [news[name] for name in old])
+        sums.update({name: new for name, new in news.items() if name not in sums})

@@ -24,9 +24,8 @@ from torch.nn.utils.rnn import PackedSequence
 from doppler_hf.privacy.clipping import host_layers as hosts
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.factored import NormRule, combined
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
-from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient
+from doppler_hf.privacy.clipping.per_sample_gradient import NormRule, PerSampleGradient
 from doppler_hf.privacy.clipping.recurrence import recurrence
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.sharded_sums import gathered
@@ -43,10 +42,10 @@ class BookKeepingEngine:
     Without `by_rules` Opacus's samplers are used for all layers that have one, as a reference.
     """
 
-    def __init__(self, model: nn.Module, *, norm_rule: NormRule, by_rules: bool, rows_per_loss: int) -> None:
+    def __init__(self, model: nn.Module, *, norm_rule: NormRule, by_rules: bool, rows_per_loss: int, stacks: bool) -> None:
         refuse_layers(model)
         self._model = model
-        self._book = Book(norm_rule=norm_rule)
+        self._book = Book(norm_rule=norm_rule, stacks=stacks)
         self._without_rule: dict[str, LayerWithoutRule] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
@@ -128,11 +127,9 @@ class BookKeepingEngine:
             # summed up before they are clipped.
             book.num_examples = len(losses) // views
             self._back_propagate(losses.sum() / views, trainable)
-            return {
-                name: combined(book.uses.pop(parameter), shape=parameter.shape)
-                for name, parameter in trainable.items()
-                if parameter in book.uses
-            }
+            with torch.no_grad():
+                found = {name: book.gradient_of(parameter) for name, parameter in trainable.items()}
+            return {name: gradient for name, gradient in found.items() if gradient is not None}
         finally:
             for parameter in trainable.values():
                 parameter.grad = None

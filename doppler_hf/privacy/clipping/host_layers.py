@@ -53,7 +53,7 @@ def dora(
     elif base_layer.bias is not None:
         base_result = base_result - base_layer.bias
     shape = (1,) * (x.ndim - 2) + tuple(module.weight.shape)
-    magnitude = book.one_per_example(module.weight, shape, over=base_result.shape[1:])
+    magnitude = book.one_per_example(module.weight, shape)
     return magnitude * (torch.add(base_result, lora_B(lora_A(x)), alpha=scaling) / norms) - base_result
 
 

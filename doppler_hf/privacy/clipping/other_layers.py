@@ -12,7 +12,7 @@ Functions of parameters alone, whose output has no batch, are treated in `book.o
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -31,23 +31,8 @@ from doppler_hf.privacy.clipping.torch_layers import is_unusual
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
 
 
-class _Copies(NamedTuple):
-    """How one copy of a parameter for each example broadcasts with the inputs of its layer."""
-
-    shape: tuple[int, ...]
-    like: int | None = None  # the place of the input on all of which it acts, if it is known
-
-    def over(self, values: Sequence[Any]) -> torch.Size | None:
-        """Return the shape of an example of that input, or None if the copy has no other dimensions to be summed over."""
-        value = None if self.like is None else values[self.like]
-        if not isinstance(value, Tensor) or value.ndim != len(self.shape) + 1:
-            return None
-        fits = all(own in (1, size) for own, size in zip(self.shape, value.shape[1:], strict=True))
-        return value.shape[1:] if fits and value.shape[1:] != self.shape else None
-
-    def of(self, parameter: Tensor, values: Sequence[Any]) -> Tensor:
-        """Return a copy."""
-        return parameter.view(self.shape).expand(self.over(values) or self.shape)
+# By parameter, in which shape one copy of it for each example broadcasts with the inputs of its layer.
+_Copies = dict[str, tuple[int, ...]]
 
 
 class LayerWithoutRule:
@@ -59,7 +44,7 @@ class LayerWithoutRule:
         self._name, self.module, self.book, self._forward, self._sampler = name, module, book, forward, sampler
         # By the dimensions of the inputs, and which have one place only: a layer may be called with tokens and with their
         # mean, and of one token it does not show on how many copies act.
-        self._copies: dict[tuple[Any, ...], dict[str, _Copies] | None] = {}
+        self._copies: dict[tuple[Any, ...], _Copies | None] = {}
         self._unbatched: set[tuple[int, ...]] = set()
         self._is_held_against_autograd = False
         self.fallback = ""
@@ -79,10 +64,7 @@ class LayerWithoutRule:
             self.fallback = self._describe()
         copies = self._copies[kind]
         if copies is not None:
-            per_example = {
-                name: self.book.one_per_example(own[name], copy.shape, over=copy.over(values))
-                for name, copy in copies.items()
-            }
+            per_example = {name: self.book.one_per_example(own[name], shape) for name, shape in copies.items()}
             try:
                 with substituted(self.module, per_example):
                     return self._forward(*args, **kwargs)
@@ -128,7 +110,7 @@ class LayerWithoutRule:
     # --- copies -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _try_copies(self, values: Sequence[Any], spec: Any) -> dict[str, _Copies] | None:
+    def _try_copies(self, values: Sequence[Any], spec: Any) -> _Copies | None:
         """Return how copies of the parameters broadcast with the inputs, or None if they do not."""
         rows = self.book.batch_size
         one = [self._probe(value) for value in values]
@@ -142,24 +124,11 @@ class LayerWithoutRule:
         }
         copies = {
             # A first dimension of 1 is the place of the batch; otherwise dimensions are aligned at the end.
-            name: _Copies(tuple(p.shape[1:]) if p.ndim and p.shape[0] == 1 else (1,) * max(ndim - 1 - p.ndim, 0) + p.shape)
+            name: tuple(p.shape[1:]) if p.ndim and p.shape[0] == 1 else (1,) * max(ndim - 1 - p.ndim, 0) + tuple(p.shape)
             for name, p in own.items()
         }
 
-        def fit(copies: Mapping[str, _Copies]) -> bool:
-            both = {name: torch.stack([copy.of(own[name], one), copy.of(other[name], one)]) for name, copy in copies.items()}
-            try:
-                alone = [self._outputs(one, spec, parameters) for parameters in (own, other)]
-                together = self._outputs(two, spec, both)
-            except torch.OutOfMemoryError:
-                raise
-            except LAYER_ERRORS:
-                return False
-            return {len(together)} == {*map(len, alone)} != {0} and all(
-                len(output) == 2 and is_close(output, torch.cat(singles))
-                for output, *singles in zip(together, *alone, strict=True)
-            )
-
+        both = {name: torch.stack([p.view(copies[name]), other[name].view(copies[name])]) for name, p in own.items()}
         with (
             warnings.catch_warnings(action="ignore"),
             self.book.unwatched(),
@@ -167,13 +136,18 @@ class LayerWithoutRule:
             modes_kept(self.module),
         ):
             self.module.eval()  # Dropout would make any two calls differ.
-            if not fit(copies):
+            try:
+                alone = [self._outputs(one, spec, parameters) for parameters in (own, other)]
+                together = self._outputs(two, spec, both)
+            except torch.OutOfMemoryError:
+                raise
+            except LAYER_ERRORS:
                 return None
-            for name, copy in copies.items():
-                wider = (copy._replace(like=place) for place, value in enumerate(values) if has_rows(value, rows))
-                whole = (each for each in wider if each.over(one) and fit(copies | {name: each}))
-                copies = copies | {name: next(whole, copy)}
-        return copies
+        fit = {len(together)} == {*map(len, alone)} != {0} and all(
+            len(output) == 2 and is_close(output, torch.cat(singles))
+            for output, *singles in zip(together, *alone, strict=True)
+        )
+        return copies if fit else None
 
     def _probe(self, value: Any) -> Any:
         """Return one example, of noise if possible, so that the choice does not depend on the data."""

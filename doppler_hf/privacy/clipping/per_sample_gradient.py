@@ -1,204 +1,200 @@
-"""One parameter's per-sample gradient, with what clipping needs of it: its norms and its weighted sum.
+"""Per-sample gradients of a parameter, as the tensors of which they are computed, and their sums.
 
-Sensitivity: row i of every tensor depends on example i alone, and the norm and the weighted sum are computed from the same
-tensors in float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. Norms
-come with bounds on their own rounding and on that of the sum of one example's terms, and are `raised` by a thousandth, in
-every form alike: which form is the cheapest depends on what the example is padded to, and so on others. Where a bound is
-larger, because terms cancel, or a square leaves the range of float32, norm and sum are computed again `in_float64`, whose
-precision and range suffice for all that factors in float32 can give. Of what was added up before, in an order that padding
-may change, the rounding counts too.
-Here is the gradient in full; `factored` has the forms that need no matrix for each example.
+    Dense      g_i in full                      values (examples, n)
+    Product    g_i = Σ_t l_it r_itᵀ             left (examples, time, p), right (examples, time, q)
+    Lookup     g_i = Σ_t e(id_it) v_itᵀ         ids (examples, time), values (examples, time, dim), e(k) a unit vector
+    Tied       the sum of a product and a look-up, of one table
+
+Norms are in `norms`. The sum Σ w_i g_i of a product is one product of matrices over examples and time (*book-keeping*: Bu et
+al. 2023, https://arxiv.org/abs/2210.00038).
+
+Sensitivity: row i of every tensor depends on example i alone. Norm and sum come from the same numbers in float32 or better,
+so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. Which form a gradient has follows from
+shapes, never from the data.
 """
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.ghost_norm import RAISED_BY, UNDERFLOW, gamma
 
-# Terms cancel if their sizes are so many times that of the example's gradient: the rounding of each is then 6e-5 of it. Of
-# single parameters they often do, and exactly: attention does not see the bias of its keys.
-CANCELLING = 2.0**10
-# Numbers whose squares are added up in their own precision.
-RUN = 64
+NormRule = Literal["auto", "ghost", "direct"]
 
-
-class Norms(NamedTuple):
-    """Norms of per-sample gradients, in float64."""
-
-    values: Float[Tensor, " batch"]  # ‖g_i‖ as computed
-    errors: Float[Tensor, " batch"]  # bounds on how far they are below the norms of what `add_weighted` adds
-
-    def is_finite(self) -> Bool[Tensor, " batch"]:
-        """Return whether the range of the dtype suffices."""
-        return self.values.isfinite() & self.errors.isfinite()
-
-    def are_certain(self) -> Bool[Tensor, " batch"]:
-        """Return whether the range and the precision of float32 suffice."""
-        return self.is_finite() & (self.errors <= RAISED_BY * torch.finfo(torch.float32).eps * self.values + UNDERFLOW)
-
-    def raised(self, dtype: torch.dtype) -> Float[Tensor, " batch"]:
-        """Return norms that rounding in this dtype leaves above those of what is added."""
-        return self.values + torch.maximum(RAISED_BY * torch.finfo(dtype).eps * self.values, self.errors)
+# The cost of writing one number to memory and reading it twice, in multiply-adds. Fitted on two x86-64 cores; any value
+# between 25 and 400 makes the same choices for a RoBERTa of 384 with 64 tokens and for ViT-tiny with 197.
+MEMORY_COST = 50
 
 
-def joint(parts: Iterable[Norms]) -> Norms:
-    """Return the norms of vectors whose parts have these; the norm of a sum is at most the sum of the norms."""
-    return Norms(*(torch.stack(numbers).square().sum(dim=0).sqrt() for numbers in zip(*parts, strict=True)))
+@dataclass(frozen=True)
+class Weights:
+    """What the examples' gradients are multiplied by, in a sum from which those that are not finite are left out."""
+
+    factors: Float[Tensor, " examples"]  # 0 where the gradient is not finite
+    finite: Bool[Tensor, " examples"]
+    zero: Float[Tensor, ""]  # on their device: a number would be brought there for each tensor
+
+    def cleaned(self, values: Float[Tensor, "*stack examples _ _"]) -> Float[Tensor, "*stack examples _ _"]:
+        """Return the values in float32 or better, with zeros for examples that are not finite: 0·NaN would be NaN."""
+        return torch.where(self.finite[:, None, None], in_float32(values), self.zero)
+
+    def times(self, values: Float[Tensor, "*stack examples _ _"]) -> Float[Tensor, "*stack examples _ _"]:
+        """Return the cleaned values, each multiplied by its example's factor."""
+        # The copy in place: other layers of a residual stream share the values themselves.
+        cleaned = self.cleaned(values)
+        return cleaned.mul_(self.factors.to(cleaned.dtype)[:, None, None])
 
 
-class PerSampleGradient(ABC):
-    """The gradient of each example's loss with respect to one parameter."""
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """The gradient in full; of several parameters, one after another."""
 
-    @abstractmethod
-    def norms(self) -> Norms:
-        """Return ‖g_i‖ of every example; not finite if the range of the dtype is too small."""
+    values: Float[Tensor, "examples n"]
 
-    @abstractmethod
-    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "PerSampleGradient":
-        """Return the gradients of the examples that are kept."""
+    def is_anywhere(self) -> Float[Tensor, " examples"]:
+        """Return a number for every example that is 0 only where the gradient is."""
+        return largest(self.values)
 
-    @abstractmethod
-    def in_float64(self) -> "PerSampleGradient":
-        """Return the same gradients, whose norms and sums are computed in float64."""
-
-    @abstractmethod
-    def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
-        """Set `total` to beta·total + Σ w_i g_i, of the parameter's shape (modified in place)."""
+    def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "..."]:
+        """Return Σ w_i g_i, added to `total` if there is one (modified in place)."""
+        values, factors = weights.cleaned(self.values.unsqueeze(2)).squeeze(2), weights.factors
+        factors = factors.to(values.dtype)
+        return torch.mv(values.t(), factors) if total is None else total.view(-1).addmv_(values.t(), factors)
 
 
-class Dense(PerSampleGradient):
-    """Per-sample gradients in full.
+@dataclass(frozen=True, eq=False)
+class Product:
+    """The gradient of a matrix that multiplies: the layer's inputs and the gradients of its outputs.
 
-    `rounding` is what may be lost in adding them up, in the scale of `Norms.errors`; `precise` returns the values of some
-    examples in float64 as if nothing had been rounded, where that is other than the values.
+    Several matrices of one shape may be stacked, one example of the first one after another.
     """
 
-    def __init__(
-        self,
-        values: Float[Tensor, "batch ..."],
-        *,
-        rounding: Float[Tensor, " batch"] | None = None,
-        precise: Callable[[Bool[Tensor, " batch"]], Float[Tensor, "kept ..."]] | None = None,
-    ) -> None:
-        self.values, self.precise = values, precise
-        self.rounding = values.new_zeros(len(values), dtype=torch.float64) if rounding is None else rounding
-        norms = norms_in_full(values)  # at once, while the values are still in the cache
-        self._norms = norms._replace(errors=norms.errors + self.rounding)
+    left: Float[Tensor, "stack_examples time p"]
+    right: Float[Tensor, "stack_examples time q"]
+    stack: int = 1
 
-    def norms(self) -> Norms:
-        """Return ‖g_i‖ of every example."""
-        return self._norms
+    def is_anywhere(self) -> Float[Tensor, " examples"]:
+        """Return a number for every example that is 0 only where the gradient is, or terms cancel."""
+        return largest(self.left).sign() * largest(self.right)
 
-    def of_examples(self, kept: Bool[Tensor, " batch"]) -> "Dense":
-        """Return the gradients of the examples that are kept."""
-        precise = None
-        if (of_all := self.precise) is not None:
+    def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "..."]:
+        """Return Σ w_i Σ_t l_it r_itᵀ, added to `total` if there is one (modified in place)."""
+        left, right = (factor.unflatten(0, (self.stack, -1)) for factor in (self.left, self.right))
+        scale, clean = weights.times, weights.cleaned
+        left, right = (scale(left), clean(right)) if left.shape[-1] <= right.shape[-1] else (clean(left), scale(right))
+        left, right = left.flatten(1, 2).mT, right.flatten(1, 2)
+        if self.stack > 1:
+            return torch.bmm(left, right) if total is None else total.baddbmm_(left, right)
+        return torch.mm(left[0], right[0]) if total is None else total.view(left.shape[1], -1).addmm_(left[0], right[0])
 
-            def precise(inner: Bool[Tensor, " kept"]) -> Float[Tensor, "kept ..."]:
-                return of_all(kept.masked_scatter(kept, inner))
-
-        return Dense(self.values[kept], rounding=self.rounding[kept], precise=precise)
-
-    def in_float64(self) -> "Dense":
-        """Return the same gradients in float64."""
-        if self.precise is None:
-            return Dense(self.values.double())
-        return Dense(self.precise(torch.ones_like(self.rounding, dtype=torch.bool)))
-
-    def add_weighted(self, total: Float[Tensor, "..."], weights: Float[Tensor, " batch"], *, beta: int = 1) -> None:
-        """Set `total` to beta·total + Σ w_i g_i (modified in place)."""
-        values = in_float32(self.values).reshape(len(self.values), total.numel())
-        total.view(-1).addmv_(values.t(), weights.to(values.dtype), beta=beta)
+    def densified(self) -> Dense:
+        """Return the same gradient with the matrix formed, for a stack of one."""
+        return Dense(formed(self.left, self.right).flatten(1))
 
 
-def sum_of_products(
-    left: Float[Tensor, "rows *groups time p"],
-    right: Float[Tensor, "rows *groups time q"],
-    *,
-    num_examples: int,
-    shape: torch.Size,
-) -> Dense:
-    """Return Σ_t l_t r_tᵀ of every example, formed, over all rows of it."""
-    of_rows = in_float32(left).mT @ in_float32(right)
-    of_left, of_right = (_norms_of_last(in_float32(factor)) for factor in (left, right))
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """The gradient of an embedding: the rows that were looked up, and the gradients of what was found."""
 
-    def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept *groups p q"]:
-        return left[kept].double().mT @ right[kept].double()
+    ids: Int[Tensor, "examples time"]
+    values: Float[Tensor, "examples time dim"]
 
-    sizes = (of_left * of_right).flatten(1)
-    return _sum_of_rows(of_rows, sizes, again, num_examples=num_examples, shape=shape)
+    def is_anywhere(self) -> Float[Tensor, " examples"]:
+        """Return a number for every example that is 0 only where the gradient is, or terms cancel."""
+        return largest(self.values)
 
+    def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "rows dim"]:
+        """Return `total`, of the table's shape, with w_i v_it added to row id_it (modified in place)."""
+        assert total is not None
+        return total.index_add_(0, self.ids.flatten(), weights.times(self.values).flatten(0, 1).to(total.dtype))
 
-def sum_over_time(terms: Float[Tensor, "rows time ..."], *, num_examples: int, shape: torch.Size) -> Dense:
-    """Return the sum over time and rows of every example; see `sum_of_products`."""
-    terms = in_float32(terms)
-    sizes = _norms_of_last(terms.reshape(*terms.shape[:2], -1))
-
-    def again(kept: Bool[Tensor, " rows"]) -> Float[Tensor, "kept ..."]:
-        return terms[kept].double().sum(dim=1)
-
-    return _sum_of_rows(terms.sum(dim=1), sizes, again, num_examples=num_examples, shape=shape)
+    def densified(self, shape: torch.Size) -> Dense:
+        """Return the same gradient as one table for each example, for a parameter of this shape."""
+        values = in_float32(self.values)
+        place = self.ids + torch.arange(0, len(values) * shape[0], shape[0], device=values.device).unsqueeze(1)
+        tables = values.new_zeros(len(values) * shape[0], shape[1])
+        return Dense(tables.index_add_(0, place.flatten(), values.flatten(0, 1)).view(len(values), -1))
 
 
-def _norms_of_last(values: Float[Tensor, "*shape n"]) -> Float[Tensor, "*shape"]:
-    """Return the norms along the last dimension, of a copy where torch would take four times as long to jump in memory."""
-    return torch.linalg.vector_norm(values.contiguous(), dim=-1)
+@dataclass(frozen=True, eq=False)
+class Tied:
+    """The gradient of a table that is looked up and also multiplies, such as a language model's embedding and head."""
+
+    product: Product
+    lookup: Lookup
+
+    def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "rows dim"]:
+        """Return `total`, of the table's shape, with the weighted sum of both parts added (modified in place)."""
+        assert total is not None
+        self.product.weighted(weights, total)
+        return self.lookup.weighted(weights, total)
 
 
-def _sum_of_rows(
-    of_rows: Float[Tensor, "rows ..."],
-    sizes: Float[Tensor, "rows time"],
-    again: Callable[[Bool[Tensor, " rows"]], Float[Tensor, "kept ..."]],
-    *,
-    num_examples: int,
-    shape: torch.Size,
-) -> Dense:
-    """Return the sums over the rows of every example; `sizes` are the norms of all terms, `again` is precise."""
-    # Sensitivity: in what order terms are added depends on what the example is padded to, and so on others; where they
-    # cancel, its clipped gradient would depend on it too. In float64 it does so by less than 1e-9 of their sizes.
-    views = len(of_rows) // num_examples
-    values = of_rows.reshape(num_examples, views, *shape).sum(dim=1) if views > 1 else of_rows.reshape(-1, *shape)
-    size = sizes.view(num_examples, -1).sum(dim=1, dtype=torch.float64)
-    found = Dense(values, rounding=size * (RAISED_BY * torch.finfo(values.dtype).eps / CANCELLING))
-    if not (size > CANCELLING * found.norms().values).any():
-        return found  # whose factors can be freed: the whole gradient is no smaller than this part
-
-    def precise(kept: Bool[Tensor, " batch"]) -> Float[Tensor, "kept ..."]:
-        return again(kept.repeat_interleave(views)).reshape(-1, views, *shape).sum(dim=1)
-
-    return Dense(values, rounding=found.rounding, precise=precise)
+PerSampleGradient = Dense | Product | Lookup | Tied
 
 
-def sum_in_full(parts: Sequence[Dense]) -> Dense:
-    """Return the sum of gradients in full."""
-    # A new tensor: a gradient may be shared with another parameter.
-    total = sum((in_float32(part.values) for part in parts[1:]), in_float32(parts[0].values).clone())
-
-    def precise(kept: Bool[Tensor, " batch"]) -> Float[Tensor, "kept ..."]:
-        return torch.stack([part.of_examples(kept).in_float64().values for part in parts]).sum(dim=0)
-
-    return Dense(total, rounding=torch.stack([part.rounding for part in parts]).sum(dim=0), precise=precise)
+def largest(values: Float[Tensor, "examples *rest"]) -> Float[Tensor, " examples"]:
+    """Return the largest size of each example's numbers."""
+    return values.detach().abs().flatten(1).amax(dim=1)
 
 
-def norms_in_full(values: Float[Tensor, "batch ..."]) -> Norms:
-    """Return the norm of every example's numbers.
+def formed(left: Float[Tensor, "*rows time p"], right: Float[Tensor, "*rows time q"]) -> Float[Tensor, "*rows p q"]:
+    """Return Σ_t l_t r_tᵀ of every row, formed."""
+    return in_float32(left).mT @ in_float32(right)
 
-    Four million equal numbers added in float32 are off by 0.3 %, so only short runs are, and their norms in float64. Squares
-    and sums below the smallest normal number may vanish.
+
+def summed(terms: Float[Tensor, "rows time n"]) -> Float[Tensor, "rows n"]:
+    """Return the sum over time of every row."""
+    return terms.sum(dim=1, dtype=torch.float32 if terms.itemsize < 4 else None)
+
+
+def normalized_sum(
+    x: Float[Tensor, "rows time n"], mean: Float[Tensor, "rows _ _"], rstd: Float[Tensor, "rows _ _"], grad: Tensor
+) -> Float[Tensor, "rows n"]:
+    """Return the sum over time of x̂ ∘ grad, with x̂ = (x − mean)·rstd."""
+    return summed((in_float32(x) - mean).mul_(rstd).mul_(grad))
+
+
+def is_formed(left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"], *, rule: NormRule) -> bool:
+    """Return whether the matrix of each example is to be formed.
+
+    Per example, with p·q elements and T positions: the ghost norm costs T²(p + q) multiply-adds on top of the one product
+    that the sum needs. The direct gradient *is* that product; writing and reading it costs MEMORY_COST·pq, and it takes pq
+    numbers of memory instead of T(p + q). It is chosen if it takes less of both.
     """
-    values = in_float32(values).reshape(len(values), math.prod(values.shape[1:]))
-    if values.shape[1] % RUN or values.shape[1] < RUN**2:
-        norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)
-        return Norms(norms, torch.zeros_like(norms))
-    runs = torch.linalg.vector_norm(values.view(len(values), values.shape[1] // RUN, RUN), dim=2)
-    lost = 2 * torch.finfo(values.dtype).smallest_normal * values.shape[1]
-    norms = torch.linalg.vector_norm(runs, dim=1, dtype=torch.float64)
-    # A run's square is off by γ_RUN, and its root is rounded once.
-    return Norms(norms, norms * gamma(RUN + 4, values.dtype) + math.sqrt(lost))
+    if rule != "auto":
+        return rule == "direct"
+    time, p, q = left.shape[1], left.shape[2], right.shape[2]
+    return MEMORY_COST * p * q <= time * time * (p + q) and p * q <= time * (p + q)
+
+
+def combined(uses: Sequence[PerSampleGradient], *, shape: torch.Size) -> PerSampleGradient:
+    """Return one gradient for all uses of a parameter in one forward pass.
+
+    The norm is that of the sum, so uses are never treated separately: products and look-ups of several calls are joined
+    along time, which includes the cross terms between the calls.
+    """
+    if len(uses) == 1:
+        return uses[0]
+    products = [(use.left, use.right) for use in uses if isinstance(use, Product)]
+    lookups = [(use.ids, use.values) for use in uses if isinstance(use, Lookup)]
+    dense = [use.values for use in uses if isinstance(use, Dense)]
+    if dense:
+        dense += [Product(*pair).densified().values for pair in products]
+        dense += [Lookup(*pair).densified(shape).values for pair in lookups]
+        return Dense(torch.stack(dense).sum(dim=0))
+    product = Product(*joined(products)) if products else None
+    lookup = Lookup(*joined(lookups)) if lookups else None
+    if product is not None and lookup is not None:
+        return Tied(product, lookup)
+    return product or lookup  # type: ignore[return-value]  # one of them is there
+
+
+def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return both tensors of the pairs, joined along time."""
+    first, second = zip(*pairs, strict=True)
+    return torch.cat(first, dim=1), torch.cat(second, dim=1)

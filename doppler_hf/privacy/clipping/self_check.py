@@ -15,7 +15,7 @@ from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.as_in_training import moved, without_coins
 from doppler_hf.privacy.clipping.at_fault import refuse_changed_losses, why_gradients_change
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
-from doppler_hf.privacy.clipping.factored import NormRule
+from doppler_hf.privacy.clipping.per_sample_gradient import NormRule
 from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of, norm_of, refuse_number_of_losses
 
 # The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
@@ -103,9 +103,10 @@ def compare(
         difference = {name: norm_of([total]) for name, total in clipped.sums.items() if name not in clipped.places}
     largest = max([NEXT_TO_NOTHING, *filter(math.isfinite, norms_alone)])
     wrong = {name: off for name, off in difference.items() if not off <= tolerance * (sizes[name] + OF_THE_WHOLE * largest)}
-    # Sensitivity: with a norm that is too small an example would contribute more than the bound.
+    # Sensitivity: with a norm that is too small an example would contribute more than the bound. Where terms cancel, norms
+    # are too large by design.
     of_norms = max(
-        abs(norm - of_one) if math.isfinite(of_one) else 0.0 for norm, of_one in zip(of_batch, norms_alone, strict=True)
+        of_one - norm if math.isfinite(of_one) else 0.0 for norm, of_one in zip(of_batch, norms_alone, strict=True)
     )
     if not wrong and of_norms <= tolerance * largest:
         return reached

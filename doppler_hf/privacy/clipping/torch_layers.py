@@ -20,9 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.per_sample_gradient import sum_of_products
+from doppler_hf.privacy.clipping.per_sample_gradient import formed, normalized_sum
 from doppler_hf.privacy.clipping.refused_layers import trainable_of
 
 Rule = Callable[..., Any]
@@ -133,8 +132,8 @@ class _LayerNorm(torch.autograd.Function):
         x, mean, rstd = ctx.saved_tensors
         dims = len(ctx.shape)
         if ctx.weight.requires_grad:
-            terms = (in_float32(x) - mean).mul_(rstd).mul_(grad)
-            ctx.book.note_sum(ctx.weight, over_time(terms, dims))
+            terms = (over_time(tensor, dims).flatten(2) for tensor in (x, mean, rstd, grad))
+            ctx.book.note_in_full(ctx.weight, normalized_sum, *terms)
         ctx.book.note_sum(ctx.bias, over_time(grad, dims))
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
@@ -146,9 +145,9 @@ class _LayerNorm(torch.autograd.Function):
 
 def rms_norm(book: Book, module: nn.RMSNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w, x̂ = x/√mean(x²) over the last dimensions."""
-    shape, over = tuple(module.normalized_shape), input.shape[1:]
+    shape = tuple(module.normalized_shape)
     normalized = F.rms_norm(input, shape, None, module.eps)
-    return normalized * book.one_per_example(module.weight, (1,) * (len(over) - len(shape)) + shape, over=over)
+    return normalized * book.one_per_example(module.weight, (1,) * (input.ndim - 1 - len(shape)) + shape)
 
 
 def group_norm(
@@ -176,9 +175,9 @@ class _GroupNorm(torch.autograd.Function):
         x, mean, rstd = ctx.saved_tensors
         batch, channels, _ = ctx.sizes
         if ctx.weight.requires_grad:
-            grouped = in_float32(x).reshape(batch, ctx.groups, -1)
-            normalized = (grouped - mean.unsqueeze(-1)).mul_(rstd.unsqueeze(-1)).view(batch, channels, -1)
-            ctx.book.note_sum(ctx.weight, normalized.mul_(grad.reshape(batch, channels, -1)).mT)
+            each = (tensor.repeat_interleave(channels // ctx.groups, dim=1).unsqueeze(1) for tensor in (mean, rstd))
+            terms = (tensor.reshape(batch, channels, -1).mT for tensor in (x, grad))
+            ctx.book.note_in_full(ctx.weight, normalized_sum, next(terms), *each, next(terms))
         ctx.book.note_sum(ctx.bias, grad.reshape(batch, channels, -1).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
@@ -216,8 +215,7 @@ class _Convolution(torch.autograd.Function):
                 ctx.book.note_product(ctx.weight, grad.flatten(2).mT, patches.mT)
             else:
                 factors = (factor.reshape(len(x), groups, -1, patches.shape[2]).mT for factor in (grad, patches))
-                shared = {"num_examples": ctx.book.num_examples, "shape": ctx.weight.shape}
-                ctx.book.note(ctx.weight, sum_of_products(*factors, **shared))
+                ctx.book.note_in_full(ctx.weight, formed, *factors)
         ctx.book.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5

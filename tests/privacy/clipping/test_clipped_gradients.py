@@ -66,7 +66,7 @@ def test_a_repeated_output_is_not_blamed_for_a_lack_of_memory():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(max_grad_norm=0.0), "max_grad_norm must be a finite number of at least 1e-30, got 0"),
+        (dict(max_grad_norm=0.0), "max_grad_norm must be a finite number of at least 1e-12, got 0"),
         (dict(clipping="soft"), "clipping must be one of automatic, vanilla, got 'soft'"),
         (dict(granularity="layer"), "granularity must be one of flat, per_layer, got 'layer'"),
         (dict(engine="ghost"), "engine must be one of book_keeping, opacus, got 'ghost'"),

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from doppler_hf.privacy import check_per_sample_gradients
 from doppler_hf.privacy.clipping import book
-from doppler_hf.privacy.clipping.factored import OuterProducts
-from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Norms
+from doppler_hf.privacy.clipping.norms import Squares
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Product
 from tests.support.models import MODELS, batch_for, build, losses_of
 from tests.support.tiers import further
 
@@ -77,35 +77,33 @@ def test_bfloat16_with_its_own_tolerance(dtype):
     check_per_sample_gradients(model, losses, alone=alone, together=together, engine="book_keeping", tolerance=0.1)
 
 
-def planted(monkeypatch, change, *, of=lambda parameter: parameter.ndim == 2):
+def planted(monkeypatch, change, *, form=Product, of=lambda parameter: parameter.ndim == 2):
     """Let the engine note something else for some parameters."""
     noted = book.Book.note
 
     def note(self, parameter, gradient):
-        noted(
-            self, parameter, change(gradient) if of(parameter) and isinstance(gradient, Dense | OuterProducts) else gradient
-        )
+        noted(self, parameter, change(gradient) if of(parameter) and isinstance(gradient, form) else gradient)
 
     monkeypatch.setattr(book.Book, "note", note)
 
 
 @pytest.mark.parametrize(
-    ("norm_rule", "change"),
+    ("norm_rule", "form", "change"),
     [
-        ("ghost", lambda g: OuterProducts(g.left, g.right * 1.01)),
-        ("ghost", lambda g: OuterProducts(g.left.flip(1), g.right)),
-        ("direct", lambda g: Dense(g.values * 0.99)),
+        ("ghost", Product, lambda g: Product(g.left, g.right * 1.01)),
+        ("ghost", Product, lambda g: Product(g.left.flip(1), g.right)),
+        ("direct", Dense, lambda g: Dense(g.values * 0.99)),
     ],
     ids=["too large", "tokens mixed up", "too small"],
 )
-def test_a_wrong_rule_is_found_by_name(monkeypatch, norm_rule, change):
-    planted(monkeypatch, change)
+def test_a_wrong_rule_is_found_by_name(monkeypatch, norm_rule, form, change):
+    planted(monkeypatch, change, form=form)
     with pytest.raises(ValueError, match=r"per-sample gradients of '.*weight' are wrong: "):
         check(build("roberta", torch.float32), norm_rule=norm_rule)
 
 
 def test_a_rule_that_gives_gradients_to_the_wrong_example_is_found(monkeypatch):
-    planted(monkeypatch, lambda g: OuterProducts(g.left.flip(0), g.right.flip(0)))
+    planted(monkeypatch, lambda g: Product(g.left.flip(0), g.right.flip(0)))
     with pytest.raises(ValueError, match=r"wrong|in the places of others"):
         check(build("roberta", torch.float32), norm_rule="ghost")
 
@@ -113,7 +111,7 @@ def test_a_rule_that_gives_gradients_to_the_wrong_example_is_found(monkeypatch):
 def test_adapters_that_begin_at_zero_are_checked_all_the_same(monkeypatch):
     model = build("roberta-lora", torch.float32)
     matrices = {parameter for name, parameter in model.named_parameters() if "lora_A" in name}
-    planted(monkeypatch, lambda g: Dense(g.values * 1.5), of=matrices.__contains__)
+    planted(monkeypatch, lambda g: Dense(g.values * 1.5), form=Dense, of=matrices.__contains__)
     with torch.no_grad():  # as PEFT has it: no gradient gets to A
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -151,11 +149,9 @@ def test_a_loss_that_looks_at_the_batch_is_found():
         check(model, losses=losses)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_wrong_norm_is_found_although_the_sum_is_right(monkeypatch, factor):
-    for form in (Dense, OuterProducts):
-        right = form.norms
-        monkeypatch.setattr(form, "norms", lambda self, right=right: Norms(*(factor * numbers for numbers in right(self))))
+def test_a_norm_that_is_too_small_is_found_although_the_sum_is_right(monkeypatch):
+    right = Squares.totals
+    monkeypatch.setattr(Squares, "totals", lambda self: {group: found / 4 for group, found in right(self).items()})
     with pytest.raises(ValueError, match=r"The per-sample gradients are wrong: .* not those of autograd") as refusal:
         check(build("roberta", torch.float32))
     assert not any(digit in str(refusal.value) for digit in "0123456789")  # the norm of an example is private
