@@ -77,7 +77,8 @@ class StepConstants:
     def with_tensors(self, dtype: torch.dtype, device: torch.device) -> "StepConstants":
         """Return the same with tensors for what differs from step to step; floats would be constants of a program."""
         advance, coefficients, beta2, *floats = vars(self).values()
-        return StepConstants(advance, coefficients, beta2, *torch.tensor(floats, dtype=dtype, device=device))
+        moved = torch.tensor(floats, dtype=dtype).to(device, non_blocking=True)  # made there, it would be waited for
+        return StepConstants(advance, coefficients, beta2, *moved)
 
 
 Coefficients = tuple[tuple[float, ...], ...]
@@ -143,7 +144,6 @@ class Program:
 
     def __call__(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
         """Make one step for each (modified in place)."""
-        # Once: each time they are copied, a GPU is waited for.
         constants = _as_tensors(constants, batch[0])
         for start in range(0, len(batch), TENSORS_AT_A_TIME):
             some = batch[start : start + TENSORS_AT_A_TIME]

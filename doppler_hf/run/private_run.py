@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
 import torch
+from accelerate.utils import send_to_device
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -103,6 +104,7 @@ class PrivateRun:
         self._loader: PrivateLoader | None = None
         self._is_released = self._is_warned = False
         self._pieces_left = self._idle_passes = self._fillings = 0
+        self._num_non_finite: int | Tensor = 0
         column = args.privacy_unit_column
         self.sampler = PoissonSampler(
             num_examples=len(train_dataset),
@@ -310,6 +312,10 @@ class PrivateRun:
                 "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
             )
         self._is_released = False
+        # Read here, where the host reads the loss: within a step nothing waits for the device.
+        if self.statement.train_loss == "raw" and not self._is_warned and self._num_non_finite:
+            self._is_warned = True
+            warn_of_non_finite()
         self.ledger.record_step()
         self.affordable_steps -= 1
 
@@ -391,7 +397,8 @@ class PrivateRun:
     def _add(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
         assert self._clipped is not None
         assert self._losses_of is not None
-        losses = self._losses_of(micro_batch.inputs)
+        # From pinned memory, and while the device computes: the host's own move waits for all that it has yet to do.
+        losses = self._losses_of(send_to_device(micro_batch.inputs, self._args.device, non_blocking=True))
         # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:
             # Not their numbers: the size of a draw is private, and messages end in logs.
@@ -423,9 +430,6 @@ class PrivateRun:
         for _ in range(self._idle_passes):  # others have more micro-batches, and all gather the weights
             # Sensitivity: this example is in no draw. Its gradient is dropped before it is clipped, and no sum is touched.
             self._clipped.drop(self._losses_of(dict(self._spare)))
-        if self._clipped.num_non_finite and self.statement.train_loss == "raw" and not self._is_warned:
-            self._is_warned = True
-            warn_of_non_finite()
         # Sensitivity: the noise covers contributions of norm C, of the same C.
         assert self._clipped.max_grad_norm == self.mechanism.max_grad_norm
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.
@@ -438,6 +442,6 @@ class PrivateRun:
         if self.adaptive_clip is not None:
             self.mechanism.rescale(self.adaptive_clip.release(self._clipped.num_within.to(self._args.device), step=step))
             self._clipped.max_grad_norm = self.mechanism.max_grad_norm
-        self._is_released = True
+        self._is_released, self._num_non_finite = True, self._clipped.num_non_finite
         self._clipped.reset()
         return None if self.private_loss is None else self.private_loss.release(step=step)

@@ -1,15 +1,15 @@
 """All that a CUDA device is needed for, with one command: `make gpu`. It leaves a page, and the figures in lines of JSON.
 
     python -m scripts.bench.gpu
-    python -m scripts.bench.gpu --works step,synchronizations --models roberta-base
+    python -m scripts.bench.gpu --works step,noise --models roberta-base
     python -m scripts.bench.gpu --device cpu --scale tiny --results out/try.jsonl --page out/try.md
 
 First the tests marked `gpu`; then the time of a private forward and backward pass against a plain one, its memory, a whole
-step with noise and optimizer, the lines at which a private step waits for the device, the noise, and the optimizer: what
-`engine.py`, `synchronizations.py`, `noise.py` and `optimizer.py` measure. Models have random weights, and nothing is
-downloaded. Each row is measured in a process of its own, so that one that runs out of memory, or crashes, leaves the others
-as they are. An interrupted run goes on with the rows that are missing or have failed; rows of another device, commit,
-version or setting do not count. The exit status is 1 if a test or a row has failed; being out of memory is a result.
+step with noise and optimizer, the noise, and the optimizer: what `engine.py`, `noise.py` and `optimizer.py` measure. Models
+have random weights, and nothing is downloaded. Each row is measured in a process of its own, so that one that runs out of
+memory, or crashes, leaves the others as they are. An interrupted run goes on with the rows that are missing or have failed;
+rows of another device, commit, version or setting do not count. The exit status is 1 if a test or a row has failed; being
+out of memory is a result.
 """
 
 import contextlib
@@ -35,11 +35,10 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench import engine, gpu_page, noise, optimizer
-from scripts.bench.measure import WARM_UP, append_json_line, chosen, in_fresh_process, quartiles, seconds_in_turn
-from scripts.bench.synchronizations import synchronizations
+from scripts.bench.measure import append_json_line, chosen, in_fresh_process, quartiles, seconds_in_turn
 
 ROOT = Path(__file__).parents[2]
-WORKS = ("tests", "pass", "memory", "step", "synchronizations", "noise", "optimizer")
+WORKS = ("tests", "pass", "memory", "step", "noise", "optimizer")
 WAYS = ("csprng", "philox", "csprng ahead", "csprng safe")
 KINDS = optimizer.WORKS["filters"] | optimizer.WORKS["galore"]
 MOST_DRAWS = 10  # the slowest way takes seconds for each
@@ -122,7 +121,6 @@ def measurements(args: GpuArguments) -> dict[str, Callable[[], Row]]:
             found[f"memory/{name} {kind}"] = functools.partial(mebibytes, memory)
         found[f"pass/{name}"] = functools.partial(times, functools.partial(engine.paired_seconds, work, PRIVATE, settings))
         found[f"step/{name}"] = functools.partial(times, functools.partial(step_seconds, work, settings))
-        found[f"synchronizations/{name}"] = functools.partial(waits, work, settings)
     for name in WAYS:
         found[f"noise/{name}"] = functools.partial(
             times, functools.partial(noise.paired_seconds, noise.WAYS[name], of_noise)
@@ -194,15 +192,6 @@ def step_seconds(work: engine.Work, settings: engine.BenchArguments) -> np.ndarr
     """Return the seconds of plain and of private whole steps, made in turn, shape (pairs, 2)."""
     with whole_steps(work, settings) as steps:
         return seconds_in_turn(*steps, pairs=settings.pairs, device=settings.device)
-
-
-def waits(work: engine.Work, settings: engine.BenchArguments) -> Row:
-    """Return how often each line of a whole step waits for the device, of a plain one and of a private one."""
-    with whole_steps(work, settings) as steps:
-        for step in steps * WARM_UP:
-            step()
-        plain, private = (synchronizations(step, device=settings.device) for step in steps)
-    return {"plain": plain, "private": private}
 
 
 def outcome_of_tests(path: str) -> Row:

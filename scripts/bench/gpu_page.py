@@ -50,20 +50,9 @@ def page(here: Row, rows: Rows) -> str:
         ),
         *section(
             "Whole step",
-            "The same with noise, filter (`momentum`) and AdamBC, against a plain step with fused AdamW. The last column "
-            "counts how often a step waits for the device: a plain one, and a private one.",
-            "| model | time, of plain | ms: plain → private | waits |",
-            (
-                f"| {name} | {said(row, ratio)} | {said(row, milliseconds)} | "
-                f"{said(rows.get(f'synchronizations/{name}'), number_of_waits)} |"
-                for name, row in of_work("step", rows)
-            ),
-        ),
-        *section(
-            "Where a private step waits",
-            "",
-            "| model | line: times a step |",
-            (f"| {name} | {said(row, waits_by_line)} |" for name, row in of_work("synchronizations", rows)),
+            "The same with noise, filter (`momentum`) and AdamBC, against a plain step with fused AdamW.",
+            "| model | time, of plain | ms: plain → private |",
+            (f"| {name} | {said(row, ratio)} | {said(row, milliseconds)} |" for name, row in of_work("step", rows)),
         ),
         *section(
             "Noise",
@@ -129,16 +118,6 @@ def memory_ratio(rows: Rows, name: str) -> str:
     return f"{private / plain:.2f}" if plain and private is not None else "–"
 
 
-def number_of_waits(row: Row) -> str:
-    """Return how often a plain and a private step wait."""
-    return f"{sum(row['plain'].values())}, {sum(row['private'].values())}"
-
-
-def waits_by_line(row: Row) -> str:
-    """Return the lines at which a private step waits."""
-    return ", ".join(f"`{line}`: {times}" for line, times in row["private"].items()) or "nowhere"
-
-
 def outcome(row: Row) -> str:
     """Return how many tests passed, failed and were skipped, and which failed."""
     failed = row["failed"]
@@ -148,6 +127,6 @@ def outcome(row: Row) -> str:
 
 def in_short(row: Row) -> str:
     """Return a row in one line, whatever it is of."""
-    figures = {"tests": outcome, "memory": mib, "synchronizations": number_of_waits}
+    figures = {"tests": outcome, "memory": mib}
     work = row["row"].split("/")[0]
     return said(row, figures.get(work, lambda row: f"{ratio(row)}, {milliseconds(row)} ms"))

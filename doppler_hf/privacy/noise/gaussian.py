@@ -38,7 +38,8 @@ _GENERATORS: Final[Mapping[NoiseGenerator, tuple[type[BitStream], str]]] = {
 }
 
 # Normals made at a time: enough to divide among torch's threads, and on a GPU among many more; working memory 4 and 16 MiB.
-_PIECE: Final = {"cpu": 1 << 18, "cuda": 1 << 20}
+_PIECE: Final = 1 << 18
+_PIECE_ON_GPU: Final = 1 << 20
 # In one thread the working memory stays in its core's cache (0.5 MiB). Up to 32,768 numbers torch copies and adds in one
 # thread.
 _PIECE_OF_ONE_THREAD: Final = 1 << 15
@@ -120,7 +121,7 @@ def gaussian_pieces(
         floating_point_safe: Whether each is the sum of four.
         one_thread: Whether to compute without torch's threads, as a background thread must. On the CPU only.
     """
-    piece = _PIECE_OF_ONE_THREAD if one_thread else _PIECE[device.type]
+    piece = _PIECE_OF_ONE_THREAD if one_thread else _piece_on(device)
     words = torch.empty(min(piece, count + count % 2), dtype=torch.int64, device=device)
     out = torch.empty_like(words, dtype=torch.float64)
     terms, total = (_TERMS, torch.empty_like(out)) if floating_point_safe else (1, out)
@@ -139,6 +140,10 @@ def gaussian_pieces(
         yield total[:size]
 
 
+def _piece_on(device: torch.device) -> int:
+    return _PIECE if device.type == "cpu" else _PIECE_ON_GPU
+
+
 def add_gaussian_noise(
     values: Float[Tensor, "..."], *, std: float, stream: BitStream, step: int, floating_point_safe: bool = False
 ) -> None:
@@ -155,7 +160,7 @@ def add_gaussian_noise(
     # word of the stream is used twice.
     flat, position = values.view(-1), 0
     device = flat.device if flat.is_cuda else torch.device("cpu")
-    rounded = torch.empty(min(_PIECE[device.type], len(flat)), dtype=flat.dtype, device=device)
+    rounded = torch.empty(min(_piece_on(device), len(flat)), dtype=flat.dtype, device=device)
     for noise in gaussian_pieces(
         len(flat), std=std, stream=stream, step=step, device=device, floating_point_safe=floating_point_safe
     ):

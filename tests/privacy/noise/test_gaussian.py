@@ -11,7 +11,7 @@ from doppler_hf.privacy.bits import RekeyedBits, ReproducibleBits, SecretBits
 from doppler_hf.privacy.noise import gaussian as module
 from doppler_hf.privacy.noise.gaussian import add_gaussian_noise, box_muller
 
-PIECE = module._PIECE["cpu"]  # normals made at a time
+PIECE = module._PIECE  # normals made at a time
 WAYS = [(make, safe) for make in (SecretBits, RekeyedBits) for safe in (False, True)]
 IDS = ["csprng", "csprng, safe", "philox", "philox, safe"]
 

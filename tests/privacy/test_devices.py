@@ -1,0 +1,231 @@
+"""What a step asks of its device, without one: it waits for nothing, and calls few kernels more than a plain one."""
+
+import contextlib
+import types
+from unittest import mock
+
+import pytest
+import torch
+import transformers as host
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError as OfTwoDevices
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.filters.noise_shape import NoiseShape
+from doppler_hf.optim import DopplerOptimizer, OptimalFIR, WeightFilter
+from doppler_hf.optim.low_pass import FixedFilter
+from doppler_hf.optim.one_pass import StepConstants
+from doppler_hf.privacy import ClippedGradients, GaussianMechanism
+from doppler_hf.privacy.batching.micro_batches import MicroBatch
+from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.noise import AdaptiveClip, PrivateLoss
+from tests.support.devices import FAR, Asked, far_away
+from tests.support.models import batch_for, build, decoder_options, encoder_options, losses_of, vit, with_adapters
+from tests.support.trainers import trainer_of
+
+pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (lambda far, near: float(far.sum()), DataDependentOutputException),
+        (lambda far, near: far.tolist(), DataDependentOutputException),
+        (lambda far, near: far[far > 0], DynamicOutputShapeException),
+        (lambda far, near: far + near, OfTwoDevices),
+        (lambda far, near: far.to("cpu"), ["aten._to_copy.default"]),
+        (lambda far, near: far.copy_(near), ["aten.copy_.default"]),
+        (lambda far, near: torch.where(far > 0, far, 0.0).copy_(near, non_blocking=True), []),
+    ],
+    ids=["a number", "numbers", "rows of a mask", "two devices", "a copy", "a copy into", "nothing"],
+)
+def test_what_waits_is_seen(ask, error):
+    with far_away() as move, pytest.raises(error) if isinstance(error, type) else contextlib.nullcontext():
+        far, near = move(torch.ones(3)), torch.ones(3)
+        with Asked() as asked:
+            ask(far, near)
+        assert asked.waits == error
+
+
+@pytest.mark.parametrize("options", [dict(), dict(draw_ahead=True), dict(shape=NoiseShape((1.0, -0.5)))])
+@pytest.mark.parametrize("generator", ["csprng", "philox"])
+def test_noise_is_added_without_waiting(generator, options):
+    common = dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4, generator=generator)
+    with far_away() as move, GaussianMechanism(**common, floating_point_safe=True, **options) as mechanism:
+        for step in range(3):
+            with Asked() as asked:
+                released = mechanism.privatize({"a": move(torch.zeros(3, 5)), "b": move(torch.zeros(()))}, step=step)
+            assert [(each.device.type, each.shape) for each in released.values()] == [(FAR, (3, 5)), (FAR, ())]
+            assert asked.waits == []
+
+
+def test_a_private_loss_is_released_without_waiting_and_a_clip_norm_is_read_once():
+    mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=4)
+    with far_away() as move, Asked() as asked:
+        loss = PrivateLoss(mechanism, device=torch.device(FAR))
+        loss.add(move(torch.ones(3)))
+        loss.add(move(torch.ones(2)), weights=move(torch.ones(2)))
+        assert loss.release(step=0).device.type == FAR
+    assert asked.waits == []
+    with Asked() as asked:
+        AdaptiveClip(mechanism, quantile=0.5, first=1.0).release(torch.zeros(()), step=0)
+    assert asked.waits == ["aten._local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(base="adam_bc", noise_std=1e-3, weight_decay=0.1),
+        dict(low_pass_filter=PAPER_FILTERS["second-order"], base="adam", state_dtype=torch.bfloat16),
+        dict(low_pass_filter=OptimalFIR(taps=3), noise_std=1e-3),
+        dict(rank=2, update_proj_gap=1),
+    ],
+    ids=["adam_bc", "half", "optimal", "galore"],
+)
+def test_an_optimizer_steps_without_waiting(options):
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 5), (5,), ())]
+    with far_away() as move, Asked() as asked:
+        weights = move(weights)
+        optimizer = DopplerOptimizer(weights, lr=0.1, compiled=False, **options)
+        average = WeightFilter(weights, PAPER_FILTERS["momentum"])
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            average.update()
+        # Compiled programs have the constants of a step as tensors.
+        StepConstants(FixedFilter.advance).with_tensors(torch.float32, torch.device(FAR))
+    assert asked.waits == []
+
+
+# --- whole steps, and the engine --------------------------------------------------------------------------------------
+
+STEPS = {
+    "roberta": dict(),
+    "gpt2-lm": dict(noise_generator="philox", low_pass_filter="second-order"),
+    "vit": dict(report_train_loss="private", floating_point_safe=True),
+    "llama-lora": dict(report_train_loss="none"),
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
+    # torch casts nothing for devices that it does not know.
+    device = FAR if precision == "float32" else "cpu"
+    model = build(name, torch.float32, attention="eager")
+    inputs, labels = batch_for(model, torch.float32)
+    trainer = trainer_of(tmp_path, model=model, bf16=precision == "bf16", **STEPS[name])
+    trainer.current_gradient_accumulation_steps = 2
+    with far_away(device) as move, mock.patch.object(type(trainer.args), "device", torch.device(device)):
+        run, batch = trainer.private_run, dict(inputs, labels=labels)
+        batches = [MicroBatch(move(batch, device="cpu"), len(labels), weight) for weight in (1.0, 0.5)]
+        with ClippedGradients(move(model)) as clipped, run.mechanism:
+            clipped.hold_apart()
+            run._clipped, run._losses_of, run._sharding = clipped, trainer._losses, trainer._sharding
+            trainer.optimizer = types.SimpleNamespace(optimizer=trainer.create_optimizer())
+            with Asked() as asked:
+                run.begin_draw(pieces := [OfStep(batches, step=0), OfStep([], step=0)], step=0)
+                losses = [trainer.training_step(model, piece) for piece in pieces]
+                trainer.optimizer.optimizer.step()
+    assert {loss.device.type for loss in losses} == {parameter.grad.device.type for parameter in clipped.parameters.values()}
+    assert losses[0].device.type == device
+    assert asked.waits == []
+
+
+class Watched(DopplerTrainer):
+    """From the second step on torch raises an error where a step waits."""
+
+    def training_step(self, *args):
+        torch.cuda.set_sync_debug_mode("error" if self.state.global_step else "default")
+        try:
+            return super().training_step(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_no_gpu(tmp_path):
+    trainer_of(tmp_path, cls=Watched, use_cpu=False, bf16=True).train()
+
+
+LARGE = dict(hidden_size=128, num_hidden_layers=12, intermediate_size=256)
+TEXT = LARGE | dict(vocab_size=1000, max_position_embeddings=64)
+GPT2 = dict(n_embd=128, n_layer=12, n_head=2, vocab_size=1000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def roberta():
+    return host.RobertaForSequenceClassification(host.RobertaConfig(**encoder_options("sdpa") | TEXT))
+
+
+def llama():
+    return host.LlamaForCausalLM(host.LlamaConfig(**decoder_options("sdpa") | TEXT, tie_word_embeddings=False))
+
+
+COUNTED = {
+    "roberta": roberta,
+    "roberta-lora": lambda: with_adapters(roberta()),
+    "llama": llama,
+    "llama-lora": lambda: with_adapters(llama()),
+    "vit": lambda: vit(**LARGE, image_size=224, patch_size=16),
+    "gpt2": lambda: host.GPT2LMHeadModel(host.GPT2Config(**GPT2)),  # the head is the embedding table
+}
+
+
+def passes(model, losses, **options):
+    """Return what a plain pass asks, and what a private one does after a first one."""
+    losses().sum().backward()
+    with Asked() as plain:
+        model.zero_grad(set_to_none=True)
+        losses().sum().backward()
+    clipped = ClippedGradients(model, **{name: value for name, value in options.items() if name != "on_accelerator"})
+    # Where layers of one shape are stacked, as on an accelerator: set before the block is entered.
+    clipped.on_accelerator = options.get("on_accelerator", False)
+    with clipped:
+        clipped.hold_apart()
+        clipped.backward(losses())
+        clipped.reset()
+        with Asked() as private:
+            clipped.backward(losses())
+    return plain, private
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True], ids=["on a CPU", "stacked"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_kernels_and_waits(name, on_accelerator):
+    torch.manual_seed(0)
+    model = COUNTED[name]().train()
+    if name == "vit":
+        inputs, labels = {"pixel_values": torch.randn(8, 3, 224, 224)}, torch.zeros(8, dtype=torch.long)
+    else:
+        inputs = {"input_ids": torch.randint(5, 990, (8, 32)), "attention_mask": torch.ones(8, 32, dtype=torch.long)}
+        labels = torch.zeros(8, dtype=torch.long) if "roberta" in name else inputs["input_ids"]
+    plain, private = passes(model, lambda: losses_of(model, inputs, labels), on_accelerator=on_accelerator)
+    most = {False: (2.3, 1.1), True: (1.1, 1.0)}[on_accelerator]["lora" in name]
+    ratio = private.kernels / plain.kernels
+    assert (len(private.waits) - len(plain.waits), ratio <= most) == (0, True), (plain.kernels, private.kernels, ratio)
+
+
+DECODER = decoder_options("sdpa") | dict(head_dim=8)
+CONVNEXT = dict(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, patch_size=2, num_labels=3)
+WITHOUT_WAITS = {
+    **{name: lambda name=name: build(name, torch.float32) for name in ("bert", "t5-lm", "roberta-dora", "llama-dora")},
+    "qwen3": lambda: host.Qwen3ForCausalLM(host.Qwen3Config(**DECODER)),
+    "gemma3": lambda: host.Gemma3ForCausalLM(host.Gemma3TextConfig(**DECODER)),
+    "convnext": lambda: host.ConvNextForImageClassification(host.ConvNextConfig(**CONVNEXT)),
+    "pairs": lambda: build("llama-lora", torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_WAITS)
+def test_nothing_waits(name):
+    model = WITHOUT_WAITS[name]().train()
+    inputs, labels = batch_for(model, torch.float32)
+    rows = 2 if name == "pairs" else 1
+
+    def losses():
+        return losses_of(model, inputs, labels).unflatten(0, (-1, rows)).sum(dim=1)
+
+    plain, private = passes(model, losses, rows_per_loss=rows)
+    assert private.waits == plain.waits

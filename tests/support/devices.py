@@ -1,0 +1,149 @@
+"""A GPU without a GPU: tensors without memory on a device that is far away, and what a program asks of it.
+
+with far_away() as move, Asked() as asked:
+    model, inputs = move(model), move(inputs)   # made before, on a CPU: what is left are shapes, dtypes and devices
+    losses_of(model, inputs).backward()
+print(asked.kernels, asked.waits)
+
+What Python reads of such a tensor raises an error, and so does an operation between two devices. The device is one of
+torch's for backends that are written in Python, with which autograd needs no driver. Our code takes it for CUDA.
+"""
+
+import contextlib
+import functools
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from doppler_hf.privacy import bits
+from doppler_hf.privacy.noise import ahead
+from doppler_hf.run import private_run
+
+FAR = "far"
+aten = torch.ops.aten
+# They give Python a number, or a tensor of as many rows as a mask has ones.
+READING = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2}
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# No kernels, though their schema does not call them views.
+FREE = {
+    aten._unsafe_view,
+    aten._reshape_alias,
+    aten.lift_fresh,
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+}
+
+
+class Asked(TorchDispatchMode):
+    """Counts kernels, all operators but views and allocations, and lists the operators that would wait on CUDA."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels, self.waits = 0, []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        self.kernels += not (operator.is_view or operator.overloadpacket in FREE)
+        if would_wait(operator.overloadpacket, args, kwargs or {}, result):
+            self.waits.append(str(operator))
+        return result
+
+
+def would_wait(packet, args, kwargs, result):
+    """Return whether an operator needs to know a number, or copies from device to device before it returns."""
+    if packet in INDEXED:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if packet in (aten._to_copy, aten.copy_):
+        source = args[1] if packet is aten.copy_ else args[0]
+        is_async = kwargs.get("non_blocking") or (packet is aten.copy_ and args[2:] == (True,))
+        return source.device.type != result.device.type and not is_async
+    return packet in READING
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """`torch.far`; outside of `far_away` there is no device of its kind, and torch's accelerator is none."""
+
+    here = False
+
+    def is_available(self):
+        return self.here
+
+    def device_count(self):
+        return int(self.here)
+
+    def manual_seed(self, seed):
+        pass
+
+    def get_amp_supported_dtype(self):
+        return [torch.bfloat16]
+
+
+class _Hook(backend_registration._DummyPrivateUse1Hook):
+    def is_available(self):
+        return _Module.here
+
+
+@contextlib.contextmanager
+def far_away(device=FAR):
+    """Make tensors without memory in the block, and yield what moves models (in place) and structures of tensors there."""
+    if not hasattr(torch, FAR):  # once a process
+        backend_registration._setup_privateuseone_for_python_backend(FAR, backend_module=_Module(), hook=_Hook())
+    mode = FakeTensorMode()
+    expect, take = ahead.NoiseAhead.expect, ahead.NoiseAhead._take
+    patches = {
+        (FakeTensor, "is_cuda"): property(lambda self: self.device.type == FAR),
+        (torch, "Generator"): lambda device=None: torch.default_generator,
+        (_Module, "here"): True,
+        # What the host makes, words and normals, it makes with memory, and then moves in.
+        (private_run, "fill_generators"): _outside(private_run.fill_generators),
+        (bits.BitStream, "bits"): _outside(bits.BitStream.bits),
+        **{(kind, "fill"): _filled(kind.fill, mode) for kind in (bits.SecretBits, bits.RekeyedBits)},
+        (ahead.NoiseAhead, "expect"): lambda self, coordinates, pinned: expect(self, coordinates, pinned=False),
+        (ahead.NoiseAhead, "_take"): lambda self, most: mode.from_tensor(_outside(take)(self, most)),
+    }
+    with contextlib.ExitStack() as stack:
+        for (owner, name), new in patches.items():
+            stack.enter_context(mock.patch.object(owner, name, new))
+        stack.enter_context(mode)
+        yield functools.partial(_moved, mode, device=device)
+
+
+def _outside(function):
+    def called(*args, **kwargs):
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def _filled(fill, mode):
+    def called(self, words, *, step):
+        if words.is_cuda or not isinstance(words, FakeTensor):
+            return fill(self, words, step=step)
+        real = _outside(torch.empty)(words.shape, dtype=words.dtype)
+        _outside(fill)(self, real, step=step)
+        return words.copy_(mode.from_tensor(real))
+
+    return called
+
+
+def _moved(mode, what, *, device):
+    if not isinstance(what, torch.nn.Module):
+        return tree_map(lambda leaf: _fake(mode, leaf, device) if isinstance(leaf, torch.Tensor) else leaf, what)
+    moved = {}  # what is tied stays so
+    for own in (own for module in what.modules() for own in (module._parameters, module._buffers)):
+        for name, value in own.items():
+            if value is not None:
+                own[name] = moved[value] = moved[value] if value in moved else _fake(mode, value, device)
+    return what
+
+
+def _fake(mode, tensor, device):
+    moved = mode.from_tensor(tensor).detach().to(device, non_blocking=True)
+    return torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
