@@ -75,7 +75,7 @@ class _Module(backend_registration._DummyBackendModule):
         return self.here
 
     def device_count(self):
-        return int(self.here)
+        return 1  # always: autograd counts them at the first backward pass of the process
 
     def manual_seed(self, seed):
         pass
@@ -89,11 +89,14 @@ class _Hook(backend_registration._DummyPrivateUse1Hook):
         return _Module.here
 
 
+# Once a process, before its first backward pass.
+if not hasattr(torch, FAR):
+    backend_registration._setup_privateuseone_for_python_backend(FAR, backend_module=_Module(), hook=_Hook())
+
+
 @contextlib.contextmanager
 def far_away(device=FAR):
     """Make tensors without memory in the block, and yield what moves models (in place) and structures of tensors there."""
-    if not hasattr(torch, FAR):  # once a process
-        backend_registration._setup_privateuseone_for_python_backend(FAR, backend_module=_Module(), hook=_Hook())
     mode = FakeTensorMode()
     expect, take = ahead.NoiseAhead.expect, ahead.NoiseAhead._take
     patches = {

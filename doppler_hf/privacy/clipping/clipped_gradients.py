@@ -50,9 +50,11 @@ class ClippedGradients:
     Attributes:
         engine_name: `engine`.
         parameters: The trainable parameters by name.
-        on_accelerator: Whether layers of one shape are computed together, which takes fewer kernels and more memory; set
-            it before the context is entered.
+        on_accelerator: Whether layers of one shape are computed together, which takes fewer kernels and more memory, and
+            nothing waits for the device; set it before the context is entered.
         max_grad_norm: As given; it may be set to another number when the sums are zero.
+        num_non_finite: How many examples since the last `reset` had a gradient that is not finite, or a norm whose square is
+            not; on the device. They contribute nothing.
         num_within: Σ wᵢ(bᵢ − ½) over the examples since the last `reset`, with their weights wᵢ, where bᵢ falls from 1 to 0
             as ‖gᵢ‖ passes C: how many are not clipped, less half of all. Not private.
 
@@ -121,11 +123,6 @@ class ClippedGradients:
         for name in self.parameters.keys() - self._sums.keys():
             self._sums[name] = self._zeros(name)
         return {name: self._sums[name] for name in self.parameters}
-
-    @property
-    def num_non_finite(self) -> int:
-        """The number of examples since the last `reset` whose gradient, or its square, is not finite. They add nothing."""
-        return self._num_examples - int(self._num_finite)
 
     @property
     def places(self) -> dict[str, Place]:
@@ -245,8 +242,8 @@ class ClippedGradients:
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""
         self._sums: dict[str, Tensor] = {}
-        self._num_examples, self._num_finite = 0, torch.zeros((), dtype=torch.int64)
-        self.num_within = torch.zeros(())
+        device = next(iter(self.parameters.values())).device
+        self.num_non_finite, self.num_within = torch.zeros(2, device=device).unbind()
 
     def _refuse_other_parameters(self) -> None:
         # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
@@ -286,12 +283,14 @@ class ClippedGradients:
         # Sensitivity: an example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Of
         # the others factor·norm stays within the bound, whatever rounding has taken from the norm.
         finite, bound, zero = norms.isfinite(), self.max_grad_norm / len({*group_of.values()}) ** 0.5, norms.new_zeros(())
+        # Without a device to wait for, one look saves a copy of every factor; the sums are the same.
+        are_all = not self.on_accelerator and bool(finite.all())
 
         def weights_of(group: str) -> Weights:
             above = raised(norms_of[group], self._dtype)
             factors = clip_factors(above, max_grad_norm=bound, clipping=self._clipping)
             factors = factors if weights is None else factors * weights.to(factors).clamp(0.0, 1.0)
-            return Weights(torch.where(finite, factors, zero), finite, zero)
+            return Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
 
         of_groups = {group: weights_of(group) for group in norms_of}
 
@@ -305,13 +304,13 @@ class ClippedGradients:
             return whole.get(name)
 
         if shared is None:
-            for names in tuple(found):
+            # Tables last: theirs are the largest sums, for which the other notes make room.
+            for names in sorted(found, key=lambda names: isinstance(found[names], Lookup)):
                 add_to(self._sums, names)
         else:
             shared.add_up(own, names=self.parameters, sums=self._sums)
-        self.num_within = self.num_within.to(norms) + num_within(norms, weights, max_grad_norm=self.max_grad_norm)
-        self._num_finite = self._num_finite.to(norms.device) + finite.sum()
-        self._num_examples += len(norms)
+        self.num_within = self.num_within + num_within(norms, weights, max_grad_norm=self.max_grad_norm)
+        self.num_non_finite = self.num_non_finite + (~finite).sum()
         return norms
 
     def _add_to(self, sums: dict[str, Tensor], names: Names, gradient: PerSampleGradient, weights: Weights) -> None:

@@ -35,18 +35,20 @@ class Weights:
     """What the examples' gradients are multiplied by, in a sum from which those that are not finite are left out."""
 
     factors: Float[Tensor, " examples"]  # 0 where the gradient is not finite
-    finite: Bool[Tensor, " examples"]
+    finite: Bool[Tensor, " examples"] | None  # None where it is known that all are
     zero: Float[Tensor, ""]  # on their device: a number would be brought there for each tensor
 
     def cleaned(self, values: Float[Tensor, "*stack examples _ _"]) -> Float[Tensor, "*stack examples _ _"]:
         """Return the values in float32 or better, with zeros for examples that are not finite: 0·NaN would be NaN."""
-        return torch.where(self.finite[:, None, None], in_float32(values), self.zero)
+        values = in_float32(values)
+        return values if self.finite is None else torch.where(self.finite[:, None, None], values, self.zero)
 
     def times(self, values: Float[Tensor, "*stack examples _ _"]) -> Float[Tensor, "*stack examples _ _"]:
         """Return the cleaned values, each multiplied by its example's factor."""
-        # The copy in place: other layers of a residual stream share the values themselves.
         cleaned = self.cleaned(values)
-        return cleaned.mul_(self.factors.to(cleaned.dtype)[:, None, None])
+        factors = self.factors.to(cleaned.dtype)[:, None, None]
+        # In place of a copy alone: other layers of a residual stream share the values themselves.
+        return cleaned * factors if cleaned is values else cleaned.mul_(factors)
 
 
 @dataclass(frozen=True, eq=False)
