@@ -51,7 +51,6 @@ class RandomModel:
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Return a random batch of that many examples, all of the same length."""
-        # Not one word everywhere: gradients would cancel, for which float32 does not suffice, and take far longer.
         labels = torch.randint(self._config.num_labels, (size,), generator=self._generator)
         if self._is_image:
             side, channels = self._config.image_size, getattr(self._config, "num_channels", 3)

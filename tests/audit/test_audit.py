@@ -27,7 +27,7 @@ from doppler_hf.audit.dirac import Turns
 from doppler_hf.audit.result import lower_bounds
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
-from doppler_hf.privacy.clipping import clip_factors as clipping
+from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from tests.support.models import gpt2_lm
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert

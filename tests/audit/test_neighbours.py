@@ -9,7 +9,7 @@ import torch
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import NeighbourResult, neighbour_distances
 from doppler_hf.audit.neighbours import neighbouring_draws
-from doppler_hf.privacy.clipping import clip_factors as clipping
+from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
 from tests.audit.neighbour_cases import (
     OF_CHOICES,

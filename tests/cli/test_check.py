@@ -7,7 +7,7 @@ import pytest
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
-from doppler_hf.privacy.clipping import clip_factors as clipping
+from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from tests.cli.test_audit import flat, recipe  # noqa: F401
 
 SCRIPT = """

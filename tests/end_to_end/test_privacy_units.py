@@ -204,14 +204,13 @@ def test_adding_a_whole_user_changes_the_sum_by_at_most_c(data):
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("weights", [[0.5], [0.5, 1.1], [0.5, math.nan]])
-def test_bad_weights_are_refused(weights):
-    model = torch.nn.Linear(1, 1)
-    with (
-        ClippedGradients(model) as clipped,
-        pytest.raises(ValueError, match=r"weights must be one number in \[0, 1\] per example"),
-    ):
-        clipped.backward(model(torch.ones(2, 1)).squeeze(1), weights=torch.tensor(weights))
+def test_weights_are_one_for_each_example_and_none_is_above_1():
+    model = torch.nn.Linear(1, 1, bias=False)
+    with ClippedGradients(model, clipping="vanilla") as clipped:
+        clipped.backward(model(torch.full((3, 1), 9.0)).squeeze(1), weights=torch.tensor([0.5, 1.1, math.nan]))
+        assert clipped.sums["weight"].item() == pytest.approx(1.5, rel=2e-3)
+        with pytest.raises(ValueError, match=r"weights must be one number per example"):
+            clipped.backward(model(torch.ones(2, 1)).squeeze(1), weights=torch.tensor([0.5]))
 
 
 # --- the trainer ----------------------------------------------------------------------------------------------------------

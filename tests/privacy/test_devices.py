@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import transformers as host
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError as OfTwoDevices
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS

@@ -28,7 +28,6 @@ CHECKED = (
     "doppler_hf.privacy.clipping.attention",
     "doppler_hf.privacy.clipping.clip_factors",
     "doppler_hf.privacy.clipping.clipped_gradients",
-    "doppler_hf.privacy.clipping.groups",
     "doppler_hf.privacy.clipping.host_layers",
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.per_sample_gradient",

@@ -1,13 +1,13 @@
 """Per-sample gradients, clipped and summed.
 
 - clipped_gradients: `ClippedGradients`: sums of what norms and factors leave
-- clip_factors: norms, and by what gradients of such norms are multiplied
+- clip_factors: by what gradients are multiplied
 - sharded_sums: sums of which each process keeps its own rows
 - engine: stand-ins for the layers' forward passes, and one backward pass
 - book: the notes of the layers for it
-- per_sample_gradient: what a per-sample gradient is, and the one in full
-- factored: its forms that need no matrix for each example
-- ghost_norm: the norm of a product from its factors, with a bound on rounding
+- per_sample_gradient: the forms of a per-sample gradient, and its sums
+- groups: gradients of several parameters together
+- norms: norms of all forms, from their factors where they have some
 - torch_layers, attention, recurrence: rules for the layers of torch
 - host_layers, other_layers: rules for those of transformers and PEFT, and for all others
 - refused_layers: layers that mix examples

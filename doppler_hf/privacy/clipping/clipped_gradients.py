@@ -289,7 +289,7 @@ class ClippedGradients:
         def weights_of(group: str) -> Weights:
             above = raised(norms_of[group], self._dtype)
             factors = clip_factors(above, max_grad_norm=bound, clipping=self._clipping)
-            factors = factors if weights is None else factors * weights.to(factors).clamp(0.0, 1.0)
+            factors = factors if weights is None else factors * weights.to(factors).nan_to_num(nan=0.0).clamp(0.0, 1.0)
             return Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
 
         of_groups = {group: weights_of(group) for group in norms_of}

@@ -12,7 +12,7 @@ outside its layer.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,21 +162,16 @@ class BookKeepingEngine:
 
         A first dimension that equals the batch size need not be the batch, and a loss may depend on the whole batch. Both
         would assign gradients to the wrong example, and both are found exactly, because zeros stay zeros. One check of a
-        layer suffices, because the layout of a model's tensors does not change, whatever their sizes. `Book.passing` lets
-        the gradient pass weights that begin at zero, such as those of adapters.
-
-        At first the examples are the first and the last. A layer that is called later than others may be so for a single
-        example: each two are told apart by a digit of their numbers.
+        layer suffices, because the layout of a model's tensors does not change, whatever their sizes. Each two examples are
+        told apart by a digit of their numbers: a layer may be called for one alone. `Book.passing` lets the gradient pass
+        weights that begin at zero, such as those of adapters.
         """
         book = self._book
         book.num_examples = len(losses)
         numbers = torch.arange(len(losses))
         digits = [(numbers >> digit) % 2 == 1 for digit in range((len(losses) - 1).bit_length())]
-        at_first = [numbers == 0, numbers == len(losses) - 1]
-        examined = [mask for digit in digits for mask in (digit, ~digit)] if self._checked_layers else at_first
-        with kept_gradients(losses):
-            for book.examined in examined:
-                self._back_propagate(losses[book.examined.to(losses.device)].sum(), trainable, retain_graph=True)
+        for book.examined in itertools.chain.from_iterable((digit, ~digit) for digit in digits):
+            self._back_propagate(losses[book.examined.to(losses.device)].sum(), trainable, retain_graph=True)
         book.examined = None
         coupled = [name for name, parameter in trainable.items() if parameter in book.coupled]
         if coupled:
@@ -274,23 +269,3 @@ def num_rows(module: nn.Module, input: Tensor | PackedSequence) -> int | None:
     if isinstance(module, _WITH_BATCH_FIRST):
         return input.shape[0 if module.batch_first else 1] if input.ndim == 3 else None
     return input.shape[0] if input.ndim > (0 if isinstance(module, nn.Embedding) else 1) else None
-
-
-@contextlib.contextmanager
-def kept_gradients(losses: Float[Tensor, " batch"]) -> Iterator[None]:
-    """Restore afterwards the `.grad` of all tensors in which a backward pass of the losses would write it."""
-    before, seen, ahead = [], set(), [losses.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):  # an AccumulateGrad node
-            before.append((node.variable, node.variable.grad))
-            node.variable.grad = None
-        ahead.extend(next_node for next_node, _ in node.next_functions)
-    try:
-        yield
-    finally:
-        for leaf, gradient in before:
-            leaf.grad = gradient

@@ -4,15 +4,13 @@ A net returns one row for each example. Its loss is the row's product with fixed
 that the gradients of the output depend on the output and differ between examples.
 """
 
-import math
-
 import pytest
 import torch
 from opacus.layers import DPGRU
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy import ClippedGradients, check_per_sample_gradients
 from tests.support.per_example import (
     NORM_RULES,
     TOLERANCE,
@@ -378,20 +376,13 @@ def test_a_layer_is_not_taken_for_elementwise_because_its_effect_is_small(batch)
     check(net, draw(batch, 3))
 
 
-@pytest.mark.parametrize("batch", [5, 6])  # 6 is the number of tokens, too
-def test_a_tensor_that_the_batch_shares_is_right_or_refused(batch):
-    net = Net(lambda n, x: n.own(n.first(x), other=draw(6, 4, seed=7)), first=nn.Linear(3, 4), own=Mixture())
-    assert_equals_loop_or_is_refused(ready(net), on(net, draw(batch, 6, 3)), batch, naming="own")
-
-
-def test_a_batch_that_is_not_finite_does_not_hide_a_tensor_that_the_batch_shares():
-    net = ready(Net(lambda n, x: n.own(x, other=draw(6, 4, seed=7)), own=Mixture()))
-    with book_keeping(net) as clipped:
-        x = draw(6, 6, 4)
-        x[2, 1, 1] = math.nan
-        assert not clipped.backward(net(x).flatten(1).sum(dim=1)).isfinite().all()
-        with pytest.raises(ValueError, match="no row per example"):
-            clipped.backward(net(draw(6, 6, 4)).flatten(1).sum(dim=1))
+def test_a_tensor_that_the_batch_shares_is_refused():
+    net = ready(Net(lambda n, x: n.own(n.first(x), other=draw(6, 4, seed=7)), first=nn.Linear(3, 4), own=Mixture()))
+    assert_equals_loop_or_is_refused(net, on(net, draw(5, 6, 3)), 5, naming="own")
+    x = draw(6, 6, 3)  # as many examples as it has rows
+    options = dict(alone=[{"x": row[None]} for row in x], together={"x": x}, engine="book_keeping")
+    with pytest.raises(ValueError, match=r"'own.*' are wrong"):
+        check_per_sample_gradients(net, lambda inputs: net(inputs["x"]).flatten(1).sum(dim=1), **options)
 
 
 def test_a_class_token_is_expanded_over_the_batch():
