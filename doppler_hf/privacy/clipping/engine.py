@@ -2,7 +2,7 @@
 
 Every trained layer gets a stand-in for its forward (`torch_layers`, `host_layers`, `other_layers`), which notes the factors
 of each product in a `Book`. Nothing else about the model changes: not its class, nor the names of its parameters, nor its
-output. After the backward pass norms and sums are computed from the notes (`factored`).
+output. After the backward pass norms and sums are computed from the notes (`norms`, `per_sample_gradient`).
 
 A batch dimension is never guessed. A layer whose input does not start with the batch computes as usual; its parameters then
 receive an ordinary gradient, and that is an error with the parameter's name. The same check finds every use of a parameter
@@ -120,9 +120,7 @@ class BookKeepingEngine:
             if len(losses) > 1 and not book.called <= self._checked_layers:
                 if not self.is_compared:
                     self._check_that_examples_are_apart(losses, trainable)
-                # An example that is not finite could hide what reaches it: the next micro-batch is checked too.
-                if book.is_conclusive:
-                    self._checked_layers |= book.called
+                self._checked_layers |= book.called
             # Sensitivity: all rows of an example, its views, choices, windows, or those of its loss, stand together and are
             # summed up before they are clipped.
             book.num_examples = len(losses) // views
@@ -163,8 +161,8 @@ class BookKeepingEngine:
         A first dimension that equals the batch size need not be the batch, and a loss may depend on the whole batch. Both
         would assign gradients to the wrong example, and both are found exactly, because zeros stay zeros. One check of a
         layer suffices, because the layout of a model's tensors does not change, whatever their sizes. Each two examples are
-        told apart by a digit of their numbers: a layer may be called for one alone. `Book.passing` lets the gradient pass
-        weights that begin at zero, such as those of adapters.
+        told apart by a digit of their numbers: a layer may be called for one alone. The start check sees more: what weights
+        that begin at zero hide here.
         """
         book = self._book
         book.num_examples = len(losses)

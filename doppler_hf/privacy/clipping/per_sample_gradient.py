@@ -57,9 +57,9 @@ class Dense:
 
     values: Float[Tensor, "examples n"]
 
-    def is_anywhere(self) -> Float[Tensor, " examples"]:
-        """Return a number for every example that is 0 only where the gradient is."""
-        return largest(self.values)
+    def is_anywhere(self) -> Bool[Tensor, " examples"]:
+        """Return for every example whether its gradient has terms other than zero."""
+        return has_terms(self.values)
 
     def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "..."]:
         """Return Σ w_i g_i, added to `total` if there is one (modified in place)."""
@@ -79,9 +79,9 @@ class Product:
     right: Float[Tensor, "stack_examples time q"]
     stack: int = 1
 
-    def is_anywhere(self) -> Float[Tensor, " examples"]:
-        """Return a number for every example that is 0 only where the gradient is, or terms cancel."""
-        return largest(self.left).sign() * largest(self.right)
+    def is_anywhere(self) -> Bool[Tensor, " examples"]:
+        """Return for every example whether its gradient has terms other than zero."""
+        return has_terms(self.left) & has_terms(self.right)
 
     def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "..."]:
         """Return Σ w_i Σ_t l_it r_itᵀ, added to `total` if there is one (modified in place)."""
@@ -105,9 +105,9 @@ class Lookup:
     ids: Int[Tensor, "examples time"]
     values: Float[Tensor, "examples time dim"]
 
-    def is_anywhere(self) -> Float[Tensor, " examples"]:
-        """Return a number for every example that is 0 only where the gradient is, or terms cancel."""
-        return largest(self.values)
+    def is_anywhere(self) -> Bool[Tensor, " examples"]:
+        """Return for every example whether its gradient has terms other than zero."""
+        return has_terms(self.values)
 
     def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "rows dim"]:
         """Return `total`, of the table's shape, with w_i v_it added to row id_it (modified in place)."""
@@ -139,9 +139,9 @@ class Tied:
 PerSampleGradient = Dense | Product | Lookup | Tied
 
 
-def largest(values: Float[Tensor, "examples *rest"]) -> Float[Tensor, " examples"]:
-    """Return the largest size of each example's numbers."""
-    return values.detach().abs().flatten(1).amax(dim=1)
+def has_terms(values: Float[Tensor, "examples *rest"]) -> Bool[Tensor, " examples"]:
+    """Return for every example whether it has a finite number other than zero: 0·∞ is no gradient of others."""
+    return ((values != 0) & values.isfinite()).flatten(1).any(dim=1)
 
 
 def formed(left: Float[Tensor, "*rows time p"], right: Float[Tensor, "*rows time q"]) -> Float[Tensor, "*rows p q"]:

@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.book.note_sum(ctx.bias, over_time(grad))
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
-        weight = ctx.book.passing(ctx.weight).to(grad.dtype)
+        weight = ctx.weight.to(grad.dtype)
         return torch.matmul(grad, weight.t() if ctx.transposed else weight), None, None, None, None
 
 
@@ -139,7 +139,7 @@ class _LayerNorm(torch.autograd.Function):
             return (None,) * 6
         # The mask asks for the gradient of the input only.
         wanted = (True, False, False)
-        arguments = (grad.contiguous(), x, ctx.shape, mean, rstd, ctx.book.passing(ctx.weight), ctx.bias, wanted)
+        arguments = (grad.contiguous(), x, ctx.shape, mean, rstd, ctx.weight, ctx.bias, wanted)
         return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None, None
 
 
@@ -154,36 +154,10 @@ def group_norm(
     book: Book, module: nn.GroupNorm, input: Float[Tensor, "batch channels *positions"]
 ) -> Float[Tensor, "batch channels *positions"]:
     """Compute Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
-    return _GroupNorm.apply(as_autocast(input), module.weight, module.bias, module.num_groups, module.eps, book)
-
-
-class _GroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, book: Book
-    ) -> Float[Tensor, "batch channels *positions"]:
-        ctx.weight, ctx.bias, ctx.groups, ctx.book = weight, bias, groups, book
-        ctx.sizes = (x.shape[0], x.shape[1], x[0, 0].numel())  # batch, channels, positions
-        batch, channels, positions = ctx.sizes
-        output, mean, rstd = torch.native_group_norm(x.contiguous(), weight, bias, batch, channels, positions, groups, eps)
-        ctx.save_for_backward(x, mean, rstd)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Float[Tensor, "batch channels *positions"]) -> tuple[Tensor | None, ...]:
-        x, mean, rstd = ctx.saved_tensors
-        batch, channels, _ = ctx.sizes
-        if ctx.weight.requires_grad:
-            each = (tensor.repeat_interleave(channels // ctx.groups, dim=1).unsqueeze(1) for tensor in (mean, rstd))
-            terms = (tensor.reshape(batch, channels, -1).mT for tensor in (x, grad))
-            ctx.book.note_in_full(ctx.weight, normalized_sum, next(terms), *each, next(terms))
-        ctx.book.note_sum(ctx.bias, grad.reshape(batch, channels, -1).mT)
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 6
-        wanted, weight = (True, False, False), ctx.book.passing(ctx.weight)
-        arguments = (grad.contiguous(), x.contiguous(), mean, rstd, weight, *ctx.sizes, ctx.groups, wanted)
-        return torch.ops.aten.native_group_norm_backward(*arguments)[0], None, None, None, None, None
+    own = (module.weight, module.bias)
+    shape = (module.num_channels,) + (1,) * (input.ndim - 2)
+    weight, bias = (book.one_per_example(each, shape) if each.requires_grad else each.view(shape) for each in own)
+    return F.group_norm(input, module.num_groups, None, None, module.eps) * weight + bias
 
 
 def convolution(
@@ -219,7 +193,7 @@ class _Convolution(torch.autograd.Function):
         ctx.book.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
-        weight = ctx.book.passing(ctx.weight).to(grad.dtype)
+        weight = ctx.weight.to(grad.dtype)
         rest = (None, stride, padding, dilation, False, (0,) * len(stride), groups, (True, False, False))
         return torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0], None, None, None, None
 

@@ -3,7 +3,6 @@
 A use is either right, by the loop over single examples, or refused with the name of what is to blame.
 """
 
-import math
 
 import pytest
 import torch
@@ -218,41 +217,6 @@ def test_a_use_outside_of_the_module_is_refused_by_the_name_of_the_parameter(nam
     run, subject, inputs = DOUBTFUL[name]
     net = ready(Net(run, subject=subject))
     assert_refused(net, on(net, inputs), BATCH, message=f"'{naming}'")
-
-
-CLOSED = {
-    "linear": (lambda n, x: n.closed(x), nn.Linear(4, 4)),
-    "norm": (lambda n, x: n.closed(x), nn.LayerNorm(4)),
-    "group norm": (lambda n, x: n.closed(x), nn.GroupNorm(6, 6)),
-    "convolution": (lambda n, x: n.closed(x.unsqueeze(3)).squeeze(3), nn.Conv2d(6, 6, 1, groups=6)),
-}
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_examples_that_are_mixed_in_front_of_weights_of_zero_are_refused(name):
-    """As many tokens as examples, the tokens first: the gradient of the first layer is zero now, and wrong after a step."""
-    run, closed = CLOSED[name]
-
-    def tokens_first(net, x):
-        return net.last(run(net, net.first(x.transpose(0, 1))).transpose(0, 1).flatten(1))
-
-    net = ready(Net(tokens_first, first=nn.Linear(3, 4), closed=closed, last=nn.Linear(24, 2).requires_grad_(False)))
-    net.closed.requires_grad_(False)
-    nn.init.zeros_(net.closed.weight)
-    net.closed.weight.requires_grad_()
-    assert_refused(net, on(net, draw(6, 6, 3)), 6, message="in the places of others at the parameters 'first.weight'")
-
-
-def test_a_batch_that_is_not_finite_does_not_hide_that_examples_are_mixed():
-    """NaN reaches the others with the mean; the engine looks again at the next micro-batch."""
-    layer = nn.Linear(3, 2)
-    with book_keeping(layer) as clipped:
-        for bad in (math.nan, math.inf):
-            y = layer(torch.tensor([[bad, 1.0, 1.0], [1.0, 2.0, 3.0], [0.0, 1.0, 0.0]]))
-            assert not clipped.backward((y - y.mean(dim=0)).square().sum(dim=1)).isfinite().any()
-        y = layer(draw(3, 3).float())
-        with pytest.raises(ValueError, match="in the places of others"):
-            clipped.backward((y - y.mean(dim=0)).square().sum(dim=1))
 
 
 RARE = -9.0
