@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer
 from doppler_hf import trl_checks
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
-from doppler_hf.privacy.clipping.as_in_training import modes_kept
+from doppler_hf.privacy.clipping.refused_layers import modes_kept
 from doppler_hf.privacy.pair_losses import PAIR_LOSSES, collate_pairs, lengths_of_answers, log_ratios, pair_losses
 from doppler_hf.run.around import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer

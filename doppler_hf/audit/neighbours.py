@@ -31,13 +31,13 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from doppler_hf.privacy.autograd_check.as_in_training import is_random, without_coins, without_dropout
+from doppler_hf.privacy.autograd_check.plain_autograd import norm_of
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.fetching import fetch, fetch_one
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.batching.probe import Inputs
-from doppler_hf.privacy.clipping.as_in_training import is_random, without_coins, without_dropout
-from doppler_hf.privacy.clipping.plain_autograd import norm_of
 from doppler_hf.privacy.generators import fill_generators, filled_generators
 from doppler_hf.privacy.noise import Mechanism
 from doppler_hf.run.ledger_callback import PrivacyCallback

@@ -5,6 +5,7 @@
 - dense_losses: one loss per example of segmentation and of speech
 - pair_losses: one loss per pair of answers
 - clipping: per-sample gradients, clipped and summed
+- autograd_check: these gradients, held against plain autograd
 - noise: from clipped sums to a private gradient
 - accounting: the ε that this costs
 - ledger: the record of what was spent, for others to check
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from doppler_hf.privacy.accounting import default_delta, get_epsilon, get_noise_multiplier
+    from doppler_hf.privacy.autograd_check import check_per_sample_gradients
     from doppler_hf.privacy.batching import PoissonSampler
-    from doppler_hf.privacy.clipping import ClippedGradients, check_per_sample_gradients
+    from doppler_hf.privacy.clipping import ClippedGradients
     from doppler_hf.privacy.ledger import LEDGER_NAME, PrivacyLedger, PrivacyStatement
     from doppler_hf.privacy.noise import GaussianMechanism
 
@@ -29,8 +31,9 @@ __all__ = [
 
 _NAMES: Final = {
     "accounting": ("default_delta", "get_epsilon", "get_noise_multiplier"),
+    "autograd_check": ("check_per_sample_gradients",),
     "batching": ("PoissonSampler",),
-    "clipping": ("ClippedGradients", "check_per_sample_gradients"),
+    "clipping": ("ClippedGradients",),
     "ledger": ("LEDGER_NAME", "PrivacyLedger", "PrivacyStatement"),
     "noise": ("GaussianMechanism",),
 }

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
+from doppler_hf.privacy.autograd_check.as_in_training import without_coins
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.batching.sampling import OfStep
-from doppler_hf.privacy.clipping.as_in_training import without_coins
-from doppler_hf.privacy.clipping.plain_autograd import Losses
 from doppler_hf.privacy.generators import fill_generators, fill_in_worker, filled_generators
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.noise import noise_source

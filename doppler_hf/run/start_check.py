@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same
 from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins, without_dropout
+from doppler_hf.privacy.autograd_check.at_fault import refuse_changed_losses
+from doppler_hf.privacy.autograd_check.comparison import compare
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses, refuse_number_of_losses
 from doppler_hf.privacy.batching.probe import Probe
-from doppler_hf.privacy.clipping.as_in_training import moved, without_coins, without_dropout
-from doppler_hf.privacy.clipping.at_fault import refuse_changed_losses
-from doppler_hf.privacy.clipping.plain_autograd import Losses, refuse_number_of_losses
-from doppler_hf.privacy.clipping.self_check import compare
 from doppler_hf.run.unreached import reached_by
 
 # Relative, of losses and gradients: batches of one and of several are rounded differently.

@@ -4,8 +4,8 @@ from collections.abc import Set
 
 from torch import nn
 
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses, gradients_of
 from doppler_hf.privacy.batching.probe import Inputs, Probe
-from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of
 from doppler_hf.privacy.clipping.refused_layers import listed
 
 

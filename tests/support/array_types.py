@@ -31,7 +31,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.host_layers",
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.per_sample_gradient",
-    "doppler_hf.privacy.clipping.plain_autograd",
+    "doppler_hf.privacy.autograd_check.plain_autograd",
     "doppler_hf.privacy.clipping.recurrence",
     "doppler_hf.privacy.clipping.torch_layers",
     "doppler_hf.privacy.dense_losses",

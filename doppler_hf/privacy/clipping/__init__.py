@@ -11,14 +11,9 @@
 - torch_layers, attention, recurrence: rules for the layers of torch
 - host_layers, other_layers: rules for those of transformers and PEFT, and for all others
 - refused_layers: layers that mix examples
-- self_check: a comparison of the engine with plain autograd
-- plain_autograd: the gradients that it is compared with
-- at_fault: what makes an example's gradient change with the others
-- as_in_training: the model in training mode, without chance
 """
 
 from doppler_hf.privacy.clipping.clip_factors import Clipping
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine, Granularity
-from doppler_hf.privacy.clipping.self_check import check_per_sample_gradients
 
-__all__ = ["ClippedGradients", "Clipping", "Engine", "Granularity", "check_per_sample_gradients"]
+__all__ = ["ClippedGradients", "Clipping", "Engine", "Granularity"]

@@ -70,6 +70,17 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
             parameters[key] = before[name]
 
 
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
+    """Give every module its mode back after the block, which gets them: whether each was in training."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        yield training
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+
+
 _OTHER_ADAPTERS: Final = "Train adapters of another kind, such as LoRA"
 _TIED_TOKENS: Final = "Leave trainable_token_indices out, and add the embeddings to LoRA's target_modules"
 

@@ -3,7 +3,6 @@
 A use is either right, by the loop over single examples, or refused with the name of what is to blame.
 """
 
-
 import pytest
 import torch
 from torch import nn

@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.clipping.other_layers import has_rows
-from doppler_hf.privacy.clipping.plain_autograd import Losses
 
 Inputs = Mapping[str, Any]
 

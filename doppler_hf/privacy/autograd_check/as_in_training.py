@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from doppler_hf.privacy.clipping.refused_layers import modes_kept
 from doppler_hf.shards import part_here
 
 # dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.
@@ -45,17 +46,6 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             # Checkpointing reads the flag of the block that it wraps, dropout its own.
             module.training = was_training and bool(vars(module).get("gradient_checkpointing"))
         yield
-
-
-@contextlib.contextmanager
-def modes_kept(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
-    """Give every module its mode back after the block, which gets them: whether each was in training."""
-    training = {module: module.training for module in model.modules()}
-    try:
-        yield training
-    finally:
-        for module, was_training in training.items():
-            module.training = was_training
 
 
 def owners_of_options(model: nn.Module) -> list[Any]:

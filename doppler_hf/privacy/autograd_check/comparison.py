@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.as_in_training import moved, without_coins
-from doppler_hf.privacy.clipping.at_fault import refuse_changed_losses, why_gradients_change
+from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins
+from doppler_hf.privacy.autograd_check.at_fault import refuse_changed_losses, why_gradients_change
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses, gradients_of, norm_of, refuse_number_of_losses
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
 from doppler_hf.privacy.clipping.per_sample_gradient import NormRule
-from doppler_hf.privacy.clipping.plain_autograd import Losses, gradients_of, norm_of, refuse_number_of_losses
 
 # The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
 # gradients, such as that of the bias of attention's keys, consist of rounding only.

@@ -1,0 +1,11 @@
+"""The engine of per-sample gradients, held against plain autograd on a few examples.
+
+- comparison: gradients of a batch against those of its examples alone
+- plain_autograd: the gradients that it is compared with
+- at_fault: what makes an example's gradient change with the others
+- as_in_training: the model in training mode, without chance
+"""
+
+from doppler_hf.privacy.autograd_check.comparison import check_per_sample_gradients
+
+__all__ = ["check_per_sample_gradients"]
