@@ -19,6 +19,7 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
     combined,
     formed,
     is_formed,
+    squares_in_full,
     summed,
 )
 
@@ -26,6 +27,8 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
 OfRows = Callable[..., Float[Tensor, "rows ..."]]
 # On an accelerator, tensors with fewer numbers are stacked with those of other layers, so that there are fewer kernels.
 STACKED = 2**20
+# Gradients in full with fewer numbers have one norm and one sum together.
+SMALL = 2**18
 
 
 class Book:
@@ -115,7 +118,9 @@ class Book:
         # Sensitivity: the rows are added up before anything is clipped, so that an example is one vector of norm C at most,
         # however many rows it has.
         rows = in_float32(gradient).reshape(self.num_examples, -1, parameter.numel())
-        self.note(parameter, Dense(rows[:, 0] if rows.shape[1] == 1 else rows.sum(dim=1)))
+        values = rows[:, 0] if rows.shape[1] == 1 else rows.sum(dim=1)
+        # Large ones now, while they are in the cache; of small ones there is one norm together.
+        self.note(parameter, Dense(values, squares_in_full(values) if values.numel() >= SMALL else None))
 
     def note_in_full(self, parameter: Tensor, function: OfRows, *tensors: Shaped[Tensor, "rows ..."]) -> None:
         """Note the gradient of each row in full, as a function of tensors."""

@@ -275,7 +275,7 @@ class ClippedGradients:
         else:
             found = {(name,): gradient for name, gradient in gradients.items()}
         gradients.clear()
-        squares = Squares()
+        squares = Squares(on_accelerator=self.on_accelerator)
         for names, gradient in found.items():
             squares.add(group_of[names[0]], gradient)
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}

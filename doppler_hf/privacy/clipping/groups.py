@@ -4,11 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from doppler_hf.privacy.clipping.book import STACKED
+from doppler_hf.privacy.clipping.book import SMALL, STACKED
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, PerSampleGradient, Product
-
-# Gradients in full with fewer numbers have one norm and one sum together.
-SMALL = 2**18
 
 Names = tuple[str, ...]
 

@@ -19,19 +19,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, Tied
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, Tied, squares_in_full
 
 GUARD: Final = 2.0
 # Gram matrices of so many numbers are compared with each other in one go.
 AT_ONCE: Final = 2**20
-# Numbers whose squares are added up at a time: millions in one go lose up to 0.3 % in float32 on a CPU.
-RUN: Final = 256
+# Of longer Gram matrices, which are symmetric, only the blocks of so many rows on and below the diagonal are computed.
+BLOCK: Final = 64
 
 
 class Squares:
     """Adds up squared norms by group of parameters, each of which is clipped on its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_accelerator: bool) -> None:
+        self._on_accelerator = on_accelerator
         self._found: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
         # By length and stack: pairs of Gram matrices whose squares are still to be found.
         self._pairs: dict[torch.Size, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
@@ -41,12 +42,13 @@ class Squares:
     def add(self, group: str, gradient: PerSampleGradient) -> None:
         """Add ‖g_i‖² of one gradient."""
         if isinstance(gradient, Dense):
-            self._found[group].append(squares_in_full(gradient.values))
+            self._found[group].append(squares_in_full(gradient.values) if gradient.squares is None else gradient.squares)
         if isinstance(gradient, Product):
             self._add_pair(group, *map(self._gram_of, (gradient.left, gradient.right)), stack=gradient.stack)
         if isinstance(gradient, Lookup):
-            same = (gradient.ids.unsqueeze(2) == gradient.ids.unsqueeze(1)).to(in_float32(gradient.values[:0]).dtype)
-            self._add_pair(group, self._gram_of(gradient.values), same)
+            gram = self._gram_of(gradient.values)
+            ids = torch.nn.functional.pad(gradient.ids, (0, gram.shape[1] - gradient.ids.shape[1]))
+            self._add_pair(group, gram, (ids.unsqueeze(2) == ids.unsqueeze(1)).to(gram.dtype))
         if isinstance(gradient, Tied):
             product, lookup = gradient.product, gradient.lookup
             self.add(group, product)
@@ -74,7 +76,13 @@ class Squares:
         groups, lefts, rights = zip(*pairs, strict=True)
         left, right = (each[0] if len(each) == 1 else torch.cat(each) for each in (lefts, rights))
         sizes = (left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)).sqrt_().sum(dim=1)
-        squares = torch.addcmul(dot(left, right), sizes, sizes, value=GUARD * torch.finfo(left.dtype).eps)
+        squares = dot(left, right)
+        if not self._on_accelerator and left.shape[1] > BLOCK:
+            on_diagonal = (
+                gram.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).diagonal(dim1=1, dim2=3) for gram in (left, right)
+            )
+            squares = 2 * squares - dot(*on_diagonal)
+        squares = torch.addcmul(squares, sizes, sizes, value=GUARD * torch.finfo(left.dtype).eps)
         if stack > 1:
             self._found[groups[0]].append(squares.view(stack, -1).sum(dim=0))
             return
@@ -86,22 +94,21 @@ class Squares:
         for known, _, gram in self._recent:
             if known == place:
                 return gram
-        rows = in_float32(factor)
-        gram = torch.bmm(rows, rows.mT)
+        gram = self._gram(in_float32(factor))
         self._recent = [*self._recent[-2:], (place, factor, gram)]
+        return gram
+
+    def _gram(self, rows: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows times times"]:
+        if self._on_accelerator or rows.shape[1] <= BLOCK:
+            return torch.bmm(rows, rows.mT)
+        ends = range(BLOCK, rows.shape[1] + BLOCK, BLOCK)
+        gram = rows.new_zeros(len(rows), ends[-1], ends[-1])
+        for end in ends:
+            block = rows[:, end - BLOCK : end]
+            gram[:, end - BLOCK : end][:, : block.shape[1], : min(end, rows.shape[1])] = torch.bmm(block, rows[:, :end].mT)
         return gram
 
 
 def dot(first: Float[Tensor, "rows m n"], second: Float[Tensor, "rows m n"]) -> Float[Tensor, " rows"]:
     """Return Σ first ∘ second of every row: pairwise, as `sum` adds; a product of vectors loses up to 100 times more."""
     return (first * second).flatten(1).sum(dim=1)
-
-
-def squares_in_full(values: Float[Tensor, "examples n"]) -> Float[Tensor, " examples"]:
-    """Return the sum of each example's squared numbers."""
-    values = in_float32(values)
-    whole = values.shape[1] // RUN * RUN
-    if whole < RUN * RUN:
-        return torch.linalg.vector_norm(values, dim=1).square()
-    runs = torch.linalg.vector_norm(values[:, :whole].unflatten(1, (-1, RUN)), dim=2).square().sum(dim=1)
-    return runs if whole == values.shape[1] else runs + torch.linalg.vector_norm(values[:, whole:], dim=1).square()
