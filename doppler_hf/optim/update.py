@@ -28,7 +28,7 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
         v.mul_(constants.beta2).addcmul_(g, g, value=1 - constants.beta2)
         if v is not tensors.exp_avg_sq:
             store(tensors.exp_avg_sq, v, entropy=g)
-        # Not the root itself, which takes twice as long on a CPU.
+        # Not the root itself, which takes half as long again on a CPU.
         reciprocal = v.sub(constants.noise_var).clamp_(min=constants.floor).rsqrt_()
         subtract(x, m, reciprocal, factor=constants.step_size)
     if x is not tensors.weight:
