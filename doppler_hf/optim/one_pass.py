@@ -1,24 +1,25 @@
 """One step of many tensors, at the speed of memory.
 
 Compiled, a step is one pass over the numbers. Uncompiled it is a dozen, so a tensor is taken in slices that stay in the
-cache. What is computed is the caller's, a function of `ParameterTensors` and `StepConstants`.
+cache, and small tensors are joined. What is computed is the caller's, a function of `ParameterTensors` and `StepConstants`.
 """
 
-import functools
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from typing import Final
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-CPU_SLICE: Final = 2**17  # elements: a slice of gradient, weight, states and temporaries fits into second-level caches
-TENSORS_AT_A_TIME: Final = 16  # a call into compiled code costs 0.2 ms, as a pass over a million elements
-SMALLEST_COMPILED: Final = 16  # sizes of 0 and 1 would be constants of a compiled program
+CPU_SLICE: Final = 9 * 2**15  # elements: half a 768 × 768 matrix; gradient, weight, states, temporaries fit into caches
+DEVICE_SLICE: Final = 2**24  # of an accelerator, for the memory of temporaries
+SMALL: Final = 2**16  # elements below which a tensor's calls cost more than copying it
+TENSORS_AT_A_TIME: Final = 16  # a call into compiled code costs some 0.5 ms, as a pass over a million elements
+FILLER_SIZE: Final = 16  # sizes of 0 and 1 would be constants of a compiled program
 TYPICAL_SIZE: Final = 2**17
 MOST_PROGRAMS: Final = 256  # for each filter, base, dtype and device of a process; torch's limit of 8 is an error
 
@@ -34,32 +35,37 @@ class ParameterTensors:
     products: Float64[Tensor, " taps"] | None = None
 
     @property
-    def is_contiguous(self) -> bool:
-        """Whether all of them are."""
-        several = [self.weight, self.grad, *self.filter_states, *([] if self.exp_avg_sq is None else [self.exp_avg_sq])]
-        return all(tensor.is_contiguous() for tensor in several)
+    def of_shape(self) -> list[Float[Tensor, "*shape"]]:
+        """All of them that have the parameter's shape, the gradient first."""
+        return [self.grad, self.weight, *self.filter_states, *([] if self.exp_avg_sq is None else [self.exp_avg_sq])]
 
     @property
-    def flat(self) -> "ParameterTensors":
-        """The same in one dimension; what is not contiguous has no such view."""
-        return self.each(lambda tensor: tensor.view(-1))
+    def flat(self) -> "ParameterTensors | None":
+        """The same in one dimension; None where one is not contiguous and has no such view."""
+        tensors = self.of_shape
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return None
+        return self.replaced([tensor if tensor.ndim == 1 else tensor.view(-1) for tensor in tensors])
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "ParameterTensors":
-        """Return the same of every tensor's image."""
-        v, states = self.exp_avg_sq, [change(state) for state in self.filter_states]
-        return ParameterTensors(
-            change(self.weight), change(self.grad), states, None if v is None else change(v), self.products
-        )
+    def replaced(self, of_shape: Sequence[Tensor]) -> "ParameterTensors":
+        """Return the same of other tensors, in the order of `of_shape`."""
+        grad, weight, *states = of_shape
+        v = None if self.exp_avg_sq is None else states.pop()
+        return ParameterTensors(weight, grad, states, v, self.products)
 
     def slices(self) -> Iterator["ParameterTensors"]:
-        """Yield parts that fit into the cache together; on an accelerator, or not contiguous, the whole."""
-        if not self.is_contiguous:
+        """Yield parts that fit into the cache together; not contiguous, the whole."""
+        flat, size = self.flat, slice_size(self.weight)
+        if flat is None:
             yield self
             return
-        flat, numel = self.flat, self.weight.numel()
-        size = CPU_SLICE if self.weight.device.type == "cpu" else max(numel, 1)
-        for start in range(0, numel, size):
-            yield flat.each(operator.itemgetter(slice(start, start + size)))
+        for start in range(0, self.weight.numel(), size):
+            yield flat.replaced([tensor[start : start + size] for tensor in flat.of_shape])
+
+
+def slice_size(like: Tensor) -> int:
+    """Return the number of elements that are updated at a time without a compiler."""
+    return CPU_SLICE if like.device.type == "cpu" else DEVICE_SLICE
 
 
 @dataclass(frozen=True)
@@ -99,20 +105,34 @@ class OnePass:
 
     def __call__(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
         """Make one step for each (modified in place)."""
-        rest = self._run_compiled(batch, constants) if self._is_compiled else batch
-        for part in chain.from_iterable(tensors.slices() for tensors in rest):
-            self._update(part, constants)
-
-    def _run_compiled(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> Sequence[ParameterTensors]:
-        """Make the compiled steps, and return the tensors that are left."""
-        kinds: dict[Kind, list[ParameterTensors]] = {}
+        small: dict[Kind, list[ParameterTensors]] = {}
+        large: dict[Kind, list[ParameterTensors]] = {}
         rest = []
         for tensors in batch:
-            if tensors.weight.numel() < SMALLEST_COMPILED or not tensors.is_contiguous:
-                rest.append(tensors)
+            weight = tensors.weight
+            kind = (constants.advance, weight.dtype, tensors.grad.dtype, weight.device)
+            if weight.numel() < SMALL and tensors.products is None:
+                small.setdefault(kind, []).append(tensors)
+            elif self._is_compiled and (flat := tensors.flat):
+                large.setdefault(kind, []).append(flat)
             else:
-                kind = (constants.advance, tensors.weight.dtype, tensors.grad.dtype, tensors.weight.device)
-                kinds.setdefault(kind, []).append(tensors.flat)
+                rest.append(tensors)
+        if large and not self._run_compiled(large, constants):
+            rest += chain.from_iterable(large.values())
+        for part in chain.from_iterable(tensors.slices() for tensors in rest):
+            self._update(part, constants)
+        for piece in chain.from_iterable(map(_pieces, small.values())):
+            self._update_joined(piece, constants)
+
+    def _update_joined(self, piece: Sequence[ParameterTensors], constants: StepConstants) -> None:
+        columns = list(zip(*(tensors.of_shape for tensors in piece), strict=True))
+        joined = piece[0].replaced([_flatten_dense_tensors(column) for column in columns])
+        self._update(joined, constants)
+        for column, whole in zip(columns[1:], joined.of_shape[1:], strict=True):  # all but the gradients
+            torch._foreach_copy_(column, _unflatten_dense_tensors(whole, column))
+
+    def _run_compiled(self, kinds: dict[Kind, list[ParameterTensors]], constants: StepConstants) -> bool:
+        """Make the compiled steps, or none and return False if there is no compiler."""
         for kind, some in kinds.items():  # all of them before any is run
             try:
                 if kind not in self._programs:
@@ -124,10 +144,18 @@ class OnePass:
                     "about three times as slow. Install a C++ compiler, or pass compiled=False to say nothing.",
                     stacklevel=2,
                 )
-                return batch
+                return False
         for kind, some in kinds.items():
             self._programs[kind](some, constants)
-        return rest
+        return True
+
+
+def _pieces(small: Sequence[ParameterTensors]) -> Iterator[list[ParameterTensors]]:
+    """Yield runs of small tensors that are updated as one."""
+    ends = accumulate(tensors.weight.numel() for tensors in small)
+    size = slice_size(small[0].weight)
+    for _, piece in groupby(zip(ends, small, strict=True), key=lambda pair: pair[0] // size):
+        yield [tensors for _, tensors in piece]
 
 
 class Program:
@@ -139,8 +167,8 @@ class Program:
         # The program is made with sizes that are all different, as it would expect that equal ones stay equal, and large
         # enough for threads to be worth their while.
         sizes = [TYPICAL_SIZE + index for index in range(TENSORS_AT_A_TIME)]
-        self._run([example.each(functools.partial(_zeros, size)) for size in sizes], _as_tensors(constants, example))
-        self._fillers = [example.each(functools.partial(_zeros, SMALLEST_COMPILED)) for _ in range(TENSORS_AT_A_TIME)]
+        self._run([_zeros(size, example) for size in sizes], _as_tensors(constants, example))
+        self._fillers = [_zeros(FILLER_SIZE, example) for _ in range(TENSORS_AT_A_TIME)]
 
     def __call__(self, batch: Sequence[ParameterTensors], constants: StepConstants) -> None:
         """Make one step for each (modified in place)."""
@@ -163,5 +191,5 @@ def _update_all(update: Update, batch: Sequence[ParameterTensors], constants: St
         update(tensors, constants)
 
 
-def _zeros(size: int, like: Tensor) -> Tensor:
-    return torch.zeros(size, dtype=like.dtype, device=like.device)
+def _zeros(size: int, like: ParameterTensors) -> ParameterTensors:
+    return like.replaced([tensor.new_zeros(size) for tensor in like.of_shape])

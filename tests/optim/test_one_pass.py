@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch._inductor.exc
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer, one_pass
@@ -70,6 +71,7 @@ def report(path):
     """What the tests below look at, made in a process of its own: shapes checked at run time would be compiled along."""
     torch.set_num_threads(1)  # as here: bases are sums, whose order the number of threads decides
     one_pass.TENSORS_AT_A_TIME = 3  # for the time that compiling takes
+    one_pass.SMALL = 16
     torch._dynamo.config.recompile_limit = 1  # in the place of 8, of which it would take long to make one more
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -114,6 +116,7 @@ def test_a_compiler_that_fails_on_the_second_dtype_steps_nothing_twice(monkeypat
                 self.function(tensors, constants)
 
     monkeypatch.setattr(one_pass, "Program", FailsOnHalf)
+    monkeypatch.setattr(one_pass, "SMALL", 16)
     with pytest.warns(UserWarning, match="no working compiler"):
         weights, _ = trajectory([torch.float32, torch.bfloat16], compiled=True)
     expected, _ = trajectory([torch.float32, torch.bfloat16], compiled=False)
@@ -122,10 +125,11 @@ def test_a_compiler_that_fails_on_the_second_dtype_steps_nothing_twice(monkeypat
 
 
 @pytest.mark.parametrize(("name", "dtypes", "base"), pairwise(PAPER_FILTERS, DTYPES, BASES), ids=str)
-def test_slices_equal_whole_tensors(name, dtypes, base, monkeypatch):
+def test_slices_and_joined_small_tensors_equal_whole_ones(name, dtypes, base, monkeypatch):
     dtype, state_dtype = dtypes
     options = {"base": base, "low_pass_filter": PAPER_FILTERS[name], "state_dtype": state_dtype, "compiled": False}
     monkeypatch.setattr("tests.optim.test_one_pass.SHAPES", [(0,), (), (64,), (65,), (150,), (5, 27), (9, 40)])
+    monkeypatch.setattr(one_pass, "SMALL", 0)
     whole = trajectory([dtype], **options)
     # As CPU_SLICE, a multiple of what any processor's registers hold: a number meets the same instructions in a slice as in
     # the whole, whose last few are done one by one.
@@ -134,6 +138,29 @@ def test_slices_equal_whole_tensors(name, dtypes, base, monkeypatch):
     for some, expected in zip([*sliced[0], sliced[1]], [*whole[0], whole[1]], strict=True):
         for one, other in zip(some, expected, strict=True):
             assert torch.equal(one, other)
+    monkeypatch.setattr(one_pass, "SMALL", 140)  # in runs of fewer than 2 · 64, and one tensor alone
+    assert_same_but_for_rounding(trajectory([dtype], **options), whole)
+
+
+def test_many_small_tensors_take_as_many_kernels_as_few():
+    class Kernels(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += not func.is_view
+            return func(*args, **kwargs or {})
+
+    def kernels_of_a_step(number):
+        params = [torch.nn.Parameter(torch.ones(4, 5)) for _ in range(number)]
+        optimizer = DopplerOptimizer(params, 0.1, low_pass_filter=PAPER_FILTERS["second-order"], base="adam_bc")
+        for p in params:
+            p.grad = torch.ones(4, 5)
+        optimizer.step()
+        with Kernels() as kernels:
+            optimizer.step()
+        return kernels.count
+
+    assert kernels_of_a_step(30) == kernels_of_a_step(2) < 30
 
 
 @pytest.mark.parametrize(("compiled", "threshold", "compiles_right", "expected"), [
