@@ -13,7 +13,6 @@ from typing import Final
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 CPU_SLICE: Final = 9 * 2**15  # elements: half a 768 × 768 matrix; gradient, weight, states, temporaries fit into caches
 DEVICE_SLICE: Final = 2**24  # of an accelerator, for the memory of temporaries
@@ -126,10 +125,11 @@ class OnePass:
 
     def _update_joined(self, piece: Sequence[ParameterTensors], constants: StepConstants) -> None:
         columns = list(zip(*(tensors.of_shape for tensors in piece), strict=True))
-        joined = piece[0].replaced([_flatten_dense_tensors(column) for column in columns])
+        joined = piece[0].replaced([torch.cat([tensor.reshape(-1) for tensor in column]) for column in columns])
         self._update(joined, constants)
         for column, whole in zip(columns[1:], joined.of_shape[1:], strict=True):  # all but the gradients
-            torch._foreach_copy_(column, _unflatten_dense_tensors(whole, column))
+            parts = whole.split([tensor.numel() for tensor in column])
+            torch._foreach_copy_(column, [part.view(tensor.shape) for part, tensor in zip(parts, column, strict=True)])
 
     def _run_compiled(self, kinds: dict[Kind, list[ParameterTensors]], constants: StepConstants) -> bool:
         """Make the compiled steps, or none and return False if there is no compiler."""
