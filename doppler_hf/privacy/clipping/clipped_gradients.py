@@ -195,7 +195,7 @@ class ClippedGradients:
             return losses.detach()
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
-            gradients = self._engine.per_sample_gradients(losses, views=views)
+            gradients = self._engine.per_sample_gradients(losses, self.parameters, views=views)
             return self._add_clipped(gradients, weights)
 
     def drop(self, losses: Float[Tensor, " rows"]) -> None:
@@ -205,7 +205,7 @@ class ClippedGradients:
         """
         assert self._engine is not None
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
-            self._engine.per_sample_gradients(losses)
+            self._engine.per_sample_gradients(losses, self.parameters)
         if (shared := self._sharded_sums) is not None:
             shared.add_up(lambda name: None, names=(), sums=self._sums)
 

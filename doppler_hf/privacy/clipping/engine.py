@@ -102,8 +102,10 @@ class BookKeepingEngine:
         self._book.clear()
         self._cleanup.close()
 
-    def per_sample_gradients(self, losses: Float[Tensor, " rows"], *, views: int = 1) -> dict[str, PerSampleGradient]:
-        """Back-propagate `losses` and return each example's gradient."""
+    def per_sample_gradients(
+        self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, views: int = 1
+    ) -> dict[str, PerSampleGradient]:
+        """Back-propagate `losses` and return each example's gradient of the trained parameters."""
         book = self._book
         if self._num_inputs != len(losses) * self._rows_per_loss:
             # Not their numbers: the size of a draw is private, and messages end in logs.
@@ -112,8 +114,7 @@ class BookKeepingEngine:
                 + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
                 + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
             )
-        named = self._model.named_parameters()
-        trainable = {name: gathered(parameter) for name, parameter in named if parameter.requires_grad}
+        trainable = {name: gathered(parameter) for name, parameter in parameters.items()}
         try:
             # Sensitivity: a layer that is called with some examples alone, such as an expert of a rare token, may have as
             # many rows as there are examples by chance.
