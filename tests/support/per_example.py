@@ -17,9 +17,11 @@ CLIPPINGS = ["vanilla", "automatic"]
 GRANULARITIES = ["flat", "per_layer"]
 
 
-def book_keeping(model, **options):
+def book_keeping(model, *, on_accelerator=False, **options):
     """Return the context of the engine under test."""
-    return ClippedGradients(model, engine="book_keeping", **options)
+    clipped = ClippedGradients(model, engine="book_keeping", **options)
+    clipped.on_accelerator = on_accelerator
+    return clipped
 
 
 def trainable(model):

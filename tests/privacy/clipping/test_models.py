@@ -66,12 +66,12 @@ def test_norms_and_sums_equal_a_loop_over_single_examples(name, attention, check
 
 
 @pytest.mark.parametrize(
-    ("name", "clipping", "granularity", "norm_rule"),
-    pairwise(MODELS, CLIPPINGS, GRANULARITIES, NORM_RULES),
+    ("name", "clipping", "granularity", "norm_rule", "on_accelerator"),
+    pairwise(MODELS, CLIPPINGS, GRANULARITIES, NORM_RULES, [False, True]),
 )
-def test_every_clipping(name, clipping, granularity, norm_rule):
+def test_every_clipping(name, clipping, granularity, norm_rule, on_accelerator):
     model = build(name)
-    options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule)
+    options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule, on_accelerator=on_accelerator)
     assert_matches(model, on_batch(model), reference(name), **options)
 
 
@@ -93,17 +93,20 @@ def test_dropout_beside_a_position_bias_is_the_same_with_checkpointing(checkpoin
 
 
 @pytest.mark.parametrize(
-    ("name", "parts", "checkpointing"),
+    ("name", "parts", "checkpointing", "on_accelerator"),
     further(
         pairwise(
-            ["bert", "gpt2-lm", "t5-lm", "vit", "vit-lora", "llama-dora"], [(BATCH,), (4, 2), (1,) * BATCH], CHECKPOINTING
+            ["bert", "gpt2-lm", "t5-lm", "vit", "vit-lora", "llama-dora"],
+            [(BATCH,), (4, 2), (1,) * BATCH],
+            CHECKPOINTING,
+            [False, True],
         )
     ),
 )
-def test_cutting_a_batch_changes_nothing(name, parts, checkpointing):
+def test_cutting_a_batch_changes_nothing(name, parts, checkpointing, on_accelerator):
     model = build(name, checkpointing=checkpointing)
     losses, max_grad_norm = on_batch(model), median_norm(reference(name))
-    with book_keeping(model, max_grad_norm=max_grad_norm) as clipped:
+    with book_keeping(model, max_grad_norm=max_grad_norm, on_accelerator=on_accelerator) as clipped:
         for index in torch.arange(BATCH).split(parts):
             clipped.backward(losses(index))
         assert_same_sums(clipped.sums, clip_and_sum(reference(name), max_grad_norm=max_grad_norm))
