@@ -11,7 +11,7 @@ import torch
 
 from doppler_hf.privacy import ClippedGradients
 
-TOLERANCE = dict(atol=1e-9, rtol=1e-9)
+TOLERANCE = dict(atol=1e-10, rtol=1e-10)
 NORM_RULES = ["auto", "ghost", "direct"]
 CLIPPINGS = ["vanilla", "automatic"]
 GRANULARITIES = ["flat", "per_layer"]
