@@ -7,10 +7,11 @@ al. 2022, https://arxiv.org/abs/2110.05679) is
 
 where of a look-up R_st is 1 if both places have the same row, and else 0. Its terms may cancel, and rounding of the Gram
 matrices in float32 could then leave a norm too small, so that its example contributed more than C. Each such square is
-therefore raised by GUARD·eps·(Σ_t ‖l_t‖‖r_t‖)², and every norm by a thousandth. Both constants are measured, not proven:
-see `recipes/results/rounding.md`.
+therefore raised by eps·(GUARD·S² + TERMS·A) with S = Σ_t ‖l_t‖‖r_t‖ and A = Σ_st |L_st R_st|, and every norm by a
+thousandth. These constants are measured, not proven: see `recipes/results/rounding.md`.
 """
 
+import itertools
 from collections import defaultdict
 from typing import Final
 
@@ -22,6 +23,11 @@ from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, Tied, squares_in_full
 
 GUARD: Final = 2.0
+TERMS: Final = 128.0
+# A large product hides the small ones that are added to it one by one: no more than so many.
+TILE: Final = 1024
+# Squares below float32's range are lost, and the other factor may be large.
+VANISHED: Final = 1e-25
 # Gram matrices of so many numbers are compared with each other in one go.
 AT_ONCE: Final = 2**20
 # Of longer Gram matrices, which are symmetric, only the blocks of so many rows on and below the diagonal are computed.
@@ -34,8 +40,8 @@ class Squares:
     def __init__(self, *, on_accelerator: bool) -> None:
         self._on_accelerator = on_accelerator
         self._found: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
-        # By length and stack: pairs of Gram matrices whose squares are still to be found.
-        self._pairs: dict[torch.Size, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
+        # By length: pairs of Gram matrices, one for each group, whose squares are still to be found.
+        self._pairs: dict[int, list[tuple[list[str], Tensor, Tensor]]] = defaultdict(list)
         # Query, key and value read the same input. Each factor is kept, so that no other one can get its address.
         self._recent: list[tuple[object, Tensor, Tensor]] = []
 
@@ -59,34 +65,28 @@ class Squares:
 
     def totals(self) -> dict[str, Float[Tensor, " examples"]]:
         """Return the sums; not finite where the range of the dtype is too small."""
-        for shape in tuple(self._pairs):
-            self._compare(self._pairs.pop(shape))
+        for time in tuple(self._pairs):
+            self._compare(self._pairs.pop(time))
         return {group: torch.stack(found).sum(dim=0).clamp(min=0.0) for group, found in self._found.items()}
 
     def _add_pair(self, group: str, left: Tensor, right: Tensor, *, stack: int = 1) -> None:
-        if stack > 1:
-            self._compare([(group, left, right)], stack=stack)
-            return
-        pairs = self._pairs[left.shape]
-        pairs.append((group, left, right))
-        if len(pairs) * left.numel() >= AT_ONCE:
-            self._compare(self._pairs.pop(left.shape))
+        pairs = self._pairs[left.shape[1]]
+        pairs.append(([group] * stack, left, right))
+        if sum(gram.numel() for _, gram, _ in pairs) >= AT_ONCE:
+            self._compare(self._pairs.pop(left.shape[1]))
 
-    def _compare(self, pairs: list[tuple[str, Tensor, Tensor]], *, stack: int = 1) -> None:
+    def _compare(self, pairs: list[tuple[list[str], Tensor, Tensor]]) -> None:
         groups, lefts, rights = zip(*pairs, strict=True)
         left, right = (each[0] if len(each) == 1 else torch.cat(each) for each in (lefts, rights))
-        sizes = (left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)).sqrt_().sum(dim=1)
+        of_left, of_right = (gram.diagonal(dim1=1, dim2=2) + VANISHED for gram in (left, right))
+        sizes = (of_left * of_right).sqrt_().sum(dim=1)
         squares = dot(left, right)
-        if not self._on_accelerator and left.shape[1] > BLOCK:
-            on_diagonal = (
-                gram.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).diagonal(dim1=1, dim2=3) for gram in (left, right)
-            )
-            squares = 2 * squares - dot(*on_diagonal)
+        if self._is_halved(left.shape[1]):
+            blocks = (gram.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)) for gram in (left, right))
+            squares = 2 * squares - dot(*(of_gram.diagonal(dim1=1, dim2=3) for of_gram in blocks))
         squares = torch.addcmul(squares, sizes, sizes, value=GUARD * torch.finfo(left.dtype).eps)
-        if stack > 1:
-            self._found[groups[0]].append(squares.view(stack, -1).sum(dim=0))
-            return
-        for group, found in zip(groups, squares.view(len(groups), -1), strict=True):
+        owners = list(itertools.chain.from_iterable(groups))
+        for group, found in zip(owners, squares.view(len(owners), -1), strict=True):
             self._found[group].append(found)
 
     def _gram_of(self, factor: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows time time"]:
@@ -98,17 +98,29 @@ class Squares:
         self._recent = [*self._recent[-2:], (place, factor, gram)]
         return gram
 
+    def _is_halved(self, time: int) -> bool:
+        return not self._on_accelerator and time > BLOCK
+
     def _gram(self, rows: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows times times"]:
-        if self._on_accelerator or rows.shape[1] <= BLOCK:
+        """Return the inner products of each row's places, added up by halves of `dim` down to TILE."""
+        if rows.shape[2] > TILE:
+            first, second = rows.chunk(2, dim=2)
+            return self._gram(first).add_(self._gram(second))
+        time = rows.shape[1]
+        if not self._is_halved(time):
             return torch.bmm(rows, rows.mT)
-        ends = range(BLOCK, rows.shape[1] + BLOCK, BLOCK)
+        ends = range(BLOCK, time + BLOCK, BLOCK)
         gram = rows.new_zeros(len(rows), ends[-1], ends[-1])
         for end in ends:
-            block = rows[:, end - BLOCK : end]
-            gram[:, end - BLOCK : end][:, : block.shape[1], : min(end, rows.shape[1])] = torch.bmm(block, rows[:, :end].mT)
+            gram[:, end - BLOCK : min(end, time), : min(end, time)] = torch.bmm(rows[:, end - BLOCK : end], rows[:, :end].mT)
         return gram
 
 
-def dot(first: Float[Tensor, "rows m n"], second: Float[Tensor, "rows m n"]) -> Float[Tensor, " rows"]:
-    """Return Σ first ∘ second of every row: pairwise, as `sum` adds; a product of vectors loses up to 100 times more."""
-    return (first * second).flatten(1).sum(dim=1)
+def dot(first: Float[Tensor, "rows m *n"], second: Float[Tensor, "rows m *n"]) -> Float[Tensor, " rows"]:
+    """Return Σ first ∘ second of every row, raised by TERMS·eps of its terms' sizes.
+
+    Added pairwise, as `sum` does; a product of vectors loses up to 100 times more.
+    """
+    terms = (first * second).flatten(1)
+    sizes = torch.linalg.vector_norm(terms, ord=1, dim=1)
+    return torch.add(terms.sum(dim=1), sizes, alpha=TERMS * torch.finfo(terms.dtype).eps)
