@@ -6,19 +6,19 @@ import math
 
 import pytest
 
-from scripts.bench import contributions, engine, estimates, large_data, noise, optimizer, processes, small_networks
+from scripts.bench import engine, estimates, large_data, noise, optimizer, processes, rounding, small_networks
 
 SIZES = ["--layers=2", "--hidden=16", "--vocabulary=50", "--length=8", "--batch_size=2", "--steps=2", "--lora_r=2"]
 TINY = ["--scale=tiny", "--pairs=2", "--threads=1"]
 # Module → command line, the flag of the file, and how many lines.
 RUNS = {
-    contributions: (["--vocabularies=50,99999", "--lengths=8", "--hidden=32", "--most_logits=1e4"], "output", 2),
     engine: ([*TINY, "--works=vit-full", "--engines=book_keeping", "--norm_rule=ghost"], "output", 1),
     estimates: (["--points=tiny", "--steps=1"], "results", 1),
     large_data: (["--works=draw,draw units", "--rows=500", "--batch_size=20", "--steps=2"], "results", 2),
     noise: (["--count=70000", "--pairs=2", "--threads=1", "--tensors=3"], "results", len(noise.WAYS)),
     optimizer: ([*TINY, "--works=galore,adaptive,weights"], "output", 5),
     processes: (SIZES, "results", 1),
+    rounding: (["--scale=tiny", "--groups=keys,layers", "--lengths=8", "--seeds=1"], "output", 3 + 2 * 42),
     small_networks: (["--steps=2", "--pairs=1", "--batch_size=20"], "output", 1),
 }
 

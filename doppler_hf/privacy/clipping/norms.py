@@ -7,8 +7,8 @@ al. 2022, https://arxiv.org/abs/2110.05679) is
 
 where of a look-up R_st is 1 if both places have the same row, and else 0. Its terms may cancel, and rounding of the Gram
 matrices in float32 could then leave a norm too small, so that its example contributed more than C. Each such square is
-therefore raised by GUARD·eps·(Σ_t ‖l_t‖‖r_t‖)², and every norm by a thousandth. Both constants are measured, not proven:
-see `recipes/results/rounding.md`.
+therefore raised by eps·(GUARD·S² + TERMS·A) with S = Σ_t ‖l_t‖‖r_t‖ and A = Σ_st |L_st R_st|, and every norm by a
+thousandth. These constants are measured, not proven: see `recipes/results/rounding.md`.
 """
 
 from collections import defaultdict
@@ -22,6 +22,9 @@ from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, Tied
 
 GUARD: Final = 2.0
+TERMS: Final = 128.0
+# A large product hides the small ones that are added to it one by one: no more than so many.
+TILE: Final = 1024
 # Gram matrices of so many numbers are compared with each other in one go.
 AT_ONCE: Final = 2**20
 # Numbers whose squares are added up at a time: millions in one go lose up to 0.3 % in float32 on a CPU.
@@ -86,15 +89,27 @@ class Squares:
         for known, _, gram in self._recent:
             if known == place:
                 return gram
-        rows = in_float32(factor)
-        gram = torch.bmm(rows, rows.mT)
+        gram = gram_of(in_float32(factor))
         self._recent = [*self._recent[-2:], (place, factor, gram)]
         return gram
 
 
+def gram_of(rows: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows time time"]:
+    """Return the inner products of each row's places, added up by halves of `dim` down to TILE."""
+    if rows.shape[2] <= TILE:
+        return torch.bmm(rows, rows.mT)
+    first, second = rows.chunk(2, dim=2)
+    return gram_of(first).add_(gram_of(second))
+
+
 def dot(first: Float[Tensor, "rows m n"], second: Float[Tensor, "rows m n"]) -> Float[Tensor, " rows"]:
-    """Return Σ first ∘ second of every row: pairwise, as `sum` adds; a product of vectors loses up to 100 times more."""
-    return (first * second).flatten(1).sum(dim=1)
+    """Return Σ first ∘ second of every row, raised by TERMS·eps of its terms' sizes.
+
+    Added pairwise, as `sum` does; a product of vectors loses up to 100 times more.
+    """
+    terms = (first * second).flatten(1)
+    sizes = torch.linalg.vector_norm(terms, ord=1, dim=1)
+    return torch.add(terms.sum(dim=1), sizes, alpha=TERMS * torch.finfo(terms.dtype).eps)
 
 
 def squares_in_full(values: Float[Tensor, "examples n"]) -> Float[Tensor, " examples"]:

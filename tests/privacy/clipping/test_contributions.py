@@ -24,7 +24,6 @@ def contribution(model, losses, **options):
         return torch.cat([total.double().flatten() for total in clipped.sums.values()])
 
 
-# The bias of attention's keys has a gradient of nothing but rounding.
 @pytest.mark.parametrize(
     ("name", "scale", "norm_rule", "clipping", "granularity", "autocast"),
     pairwise(MODELS, [1e-3, 1e4], NORM_RULES, CLIPPINGS, GRANULARITIES, [True, False]),
@@ -36,9 +35,9 @@ def test_one_example_of_a_model_contributes_at_most_c(name, scale, norm_rule, cl
         found = losses_of(model, *batch_for(model, torch.float32)).float()
         return scale * found.where(torch.arange(len(found)) == 1, 0.0)
 
-    options = dict(max_grad_norm=C, clipping=clipping, granularity=granularity, norm_rule=norm_rule)
+    options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):  # of the backward pass, too
-        assert 0.0 < contribution(model, losses, **options).norm() <= C * (1 + SLACK)
+        assert 0.0 < contribution(model, losses, max_grad_norm=C, **options).norm() <= C * (1 + SLACK)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +70,11 @@ def test_factors_beyond_the_range_of_float32_stay_within_c_and_reach_no_neighbou
     torch.testing.assert_close(of(True, True), of_one + of(False, True), atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("precision", "is_tied"), [("float32", False), ("bf16", True), ("autocast", False)])
-def test_a_text_contributes_c_whatever_the_vocabulary_and_the_precision(precision, is_tied):
+def test_a_text_contributes_c_whatever_the_vocabulary():
     torch.manual_seed(0)
     model, ids = nn.Sequential(nn.Embedding(50_257, 128), nn.LayerNorm(128), nn.Linear(128, 50_257)), torch.arange(129)[None]
-    if is_tied:
-        model[2].weight = model[0].weight
-    model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
-
-    def losses():
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            logits = model(ids[:, :-1])
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[0, 1:]).unsqueeze(0)
-
+    model[2].weight = model[0].weight
+    losses = lambda: nn.functional.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:])[None]  # noqa: E731
     assert 1 - 2e-3 <= contribution(model, losses, max_grad_norm=1e-3).norm() / 1e-3 <= 1 + SLACK
 
 
@@ -97,7 +88,6 @@ def twice(layer, inputs, weights, kappa):
 
 
 HARD = {  # a layer, inputs of one example, and the gradients of its outputs
-    "linear": (nn.Linear(12, 10), normal(1, 16, 12), normal(1, 16, 10, seed=2)),
     "long": (nn.Linear(128, 96, bias=False), normal(1, 500, 128), normal(1, 500, 96, seed=2)),
     "identical tokens": (nn.Linear(64, 64), torch.full((1, 256, 64), 1 / 3), torch.full((1, 256, 64), 0.7)),
     "embedding": (nn.Embedding(4, 64), torch.arange(64)[None] % 4, normal(1, 64, 64, seed=2)),
@@ -111,6 +101,16 @@ def exact_norm(layer, inputs, weights):
     norm = norm_of(torch.autograd.grad(loss, list(layer.parameters())))
     layer.float()
     return norm
+
+
+@pytest.mark.parametrize("small", [3e-5, 1e-4, 2.4e-4])
+@pytest.mark.parametrize("width", [768, 4_096, 16_384, 50_257])
+def test_no_large_number_that_cancels_hides_many_small_ones(width, small):
+    layer, inputs, weights = nn.Linear(4, width, bias=False), torch.ones(1, 8, 4), torch.full((1, 8, width), small)
+    weights[..., 0] = torch.tensor([1.0, -1.0]).repeat(4)
+    bound = exact_norm(layer, inputs, weights) / 10
+    losses = lambda: (layer(inputs) * weights).sum(dim=(1, 2))  # noqa: E731
+    assert contribution(layer, losses, norm_rule="ghost", max_grad_norm=bound).norm() <= bound * (1 + SLACK)
 
 
 @pytest.mark.parametrize("norm_rule", NORM_RULES)
