@@ -176,7 +176,7 @@ def works(args: RoundingArguments) -> Iterator[tuple[str, Work]]:
 
 
 def models(args: RoundingArguments) -> Iterator[Case]:
-    """Whole models of random weights, in float32 and under autocast."""
+    """Yield whole models of random weights, in float32 and under autocast."""
     for name, work in works(args):
         model, batch = of_work(work)
         for precision in ("float32", "bf16"):
@@ -185,7 +185,7 @@ def models(args: RoundingArguments) -> Iterator[Case]:
 
 
 def words(args: RoundingArguments) -> Iterator[Case]:
-    """Texts of one word, repeated."""
+    """Yield texts of one word, repeated."""
     for name, work in works(args):
         if work.head is not IMAGE:
             model, batch = of_work(work, ids=torch.full((1, work.length), 7))
@@ -194,7 +194,7 @@ def words(args: RoundingArguments) -> Iterator[Case]:
 
 
 def trained(args: RoundingArguments) -> Iterator[Case]:
-    """Models on their way to the one example that they are trained on."""
+    """Yield models on their way to the one example that they are trained on."""
     for name, work in works(args):
         if work.length not in (128, 224, 512) or work.vocabulary > 60_000 or work.hidden > 200:
             continue
@@ -215,7 +215,7 @@ def trained(args: RoundingArguments) -> Iterator[Case]:
 
 
 def pairs(args: RoundingArguments) -> Iterator[Case]:
-    """Two rows an example, as in DPO, whose gradients cancel."""
+    """Yield two rows an example, as in DPO, whose gradients cancel."""
     for name, work in works(args):
         if work.head is not LM or work.length > 600 or work.vocabulary > 60_000:
             continue
@@ -243,7 +243,7 @@ def pairs(args: RoundingArguments) -> Iterator[Case]:
 
 
 def keys(args: RoundingArguments) -> Iterator[Case]:
-    """Attention's key bias, whose gradient is nothing but rounding."""
+    """Yield attention's key bias, whose gradient is nothing but rounding."""
     for length in map(int, args.lengths.split(",")):
         for beside in ("nothing", "key.weight", "bias"):
             model, batch = of_work(replace(ROBERTA, length=length))
@@ -298,7 +298,7 @@ def factors(kind: str, time: int, p: int, q: int, rest: float, generator: torch.
 
 
 def layers(args: RoundingArguments) -> Iterator[Case]:
-    """Single layers, searched over shapes, lengths, and how far terms cancel."""
+    """Yield single layers, searched over shapes, lengths, and how far terms cancel."""
     generator = torch.Generator().manual_seed(3)
     shapes = ((64, 64), (768, 768), (3072, 768), (8192, 256), (16_384, 64), (50_257, 64))
     for time in (8, *map(int, args.lengths.split(","))):
@@ -328,7 +328,7 @@ def layer(kind: str, time: int, p: int, q: int, rest: float, generator: torch.Ge
 
 
 def padding(args: RoundingArguments) -> Iterator[dict[str, Any]]:
-    """By how much of C a contribution changes with places behind the example, whose inputs are not zero."""
+    """Yield by how much of C a contribution changes with places behind the example, whose inputs are not zero."""
     for name, work in WORKS.items():
         for length in map(int, args.lengths.split(",")):
             if work.head is IMAGE or work.hidden * length > 1e5:
