@@ -27,8 +27,8 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
 OfRows = Callable[..., Float[Tensor, "rows ..."]]
 # On an accelerator, tensors with fewer numbers are stacked with those of other layers, so that there are fewer kernels.
 STACKED = 2**20
-# Gradients in full with fewer numbers have one norm and one sum together.
-SMALL = 2**18
+# Gradients in full with fewer numbers have one norm and one sum together, for which they are copied.
+SMALL = 2**16
 
 
 class Book:
@@ -120,7 +120,10 @@ class Book:
         rows = in_float32(gradient).reshape(self.num_examples, -1, parameter.numel())
         values = rows[:, 0] if rows.shape[1] == 1 else rows.sum(dim=1)
         # Large ones now, while they are in the cache; of small ones there is one norm together.
-        self.note(parameter, Dense(values, squares_in_full(values) if values.numel() >= SMALL else None))
+        self.note(
+            parameter,
+            Dense(values, squares_in_full(values) if values.numel() >= (STACKED if self._stacks else SMALL) else None),
+        )
 
     def note_in_full(self, parameter: Tensor, function: OfRows, *tensors: Shaped[Tensor, "rows ..."]) -> None:
         """Note the gradient of each row in full, as a function of tensors."""

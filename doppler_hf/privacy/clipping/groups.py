@@ -22,7 +22,7 @@ def in_groups(
     alike: dict[object, dict[str, Product]] = {}
     for name, gradient in gradients.items():
         group = group_of[name]
-        if isinstance(gradient, Dense) and gradient.values.numel() < SMALL:
+        if isinstance(gradient, Dense) and gradient.values.numel() < (STACKED if stacks else SMALL):
             small.setdefault((group, gradient.values.dtype), {})[name] = gradient
         elif isinstance(gradient, Product) and stacks and max(gradient.left.numel(), gradient.right.numel()) < STACKED:
             shapes = [(factor.shape, factor.dtype) for factor in (gradient.left, gradient.right)]
