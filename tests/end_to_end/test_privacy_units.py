@@ -265,7 +265,8 @@ def test_a_user_contributes_the_mean_of_its_clipped_gradients_or_its_clipped_mea
     else:
         contributions = [torch.stack([*map(clipped, gradients)]).mean(dim=0) for gradients in of_users.values()]
     trainer.train()
-    torch.testing.assert_close(recorder.gradients[0], sum(contributions) / 8, atol=max_grad_norm * 1e-7, rtol=1e-4)
+    # Norms of products are raised by some millionths more.
+    torch.testing.assert_close(recorder.gradients[0], sum(contributions) / 8, atol=max_grad_norm * 1e-5, rtol=1e-4)
 
 
 def test_a_private_loss_is_that_of_users_too(tmp_path):
