@@ -18,6 +18,7 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
     Product,
     combined,
     formed,
+    has_terms,
     is_formed,
     squares_in_full,
     summed,
@@ -85,7 +86,7 @@ class Book:
         if self.examined is None:
             self.uses.setdefault(parameter, []).append(gradient)
             return
-        if gradient.is_anywhere()[~self.examined.to(parameter.device)].any():
+        if has_terms(gradient)[~self.examined.to(parameter.device)].any():
             self.coupled.add(parameter)
 
     def note_product(

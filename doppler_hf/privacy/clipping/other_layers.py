@@ -1,8 +1,7 @@
 """Per-sample gradients of layers without a rule of their own, by the first of three ways that fits.
 
 * **copies**: parameters that act elementwise (any family's RMSNorm, ViT's class token, ConvNeXt's layer scale) are replaced
-  by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost. If
-  they fit an input as a whole, copies of its shape have each term of that gradient, and rounding in its sum is seen to.
+  by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost.
   Whether they act elementwise is tested: two examples with different copies must give the outputs that each gives alone;
 * **Opacus's samplers**, with the engine "opacus" alone, for every layer that has one;
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.

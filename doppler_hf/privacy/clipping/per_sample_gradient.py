@@ -60,10 +60,6 @@ class Dense:
     values: Float[Tensor, "examples n"]
     squares: Float[Tensor, " examples"] | None = None  # of its norms, if they are known
 
-    def is_anywhere(self) -> Bool[Tensor, " examples"]:
-        """Return for every example whether its gradient has terms other than zero."""
-        return has_terms(self.values)
-
     def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "..."]:
         """Return Σ w_i g_i, added to `total` if there is one (modified in place)."""
         values, factors = weights.cleaned(self.values.unsqueeze(2)).squeeze(2), weights.factors
@@ -81,10 +77,6 @@ class Product:
     left: Float[Tensor, "stack_examples time p"]
     right: Float[Tensor, "stack_examples time q"]
     stack: int = 1
-
-    def is_anywhere(self) -> Bool[Tensor, " examples"]:
-        """Return for every example whether its gradient has terms other than zero."""
-        return has_terms(self.left) & has_terms(self.right)
 
     def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "..."]:
         """Return Σ w_i Σ_t l_it r_itᵀ, added to `total` if there is one (modified in place)."""
@@ -107,10 +99,6 @@ class Lookup:
 
     ids: Int[Tensor, "examples time"]
     values: Float[Tensor, "examples time dim"]
-
-    def is_anywhere(self) -> Bool[Tensor, " examples"]:
-        """Return for every example whether its gradient has terms other than zero."""
-        return has_terms(self.values)
 
     def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "rows dim"]:
         """Return `total`, of the table's shape, with w_i v_it added to row id_it (modified in place)."""
@@ -142,9 +130,11 @@ class Tied:
 PerSampleGradient = Dense | Product | Lookup | Tied
 
 
-def has_terms(values: Float[Tensor, "examples *rest"]) -> Bool[Tensor, " examples"]:
-    """Return for every example whether it has a finite number other than zero: 0·∞ is no gradient of others."""
-    return ((values != 0) & values.isfinite()).flatten(1).any(dim=1)
+def has_terms(gradient: Dense | Product | Lookup) -> Bool[Tensor, " examples"]:
+    """Return for every example whether its gradient has terms other than zero; 0·∞ is none of others."""
+    factors = (gradient.left, gradient.right) if isinstance(gradient, Product) else (gradient.values,)
+    found = [((factor != 0) & factor.isfinite()).flatten(1).any(dim=1) for factor in factors]
+    return torch.stack(found).all(dim=0)
 
 
 def squares_in_full(values: Float[Tensor, "examples n"]) -> Float[Tensor, " examples"]:
