@@ -75,6 +75,11 @@ class Book:
         self.examined: Bool[Tensor, " examples"] | None = None
         self.coupled: set[Tensor] = set()  # parameters at which these have a gradient in the places of others
 
+    def forget_uses(self) -> None:
+        """Discard what backward passes have noted, as an ordinary one of the user's may have."""
+        self.uses.clear()
+        self._later.clear()
+
     def gradient_of(self, parameter: Tensor) -> PerSampleGradient | None:
         """Return what the uses of a parameter amount to, and forget them; None if there are none."""
         self._compute_what_was_left()

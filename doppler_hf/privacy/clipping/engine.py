@@ -140,7 +140,7 @@ class BookKeepingEngine:
     ) -> None:
         """Fill the book, and leave no ordinary gradients."""
         book = self._book
-        book.uses.clear()
+        book.forget_uses()
         for parameter in trainable.values():
             parameter.grad = None
         loss.backward(retain_graph=retain_graph)

@@ -40,8 +40,8 @@ class Squares:
     def __init__(self, *, on_accelerator: bool) -> None:
         self._on_accelerator = on_accelerator
         self._found: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
-        # By length: pairs of Gram matrices, one for each group, whose squares are still to be found.
-        self._pairs: dict[int, list[tuple[list[str], Tensor, Tensor]]] = defaultdict(list)
+        # By length and dtype: pairs of Gram matrices with the groups whose squares are still to be found.
+        self._pairs: dict[object, list[tuple[list[str], Tensor, Tensor]]] = defaultdict(list)
         # Query, key and value read the same input. Each factor is kept, so that no other one can get its address.
         self._recent: list[tuple[object, Tensor, Tensor]] = []
 
@@ -65,15 +65,16 @@ class Squares:
 
     def totals(self) -> dict[str, Float[Tensor, " examples"]]:
         """Return the sums; not finite where the range of the dtype is too small."""
-        for time in tuple(self._pairs):
-            self._compare(self._pairs.pop(time))
+        for kind in tuple(self._pairs):
+            self._compare(self._pairs.pop(kind))
         return {group: torch.stack(found).sum(dim=0).clamp(min=0.0) for group, found in self._found.items()}
 
     def _add_pair(self, group: str, left: Tensor, right: Tensor, *, stack: int = 1) -> None:
-        pairs = self._pairs[left.shape[1]]
+        kind = left.shape[1], left.dtype
+        pairs = self._pairs[kind]
         pairs.append(([group] * stack, left, right))
         if sum(gram.numel() for _, gram, _ in pairs) >= AT_ONCE:
-            self._compare(self._pairs.pop(left.shape[1]))
+            self._compare(self._pairs.pop(kind))
 
     def _compare(self, pairs: list[tuple[list[str], Tensor, Tensor]]) -> None:
         groups, lefts, rights = zip(*pairs, strict=True)

@@ -85,7 +85,7 @@ class Product:
         left, right = (scale(left), clean(right)) if left.shape[-1] <= right.shape[-1] else (clean(left), scale(right))
         left, right = left.flatten(1, 2).mT, right.flatten(1, 2)
         if self.stack > 1:
-            return torch.bmm(left, right) if total is None else total.baddbmm_(left, right)
+            return torch.bmm(left, right)
         return torch.mm(left[0], right[0]) if total is None else total.view(left.shape[1], -1).addmm_(left[0], right[0])
 
     def densified(self) -> Dense:

@@ -16,6 +16,7 @@ from tests.support.per_example import (
     assert_equals_loop_or_is_refused,
     assert_matches,
     assert_refused,
+    assert_same_sums,
     book_keeping,
     gradients_of_each,
 )
@@ -275,6 +276,20 @@ def test_hooks_of_others_are_kept():
     net.first.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
     net.first.register_forward_hook(lambda module, args, output: output.tanh() * args[0].sum(dim=-1, keepdim=True))
     assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
+def test_an_ordinary_backward_pass_in_between_is_not_counted(on_accelerator):
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)).double(), draw(5, 6, 3)
+    losses = lambda: net(x).flatten(1).square().sum(dim=1)  # noqa: E731
+    sums = []
+    for passes in (0, 1):
+        with book_keeping(net, on_accelerator=on_accelerator) as clipped:
+            for _ in range(passes):
+                losses().sum().backward()
+            clipped.backward(losses())
+            sums.append(clipped.sums)
+    assert_same_sums(*sums)
 
 
 def test_an_unused_layer_contributes_nothing():
