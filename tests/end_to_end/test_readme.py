@@ -35,7 +35,7 @@ from tests.support.tiny import pad, text_data, tiny_bert
 ROOT = Path(__file__).parents[2]
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"
 INDEX = ROOT / "recipes" / "RESULTS.md"
-PAGES = [README, *sorted(DOCS.glob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
+PAGES = [README, *sorted(DOCS.rglob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
 RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
 PLACEHOLDERS = {"FILTER": "momentum", "LR": "1e-3", "SEED": "1"}
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node"}  # of accelerate launch and torchrun
@@ -91,10 +91,10 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         "x": x, "y": y, "network": torch.nn.Linear(4, 2),
         "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=50),
     }  # fmt: skip
-    if page.name == "how-to.md":
+    if page.name in ("how-to.md", "images.md", "users.md"):
         names["images"] = Dataset.from_dict({"pixel_values": torch.randn(500, 1, 8, 8).tolist(), "labels": y.tolist()})
         names["train_of_users"] = text_data(1100).add_column("user", [row // 2 for row in range(1100)])
-    if page.name == "sft.md":
+    if page.name in ("sft.md", "language-models.md"):
         pytest.importorskip("trl", reason="the extra trl is not installed")
         rows_of = preferences if "DPO" in snippet else conversations
         names |= {"model": tiny_llama(), "train": rows_of(600), "dev": rows_of(8), "tokenizer": chat_tokenizer()}
