@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -269,33 +269,49 @@ class ClippedGradients:
     ) -> Float[Tensor, " batch"]:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same numbers,
         # and a layer that this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        group_of, shared = self._group_of, self._sharded_sums
-        if shared is None:
-            found = in_groups(gradients, group_of, stacks=self.on_accelerator)
+        if self._sharded_sums is None:
+            found = in_groups(gradients, self._group_of, stacks=self.on_accelerator)
         else:
             found = {(name,): gradient for name, gradient in gradients.items()}
-        gradients.clear()
+        gradients.clear()  # so that the memory of each is freed once it is in the sum
         squares = Squares(on_accelerator=self.on_accelerator)
         for names, gradient in found.items():
-            squares.add(group_of[names[0]], gradient)
+            squares.add(self._group_of[names[0]], gradient)
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
         norms = torch.linalg.vector_norm(torch.stack([*norms_of.values()]), dim=0)
+        self._add_sums(found, self._weights(norms_of, norms.isfinite(), weights))
+        self.num_within = self.num_within + num_within(norms, weights, max_grad_norm=self.max_grad_norm)
+        self.num_non_finite = self.num_non_finite + (~norms.isfinite()).sum()
+        return norms
+
+    def _weights(
+        self,
+        norms_of: Mapping[str, Float[Tensor, " batch"]],
+        finite: Bool[Tensor, " batch"],
+        weights: Float[Tensor, " batch"] | None,
+    ) -> dict[str, Weights]:
+        """Return what the gradients of each group are multiplied by."""
         # Sensitivity: an example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Of
         # the others factor·norm stays within the bound, whatever rounding has taken from the norm.
-        finite, bound, zero = norms.isfinite(), self.max_grad_norm / len({*group_of.values()}) ** 0.5, norms.new_zeros(())
+        bound, zero = self.max_grad_norm / len({*self._group_of.values()}) ** 0.5, finite.new_zeros((), dtype=torch.float32)
         # Without a device to wait for, one look saves a copy of every factor; the sums are the same.
         are_all = not self.on_accelerator and bool(finite.all())
-
-        def weights_of(group: str) -> Weights:
-            above = raised(norms_of[group], self._dtype)
-            factors = clip_factors(above, max_grad_norm=bound, clipping=self._clipping)
+        found = {}
+        for group, norms in norms_of.items():
+            factors = clip_factors(raised(norms, self._dtype), max_grad_norm=bound, clipping=self._clipping)
             factors = factors if weights is None else factors * weights.to(factors).nan_to_num(nan=0.0).clamp(0.0, 1.0)
-            return Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
+            found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
+        return found
 
-        of_groups = {group: weights_of(group) for group in norms_of}
-
+    def _add_sums(self, found: dict[Names, PerSampleGradient], weights_of: Mapping[str, Weights]) -> None:
         def add_to(sums: dict[str, Tensor], names: Names) -> None:
-            self._add_to(sums, names, found.pop(names), of_groups[group_of[names[0]]])  # so that its memory is freed
+            self._add_to(sums, names, found.pop(names), weights_of[self._group_of[names[0]]])
+
+        if self._sharded_sums is None:
+            # Tables last: theirs are the largest sums, for which the other notes make room.
+            for names in sorted(found, key=lambda names: isinstance(found[names], Lookup)):
+                add_to(self._sums, names)
+            return
 
         def own(name: str) -> Tensor | None:
             whole: dict[str, Tensor] = {}
@@ -303,15 +319,7 @@ class ClippedGradients:
                 add_to(whole, (name,))
             return whole.get(name)
 
-        if shared is None:
-            # Tables last: theirs are the largest sums, for which the other notes make room.
-            for names in sorted(found, key=lambda names: isinstance(found[names], Lookup)):
-                add_to(self._sums, names)
-        else:
-            shared.add_up(own, names=self.parameters, sums=self._sums)
-        self.num_within = self.num_within + num_within(norms, weights, max_grad_norm=self.max_grad_norm)
-        self.num_non_finite = self.num_non_finite + (~finite).sum()
-        return norms
+        self._sharded_sums.add_up(own, names=self.parameters, sums=self._sums)
 
     def _add_to(self, sums: dict[str, Tensor], names: Names, gradient: PerSampleGradient, weights: Weights) -> None:
         """Add the weighted sum of the gradients of some parameters to theirs in `sums`."""
