@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check test test-all test-slow gpu docs notebook install clean
+.PHONY: quickstart check package test test-all test-slow gpu docs notebook install clean
 
 quickstart: install
 	$(BIN)/python -m scripts.quickstart $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
@@ -18,6 +18,12 @@ check: install
 	$(BIN)/ruff format --check doppler_hf scripts tests docs recipes README.md
 	$(BIN)/ruff check doppler_hf scripts tests
 	$(BIN)/mypy
+
+# What would be published: a source archive and a wheel, and whether an index takes their descriptions.
+package: install
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 test: install
 	$(PYTEST)
