@@ -103,7 +103,7 @@ def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) ->
             args=args,
             train_dataset=data.train,
             data_collator=data.collator,
-            compute_metrics=_accuracy,
+            compute_metrics=accuracy_of,
             callbacks=[*callbacks],
         )
         trainer.remove_callback(PrinterCallback)
@@ -123,7 +123,8 @@ def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) ->
     }
 
 
-def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
+    """Return the share of right predictions."""
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
