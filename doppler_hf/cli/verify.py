@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf verify`."""
     parser.add_argument("path", type=Path, metavar="PATH", help=f"a folder with {LEDGER_NAME}, or the file itself")
     parser.add_argument("--head", metavar="HASH", help="the last hash, as published elsewhere: 64 hexadecimal digits")
+    parser.add_argument("--all-accountants", action="store_true", help="show ε by the other accountants, too, to compare")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +77,11 @@ def run(args: argparse.Namespace) -> int:
     for mismatch in mismatches:
         console.print(f"- {mismatch}", markup=False, soft_wrap=True)
     console.print(terms_table(ledger))
+    if args.all_accountants:
+        for name in get_args(Accountant):
+            epsilon = recompute(ledger.history, name, private=ledger.private, delta=ledger.statement.target_delta)
+            claimed = "the claim" if name == ledger.statement.accountant else "another upper bound of the same run"
+            console.print(f"ε by {name}: {'no bound' if math.isnan(epsilon) else f'{epsilon:.6g}'} ({claimed})")
     console.print(
         "Not covered by ε:", *(f"  - {line}" for line in ledger.not_covered), sep="\n", markup=False, soft_wrap=True
     )

@@ -13,7 +13,7 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.plan import averaged_noise, planned_statement
-from doppler_hf.run.summary import averaged_in_words
+from doppler_hf.run.summary import drowned
 from tests.support.ledgers import after
 from tests.support.tiny import text_data
 from tests.support.trainers import arguments, trained, trainer_of
@@ -142,9 +142,8 @@ def test_the_noise_of_the_average_of_all_gradients():
 
 def test_noise_that_drowns_everything_is_told_before_it_is_spent(tmp_path):
     plan = plan_of(tmp_path, noise_multiplier=2.0, target_epsilon=None)
-    assert averaged_in_words(plan, num_trained=100_000) == "0.004 C"  # 2/(50·√100)
+    assert drowned(plan, num_trained=100_000) == []  # 2/(50·√100) = 0.004
     louder = replace(plan, noise_multiplier=3.0)
-    assert averaged_in_words(louder, num_trained=62) == "0.006 C"  # at most half as long as the average can be
-    assert averaged_in_words(louder, num_trained=100_000) == (
-        "0.006 C: little may be learnt; more epochs, more examples or a larger ε make it less"
-    )
+    assert drowned(louder, num_trained=62) == []  # at most half as long as the average can be
+    (note,) = drowned(louder, num_trained=100_000)
+    assert note == ("little may be learnt, as the noise of the average gradient is 0.006 C: take more epochs, records or ε")
