@@ -22,7 +22,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
-from doppler_hf.reports.noise_shapes import ShapedRun, shapes_of_equal_epsilon, training_of
+from doppler_hf.reports.noise_shapes import ShapedRun, shapes_of_equal_epsilon, taken_by_training
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
@@ -82,11 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
         shaped = [{**each._asdict(), "shape": str(each.shape)} for each in shapes]
-        print(
-            json.dumps(
-                {**facts, "alternatives": cells, "noise_shapes": shaped}, indent=2, ensure_ascii=False, allow_nan=False
-            )
-        )
+        everything = {**facts, "alternatives": cells, "noise_shapes": shaped}
+        print(json.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         console.print(alternatives_table(table, planned, low_pass_filter, title=title))
         console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))
@@ -100,17 +97,17 @@ def run(args: argparse.Namespace) -> int:
 def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: LowPassFilter | None) -> dict[str, Any]:
     """Return every number of the plan by name: the JSON object without its alternatives.
 
-    Noise and filter are those that a training takes, which may choose another shape than the planned run's and its σ.
+    Noise and filter are those that a training takes, which chooses the shape of the noise if it is not given σ.
     """
     delta, accountant = request.target_delta, request.accountant
-    target = None if request.epsilon is None else Target(request.epsilon, delta, accountant)
-    given = request.noise_multiplier is not None
-    shape, low_pass_filter, sigma = training_of(planned, None if given else target, low_pass_filter=named)
+    target = None
+    if request.epsilon is not None and request.noise_multiplier is None:
+        target = Target(request.epsilon, delta, accountant)
+    shape, low_pass_filter, sigma = taken_by_training(planned, target, named)
     releases = Releases.in_turns(sigma, planned.sample_rate, planned.steps, groups=shape.bands)
     epsilon = get_total_epsilon([releases], delta=delta, accountant=accountant)
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
-    gain = noise_gain(low_pass_filter, shape)
     return {
         "solved_for": request.unknown,
         "num_examples": planned.num_examples,
@@ -118,7 +115,7 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: Lo
         **cell(planned, epochs, low_pass_filter),
         "noise_multiplier": sigma,
         "noise_std": of_sigma * shape.std(planned.steps),
-        "filtered_noise_std": of_sigma * math.sqrt(gain),
+        "filtered_noise_std": of_sigma * math.sqrt(noise_gain(low_pass_filter, shape)),
         "average_noise_std": of_sigma * shape.std_of_sum([1.0] * planned.steps) / planned.steps,
         "delta": delta,
         "accountant": accountant,

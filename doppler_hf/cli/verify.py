@@ -188,7 +188,6 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
 def terms_table(ledger: PrivacyLedger) -> Table:
     """Lay out the terms of the guarantee, and what was run."""
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
-    stated = [f"{epsilon:.6g} by {name}" for claim in ledger.claims[-1:] for name, epsilon in claim.epsilons.items()]
     spent = recompute(ledger.history, statement.accountant, private=ledger.private, delta=statement.target_delta)
     end = "closed" if last.is_closed else f"not closed: at least {last.steps_released:,} of them were run"
     table = Table(title="Privacy ledger", show_header=False)
@@ -197,7 +196,6 @@ def terms_table(ledger: PrivacyLedger) -> Table:
         ("steps planned", f"{statement.steps_planned:,}"),
         ("steps reserved", f"{last.steps_reserved:,}"),
         ("steps counted", f"{ledger.steps_run:,} ({end})"),
-        ("ε stated last", stated[0] if stated else "–"),  # older ledgers have that of every accountant, their own first
         ("ε of all steps counted", f"{spent:.6g} by {statement.accountant}"),
         ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),
     ):

@@ -75,27 +75,13 @@ def shapes_of_equal_epsilon(run: PlannedRun, target: Target, *, low_pass_filter:
     return runs
 
 
-class Training(NamedTuple):
-    """What a training of some plan takes, with Adam and a learning rate that falls linearly.
+def taken_by_training(
+    run: PlannedRun, target: Target | None, low_pass_filter: LowPassFilter | None
+) -> tuple[NoiseShape, LowPassFilter, float]:
+    """Return noise shape, filter and σ that a training of a planned run takes, as `run.choices` where memory suffices.
 
-    Attributes:
-        shape: The shape of the noise.
-        low_pass_filter: The filter.
-        noise_multiplier: σ at this shape.
-    """
-
-    shape: NoiseShape
-    low_pass_filter: LowPassFilter
-    noise_multiplier: float
-
-
-def training_of(run: PlannedRun, target: Target | None, *, low_pass_filter: LowPassFilter | None) -> Training:
-    """Return what a training takes of a planned run, as `run.choices` does where the memory suffices for earlier noise.
-
-    Args:
-        run: The run, of white noise.
-        target: Its ε, if that is what the training is given; None if it is given σ, whose noise is white.
-        low_pass_filter: The filter; None for the one that `auto` chooses.
+    It is given the `target` or, if that is None, σ, whose noise is white; it chooses the filter if that is None. The
+    optimizer is Adam, and the rate falls linearly.
     """
     shape, rates = WHITE, _falling(run.steps)
     if target is not None:
@@ -103,9 +89,9 @@ def training_of(run: PlannedRun, target: Target | None, *, low_pass_filter: LowP
         compared = _calibration(run, target._replace(accountant="pld"))
         shape = auto_noise_shape(compared, run.steps, learning_rates=rates, low_pass_filter=low_pass_filter)
     if target is None or shape.is_white:
-        return Training(shape, low_pass_filter or PAPER_FILTERS["none"], run.noise_multiplier)
+        return shape, low_pass_filter or PAPER_FILTERS["none"], run.noise_multiplier
     chosen = low_pass_filter or auto_filter(run.steps, learning_rates=rates, noise=shape)
-    return Training(shape, chosen, _calibration(run, target)(shape.bands, unchecked=False))
+    return shape, chosen, _calibration(run, target)(shape.bands, unchecked=False)
 
 
 def _falling(steps: int) -> list[float]:

@@ -24,7 +24,7 @@ from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, warn_of_another_base
 from doppler_hf.run.learning_rate import told_of_small_rate
 from doppler_hf.run.model_card import complete_card
-from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words, optimizer_in_words
+from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
 from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
@@ -123,7 +123,6 @@ class PrivacyCallback(TrainerCallback):
                 args,
                 model=kwargs["model"],
                 first_step=step,
-                optimizer_words=optimizer_in_words(args),
                 rate_words=self._rate_words,
                 filter_words=self._filter_words,
                 notes=[note for note, is_due in notes.items() if is_due],

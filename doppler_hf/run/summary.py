@@ -14,6 +14,7 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.ledger.terms import terms_in_words
+from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -29,7 +30,6 @@ def print_start(
     *,
     model: Any,
     first_step: int,
-    optimizer_words: str,
     rate_words: str,
     filter_words: str,
     notes: Sequence[str],
@@ -55,22 +55,19 @@ def print_start(
             f"{statement.expected_batch_size:,} on average{turns}{resumed}",
         ),
         ("noise", f"noise multiplier {statement.effective_noise_multiplier:.4g}, {shape}{chosen}; filter: {filter_words}"),
-        ("learning rate", f"{rate_words}; optimizer: {optimizer_words}"),
+        ("learning rate", f"{rate_words}; optimizer: {optimizer_in_words(args)}"),
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
         *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
     )
     # The first line may hold the host's progress bar.
     print("", *(f"{name:<14} {words}" for name, words in lines), sep="\n")
-    if args.get_process_log_level() <= logging.INFO:
-        _print_terms(run, ledger)
-
-
-def _print_terms(run: PrivateRun, ledger: PrivacyLedger) -> None:
+    if args.get_process_log_level() > logging.INFO:
+        return
     table = Table(title="Private training", show_header=False)
-    averaged = f"{_averaged(run.statement):.2g} C"
-    rows = (("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", averaged))
-    for row in (*terms_in_words(ledger), *rows):
+    for row in terms_in_words(ledger):
         table.add_row(*row)
+    table.add_row("noise per coordinate", f"{run.settled_noise_std:.3g}")
+    table.add_row("noise of the average", f"{averaged(statement):.2g} C")
     for how, number in Counter(run.fallbacks.values()).items():
         first = next(name for name, way in run.fallbacks.items() if way == how)
         table.add_row(f"without a rule: {number}, such as" if number > 1 else "without a rule", f"{first} ({how})")
@@ -103,7 +100,8 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
             )
 
 
-def _averaged(statement: PrivacyStatement) -> float:
+def averaged(statement: PrivacyStatement) -> float:
+    """Return the noise of the average of all gradients, in units of C."""
     shape, sizes = NoiseShape.parse(statement.noise_shape), (statement.expected_batch_size, statement.steps_planned)
     return averaged_noise(statement.noise_multiplier, shape, batch_size=sizes[0], steps=sizes[1])
 
@@ -114,7 +112,7 @@ def drowned(statement: PrivacyStatement, *, num_trained: int) -> list[str]:
     That is where a classifier of images learnt little, if it is also longer than the average itself can be: of 62 weights
     a linear classifier learns from less.
     """
-    noise = _averaged(statement)
+    noise = averaged(statement)
     if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
         return []
     return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: take more epochs, records or ε"]

@@ -148,9 +148,9 @@ class BookKeepingEngine:
             first = next(iter(book.failed.values()))
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
             raise ValueError(
-                f"The layers {listed(book.failed)} ({kinds}) must have a rule, or a forward that functorch can map over "
-                f"examples, got an error. {first} Freeze them with requires_grad_(False), set their dropout to 0 if they "
-                "have one, or train adapters of another kind, such as LoRA."
+                f"The layers {listed(book.failed)} ({kinds}) must have a rule, got an error in per-sample gradients. Freeze "
+                "them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
+                f"docs/start/troubleshooting.md#no-per-sample-gradient. {first}"
             ) from first
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
@@ -175,9 +175,9 @@ class BookKeepingEngine:
         coupled = [name for name, parameter in trainable.items() if parameter in book.coupled]
         if coupled:
             raise ValueError(
-                "The loss of one example has a gradient in the places of others at the parameters "
-                f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other "
-                "examples (a mean or a norm over the batch). Let each loss depend on its example alone."
+                f"The loss of one example has a gradient in the places of others at the parameters {listed(coupled)}. Let "
+                "each loss depend on its example alone, and the inputs of layers begin with the batch: "
+                "docs/start/troubleshooting.md#coupled-examples."
             )
 
     def _unexplained(self, names: Sequence[str]) -> str:
@@ -195,8 +195,8 @@ class BookKeepingEngine:
         return (
             f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. "
             f"{'Set batch_first=True in them, or freeze' if inside and is_turned else 'Freeze'} them with "
-            "requires_grad_(False), or if they are an adapter's, leave these layers out of its target_modules, or train "
-            f"adapters of another kind, such as LoRA.{weights}"
+            "requires_grad_(False), or train adapters of another kind, such as LoRA: "
+            f"docs/start/troubleshooting.md#no-per-sample-gradient.{weights}"
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,9 +213,9 @@ class BookKeepingEngine:
                 raise
             layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
             raise ValueError(
-                f"The forward pass fails, perhaps because the output of {layers} has no batch and was repeated "
-                "for each example, which a later layer does not expect. Freeze these layers with requires_grad_(False), "
-                "or if they are a prompt's, train adapters of another kind, such as LoRA."
+                f"The forward pass fails, perhaps because the output of {layers} was repeated for each example. Freeze "
+                "these layers with requires_grad_(False), or train adapters of another kind, such as LoRA: "
+                "docs/start/troubleshooting.md#no-per-sample-gradient."
             ) from error
         finally:
             self._book.is_in_forward = False
