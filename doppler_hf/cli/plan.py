@@ -27,14 +27,12 @@ from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alt
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
 READING: Final = (
-    "noise_std: noise per coordinate of the mean gradient of one step. averaged: noise_std/√T, of the average over all "
-    "steps; above C/200 classifiers of images learnt little from scratch. Where it stops falling, larger batches and more "
-    "epochs no longer help. B·T: examples processed, the cost in time."
+    "noise_std: noise per coordinate of the mean gradient of one step. averaged: of the average over all steps. Where it "
+    "stops falling, larger batches and more epochs no longer help. B·T: the cost in time. See docs/guides/choosing.md."
 )
 SHAPES: Final = (
-    "Relative to white noise of equal ε: end, the noise of the sum of all gradients, which stays in the weights; step, that "
-    "of one step; loop, of the weights once the gradient pulls back through the filter. By that a training chooses its "
-    "noise_shape and filter, those of the plan, for Adam and a rate that falls linearly."
+    "Relative to white noise of equal ε: end, the noise that stays in the weights without feedback; step, of one step; "
+    "loop, in the weights with it, by which a training chooses noise_shape and filter, for a rate that falls linearly."
 )
 MOST_PRINTED: Final = 8  # coefficients of a strategy
 PLAIN: Final[dict[str, Any]] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0)}

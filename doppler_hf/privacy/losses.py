@@ -183,7 +183,7 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Value
         )
     return ValueError(
         f"There is no per-example loss for {name} without `labels`. Give each example labels as numbers, take a collator "
-        "that makes them, or override compute_per_sample_loss: docs/start/troubleshooting.md#no-labels."
+        "that makes them, or override compute_per_sample_loss: docs/start/troubleshooting.md#data."
     )
 
 

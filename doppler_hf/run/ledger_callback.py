@@ -245,8 +245,7 @@ class PrivacyCallback(TrainerCallback):
         if self.ledger is not None and state.is_world_process_zero:
             self.ledger.close()
             self.ledger.save(args.output_dir)
-            evaluated = getattr(kwargs.get("eval_dataloader"), "dataset", None)
-            print_end(self.ledger, args, logs=state.log_history, evaluated=evaluated)
+            print_end(self.ledger, args, logs=state.log_history)
 
     def end_run(self, args: DopplerTrainingArguments, state: TrainerState, *, model: nn.Module) -> None:
         """Note, on disk too, the model as the training has left it, by its end or an interruption."""

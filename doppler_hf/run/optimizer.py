@@ -52,8 +52,7 @@ def optimizer_of(
     if isinstance(low_pass_filter, OptimalFIR) and any(isinstance(p, DTensor) for _, p in named):
         raise ValueError(
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with trained weights in shards (FSDP): its taps "
-            "follow products of whole gradients, of which each process has a part. Take a fixed filter, or "
-            "recipes/accelerate/ddp.yaml, with which each process has all weights."
+            "follow whole gradients. Take a fixed filter, or recipes/accelerate/ddp.yaml."
         )
     groups = (
         {

@@ -114,7 +114,7 @@ def refuse_layers(model: nn.Module) -> None:
         raise ValueError(
             f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so that clipping bounds nothing. Replace "
             f"{'it' if len(mixing) == 1 else 'them'} by GroupNorm or LayerNorm, as "
-            "`model = opacus.validators.ModuleValidator.fix(model)` does: docs/start/troubleshooting.md#batchnorm."
+            "`model = opacus.validators.ModuleValidator.fix(model)` does: docs/start/troubleshooting.md#model."
         )
     if rewriting:
         raise ValueError(
