@@ -23,6 +23,7 @@ from doppler_hf.privacy.pair_losses import PAIR_LOSSES, collate_pairs, lengths_o
 from doppler_hf.run.around import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import with_near_names
 
 _ANSWERS: Final = ("chosen_ids", "rejected_ids")  # TRL's columns
 _OF_ANOTHER: Final = "it is part of an option that a private run cannot have"
@@ -40,6 +41,7 @@ _NOT_PRIVATE: Final = {
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
+@with_near_names
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
     """Arguments of `DopplerDPOTrainer`: those of `DPOConfig` with its defaults, and of `DopplerTrainingArguments`."""

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "training_args": ("filters optim privacy", "transformers torch"),
     "run": (
         "disk filters linalg optim privacy shards training_args",
-        f"{ARRAYS} torch transformers accelerate safetensors rich",
+        f"{ARRAYS} torch transformers accelerate safetensors",
     ),
     "extras": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers"),

@@ -73,6 +73,7 @@ def mistakes_in(message: str) -> list[str]:
     found = {
         "ends without a full stop": not message.endswith((".", ". X")),
         "chains sentences by semicolons": "; " in message,
+        "is longer than 300 characters: the rest belongs on a page": len(message) > 300,
         "begins neither with a capital nor with an argument": not (
             first[1] or first[0][:1].isupper() or first[0].partition(".")[0] in ARGUMENTS
         ),
@@ -97,6 +98,7 @@ def test_errors_say_value_reason_and_mend():
         ("rank must be at least 1, got 0", 1),
         ("rank must be at least 1, got 0; 1 is usual.", 1),
         ("rank is 0: give a number above 0.", 1),
+        ("rank must be at least 1, got 0." + 270 * "?" + ".", 1),
         ("rank is negative; 0 trains the whole model", 3),
     ],
 )

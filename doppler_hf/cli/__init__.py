@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Final
 
 from doppler_hf.extras import MissingExtraError
+from doppler_hf.filters.grammar import did_you_mean
 
 COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.",
@@ -66,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         assert chosen is not None, "argparse requires a command"
         # By the parser of the command, whose usage names the flags that there are.
-        commands.choices[chosen].error(f"unrecognized arguments: {' '.join(unknown)}")
+        flags = [flag for action in commands.choices[chosen]._actions for flag in action.option_strings]
+        words = [word + did_you_mean(word.partition("=")[0], flags) for word in unknown]
+        commands.choices[chosen].error(f"unrecognized arguments: {' '.join(words)}")
     try:
         return int(args.run(args))
     except (ValueError, MissingExtraError) as error:

@@ -32,11 +32,9 @@ PARAMETERS: Final = {
 }
 
 READING: Final = (
-    "Σκ²: share of white noise that passes; with --noise, of noise of that shape and the same σ. -3 dB: where half the "
-    "power passes, as a fraction of Nyquist (1 is half a cycle per step). delay: by how many steps the output lags behind a "
-    "slow change. settled: steps until the step response stays within 2 % of 1. started: steps until the noise of the "
-    "bias-corrected output stays within 10 % of its final share; the first output is the first gradient, whatever the "
-    "filter. pole: the largest modulus. order: buffers per parameter."
+    "Σκ²: share of the noise that passes. -3 dB: cutoff, as a fraction of Nyquist. delay, settled (to 2 % of a step), "
+    "started (to 10 % of the final noise): in steps. pole: the largest modulus. order: buffers per parameter. See "
+    "docs/method/filters.md."
 )
 
 

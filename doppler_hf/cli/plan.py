@@ -11,6 +11,7 @@ sizes. Nothing is trained and no data is read.
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -20,20 +21,18 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
-from doppler_hf.privacy.accounting.accounting import Accountant, get_total_epsilon
-from doppler_hf.reports.noise_shapes import AutoChoice, ShapedRun, auto_choice, shapes_of_equal_epsilon
+from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
+from doppler_hf.reports.noise_shapes import ShapedRun, shapes_of_equal_epsilon, taken_by_training
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
 READING: Final = (
-    "noise_std: noise per coordinate of the mean gradient of one step. averaged: noise_std/√T, of the average over all "
-    "steps; above C/200 classifiers of images learnt little from scratch. Where it stops falling, larger batches and more "
-    "epochs no longer help. B·T: examples processed, the cost in time."
+    "noise_std: noise per coordinate of the mean gradient of one step. averaged: of the average over all steps. Where it "
+    "stops falling, larger batches and more epochs no longer help. B·T: the cost in time. See docs/guides/choosing.md."
 )
 SHAPES: Final = (
-    "Relative to white noise of equal ε: end, the noise of the sum of all gradients, which stays in the weights; step, that "
-    "of one step; loop, of the weights once the gradient pulls back through the filter, by which noise_shape='auto' "
-    "chooses, together with a filter of 'auto'."
+    "Relative to white noise of equal ε: end, the noise that stays in the weights without feedback; step, of one step; "
+    "loop, in the weights with it, by which a training chooses noise_shape and filter, for a rate that falls linearly."
 )
 MOST_PRINTED: Final = 8  # coefficients of a strategy
 PLAIN: Final[dict[str, Any]] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0)}
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accountant", choices=get_args(Accountant), default="prv", help="default: %(default)s")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
     grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
-    parser.add_argument("--low-pass-filter", default="none", metavar="FILTER", help=grammar)
+    parser.add_argument("--low-pass-filter", default="auto", metavar="FILTER", help=grammar)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table, as " + ", ".join(PICTURE_ENDINGS))
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead of tables")
 
@@ -62,53 +61,66 @@ def run(args: argparse.Namespace) -> int:
     """Solve for the unknown, compare with other runs, and print."""
     if args.plot is not None:
         check_picture(args.plot)
-    low_pass_filter = LowPassFilter.parse(args.low_pass_filter)
+    named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
+    low_pass_filter = named or PAPER_FILTERS["none"]
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     planned = request.solve()
     epochs = planned.epochs if args.epochs is None else args.epochs
-    facts = describe(request, planned, epochs, low_pass_filter)
+    facts = describe(request, planned, epochs, named)
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
     target = Target(facts["target_epsilon"], facts["delta"], args.accountant)
     table = alternatives(planned, target, epochs=epochs)
     shapes = shapes_of_equal_epsilon(planned, target, low_pass_filter=low_pass_filter)
-    auto = auto_choice(planned, target)
     title = (
-        f"ε = {target.epsilon:.4g} ({target.accountant}), δ = {target.delta:.3g}, N = {planned.num_examples:,}, "
+        f"White noise: ε = {target.epsilon:.4g}, δ = {target.delta:.3g}, N = {planned.num_examples:,}, "
         f"C = {planned.max_grad_norm:g}"
     )
     if args.json:
         cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
         shaped = [{**each._asdict(), "shape": str(each.shape)} for each in shapes]
-        everything = {**facts, "alternatives": cells, "noise_shapes": shaped, "auto": auto._asdict()}
+        everything = {**facts, "alternatives": cells, "noise_shapes": shaped}
         print(json.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         console.print(alternatives_table(table, planned, low_pass_filter, title=title))
         console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))
         console.print(shapes_table(shapes, low_pass_filter))
         console.print(SHAPES)
-        console.print(in_words(auto))
     if args.plot is not None:
         plot_planned_runs(table, planned, args.plot, title=title)
     return 0
 
 
-def describe(request: PlanRequest, planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, Any]:
-    """Return every number of the plan by name: the JSON object without its alternatives."""
+def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: LowPassFilter | None) -> dict[str, Any]:
+    """Return every number of the plan by name: the JSON object without its alternatives.
+
+    Noise and filter are those that a training takes, which chooses the shape of the noise if it is not given σ.
+    """
+    delta, accountant = request.target_delta, request.accountant
+    target = None
+    if request.epsilon is not None and request.noise_multiplier is None:
+        target = Target(request.epsilon, delta, accountant)
+    shape, low_pass_filter, sigma = taken_by_training(planned, target, named)
+    releases = Releases.in_turns(sigma, planned.sample_rate, planned.steps, groups=shape.bands)
+    epsilon = get_total_epsilon([releases], delta=delta, accountant=accountant)
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
-    epsilon = get_total_epsilon([planned.releases], delta=request.target_delta, accountant=request.accountant)
+    of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
     return {
         "solved_for": request.unknown,
         "num_examples": planned.num_examples,
         "max_grad_norm": planned.max_grad_norm,
         **cell(planned, epochs, low_pass_filter),
-        "delta": request.target_delta,
-        "accountant": request.accountant,
+        "noise_multiplier": sigma,
+        "noise_std": of_sigma * shape.std(planned.steps),
+        "filtered_noise_std": of_sigma * math.sqrt(noise_gain(low_pass_filter, shape)),
+        "average_noise_std": of_sigma * shape.std_of_sum([1.0] * planned.steps) / planned.steps,
+        "delta": delta,
+        "accountant": accountant,
         "target_epsilon": epsilon if request.epsilon is None else request.epsilon,
         "epsilon": epsilon,
+        "noise_shape": str(shape),
         "low_pass_filter": str(low_pass_filter),
-        "noise_gain": noise_gain(low_pass_filter),
         "delay_steps": delay,
         "delay_share_of_steps": delay / planned.steps,
     }
@@ -131,7 +143,9 @@ def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> 
 
 def facts_table(facts: dict[str, Any]) -> Table:
     """Lay out what `describe` returns for a reader."""
-    target = "" if facts["solved_for"] == "epsilon" else f" (target {facts['target_epsilon']:g})"
+    bands = NoiseShape.parse(facts["noise_shape"]).bands
+    shape = facts["noise_shape"] if bands <= MOST_PRINTED else f"a strategy of {bands} bands (--json has it)"
+    delay = f"{facts['delay_steps']:.4g} steps, {facts['delay_share_of_steps']:.2%} of T"
     rows = {
         "num_examples": ("training examples N", f"{facts['num_examples']:,}"),
         "batch_size": ("expected batch size B", f"{facts['batch_size']:,}"),
@@ -139,31 +153,17 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "epochs": ("epochs", f"{facts['epochs']:.6g}"),
         "steps": ("steps T (max_steps)", f"{facts['steps']:,}"),
         "max_grad_norm": ("clip norm C", f"{facts['max_grad_norm']:g}"),
-        "noise_multiplier": ("noise multiplier σ", f"{facts['noise_multiplier']:.6g}"),
-        "noise_std": ("noise_std = σC/B", f"{facts['noise_std']:.4g}"),
+        "noise_multiplier": ("noise multiplier", f"{facts['noise_multiplier']:.4g}"),
+        "noise_shape": ("noise_shape", shape),
+        "low_pass_filter": ("low_pass_filter", f"{facts['low_pass_filter']} (delay: {delay})"),
+        "noise_std": ("noise_std", f"{facts['noise_std']:.4g} ({facts['filtered_noise_std']:.4g} after the filter)"),
         "delta": ("δ", f"{facts['delta']:.4g}"),
-        "epsilon": (f"ε by {facts['accountant']}", f"{facts['epsilon']:.4g}{target}"),
+        "epsilon": ("ε", f"{facts['epsilon']:.4g} (accountant: {facts['accountant']})"),
     }
-    solved = facts["solved_for"]
     table = Table(title="Plan", show_header=False)
     for name, (label, value) in rows.items():
-        table.add_row(label, value + (" (solved for)" if name == solved else ""))
-    table.add_row("noise_shape", "white, as in the next table; for 'auto' see below")
-    table.add_row("filter", facts["low_pass_filter"])
-    table.add_row("its noise gain Σκ²", f"{facts['noise_gain']:.4g} (noise_std {facts['filtered_noise_std']:.4g} after it)")
-    table.add_row("its delay", f"{facts['delay_steps']:.4g} steps, {facts['delay_share_of_steps']:.2%} of T")
+        table.add_row(label, value + (" (solved for)" if name == facts["solved_for"] else ""))
     return table
-
-
-def in_words(auto: AutoChoice) -> str:
-    """Say what a training takes that does not name its noise and filter."""
-    bands = NoiseShape.parse(auto.noise_shape).bands
-    shape = repr(auto.noise_shape) if bands <= MOST_PRINTED else f"a strategy of {bands} bands (--json has it)"
-    return (
-        f"A training that leaves both at 'auto' takes noise_shape={shape} and low_pass_filter="
-        f"{auto.low_pass_filter!r} with Adam and a rate that falls linearly: σ = {auto.noise_multiplier:.4g}, and "
-        f"{auto.noise_std:.4g} per coordinate of a step."
-    )
 
 
 def alternatives_table(

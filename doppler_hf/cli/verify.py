@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf verify`."""
     parser.add_argument("path", type=Path, metavar="PATH", help=f"a folder with {LEDGER_NAME}, or the file itself")
     parser.add_argument("--head", metavar="HASH", help="the last hash, as published elsewhere: 64 hexadecimal digits")
+    parser.add_argument("--all-accountants", action="store_true", help="show ε by the other accountants, too, to compare")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +77,11 @@ def run(args: argparse.Namespace) -> int:
     for mismatch in mismatches:
         console.print(f"- {mismatch}", markup=False, soft_wrap=True)
     console.print(terms_table(ledger))
+    if args.all_accountants:
+        for name in get_args(Accountant):
+            epsilon = recompute(ledger.history, name, private=ledger.private, delta=ledger.statement.target_delta)
+            claimed = "the claim" if name == ledger.statement.accountant else "another upper bound of the same run"
+            console.print(f"ε by {name}: {'no bound' if math.isnan(epsilon) else f'{epsilon:.6g}'} ({claimed})")
     console.print(
         "Not covered by ε:", *(f"  - {line}" for line in ledger.not_covered), sep="\n", markup=False, soft_wrap=True
     )
@@ -182,7 +188,6 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
 def terms_table(ledger: PrivacyLedger) -> Table:
     """Lay out the terms of the guarantee, and what was run."""
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
-    stated = [f"{epsilon:.6g} by {name}" for claim in ledger.claims[-1:] for name, epsilon in claim.epsilons.items()]
     spent = recompute(ledger.history, statement.accountant, private=ledger.private, delta=statement.target_delta)
     end = "closed" if last.is_closed else f"not closed: at least {last.steps_released:,} of them were run"
     table = Table(title="Privacy ledger", show_header=False)
@@ -191,7 +196,6 @@ def terms_table(ledger: PrivacyLedger) -> Table:
         ("steps planned", f"{statement.steps_planned:,}"),
         ("steps reserved", f"{last.steps_reserved:,}"),
         ("steps counted", f"{ledger.steps_run:,} ({end})"),
-        ("ε stated last", stated[0] if stated else "–"),  # older ledgers have that of every accountant, their own first
         ("ε of all steps counted", f"{spent:.6g} by {statement.accountant}"),
         ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),
     ):

@@ -35,7 +35,7 @@ OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"op
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """Return a question to put behind a word in a message: about the nearest known one, if it is unknown and near."""
-    near = [] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    near = [] if word in known else difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -117,8 +117,8 @@ def _form(word: str) -> str:
 
 
 def _unreadable(text: str) -> ValueError:
+    near = did_you_mean(re.split("[:=]", text)[0], (*PAPER_FILTERS, *KEYS))
     return ValueError(
-        f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design as {', '.join(map(_form, KEYS))}, or coefficients as "
-        "b=b0,b1,...;a=1,a1,... (';a=...' may be left out), got "
-        f"{text!r}{did_you_mean(re.split('[:=]', text)[0], (*PAPER_FILTERS, *KEYS))}."
+        f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design such as butterworth:order=2,cutoff=0.1, or "
+        f"coefficients such as b=0.1,0.1;a=1,-0.8, got {text!r}{near}. All are in docs/method/filters.md."
     )

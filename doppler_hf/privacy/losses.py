@@ -179,12 +179,11 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Value
     if outputs.get("loss") is not None:
         return ValueError(
             f"The loss of {name} is one number for the whole batch. Override compute_per_sample_loss to return it for each "
-            "example. For a masked autoencoder docs/trainer.md has it."
+            "example, as in docs/guides/own-loss.md."
         )
     return ValueError(
-        f"There is no per-example loss for {name} without `labels`. Give each example labels as numbers, or take a collator "
-        "that makes them, such as DataCollatorForLanguageModeling. Set remove_unused_columns=False if the host drops them. "
-        "Question answering needs start_positions and end_positions. For another task override compute_per_sample_loss."
+        f"There is no per-example loss for {name} without `labels`. Give each example labels as numbers, take a collator "
+        "that makes them, or override compute_per_sample_loss: docs/start/troubleshooting.md#data."
     )
 
 

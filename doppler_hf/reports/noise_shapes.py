@@ -18,6 +18,7 @@ from doppler_hf.filters import (
     auto_noise_shape,
     noise_gain,
 )
+from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_in_turns
 from doppler_hf.reports.planned_runs import PlannedRun, Target
 
@@ -74,39 +75,29 @@ def shapes_of_equal_epsilon(run: PlannedRun, target: Target, *, low_pass_filter:
     return runs
 
 
-class AutoChoice(NamedTuple):
-    """What a training takes that leaves shape and filter at `auto`, with Adam and a learning rate that falls linearly.
+def taken_by_training(
+    run: PlannedRun, target: Target | None, low_pass_filter: LowPassFilter | None
+) -> tuple[NoiseShape, LowPassFilter, float]:
+    """Return noise shape, filter and σ that a training of a planned run takes, as `run.choices` where memory suffices.
 
-    Attributes:
-        noise_shape: The shape, as in `DopplerTrainingArguments`.
-        low_pass_filter: The filter, likewise.
-        noise_multiplier: σ at this shape.
-        noise_std: Noise per coordinate of the mean gradient of one step, once it has settled.
+    It is given the `target` or, if that is None, σ, whose noise is white; it chooses the filter if that is None. The
+    optimizer is Adam, and the rate falls linearly.
     """
-
-    noise_shape: str
-    low_pass_filter: str
-    noise_multiplier: float
-    noise_std: float
-
-
-def auto_choice(run: PlannedRun, target: Target) -> AutoChoice:
-    """Return what `auto` chooses for a run, as `run.choices` does where the memory suffices for earlier noise."""
-    # Shapes are compared by the accountant by which a training does so.
-    compared = _calibration(run, target._replace(accountant="pld"))
-    shape = auto_noise_shape(compared, run.steps, learning_rates=_falling(run.steps))
-    sigma, low_pass_filter = run.noise_multiplier, PAPER_FILTERS["none"]
-    if not shape.is_white:
-        low_pass_filter = auto_filter(run.steps, learning_rates=_falling(run.steps), noise=shape)
-        sigma = _calibration(run, target)(shape.bands)
-    noise_std = sigma / run.noise_multiplier * shape.std(run.steps) * run.noise_std
-    return AutoChoice(str(shape), str(low_pass_filter), sigma, noise_std)
+    shape, rates = WHITE, _falling(run.steps)
+    if target is not None:
+        # Shapes are compared by the accountant by which a training does so.
+        compared = _calibration(run, target._replace(accountant="pld"))
+        shape = auto_noise_shape(compared, run.steps, learning_rates=rates, low_pass_filter=low_pass_filter)
+    if target is None or shape.is_white:
+        return shape, low_pass_filter or PAPER_FILTERS["none"], run.noise_multiplier
+    chosen = low_pass_filter or auto_filter(run.steps, learning_rates=rates, noise=shape)
+    return shape, chosen, _calibration(run, target)(shape.bands, unchecked=False)
 
 
 def _falling(steps: int) -> list[float]:
     return [1 - step / steps for step in range(steps)]
 
 
-def _calibration(run: PlannedRun, target: Target) -> Callable[[int], float]:
+def _calibration(run: PlannedRun, target: Target) -> Callable[..., float]:
     terms: dict[str, Any] = {"target_epsilon": target.epsilon, "target_delta": target.delta, "accountant": target.accountant}
     return functools.partial(noise_multiplier_in_turns, sample_rate=run.sample_rate, steps=run.steps, **terms)

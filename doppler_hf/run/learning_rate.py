@@ -65,7 +65,9 @@ def told_of_small_rate(args: DopplerTrainingArguments, statement: PrivacyStateme
     rule = rate_by_rule(args, statement, model=model)
     if rule < FAR_BELOW * given:
         return ""
-    return f": {rule / given:,.0f} times below the {rule:.3g} of the rule, which you get if you leave learning_rate out"
+    return (
+        f"learning_rate={given:g} is {rule / given:,.0f} times below the {rule:.3g} that this run would choose: leave it out"
+    )
 
 
 def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:

@@ -24,11 +24,11 @@ from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, warn_of_another_base
 from doppler_hf.run.learning_rate import told_of_small_rate
 from doppler_hf.run.model_card import complete_card
-from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words, optimizer_in_words
+from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
 from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
-from doppler_hf.run.summary import epsilon_in_words, print_summary
+from doppler_hf.run.summary import print_end, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
 
 LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
@@ -100,35 +100,33 @@ class PrivacyCallback(TrainerCallback):
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
-            words = {"rate_words": self._rate_words + small, "filter_words": self._filter_words}
-            words["optimizer_words"] = optimizer_in_words(args)
-            print_summary(run, model=kwargs["model"], first_step=step, **words)
-            if aside is not None:
-                print(
-                    f"The ledger of an earlier training in {args.output_dir} is now {aside.name}. If it used the same data, "
-                    "its ε and that of this run add up."
-                )
-            if step == 0 and (counted := ledger.runs[-1].steps_before):
-                print(
-                    f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, "
-                    "make a new trainer with another output_dir."
-                )
-            source = Path(getattr(getattr(kwargs["model"], "config", None), "_name_or_path", None) or "")
-            if step == 0 and not ledger.runs[-1].steps_before and (source / LEDGER_NAME).exists():
-                print(
-                    f"The model was loaded from {source}, where the ledger of an earlier training lies. If it used the same "
-                    "data, its ε and that of this run add up."
-                )
+            counted = ledger.runs[-1].steps_before
             remaining = run.statement.steps_planned - step
-            if remaining <= 0:
-                print(
-                    f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs."
-                )
-            if run.affordable_steps < remaining:
-                print(
-                    f"The budget allows {run.affordable_steps} of the {remaining} steps left, since earlier ones count. "
-                    "Training will stop there."
-                )
+            source = Path(getattr(getattr(kwargs["model"], "config", None), "_name_or_path", None) or "")
+            add_up = "If it used the same data, its ε and that of this run add up."
+            notes = {
+                small: small,
+                f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
+                f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
+                "a new trainer with another output_dir.": step == 0 and counted,
+                f"The model was loaded from {source}, where the ledger of an earlier training lies. {add_up}": (
+                    step == 0 and not counted and (source / LEDGER_NAME).exists()
+                ),
+                f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs.": (
+                    remaining <= 0
+                ),
+                f"The budget allows {run.affordable_steps} of the {remaining} steps left, since earlier ones count. "
+                "Training will stop there.": run.affordable_steps < remaining,
+            }
+            print_start(
+                run,
+                args,
+                model=kwargs["model"],
+                first_step=step,
+                rate_words=self._rate_words,
+                filter_words=self._filter_words,
+                notes=[note for note, is_due in notes.items() if is_due],
+            )
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Tell the sampler at which step its next draw is."""
@@ -247,11 +245,7 @@ class PrivacyCallback(TrainerCallback):
         if self.ledger is not None and state.is_world_process_zero:
             self.ledger.close()
             self.ledger.save(args.output_dir)
-            print(
-                f"Privacy spent: {epsilon_in_words(self.ledger)} at δ = {self.ledger.statement.target_delta:.3g} after "
-                f"{self.ledger.steps_run} steps. See {Path(args.output_dir) / LEDGER_NAME}, whose last hash is "
-                f"{self.ledger.head}."
-            )
+            print_end(self.ledger, args, logs=state.log_history)
 
     def end_run(self, args: DopplerTrainingArguments, state: TrainerState, *, model: nn.Module) -> None:
         """Note, on disk too, the model as the training has left it, by its end or an interruption."""

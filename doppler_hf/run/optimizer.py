@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from doppler_hf.filters import LowPassFilter, noise_gain
+from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
 from doppler_hf.run.choices import chosen_filter
 from doppler_hf.run.learning_rate import chosen_learning_rate
@@ -32,8 +32,8 @@ def first_learning_rate(optimizer: DopplerOptimizer) -> float:
 def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOptimizer) -> str:
     """Return the first learning rate, and whether it was chosen, or comes from a checkpoint, which keeps its own."""
     rate = first_learning_rate(optimizer)
-    chosen = " (auto)" if args.given_learning_rate is None else ""
-    return f"{rate:.3g}" + (chosen if rate == optimizer.defaults["lr"] else " (the checkpoint's)")
+    source = "auto: by noise, steps and model size" if args.given_learning_rate is None else "as given"
+    return f"{rate:.3g} ({source if rate == optimizer.defaults['lr'] else 'of the checkpoint'})"
 
 
 def optimizer_of(
@@ -52,8 +52,7 @@ def optimizer_of(
     if isinstance(low_pass_filter, OptimalFIR) and any(isinstance(p, DTensor) for _, p in named):
         raise ValueError(
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with trained weights in shards (FSDP): its taps "
-            "follow products of whole gradients, of which each process has a part. Take a fixed filter, or "
-            "recipes/accelerate/ddp.yaml, with which each process has all weights."
+            "follow whole gradients. Take a fixed filter, or recipes/accelerate/ddp.yaml."
         )
     groups = (
         {
@@ -78,8 +77,7 @@ def optimizer_of(
 
 
 def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter | OptimalFIR) -> str:
-    """Return one line for the start-up summary: the filter, whether it was chosen, and its noise gain."""
+    """Return the filter, and whether it was chosen or follows the gradients."""
     if isinstance(low_pass_filter, OptimalFIR):
         return f"{low_pass_filter}, taps from the private gradients every {low_pass_filter.update_gap} steps"
-    chosen = "auto: " if args.low_pass_filter == "auto" else ""
-    return f"{chosen}{low_pass_filter}, noise power × {noise_gain(low_pass_filter):.3g}"
+    return f"{low_pass_filter} (auto)" if args.low_pass_filter == "auto" else str(low_pass_filter)

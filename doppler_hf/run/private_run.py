@@ -258,11 +258,6 @@ class PrivateRun:
         """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
         return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
 
-    @property
-    def noise_in_words(self) -> str:
-        """The noise over time, whether it was chosen, and how often a unit takes part."""
-        return ("auto: " if self._args.noise_shape == "auto" else "") + self.statement.noise_shape_in_words
-
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, from the sampler and the mechanism themselves."""
         rate, groups = self.sampler.sample_rate, self.sampler.groups

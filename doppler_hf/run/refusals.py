@@ -60,7 +60,7 @@ def refuse_of_trainer(trainer: Any) -> None:
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError(
             "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
-            "base_optimizer. For learning rates by layer override create_optimizer (docs/trainer.md)."
+            "base_optimizer. For learning rates by layer override create_optimizer (docs/guides/own-loss.md)."
         )
     if trainer.lr_scheduler is not None:
         raise ValueError(
@@ -110,8 +110,8 @@ def refuse_another_optimizer(optimizer: Any) -> None:
     """Refuse an optimizer that a `create_optimizer` of the user's has made in place of the arguments'."""
     if not isinstance(optimizer, DopplerOptimizer):
         raise ValueError(
-            f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}, which would "
-            "bypass low_pass_filter and base_optimizer. Change the groups of super().create_optimizer() (docs/trainer.md)."
+            f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}. Change the "
+            "groups of super().create_optimizer() (docs/guides/own-loss.md)."
         )
 
 

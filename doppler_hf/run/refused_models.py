@@ -75,17 +75,12 @@ def _refuse_changing_positions(model: nn.Module, probe: Probe) -> None:
     limits = [limit for module in model.modules() for limit in _limits_of(module)]
     if not limits or probe.are_of_one_length:
         return
-    if probe.longest_length is None:
-        raise ValueError(
-            "The lengths of all examples must be known for dynamic or long rotary embeddings, whose positions depend on "
-            "the longest example of a batch, got a train_dataset without them. Tokenize it beforehand, pad all examples to "
-            "one length, or take another rope_type."
-        )
-    if probe.longest_length > min(limits):
+    known = probe.longest_length
+    if known is None or known > min(limits):
         raise ValueError(
             f"Examples must have at most {min(limits)} tokens with dynamic or long rotary embeddings, whose positions "
-            f"depend on the longest example of a batch, got longer ones. Truncate them to max_length={min(limits)}, pad "
-            "all examples to one length, or take another rope_type."
+            f"depend on the longest of a batch, got {'unknown lengths' if known is None else 'longer ones'}. Tokenize with "
+            f"max_length={min(limits)} beforehand, pad all to one length, or take another rope_type."
         )
 
 

@@ -83,9 +83,9 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
     if processes != world_size:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
         raise ValueError(
-            f"The processes of torch's process group must be those of the training, got {processes} of which the arguments "
-            f"know {world_size}, so that each would draw alone. Start with `accelerate launch` or `torchrun`, or end the "
-            "group with torch.distributed.destroy_process_group() before train()."
+            f"The process group must be that of the arguments, got {processes} and {world_size} processes, so that each "
+            "would draw alone. Start with `accelerate launch` or `torchrun`, or call "
+            "torch.distributed.destroy_process_group() before train()."
         )
 
 

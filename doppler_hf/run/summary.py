@@ -1,75 +1,102 @@
-"""The table that a private run prints before its first step."""
+"""What a private run prints: six lines before its first step, all its terms with log_level="info", and what it has spent."""
 
+import logging
 import math
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
-
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.terms import terms_in_words
+from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.training_args import DopplerTrainingArguments
 
 # See recipes/results/few-examples.md.
 DROWNED: Final = 0.005
 
 
-def print_summary(
-    run: PrivateRun, *, model: Any, first_step: int, optimizer_words: str, rate_words: str, filter_words: str
+def print_start(
+    run: PrivateRun,
+    args: DopplerTrainingArguments,
+    *,
+    model: Any,
+    first_step: int,
+    rate_words: str,
+    filter_words: str,
+    notes: Sequence[str],
 ) -> None:
-    """Print the mechanism, its ε, the optimizer, its rate and the filter of a run from `first_step` on, as a table."""
+    """Print what a run from `first_step` on guarantees, takes and trains, and what to watch for."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
-    parameters = list(model.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    target = "" if statement.target_epsilon is None else f" (target {statement.target_epsilon:g})"
-    mend = " (report_train_loss='private' adds noise, 'none' leaves it out)" if statement.train_loss == "raw" else ""
-    rows = (
-        ("unit of privacy", statement.unit_in_words),
-        ("units N", f"{statement.num_units:,}"),
-        ("expected batch size B", f"{statement.expected_batch_size:,}"),
-        ("sampling rate q", f"{statement.sample_rate:.4g}"),
-        ("steps T", f"{statement.steps_planned:,}" + (f", resumed at {first_step:,}" if first_step else "")),
-        ("noise multiplier σ", statement.noise_multiplier_in_words),
-        ("noise over time", run.noise_in_words),
-        ("noise source", statement.noise_source),
-        ("clip norm C", statement.clipping_in_words),
-        ("noise per coordinate", f"{run.settled_noise_std:.3g}"),
-        ("noise of the average", averaged_in_words(statement, num_trained=trainable)),
-        ("at the end", epsilon_in_words(ledger, further_steps=run.affordable_steps) + target),
-        ("δ", f"{statement.target_delta:.3g}"),
-        ("training loss", statement.train_loss_in_words + mend),
-        ("optimizer", optimizer_words),
-        ("learning rate", rate_words),
-        ("filter", filter_words),
-        ("trainable parameters", f"{trainable:,} of {sum(p.numel() for p in parameters):,}"),
+    who = "record" if args.privacy_unit_column is None else "user"
+    turns = "" if statement.groups == 1 else f", from {statement.groups} groups in turn"
+    shape = "independent in each step" if statement.groups == 1 else f"partly cancels over {statement.groups} steps"
+    chosen = " (auto)" if args.noise_shape == "auto" else ""
+    resumed = f"; resumed at step {first_step:,}" if first_step else ""
+    sizes = {parameter: parameter.numel() for parameter in model.parameters()}
+    trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
+    adapters = f"; adapters: {', '.join(sorted(kinds))}" if kinds else ""
+    noise_shape, steps = NoiseShape.parse(statement.noise_shape), statement.steps_planned
+    batch = statement.expected_batch_size
+    noise = averaged_noise(statement.noise_multiplier, noise_shape, batch_size=batch, steps=steps)
+    watched = [*drowned(noise, num_trained=trained), *notes]
+    if statement.train_loss == "raw":
+        watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")
+    lines = (
+        ("privacy", f"at the end {spent_in_words(ledger, args, further_steps=run.affordable_steps)}"),
+        (
+            "data",
+            f"{statement.num_units:,} {who}s; {steps:,} Poisson-sampled batches of {batch:,} on average{turns}{resumed}",
+        ),
+        ("noise", f"noise multiplier {statement.effective_noise_multiplier:.4g}, {shape}{chosen}; filter: {filter_words}"),
+        ("learning rate", f"{rate_words}; optimizer: {optimizer_in_words(args)}"),
+        ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
+        *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
     )
-    table = Table(title="Private training", show_header=False)
-    for row in rows:
-        table.add_row(*row)
-    for how, number in Counter(run.fallbacks.values()).items():
-        first = next(name for name, way in run.fallbacks.items() if way == how)
-        table.add_row(f"without a rule: {number}, such as" if number > 1 else "without a rule", f"{first} ({how})")
-    Console().print(table)
+    # The first line may hold the host's progress bar.
+    print("", *(f"{name:<14} {words}" for name, words in lines), sep="\n")
+    if args.get_process_log_level() <= logging.INFO:
+        noises = (("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C"))
+        one_of_each = {how: name for name, how in run.fallbacks.items()}
+        slow = (("without a rule, such as", f"{name} ({how})") for how, name in one_of_each.items())
+        print(*(f"{name}: {words}" for name, words in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
 
 
-def averaged_in_words(statement: PrivacyStatement, *, num_trained: int) -> str:
-    """Return the noise of the average of all gradients in units of C, and what to do where it drowns them.
+def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> None:
+    """Print what a run has spent, where its ledger is, and whether the last evaluation in the logs shows nothing learnt."""
+    print(
+        f"Privacy spent: {spent_in_words(ledger, args)} in {ledger.steps_run:,} steps.\n"
+        f"The ledger is in {args.output_dir}/{LEDGER_NAME}: check it with `doppler-hf verify {args.output_dir}`. What it "
+        "means: docs/start/dp-in-ten-minutes.md."
+    )
+    last = next((log for log in reversed(logs) if "eval_accuracy" in log), {})
+    majority = last.get("eval_majority_class_accuracy")
+    if majority is not None and last["eval_accuracy"] <= majority:
+        print(
+            f"The model may not have learnt: its accuracy, {last['eval_accuracy']:.3g}, is not above {majority:.3g}, the "
+            "share of the most frequent class of the evaluation set. See docs/start/troubleshooting.md#it-does-not-learn."
+        )
+
+
+def drowned(noise: float, *, num_trained: int) -> list[str]:
+    """Return what to do where the noise of the average of all gradients, in units of C, drowns them.
 
     That is where a classifier of images learnt little, if it is also longer than the average itself can be: of 62 weights
     a linear classifier learns from less.
     """
-    shape, sizes = NoiseShape.parse(statement.noise_shape), (statement.expected_batch_size, statement.steps_planned)
-    noise = averaged_noise(statement.noise_multiplier, shape, batch_size=sizes[0], steps=sizes[1])
-    is_drowned = noise > DROWNED and noise * math.sqrt(num_trained) > 1.0
-    mend = ": little may be learnt; more epochs, more examples or a larger ε make it less" if is_drowned else ""
-    return f"{noise:.2g} C{mend}"
+    if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
+        return []
+    return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: take more epochs, records or ε"]
 
 
-def epsilon_in_words(ledger: PrivacyLedger, *, further_steps: int = 0) -> str:
-    """Return ε so far or after `further_steps` more, and by which accountant."""
-    epsilon, why_not = ledger.epsilon(further_steps=further_steps), ledger.why_not_private
-    shown = "∞" if math.isinf(epsilon) else f"{epsilon:.4g} by {ledger.statement.accountant}"
-    return f"ε = {shown}" + ("" if why_not is None else f": NOT PRIVATE, {why_not}")
+def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, further_steps: int = 0) -> str:
+    """Return ε so far or after `further_steps` more, δ, the accountant, and what is protected."""
+    epsilon, statement = ledger.epsilon(further_steps=further_steps), ledger.statement
+    column = args.privacy_unit_column
+    who = "one record" if column is None else f"one user (all records with the same {column!r})"
+    if ledger.why_not_private is not None:
+        return f"ε = {'∞' if math.isinf(epsilon) else f'{epsilon:.4g}'}: NOT PRIVATE, {ledger.why_not_private}"
+    return f"ε = {epsilon:.4g}, δ = {statement.target_delta:.3g} for {who} (accountant: {statement.accountant})"

@@ -38,7 +38,7 @@ def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unrea
         raise ValueError(
             f"Trained parameters must be reached by a loss, got {listed(name for name, _ in tops)}, which no loss reaches: "
             f"noise alone would move them. Freeze them before you make the trainer: {lines}. Or set "
-            "train_unreached_parameters=True, if noise is wanted there."
+            "train_unreached_parameters=True."
         )
     if unreached:
         print(f"Only some examples reach {listed(sorted(unreached))}. Noise moves them in every step.")

@@ -28,6 +28,7 @@ DEFAULT_TRAIN_LOSS_BUDGET: Final = 0.01
 DEFAULT_PER_SAMPLE_MAX_LOSS: Final = 5.0
 
 
+@checks.with_near_names
 @dataclass
 class DopplerTrainingArguments(TrainingArguments):
     """Arguments of `DopplerTrainer`.

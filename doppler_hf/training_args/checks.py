@@ -4,13 +4,14 @@ Each message has the value, the reason and the mend. `args` is the host's class 
 be circular.
 """
 
+import functools
 import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -20,6 +21,7 @@ from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
 
+_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 _Range = tuple[str, Callable[[float], bool]]
 _POSITIVE: Final[_Range] = ("be a finite number > 0", lambda value: 0.0 < value < math.inf)
 _COUNT: Final[_Range] = ("be at least 1", lambda value: value >= 1)
@@ -93,6 +95,21 @@ _WITHOUT_EFFECT: Final = {
         "because processes add their clipped sums without DistributedDataParallel",
     ),
 }
+
+
+def with_near_names(cls: type[_Arguments]) -> type[_Arguments]:
+    """Let a dataclass of arguments name the nearest one where one is misspelt, of ours if there is one."""
+    init, known, own = cls.__init__, [field.name for field in fields(cls)], [field.name for field in own_fields(cls)]
+
+    @functools.wraps(init)
+    def told(self: TrainingArguments, *args: Any, **given: Any) -> None:
+        for name in given.keys() - known:
+            near = did_you_mean(name, own) or did_you_mean(name, known)
+            raise TypeError(f"{cls.__name__} has no argument {name!r}{near}. Rename it, or leave it out.")
+        init(self, *args, **given)
+
+    cls.__init__ = told
+    return cls
 
 
 def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:

@@ -43,12 +43,18 @@ def test_help_of_a_command_says_what_it_is_for(name, capsys):
     assert f"usage: doppler-hf {name}" in shown
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["plan", "--nonsense"], ["plan", "--num", "5"], ["plan"]])
+SIZE = ["plan", "--num-examples=5"]
+WRONG = [[], ["nonsense"], ["plan", "--nonsense"], ["plan", "--num", "5"], ["plan"], [*SIZE, "--epsilo=3"], [*SIZE, "--q"]]
+
+
+@pytest.mark.parametrize("words", WRONG)
 def test_unknown_words_end_with_exit_code_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "doppler-hf" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "doppler-hf" in told
+    assert ("--epsilo=3 (did you mean '--epsilon'?)" in told) == ("did you mean" in told) == ("--epsilo=3" in words)
 
 
 class Recorder:

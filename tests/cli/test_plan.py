@@ -1,7 +1,6 @@
 """`doppler-hf plan`: what it prints is what the accountants, SciPy and the definitions say."""
 
 import json
-import math
 import re
 
 import numpy as np
@@ -9,9 +8,12 @@ import pytest
 import scipy.signal
 
 from doppler_hf.cli import main
+from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting.accounting import get_epsilon
 from doppler_hf.reports import planned_runs as planning
 from tests.support.tiers import thorough
+from tests.support.tiny import text_data
+from tests.support.trainers import trained, trainer_of
 
 WORDS = ["plan", "--num-examples", "2000", "--batch-size", "100", "--epochs", "1.5", "--epsilon", "3", "--accountant", "rdp"]
 FILTER = ["--low-pass-filter", "first-order-v1"]
@@ -41,44 +43,56 @@ def one_cell(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_cell")
-def test_json_holds_every_number(capsys):
-    plan = json.loads(printed([*WORDS, *FILTER, "--json", "--max_grad_norm=0.5"], capsys))
+@pytest.mark.parametrize("given", ["--epsilon=3", "--noise-multiplier=1"])
+def test_json_holds_every_number(capsys, given):
+    words = [word for word in WORDS if word not in ("--epsilon", "3")]
+    plan = json.loads(printed([*words, given, *FILTER, "--json", "--max_grad_norm=0.5"], capsys))
     delta = 2000**-1.1
-    sigma = plan["noise_multiplier"]
-    assert plan["solved_for"] == "noise_multiplier"
+    sigma, shape = plan["noise_multiplier"], NoiseShape.parse(plan["noise_shape"])
+    assert shape.is_white == (given == "--noise-multiplier=1") == (sigma == 1.0)
+    assert plan["solved_for"] == ("epsilon" if sigma == 1.0 else "noise_multiplier")
     assert (plan["num_examples"], plan["batch_size"], plan["sample_rate"], plan["steps"]) == (2000, 100, 0.05, 30)
-    assert (plan["max_grad_norm"], plan["epochs"], plan["target_epsilon"], plan["accountant"]) == (0.5, 1.5, 3.0, "rdp")
+    assert (plan["max_grad_norm"], plan["epochs"], plan["accountant"]) == (0.5, 1.5, "rdp")
+    assert plan["target_epsilon"] == (plan["epsilon"] if sigma == 1.0 else 3.0)
     assert plan["examples_processed"] == 3000
     assert plan["low_pass_filter"] == "first-order-v1"
     np.testing.assert_allclose(plan["delta"], delta, rtol=1e-15)
-    np.testing.assert_allclose(plan["noise_std"], sigma * 0.5 / 100, rtol=1e-15)
-    np.testing.assert_allclose(plan["average_noise_std"], sigma * 0.5 / 100 / math.sqrt(30), rtol=1e-15)
-    expected = get_epsilon(noise_multiplier=sigma, sample_rate=0.05, steps=30, delta=delta, accountant="rdp")
+    turns = dict(sample_rate=shape.bands * 0.05, steps=-(-30 // shape.bands))
+    expected = get_epsilon(noise_multiplier=sigma, **turns, delta=delta, accountant="rdp")
     np.testing.assert_allclose(plan["epsilon"], expected, rtol=1e-12)
-    # The filter, by SciPy's simulation and its own group delay.
+    # Noise and filter, by SciPy's simulation and its own group delay.
     b, a = (1 / 11, 1 / 11), (1, -9 / 11)
-    kappa = scipy.signal.dimpulse((b, a, 1), n=2000)[1][0].ravel()
-    np.testing.assert_allclose(plan["noise_gain"], np.sum(kappa**2), rtol=1e-9)
-    np.testing.assert_allclose(plan["filtered_noise_std"], plan["noise_std"] * np.sqrt(np.sum(kappa**2)), rtol=1e-9)
+    impulse = np.eye(1, 2000)[0]
+    of_noise = sigma * np.linalg.norm(shape.c) * scipy.signal.lfilter([1.0], shape.c, impulse)
+    of_filtered = scipy.signal.lfilter(b, a, of_noise)
+    np.testing.assert_allclose(plan["noise_std"], np.linalg.norm(of_noise[:31]) * 0.5 / 100, rtol=1e-9)
+    np.testing.assert_allclose(plan["filtered_noise_std"], np.linalg.norm(of_filtered) * 0.5 / 100, rtol=1e-9)
+    averaged = np.linalg.norm(np.cumsum(of_noise[:30])) / 30 * 0.5 / 100
+    np.testing.assert_allclose(plan["average_noise_std"], averaged, rtol=1e-9)
     np.testing.assert_allclose(plan["delay_steps"], scipy.signal.group_delay((b, a), w=[0.0])[1][0], rtol=1e-12)
     np.testing.assert_allclose(plan["delay_steps"], 5.0, rtol=1e-9)
     np.testing.assert_allclose(plan["delay_share_of_steps"], 5.0 / 30, rtol=1e-9)
 
 
 @pytest.mark.usefixtures("one_cell")
-def test_the_plan_says_what_auto_takes(capsys):
-    auto = json.loads(printed([*WORDS, "--json"], capsys))["auto"]
-    text = " ".join(printed(WORDS, capsys).split())
-    assert f"noise_shape={auto['noise_shape']!r} and low_pass_filter={auto['low_pass_filter']!r}" in text
-    assert f"σ = {auto['noise_multiplier']:.4g}, and {auto['noise_std']:.4g} per coordinate of a step." in text
+def test_plan_and_training_name_the_same_noise_multiplier(tmp_path, capsys):
+    """By the words of both, for noise and filter that nobody has named."""
+    plan = printed(["plan", "--num-examples", "200", "--batch-size", "16", "--max-steps", "40", "--epsilon", "8"], capsys)
+    auto = dict(noise_multiplier=None, target_epsilon=8.0, learning_rate=None, per_device_train_batch_size=8)
+    trained(trainer_of(tmp_path, data=text_data(200), **auto, max_steps=40))
+    start = capsys.readouterr().out
+    sigma, shape = re.search(r"noise multiplier ([\d.]+), (.*?) \(auto\)", start).groups()
+    assert rows(plan)["noise multiplier"] == f"{sigma} (solved for)"
+    assert (rows(plan)["noise_shape"][:6], shape[:14]) == ("banded", "partly cancels")
+    assert f"filter: {rows(plan)['low_pass_filter'].split()[0]} (auto)" in start
 
 
 @pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize(
     ("left_out", "row"),
     [
-        ("--epsilon", "ε by rdp"),
-        *thorough(("--noise-multiplier", "noise multiplier σ"), ("--epochs", "epochs")),
+        ("--epsilon", "ε"),
+        *thorough(("--noise-multiplier", "noise multiplier"), ("--epochs", "epochs")),
         ("--batch-size", "expected batch size B"),
     ],
 )

@@ -47,6 +47,10 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
         f"VERIFIED: ({epsilon:.4g}, 1e-05)-differential privacy for one example after 10 steps, by prv."
     )
     assert "NOT VERIFIED" not in output
+    assert main(["verify", str(folder), "--all-accountants"]) == 0
+    assert [name in output for name in ("ε by", "rdp", "pld")] == [False] * 3  # of one run one ε is shown
+    epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5, accountant="rdp")
+    assert f"ε by rdp: {epsilon:.6g} (another upper bound of the same run)" in said(capsys)
     for shown in (
         head, "at step 6", "add or remove one unit", "1,000 (public, not protected)", "a test", "10 (closed)",
         "the training loss, which was logged without noise", "Without --head", "steps planned 10", "target ε 8",

@@ -152,7 +152,7 @@ def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_pat
         card = (tmp_path / "out" / "README.md").read_text()
         assert card.count("## Differential privacy") == 1
         assert f"    {trainer.privacy.ledger.head}\n" in card
-        assert "- optimizer: adam_bc, of doppler_hf; filter: first-order-v1, noise power × 0.0909" in card
+        assert "- optimizer: adam_bc, of doppler_hf; filter: first-order-v1" in card
         assert "; on the weights: momentum:beta=0.9\n" in card
         assert "ADAMW" not in card
 

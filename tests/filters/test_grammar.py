@@ -84,7 +84,7 @@ def test_filters_that_a_run_chooses_are_no_fixed_ones(text):
         ("butterworth:order=2,cutoff=low", "cutoff must be a number, got 'low' in"),
         ("momentm", "got 'momentm' (did you mean 'momentum'?)."),
         ("butterworth:order=2,cutof=0.1", "got 'order', 'cutof' (did you mean 'cutoff'?) after"),
-        ("bessel:order=2", "butterworth:order=...,cutoff=..., chebyshev1:"),
+        ("bessel:order=2", "a design such as butterworth:order=2,cutoff=0.1, or"),
     ],
 )
 def test_what_does_not_belong_to_a_design_is_refused(text, message):

@@ -158,13 +158,13 @@ def told(tmp_path, capsys, **options):
 
 def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_path, capsys):
     output = told(tmp_path, capsys, learning_rate=2e-5)
-    found = re.search(r"learning rate 2e-05: (\S+) times below the (\S+) of the rule, which you get if you leave", output)
+    found = re.search(r"learning_rate=2e-05 is (\S+) times below the (\S+) that this run would choose: leave it out", output)
     factor, rule = (float(each.replace(",", "")) for each in found.groups())
     assert factor == pytest.approx(rule / 2e-5, rel=0.01)
     # The mend: left out, it is that rate, of which nothing is told.
     (tmp_path / "again").mkdir()
     output = told(tmp_path / "again", capsys, learning_rate=None)
-    assert f"learning rate {rule:.3g} (auto) filter" in output
+    assert f"learning rate {rule:.3g} (auto: by noise, steps and model size)" in output
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
         (tmp_path / str(share)).mkdir()
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
@@ -178,7 +178,7 @@ def test_it_is_shown_and_used_and_stands_on_the_model_card(tmp_path, capsys):
     trainer = trained(trainer_of(tmp_path, learning_rate=None, max_steps=2))
     rate = chosen_learning_rate(trainer.args, trainer.private_run.statement, model=trainer.model)
     assert trainer.optimizer.optimizer.defaults["lr"] == rate
-    words = f"{rate:.3g} (auto)"
-    assert f"│ learning rate │ {words} │" in " ".join(capsys.readouterr().out.split())
+    words = f"{rate:.3g} (auto: by noise, steps and model size)"
+    assert f"learning rate {words}; optimizer: adam_bc" in " ".join(capsys.readouterr().out.split())
     trainer.create_model_card()
     assert f"- learning_rate: {words}\n" in (tmp_path / "out" / "README.md").read_text("utf-8")

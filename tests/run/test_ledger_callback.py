@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
@@ -294,18 +296,60 @@ def test_a_refusal_loses_nothing(tmp_path):
 # --- what the user is told ------------------------------------------------------------------------------------------------
 
 
-def test_summary_and_last_line_name_what_the_guarantee_rests_on(tmp_path, capsys):
-    trainer = trained(trainer_of(tmp_path))
-    ledger, output = trainer.privacy.ledger, said(capsys)
-    spent = f"ε = {ledger.epsilon():.4g} by prv"
-    for row in (
-        "unit of privacy one example", "units N 24", f"noise source {ledger.statement.noise_source}",
-        f"at the end {spent} δ",
-        "training loss logged as it is, NOT PRIVATE (report_train_loss='private' adds noise, 'none' leaves it out)",
-    ):  # fmt: skip
-        assert row in output, row
-    assert f"Privacy spent: {spent} at δ = {24**-1.1:.3g} after 4 steps." in output
-    assert f"{tmp_path / 'out' / LEDGER_NAME}, whose last hash is {PrivacyLedger.load(tmp_path / 'out').head}." in output
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        (dict(), {}),
+        (
+            dict(noise_multiplier=None, target_epsilon=8.0, noise_shape="banded:bands=2", low_pass_filter="auto"),
+            {"noise": "noise multiplier {sigma}, partly cancels over 2 steps; filter: none (auto)"},
+        ),
+        (
+            dict(report_train_loss="none", learning_rate=None),
+            {"rate": " (auto: by noise, steps and model size)", "watch": ""},
+        ),
+        # What is accounted, and what `plan` says, is σ of gradient and loss together.
+        (dict(report_train_loss="private"), {"watch": ""}),
+    ],
+    ids=str,
+)
+def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, options, changed):
+    trainer = trained(trainer_of(tmp_path, data=text_data(400), per_device_train_batch_size=64, **options))
+    ledger, (begin, end) = trainer.privacy.ledger, re.split("^{.*}$", capsys.readouterr().out, flags=re.M | re.S)
+    statement, rate = ledger.statement, trainer.optimizer.optimizer.defaults["lr"]
+    sigma = f"{statement.effective_noise_multiplier:.4g}"
+    spent = f"ε = {ledger.epsilon():.4g}, δ = {400**-1.1:.3g} for one record (accountant: prv)"
+    turns = f", from {statement.groups} groups in turn" if statement.groups > 1 else ""
+    noise = changed.get("noise", "noise multiplier {sigma}, independent in each step (auto); filter: none (auto)")
+    watch = "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it"
+    lines = {
+        "privacy": f"at the end {spent}",
+        "data": f"400 records; 4 Poisson-sampled batches of 128 on average{turns}",
+        "noise": noise.format(sigma=sigma),
+        "learning rate": f"{rate:.3g}{changed.get('rate', ' (as given)')}; optimizer: adam_bc",
+        "trained": "{0:,} of {0:,} parameters".format(trainer.model.num_parameters()),
+        "watch for": changed.get("watch", watch),
+    }
+    assert begin.strip().splitlines() == [f"{name:<14} {words}" for name, words in lines.items() if words]
+    assert end.strip().splitlines()[0] == f"Privacy spent: {spent} in 4 steps."
+    assert f"The ledger is in {tmp_path / 'out' / LEDGER_NAME}: check it with `doppler-hf verify" in end
+
+
+def test_all_terms_are_shown_with_log_level_info(tmp_path, capsys):
+    ledger = trained(trainer_of(tmp_path, log_level="info")).privacy.ledger
+    table = said(capsys)
+    for row in (f"noise source: {ledger.statement.noise_source}", "clip norm C: 1", "noise of the average: 0.062 C"):
+        assert row in table, row
+
+
+@pytest.mark.parametrize(("accuracy", "is_told"), [(0.5, True), (0.75, True), (0.875, False)])
+def test_an_accuracy_that_is_the_majoritys_is_told_of(tmp_path, capsys, accuracy, is_told):
+    trainer = trainer_of(tmp_path, eval_strategy="epoch")
+    share = np.bincount(trainer.eval_dataset["labels"]).max() / 8
+    assert share == 0.75
+    trainer.compute_metrics = lambda predicted: {"accuracy": accuracy, "majority_class_accuracy": share}
+    trainer.train()
+    assert (f"its accuracy, {accuracy:.3g}, is not above 0.75, the share of the most" in capsys.readouterr().out) == is_told
 
 
 def test_without_privacy_both_say_so(tmp_path, capsys):

@@ -277,7 +277,7 @@ def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, 
     trainer = trainer_of(tmp_path, callbacks=[recorder, BeginsGroup()])
     if early:
         monkeypatch.setattr(replicas, "dist", _TwoProcesses)
-    with pytest.raises(ValueError, match=r"got 2 of which the arguments know 1, .* Start with `accelerate launch`"):
+    with pytest.raises(ValueError, match=r"got 2 and 1 processes, .* Start with `accelerate launch`"):
         trainer.train()
     assert len(recorder.gradients) == (0 if early else 1)
 

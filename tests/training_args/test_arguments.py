@@ -1,6 +1,7 @@
 """Every contradictory, ineffective or unsafe argument is refused with its value and the mend."""
 
 import dataclasses
+import inspect
 import json
 
 import pytest
@@ -39,8 +40,8 @@ REFUSED = [
     (dict(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch must be at least 1, got 0"),
     (dict(augmentation_multiplicity=0), "augmentation_multiplicity must be at least 1, got 0. Leave it out"),
     (dict(adam_bc_floor=0.0), "adam_bc_floor must be a finite number > 0, got 0"),
-    (dict(accountant="gdp"), r"accountant must be one of prv, rdp, pld, got 'gdp'\."),
-    (dict(base_optimizer="adambc"), r"got 'adambc' \(did you mean 'adam_bc'\?\)\."),
+    (dict(accountant="gauss"), r"accountant must be one of prv, rdp, pld, got 'gauss'\."),
+    (dict(base_optimizer="AdamBC"), r"got 'AdamBC' \(did you mean 'adam_bc'\?\)\."),
     (dict(noise_shape="band:bands=4"), r"got 'band:bands=4' \(did you mean 'banded'\?\)\."),
     (dict(low_pass_filter="momentm"), r"got 'momentm' \(did you mean 'momentum'\?\)\."),
     (dict(optim_target_modules="all-linear", optim_args="rnak=4"), r"got 'rnak=4' \(did you mean 'rank'\?\) in"),
@@ -73,6 +74,16 @@ REFUSED = [
 def test_refused(tmp_path, overrides, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("epsilon", "target_epsilon"), ("max_gradnorm", "per_sample_max_grad_norm"), ("eval_step", "eval_steps")],
+)
+def test_the_nearest_argument_is_named_first_of_ours(tmp_path, name, near):
+    assert near in inspect.signature(DopplerTrainingArguments).parameters
+    with pytest.raises(TypeError, match=rf"has no argument '{name}' \(did you mean '{near}'\?\)\."):
+        arguments(tmp_path, **{name: 3})
 
 
 # A value other than the default for every argument of our own that the stock Trainer does not have.

@@ -78,9 +78,16 @@ def get_noise_multiplier(
 
 
 def noise_multiplier_in_turns(
-    groups: int, *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: Accountant
+    groups: int,
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: Accountant,
+    unchecked: bool = True,
 ) -> float:
-    """Return σ of a run in which b groups take turns, unchecked; infinite where q·b ≥ 1 or no σ up to 10⁶ reaches ε."""
+    """Return σ of a run in which b groups take turns; infinite where q·b ≥ 1 or no σ up to 10⁶ reaches ε."""
     turns = Releases.in_turns(1.0, sample_rate, steps, groups=groups)
     if groups > 1 and turns.sample_rate >= 1.0:
         return math.inf
@@ -91,7 +98,7 @@ def noise_multiplier_in_turns(
             sample_rate=turns.sample_rate,
             steps=turns.steps,
             accountant=accountant,
-            unchecked=True,
+            unchecked=unchecked,
         )
     except ValueError:
         return math.inf

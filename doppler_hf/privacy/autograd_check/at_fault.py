@@ -14,8 +14,8 @@ from doppler_hf.privacy.clipping.other_layers import has_rows
 Inputs = Mapping[str, Any]
 
 _CHANGES: Final = (
-    "The {what} of one example changes with the examples beside it, so that one example more would change all others, and "
-    "no noise covers that: "
+    "The {what} of one example changes with the examples beside it, which no noise covers "
+    "(docs/start/troubleshooting.md#losses): "
 )
 
 
@@ -51,13 +51,12 @@ def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], togeth
     padded = {name: value[:number] if has_rows(parts[0].get(name), number) else value for name, value in together.items()}
     if first_changing_layer(model, losses_of, parts[0], padded) is not None:
         return (
-            f"{layer} depends on the length to which an example is padded. Pad all examples to one length when they are "
-            "tokenized or turned into features (padding='max_length'), or replace the layer (for rotary embeddings: another "
-            "rope_type)."
+            f"{layer} depends on the length to which an example is padded. Pad all examples to one length (tokenize with "
+            "padding='max_length'), or replace the layer."
         )
     return (
-        f"{layer} depends on the number of examples, or on what they are, as in a mean, a norm or a capacity over the "
-        "batch. Let each loss depend on its example alone, and replace the layer."
+        f"{layer} depends on the number of examples, or on what they are, as in a mean over the batch. Let each loss depend "
+        "on its example alone, and replace the layer."
     )
 
 

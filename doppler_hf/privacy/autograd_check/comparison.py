@@ -122,8 +122,7 @@ def compare(
     raise ValueError(
         reason
         or f"The per-sample gradients{f' of {place!r}' if place else ''} are wrong: those of engine={clipped.engine_name!r} "
-        "are not those of autograd, so that an example's contribution is not bounded. The engine does not fit one of the "
-        "layers. Freeze that parameter, or try the other engine."
+        "are not those of autograd, so that clipping bounds nothing. Freeze that parameter, or try the other engine."
     )
 
 

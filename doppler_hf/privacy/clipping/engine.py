@@ -145,13 +145,12 @@ class BookKeepingEngine:
             parameter.grad = None
         loss.backward(retain_graph=retain_graph)
         if book.failed:
-            first = next(iter(book.failed.values()))
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
             raise ValueError(
-                f"The layers {listed(book.failed)} ({kinds}) must have a rule, or a forward that functorch can map over "
-                f"examples, got an error. {first} Freeze them with requires_grad_(False), set their dropout to 0 if they "
-                "have one, or train adapters of another kind, such as LoRA."
-            ) from first
+                f"The layers {listed(book.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients. "
+                "Freeze them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
+                "docs/start/troubleshooting.md#model."
+            ) from next(iter(book.failed.values()))
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
             raise ValueError(self._unexplained(unexplained))
@@ -175,9 +174,9 @@ class BookKeepingEngine:
         coupled = [name for name, parameter in trainable.items() if parameter in book.coupled]
         if coupled:
             raise ValueError(
-                "The loss of one example has a gradient in the places of others at the parameters "
-                f"{listed(coupled)}: either a layer's input does not start with the batch, or a loss depends on other "
-                "examples (a mean or a norm over the batch). Let each loss depend on its example alone."
+                f"The loss of one example has a gradient in the places of others at the parameters {listed(coupled)}. Let "
+                "each loss depend on its example alone, and the inputs of layers begin with the batch: "
+                "docs/start/troubleshooting.md#losses."
             )
 
     def _unexplained(self, names: Sequence[str]) -> str:
@@ -191,12 +190,11 @@ class BookKeepingEngine:
         if inside:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
         is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
-        weights = " Put weights of a loss into a layer that compute_per_sample_loss calls." if outside else ""
+        freeze = "Set batch_first=True in them, or freeze" if inside and is_turned else "Freeze"
         return (
-            f"No per-sample gradient for parameters on which the loss depends: {'; and '.join(found)}. "
-            f"{'Set batch_first=True in them, or freeze' if inside and is_turned else 'Freeze'} them with "
-            "requires_grad_(False), or if they are an adapter's, leave these layers out of its target_modules, or train "
-            f"adapters of another kind, such as LoRA.{weights}"
+            f"No per-sample gradient for {'; and '.join(found)}. {freeze} them with requires_grad_(False), or if they are "
+            "an adapter's, leave these layers out of its target_modules, or train LoRA: "
+            "docs/start/troubleshooting.md#model."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,9 +211,9 @@ class BookKeepingEngine:
                 raise
             layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
             raise ValueError(
-                f"The forward pass fails, perhaps because the output of {layers} has no batch and was repeated "
-                "for each example, which a later layer does not expect. Freeze these layers with requires_grad_(False), "
-                "or if they are a prompt's, train adapters of another kind, such as LoRA."
+                f"The forward pass fails, perhaps because the output of {layers} was repeated for each example. Freeze "
+                "these layers with requires_grad_(False), or train adapters of another kind, such as LoRA: "
+                "docs/start/troubleshooting.md#model."
             ) from error
         finally:
             self._book.is_in_forward = False

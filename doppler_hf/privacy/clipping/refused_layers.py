@@ -114,8 +114,7 @@ def refuse_layers(model: nn.Module) -> None:
         raise ValueError(
             f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so that clipping bounds nothing. Replace "
             f"{'it' if len(mixing) == 1 else 'them'} by GroupNorm or LayerNorm, as "
-            "`model = opacus.validators.ModuleValidator.fix(model)` does, with new weights where a layer has another form. "
-            "In a model that it cannot copy, set each with model.set_submodule."
+            "`model = opacus.validators.ModuleValidator.fix(model)` does: docs/start/troubleshooting.md#model."
         )
     if rewriting:
         raise ValueError(

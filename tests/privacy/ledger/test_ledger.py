@@ -235,7 +235,7 @@ def test_the_latest_ledger_goes_on_from_all_others():
     fork = after(first.resume(statement(**NOT_PRIVATE), from_step=3), 2)
     other = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 3)  # in the same second, with the same arguments
     for unrelated in (fork, other):
-        with pytest.raises(ValueError, match=f"{unrelated.head}.*are of different runs.*Resume from a checkpoint"):
+        with pytest.raises(ValueError, match=f"{unrelated.head[:8]}.*are of different runs.*Resume from a checkpoint"):
             latest([unrelated, second, first])
 
 
@@ -269,7 +269,7 @@ def test_saving_goes_on_from_what_is_there_and_nothing_else(tmp_path):
     kept = (tmp_path / LEDGER_NAME).read_bytes()
     other = after(PrivacyLedger.open(statement(**NOT_PRIVATE)), 9)
     for unrelated in (other, PrivacyLedger.open(statement(**NOT_PRIVATE))):
-        with pytest.raises(ValueError, match=f"{ledger.head}.*{unrelated.head}.*use another output_dir"):
+        with pytest.raises(ValueError, match=f"{ledger.head[:8]}.*use another output_dir"):
             unrelated.save(tmp_path)
     shorter = PrivacyLedger.load(tmp_path)
     after(ledger, 1).save(tmp_path)
