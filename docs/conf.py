@@ -15,6 +15,7 @@ root_doc = "docs/index"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "recipes/**"]
 exclude_patterns = [".*", "build", "dist", "doppler_hf", "out", "runs", "scripts", "site", "tests"]
 myst_heading_anchors = 4  # GitHub's
+myst_enable_extensions = ["tasklist"]
 nb_execution_mode = "off"  # `make notebook` stores the outputs
 html_theme = "furo"
 html_extra_path = ["index.html"]
