@@ -3,9 +3,10 @@
 import dataclasses
 import re
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from sphinx.application import Sphinx
+from sphinx.util.typing import stringify_annotation
 from transformers import TrainingArguments
 
 project = html_title = "doppler_hf"
@@ -32,17 +33,29 @@ for lazy in map(import_module, ("doppler_hf", "doppler_hf.privacy")):
     vars(lazy).update({name: getattr(lazy, name) for name in lazy.__all__})
 
 
+def arguments_of(what: str, thing: Any) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a class that have help texts: of a trainer's arguments those that it adds or changes."""
+    fields = getattr(thing, "__dataclass_fields__", {}) if what == "class" else {}
+    own = vars(thing)["__annotations__"] if fields and issubclass(thing, TrainingArguments) else fields
+    return [fields[name] for name in own if "help" in fields[name].metadata]
+
+
 def complete(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Turn a docstring's |x| into text, and tell the arguments of a dataclass by their help texts (lines are modified)."""
+    """Turn a docstring's |x| into text, and add a table of a dataclass's arguments (lines are modified)."""
+    if fields := arguments_of(what, thing):
+        lines += ["", ".. list-table::", "   :header-rows: 1", "   :widths: 27 23 50", ""]
+        lines += ["   * - argument", "     - type, default", "     - what it sets"]
+    for field in fields:
+        words, named = " | ".join(map(repr, get_args(field.type))), stringify_annotation(field.type, "smart")
+        kind = words if get_origin(field.type) is Literal else re.sub(r"~[\w.]*\.", "", named)
+        default = "required" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        lines += [f"   * - `{field.name}`", f"     - `{kind}`, {default}", f"     - {field.metadata['help']}"]
     lines[:] = [re.sub(r"(`[^`]*`)|\|", lambda found: found[1] or r"\|", line) for line in lines]
-    if what == "class" and issubclass(thing, TrainingArguments):
-        own = [field for field in dataclasses.fields(thing) if field.name in vars(thing)["__annotations__"]]
-        lines += ["", "Args:", *(f"    {field.name}: {field.metadata['help']}" for field in own), ""]
 
 
 def signature(app: Sphinx, what: str, name: str, thing: Any, *_: Any) -> tuple[str, str] | None:
-    """Leave the host's more than hundred arguments out of the signature of ours."""
-    return ("(output_dir=None, ...)", "") if what == "class" and issubclass(thing, TrainingArguments) else None
+    """Leave arguments that stand in a table out of the signature."""
+    return ("(...)", "") if arguments_of(what, thing) else None
 
 
 def setup(app: Sphinx) -> None:

@@ -1,6 +1,6 @@
 """Which models train privately with which adapters and in which precision, and why not where they do not.
 
-    python -m scripts.experiments.compatibility > docs/compatibility.md
+    python -m scripts.experiments.compatibility > recipes/results/compatibility.md
 
 Every flow trains a tiny model of random weights on random examples for two private steps on the CPU, with all checks. It
 trains, is refused in one line, or is a defect: then the script ends with its traceback.
@@ -42,10 +42,10 @@ MODELS: Final = (
     "SwinForImageClassification", "ConvNextForImageClassification", "ResNetForImageClassification",
     "SegformerForSemanticSegmentation",
     "Wav2Vec2ForSequenceClassification", "Wav2Vec2ForCTC", "HubertForCTC", "ASTForAudioClassification",
-    "ResNetForImageClassification, mended", "SegformerForSemanticSegmentation, mended",
-    "Wav2Vec2ForSequenceClassification, mended", "Wav2Vec2ForCTC, mended", "HubertForCTC, mended",
+    "ResNetForImageClassification, fixed", "SegformerForSemanticSegmentation, fixed",
+    "Wav2Vec2ForSequenceClassification, fixed", "Wav2Vec2ForCTC, fixed", "HubertForCTC, fixed",
 )  # fmt: skip
-MENDED: Final = ", mended"
+FIXED: Final = ", fixed"
 # Where they differ from the config's defaults in what decides; versions 2 and 3 of Microsoft's.
 RELEASED: Final = ", as released"
 RELATIVE: Final = {
@@ -167,7 +167,7 @@ def data_of(model: Any) -> list[dict[str, Tensor]]:
     return examples
 
 
-def mended(model: Any, examples: Sequence[dict[str, Tensor]]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+def fixed(model: Any, examples: Sequence[dict[str, Tensor]]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     """Do what the refusals say: replace BatchNorm; freeze positions by a convolution, mask nothing, pad to one length."""
     if any("BatchNorm" in type(module).__name__ for module in model.modules()):
         model = ModuleValidator.fix(model)  # it copies, which weight norm does not allow
@@ -189,11 +189,11 @@ def outcome(name: str, way: Way) -> str:
         Exception: If it is neither, which is a defect.
     """
     torch.manual_seed(0)
-    kind = name.removesuffix(MENDED).removesuffix(RELEASED)
+    kind = name.removesuffix(FIXED).removesuffix(RELEASED)
     model: Any = tiny_model(kind, **(RELATIVE if name.endswith(RELEASED) else {}))
     examples = data_of(model)
-    if name.endswith(MENDED):
-        model, examples = mended(model, examples)
+    if name.endswith(FIXED):
+        model, examples = fixed(model, examples)
     try:
         changed = way.change(model)
     except NotOfPeft as error:
@@ -213,20 +213,23 @@ def outcome(name: str, way: Way) -> str:
 
 # --- the table ------------------------------------------------------------------------------------------------------------
 
-PAGE: Final = """# What trains
+PAGE: Final = """# Which models train with which adapters
 
-Models and ways to train them, each tried: a tiny model of random weights makes two private steps, with all checks before
-them. Of {count} flows {trains} train (✓), {refused} are refused in one line, and {peft} are none of transformers' or PEFT's
-either (–). *bf16* is `bf16=True`, *checkpointing* is `gradient_checkpointing=True`, adapters are PEFT's on all linear layers
-but the head (IA3 where PEFT chooses them), *prompts* is prompt tuning, *biases* is BiTFiT with the head. *Mended* is what
-the notes ask for: BatchNorm is replaced, or `pos_conv_embed` is frozen, `mask_time_prob` is 0 and waves are padded to one
-length. *As released* is with relative attention, where the config has none by default: LoRA trains on the layers that
-attention to positions does not use, `target_modules=["value_proj", "dense"]`. Of all classes of transformers
-[another survey](../recipes/results/architectures.md) tells which train with all weights. Torch's own layers train too, in
-models of your own: `nn.MultiheadAttention` and the transformers built of it, with all their masks, and `nn.RNN`, `nn.LSTM`
-and `nn.GRU`, packed or not.
+- **Question:** which models train privately with which adapters and in which precision, and why not where they do not?
+- **Command:** `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}
+- **Method:** a tiny model of random weights makes two private steps on the CPU, with all checks before them.
 
-Made by `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}.
+Of {count} combinations {trains} train (✓), {refused} are refused in one line, and {peft} are not supported by
+Transformers or PEFT (–). [Supported models](../../docs/reference/models.md) has the summary,
+[architectures](architectures.md) all classes of Transformers with all weights.
+
+- **bf16** is `bf16=True`, **checkpointing** is `gradient_checkpointing=True`.
+- **Adapters** are on all linear layers but the head; for IA3 PEFT chooses the layers. **Prompts** is prompt tuning.
+- **Biases** trains biases and the head.
+- **Fixed** models follow the notes: BatchNorm is replaced; or `pos_conv_embed` is frozen, `mask_time_prob` is 0, and waves
+  are padded to one length.
+- **As released** has relative attention, which the config's defaults leave out. LoRA trains there with
+  `target_modules=["value_proj", "dense"]`, the layers that attention to positions does not use.
 
 {table}
 

@@ -1,4 +1,4 @@
-"""The table of what trains is made by training, and the page in the documentation is the one that is made."""
+"""The table of what trains is made by training, and the page of results is the one that is made."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from scripts.experiments import compatibility
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "recipes" / "results" / "compatibility.md"
 
 
 def cells_of(page):
@@ -21,7 +21,7 @@ def notes_of(page):
     return dict(re.findall(r"^(\d+)\. (.*)$", page, flags=re.MULTILINE))
 
 
-# Of each kind of outcome one: trains, refused, and none of the host's or of PEFT's.
+# Of each kind of outcome one: trains, refused, and not supported by Transformers or PEFT.
 @pytest.mark.parametrize(
     ("model", "way", "kind"),
     [

@@ -17,7 +17,7 @@ from doppler_hf.training_args import checks
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from-trainer.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "from-trainer.md").read_text()
 FIELDS = {field.name: field for field in dataclasses.fields(DopplerTrainingArguments)}
 # Said in prose, since they need another library, or a machine with several GPUs.
 IN_PROSE = {"deepspeed", "parallelism_config"}
