@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check package test test-all test-slow gpu docs notebook install clean
+.PHONY: quickstart check package test test-all test-slow gpu docs install clean
 
 quickstart: install
 	$(BIN)/python -m scripts.quickstart $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
@@ -42,9 +42,6 @@ gpu: install
 # Every warning is an error: a broken link, a page that no list has, a docstring that cannot be read.
 docs: install
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . site
-
-notebook: install
-	$(BIN)/python -m scripts.notebook
 
 install: $(STAMP)
 

@@ -10,14 +10,16 @@ from sphinx.util.typing import stringify_annotation
 from transformers import TrainingArguments
 
 project = html_title = "doppler_hf"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx_design", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence"]
+# The pages of single experiments are reached from the summary of results, and are not in the navigation.
+suppress_warnings = ["toc.not_included"]
 # The source is the repository as a whole, so that a link that leads somewhere there leads somewhere here.
 root_doc = "docs/index"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "recipes/**"]
 exclude_patterns = [".*", "build", "dist", "doppler_hf", "out", "runs", "scripts", "site", "tests"]
 myst_heading_anchors = 4  # GitHub's
 myst_enable_extensions = ["tasklist"]
-nb_execution_mode = "off"  # `make notebook` stores the outputs
 html_theme = "furo"
 html_extra_path = ["index.html"]
 html_show_sphinx = html_show_copyright = html_copy_source = html_show_sourcelink = False
