@@ -25,9 +25,9 @@ def test_what_is_no_filter_is_refused(tmp_path, name):
 
 
 def test_a_head_may_learn_faster_as_the_docs_have_it(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "own-loss.md").read_text()
     names = {}
-    exec(re.search(r"## Learning rates by layer.*?```python\n(.*?)```", page, flags=re.DOTALL)[1], names)
+    exec(re.search(r"## Optimizer and scheduler.*?```python\n(.*?)```", page, flags=re.DOTALL)[1], names)
 
     def rates(trainer):
         of = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -41,11 +41,11 @@ def test_a_head_may_learn_faster_as_the_docs_have_it(tmp_path):
         for name, rate in rates(plain).items():
             assert rates(fast)[name] == pytest.approx(rate * (10 if name.startswith("classifier") else 1))
 
-    plain, fast = trained(trainer(DopplerTrainer, max_steps=2)), trained(trainer(names["FastHead"], max_steps=2))
+    plain, fast = trained(trainer(DopplerTrainer, max_steps=2)), trained(trainer(names["FastHeadTrainer"], max_steps=2))
     assert_head_is_ten_times_as_fast(fast, plain)
     for each in (plain, fast):
         each.train()
     assert_head_is_ten_times_as_fast(fast, plain)
-    resumed = trainer(names["FastHead"], max_steps=4)
+    resumed = trainer(names["FastHeadTrainer"], max_steps=4)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
