@@ -1,4 +1,4 @@
-"""`DopplerDPOTrainer`: TRL's `DPOTrainer`, whose host is `DopplerTrainer` in place of `Trainer`.
+"""`DopplerDPOTrainer`: TRL's `DPOTrainer`, on top of `DopplerTrainer` in place of `Trainer`.
 
 TRL prepares the data, a row at a time, computes the frozen reference's log-probabilities of each pair, once, and evaluates.
 Trained is the rule of `privacy.pair_losses`. One pair of answers is one example: two rows, whose gradient is clipped as a
@@ -54,7 +54,7 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         help="Whether the reference's log-probabilities are computed once, before training. Always so with privacy; with "
         "disable_dp TRL's False.",
     )
-    host_learning_rate = DPOConfig.learning_rate
+    non_private_learning_rate = DPOConfig.learning_rate
 
     def __post_init__(self) -> None:
         """Check the arguments, as TRL and `DopplerTrainingArguments` do."""
@@ -102,7 +102,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     """
 
     args: DopplerDPOConfig
-    stock_compute_loss = DPOTrainer.compute_loss
+    inherited_compute_loss = DPOTrainer.compute_loss
     create_model_card = with_privacy_section(DPOTrainer.create_model_card)
     rows_per_loss = len(_ANSWERS)
 
@@ -116,7 +116,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        with trl_checks.made_privately(self, args, DopplerDPOConfig, host=DPOTrainer, train_dataset=train_dataset):
+        with trl_checks.made_privately(self, args, DopplerDPOConfig, trainer_class=DPOTrainer, train_dataset=train_dataset):
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
     # --- the data, and what the reference says of them ----------------------------------------------------------------
@@ -166,7 +166,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             label_smoothing=self.label_smoothing,
         )
 
-    stock_per_sample_loss = compute_per_sample_loss
+    default_per_sample_loss = compute_per_sample_loss
 
 
 def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`DopplerSFTTrainer`: TRL's `SFTTrainer`, whose host is `DopplerTrainer` in place of `Trainer`.
+"""`DopplerSFTTrainer`: TRL's `SFTTrainer`, on top of `DopplerTrainer` in place of `Trainer`.
 
 TRL prepares the data, a row at a time, and evaluates. Trained is the rule of `privacy.losses`: an example's loss is the mean
 over its own labelled tokens, those of the completion, of the assistant's turns, or all. One row is one example.
@@ -33,7 +33,7 @@ class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
     learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 2e-5.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
-    host_learning_rate = SFTConfig.learning_rate
+    non_private_learning_rate = SFTConfig.learning_rate
 
     def __post_init__(self) -> None:
         """Check the arguments, as TRL and `DopplerTrainingArguments` do."""
@@ -56,7 +56,7 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     """
 
     args: DopplerSFTConfig
-    stock_compute_loss = SFTTrainer.compute_loss
+    inherited_compute_loss = SFTTrainer.compute_loss
     create_model_card = with_privacy_section(SFTTrainer.create_model_card)
 
     def __init__(
@@ -68,5 +68,5 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        with trl_checks.made_privately(self, args, DopplerSFTConfig, host=SFTTrainer, train_dataset=train_dataset):
+        with trl_checks.made_privately(self, args, DopplerSFTConfig, trainer_class=SFTTrainer, train_dataset=train_dataset):
             super().__init__(model, args, data_collator, train_dataset, *others, **options)

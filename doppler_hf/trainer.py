@@ -48,7 +48,7 @@ class DopplerTrainer(AroundSteps):
         model: As in `Trainer`; so are the others, in its order.
         args: `DopplerTrainingArguments`.
         train_dataset: As in `Trainer`; it must have a length.
-        optimizers: (None, None) with privacy, where the optimizer is made from `args`; see `create_scheduler` of the host.
+        optimizers: (None, None) with privacy, where the optimizer is made from `args`; see `Trainer.create_scheduler`.
 
     Attributes:
         privacy: Holds the `ledger` of the training, and `epsilon()` so far; only with privacy.
@@ -65,7 +65,7 @@ class DopplerTrainer(AroundSteps):
     args: DopplerTrainingArguments
     optimizer: Any
     # What `compute_loss` is unless you override it, which without compute_per_sample_loss has no effect on training.
-    stock_compute_loss = AroundSteps.compute_loss
+    inherited_compute_loss = AroundSteps.compute_loss
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1
 
@@ -91,8 +91,8 @@ class DopplerTrainer(AroundSteps):
                 "joins it to another, such as Seq2SeqTrainingArguments."
             )
         self._disable_dp = args.disable_dp
-        refusals.refuse_before_host(args, model=model, train_dataset=train_dataset)
-        # The host's Seq2SeqTrainer, which may come next, has no such argument.
+        refusals.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
+        # Transformers' Seq2SeqTrainer, which may come next, has no such argument.
         optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
@@ -133,14 +133,14 @@ class DopplerTrainer(AroundSteps):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the host does. `resume_from_checkpoint=True` skips checkpoints whose writing was interrupted."""
+        """Train as Transformers does. `resume_from_checkpoint=True` skips checkpoints whose writing was interrupted."""
         if not self.args.disable_dp:
             given = resume_from_checkpoint
             resume_from_checkpoint = on_process_0(lambda: whole_checkpoint(given, output_dir=self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
-        # The host's only method around the loop in which the model is final: `train` may still build it, or load into it.
+        # Transformers' only method around the loop in which the model is final: `train` may still build it, or load into it.
         self._weight_filter.checkpoint = checkpoint = kwargs.get("resume_from_checkpoint")
         refusals.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
@@ -163,11 +163,11 @@ class DopplerTrainer(AroundSteps):
             return super()._inner_training_loop(batch_size, **kwargs)
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
-        """Let the host count its steps, compare them with the plan, and attach the engine to the model."""
+        """Let Transformers count its steps, compare them with the plan, and attach the engine to the model."""
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
             run = self.private_run
-            assert values[-1] == run.statement.steps_planned, "the host plans another number of steps than was accounted"
+            assert values[-1] == run.statement.steps_planned, "Transformers plans another number of steps than was accounted"
             run.attach(
                 self.model,
                 losses_of=self._losses,
@@ -190,7 +190,7 @@ class DopplerTrainer(AroundSteps):
         dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
-        # The first two helpers that the host's `_get_dataloader` calls.
+        # The first two helpers that Transformers' `_get_dataloader` calls.
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -205,10 +205,10 @@ class DopplerTrainer(AroundSteps):
             inner = inner.func
         if inner is default_data_collator or type(inner) is DefaultDataCollator:
             return functools.partial(made_apart, collator=collator)
-        # One's own that is made of one of the host's goes by the first example, too, and so does torch's.
-        is_hosts = any(kind.__module__ == default_data_collator.__module__ for kind in type(inner).__mro__)
-        is_hosts |= inner is default_collate
-        return functools.partial(of_the_same_columns, collator=collator) if is_hosts else collator
+        # A collator derived from one of Transformers' goes by the first example, too, and so does torch's.
+        by_first = any(kind.__module__ == default_data_collator.__module__ for kind in type(inner).__mro__)
+        by_first |= inner is default_collate
+        return functools.partial(of_the_same_columns, collator=collator) if by_first else collator
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -218,7 +218,7 @@ class DopplerTrainer(AroundSteps):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         run = self.private_run
         run.fill_generators()
-        # A finished run that is resumed inside an epoch: the host would make one step more before it looks whether to stop.
+        # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
         pieces = list(itertools.islice(epoch_iterator, num_batches if run.affordable_steps > 0 else 0))
         run.begin_draw(pieces, step=self.state.global_step)
         return pieces, None
@@ -243,8 +243,8 @@ class DopplerTrainer(AroundSteps):
         """
         return per_sample_losses(model, inputs, base_model=without_adapters(self.model))
 
-    # What it is unless you override it: evaluations then have the loss of the host.
-    stock_per_sample_loss = compute_per_sample_loss
+    # What it is unless you override it: evaluations then have the loss of Transformers.
+    default_per_sample_loss = compute_per_sample_loss
 
     def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
         # Sensitivity: what a user's `_prepare_inputs` makes of a batch is looked at by the checks, too.
@@ -262,7 +262,7 @@ class DopplerTrainer(AroundSteps):
         """Add a piece of a draw, a list of micro-batches, and after the last one put the private gradient into `p.grad`.
 
         Returns:
-            The piece's share of the step's mean loss, as in the host, if it is reported raw. Otherwise 0, but for the last
+            The piece's share of the step's mean loss, as in `Trainer`, if it is reported raw. Otherwise 0, and for the last
             piece the step's private mean loss, if there is one.
         """
         if self.args.disable_dp:

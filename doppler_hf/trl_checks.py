@@ -28,7 +28,7 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 
 
 @contextlib.contextmanager
-def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_dataset: Any) -> Iterator[None]:
+def made_privately(trainer: Any, args: Any, config: type, *, trainer_class: type, train_dataset: Any) -> Iterator[None]:
     """Let one of TRL's trainers be made in the block, if it can be private, and show no piece of an example."""
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
@@ -43,7 +43,7 @@ def made_privately(trainer: Any, args: Any, config: type, *, host: type, train_d
         )
     # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
     refuse_repeats(args, train_dataset)
-    logger = logging.getLogger(host.__module__)
+    logger = logging.getLogger(trainer_class.__module__)
     # Privacy: while it prepares the data, it shows the end of every prompt that differs from those before.
     logger.addFilter(without_piece)
     try:

@@ -37,7 +37,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_finish():
-    """Take modules and tests out of the garbage collection that the host makes before every training.
+    """Take modules and tests out of the garbage collection that Transformers makes before every training.
 
     They are 700,000 objects, none of them garbage, and looking through them takes longer than such a training.
     """

@@ -34,7 +34,7 @@ def test_convolutions_are_as_precise_as_float32_and_then_as_the_user_has_allowed
         with highest_conv_precision():
             assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == ("ieee", "ieee")
             if not is_contradiction:
-                with cudnn.flags(enabled=False):  # as models of the host do for CTC
+                with cudnn.flags(enabled=False):  # as models of Transformers do for CTC
                     pass
         assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == precisions
         if not is_contradiction:

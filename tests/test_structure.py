@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
     "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
     "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),
-    "privacy/clipping/host_layers": ("privacy", "jaxtyping torch transformers peft"),
+    "privacy/clipping/transformers_layers": ("privacy", "jaxtyping torch transformers peft"),
     "privacy/losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),

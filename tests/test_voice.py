@@ -52,7 +52,7 @@ def messages(tree: ast.AST) -> Iterator[str]:
 
 
 def names_of_arguments() -> set[str]:
-    """Return the names of all arguments, fields and functions, and of the host's training arguments."""
+    """Return the names of all arguments, fields and functions, and of Transformers' training arguments."""
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -141,7 +141,7 @@ def neighbour_distances(
         trainer.args = harmless(trainer.args, steps=len(draws), folder=folder)
         watched = ScriptedRun(trainer, draws, is_held=is_held)
         trainer._new_run = watched.new_run  # type: ignore[method-assign]
-        # The host and the training step switch the model to training mode.
+        # Transformers and the training step switch the model to training mode.
         trainer.model.train = lambda mode=True: trainer.model
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             trainer.train()

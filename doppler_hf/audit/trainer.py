@@ -91,7 +91,7 @@ class AuditTrainer(DopplerTrainer, ABC):
         self.add_canaries_to(model)
         super().__init__(model=model, args=args, train_dataset=training_set, **kwargs)
         self.data_collator = partial(collate_with_canaries, collator=self.data_collator)
-        # The host keeps the columns that the model's forward names, and labels.
+        # Transformers keeps the columns that the model's forward names, and labels.
         self.label_names = [*self.label_names, CANARY_COLUMN]
         self.add_callback(_Watcher(self))
 

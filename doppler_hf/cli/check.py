@@ -95,7 +95,7 @@ class _Checked(BaseException):
 
 
 def refuse_published(option: str, path: Path | None, *, output_dir: str) -> None:
-    """Refuse a file in the folder of the training, which the host pushes to the hub as a whole."""
+    """Refuse a file in the folder of the training, which Transformers pushes to the hub as a whole."""
     # Privacy: distances and couplings are computed from examples, without noise.
     if path is not None and path.resolve().is_relative_to(Path(output_dir).resolve()):
         raise ValueError(f"{option} must lie outside of output_dir, which may be published, got {path}. Write it elsewhere.")

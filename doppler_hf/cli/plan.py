@@ -127,7 +127,7 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: Lo
 
 
 def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, float]:
-    """Return the numbers of one run of the table. `epochs` is the length that the host rounds up to whole steps."""
+    """Return the numbers of one run of the table. `epochs` is the length that Transformers rounds up to whole steps."""
     return {
         "epochs": epochs,
         "batch_size": planned.expected_batch_size,

@@ -57,9 +57,9 @@ class SecretBits(BitStream):
         """Overwrite `words` with the next ones of the stream."""
         if words.is_cuda:
             # The allocator of pinned memory does not reuse this block before the copy is done.
-            host = torch.empty(len(words), dtype=torch.int64, device="cpu", pin_memory=True)
-            self.fill(host, step=step)
-            words.copy_(host, non_blocking=True)
+            pinned = torch.empty(len(words), dtype=torch.int64, device="cpu", pin_memory=True)
+            self.fill(pinned, step=step)
+            words.copy_(pinned, non_blocking=True)
             return
         # A forked process has a copy of the key and of the counter. It must not repeat its parent's noise.
         if os.getpid() != self._process:

@@ -81,7 +81,7 @@ def ctc_losses(
     """Call a model of connectionist temporal classification once and return its loss before it is reduced over the batch.
 
     With `ctc_loss_reduction="mean"` an example's is divided by the number of its labels, as torch does; with more labels
-    than frames it is infinite, as in the host.
+    than frames it is infinite, as in Transformers.
     """
     config, reduction = base_model.config, base_model.config.ctc_loss_reduction
     # Sensitivity: torch's loss of an example reads its own frames, as many as its mask says, and its own labels.

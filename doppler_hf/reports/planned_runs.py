@@ -2,7 +2,7 @@
 
     q = B/N,    T = ⌈E⌈N/B⌉⌉,    ε = ε(σ, q, T; δ),    noise_std = σC/B
 
-Of ε, σ, the length (epochs E or steps T) and the batch size B, three determine the fourth; T is the host's own arithmetic.
+Of ε, σ, the length (epochs E or steps T) and the batch size B, three determine the fourth. T follows Transformers' formula.
 """
 
 import math
@@ -47,7 +47,7 @@ class PlannedRun:
 
     @property
     def epochs(self) -> float:
-        """T/⌈N/B⌉, such that the host, which rounds up to whole steps, arrives at T again."""
+        """T/⌈N/B⌉, such that Transformers, which rounds up to whole steps, arrives at T again."""
         steps_per_epoch = _steps_per_epoch(self.num_examples, self.expected_batch_size)
         epochs = self.steps / steps_per_epoch
         # 29/7·7 is a little more than 29 in floating point.
@@ -181,7 +181,7 @@ class PlanRequest:
         return PlannedRun(self.num_examples, batch_size, steps, noise_multiplier, self.max_grad_norm)
 
     def _steps(self, batch_size: int) -> int:
-        """Return the number of steps by the host's own formula (`Trainer.set_initial_training_values`)."""
+        """Return the number of steps by Transformers' own formula (`Trainer.set_initial_training_values`)."""
         if self.max_steps is not None:
             return self.max_steps
         assert self.epochs is not None
@@ -254,7 +254,7 @@ def alternatives(run: PlannedRun, target: Target, *, epochs: float) -> dict[floa
     Args:
         run: The run in the middle, which is returned unchanged.
         target: The ε of all of them.
-        epochs: Its epochs, before the host rounds up to whole steps.
+        epochs: Its epochs, before Transformers rounds up to whole steps.
 
     Returns:
         Epochs, ½ to 4 times those of the run → runs with ¼ to 4 times its batch size, as far as that is smaller than the

@@ -10,7 +10,7 @@ import numpy as np
 from doppler_hf.filters import LowPassFilter, NoiseShape, frequency_response
 from doppler_hf.reports.plots import new_figure
 
-# Of what the host logs: quantities of the training, and of evaluations all but how long they took.
+# Of what Transformers logs: quantities of the training, and of evaluations all but how long they took.
 _SHOWN: Final = ("loss", "learning_rate", "grad_norm")
 _NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon")
 PAGE: Final = """<!doctype html>

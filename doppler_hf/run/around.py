@@ -23,7 +23,7 @@ from doppler_hf.run.parameters import look_again_at_what_is_trained
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.rehearsal import rehearse
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
-from doppler_hf.run.sharding import Sharding, kept_from_host
+from doppler_hf.run.sharding import Sharding, hidden_from_trainer
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -40,16 +40,16 @@ def apart(state: dict[str, Any]) -> dict[str, Any]:
     return {name: own(value) for name, value in state.items()}
 
 
-def with_privacy_section(of_host: Callable[..., None]) -> Callable[..., None]:
-    """Return a host's `create_model_card`, whose card then names our optimizer and has a section on privacy."""
+def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
+    """Return a trainer's `create_model_card`, whose card then names our optimizer and has a section on privacy."""
 
     def create_model_card(self: "AroundSteps", *args: Any, **kwargs: Any) -> None:
-        """Write the host's model card, with the optimizer in use and a section on privacy."""
+        """Write Transformers' model card, with the optimizer in use and a section on privacy."""
         history = self.state.log_history
-        # The host writes a row of its table in the order of its own keys, which those of a checkpoint have been sorted by.
+        # Transformers writes a row of its table in the order of its own keys, and a checkpoint's are sorted.
         self.state.log_history = with_columns_in_one_order(history)
         try:
-            of_host(self, *args, **kwargs)
+            inherited(self, *args, **kwargs)
         finally:
             self.state.log_history = history
         if self.is_world_process_zero():
@@ -59,7 +59,7 @@ def with_privacy_section(of_host: Callable[..., None]) -> Callable[..., None]:
 
 
 class AroundSteps(Trainer, ABC):
-    """The host, without its steps: `DopplerTrainer` makes these and sets the attributes, so that it reads top to bottom."""
+    """`Trainer` without its steps: `DopplerTrainer` makes these and sets the attributes, so that it reads top to bottom."""
 
     args: DopplerTrainingArguments
     optimizer: Any
@@ -71,13 +71,13 @@ class AroundSteps(Trainer, ABC):
     _ledger_keeper: PrivacyCallback
     _weight_filter: WeightFilterCallback
     compute_per_sample_loss: Callable[..., Any]
-    stock_per_sample_loss: ClassVar[Callable[..., Any]]
+    default_per_sample_loss: ClassVar[Callable[..., Any]]
 
     # --- where the model lies -----------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the host's accelerator, which is not told of the shards of frozen weights; see `run.sharding`."""
-        with contextlib.nullcontext() if self.args.disable_dp else kept_from_host(self.args) as plugin:
+        """Make Transformers' accelerator, which is not told of the shards of frozen weights; see `run.sharding`."""
+        with contextlib.nullcontext() if self.args.disable_dp else hidden_from_trainer(self.args) as plugin:
             super().create_accelerator_and_postprocess()
         self._sharding = Sharding(plugin, device=self.args.device)
 
@@ -93,7 +93,7 @@ class AroundSteps(Trainer, ABC):
         self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
 
     def _forget_earlier_training(self) -> None:
-        """Let the host build anew, as after `model_init`, what it keeps of an earlier training.
+        """Let Transformers build anew, as after `model_init`, what it keeps of an earlier training.
 
         The optimizer is of the parameters and arguments of that training, and `model_wrapped` is its model.
         """
@@ -107,29 +107,29 @@ class AroundSteps(Trainer, ABC):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of a batch: as the host, or the mean of your own `compute_per_sample_loss`.
+        """Return the loss of a batch: as Transformers, or the mean of your own `compute_per_sample_loss`.
 
         It is called in evaluations, and with `disable_dp` in the training, too.
         """
         own = type(self)
-        if own.compute_per_sample_loss is own.stock_per_sample_loss:
+        if own.compute_per_sample_loss is own.default_per_sample_loss:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if return_outputs:
             return mean_and_outputs(self.compute_per_sample_loss, model, inputs)
         mean = self.compute_per_sample_loss(model, dict(inputs)).mean()
-        # The host takes a loss of a model that can count the items of all micro-batches to be a share of their mean.
+        # Transformers takes a loss of a model that can count the items of all micro-batches to be a share of their mean.
         is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
         return mean / self.current_gradient_accumulation_steps if is_share else mean
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate and predict as the host does, with the filtered weights if there is a weight filter."""
+        """Evaluate and predict as Transformers does, with the filtered weights if there is a weight filter."""
         if self._sharding.is_asked_for:
             self._prepare_model()
         with self._ledger_keeper.evaluating(self.args, model=self.model), self._weight_filter.applied():
             return super().evaluation_loop(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        # The host's last method before callbacks open the ledger: model, optimizer and schedule are those of the training.
+        # Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
         prepared = super()._prepare_for_training(*args, **kwargs)
         if not self.args.disable_dp:
             refusals.refuse_another_optimizer(self.optimizer.optimizer)
@@ -139,12 +139,12 @@ class AroundSteps(Trainer, ABC):
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the host does, with the filtered weights if there is a weight filter, and the ledger beside the model.
+        """Save as Transformers does, with the filtered weights if there is a weight filter, and the ledger beside the model.
 
         Without a ledger that speaks for the model, the trainer sets aside one that lies there and speaks for other weights.
         """
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        # This is how the host saves checkpoints. It calls `on_save` only after it has pushed them.
+        # This is how Transformers saves checkpoints. It calls `on_save` only after it has pushed them.
         step = self.state.global_step if _internal_call and output_dir is not None else None
         keeper, is_first = self._ledger_keeper, self.args.process_index == 0  # which alone writes
         with contextlib.ExitStack() as saving:
@@ -166,7 +166,7 @@ class AroundSteps(Trainer, ABC):
                 self._weight_filter.add_to_checkpoint(str(folder), self.args)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # The host's only method that all processes call before it saves on process 0 alone.
+        # Transformers' only method that all processes call before it saves on process 0 alone.
         if self._sharding.is_cut:
             state_dict = whole_state(self.model)
         if state_dict is None and not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config"):
@@ -174,7 +174,7 @@ class AroundSteps(Trainer, ABC):
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # The host's only method around all that it writes of a checkpoint: optimizer, schedule and state have no public one.
+        # Transformers' only method around a whole checkpoint: optimizer, schedule and state have no public one.
         with space_for("a checkpoint", folder=Path(self.args.output_dir)):
             super()._save_checkpoint(model, trial)
 
@@ -194,16 +194,16 @@ class AroundSteps(Trainer, ABC):
             super()._load_rng_state(checkpoint)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as the host does, without privacy only."""
+        """Search as Transformers does, without privacy only."""
         refusals.refuse_search(self.args)
         return super().hyperparameter_search(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count nothing in a private run: the host's count depends on the lengths of the examples drawn, and is saved."""
+        """Count nothing in a private run: Transformers' count depends on the lengths of the examples drawn, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
 
     def num_examples(self, dataloader: Any) -> int:
-        """Count the units of a private run: the host logs and saves this, and how many rows a unit has is private."""
+        """Count the units of a private run: Transformers logs and saves this, and how many rows a unit has is private."""
         if isinstance(dataloader, PrivateLoader):
             return self.private_run.sampler.num_units
         return super().num_examples(dataloader)
@@ -211,7 +211,7 @@ class AroundSteps(Trainer, ABC):
     create_model_card = with_privacy_section(Trainer.create_model_card)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the host does, with ε so far, and without the training loss if it is not reported."""
+        """Log as Transformers does, with ε so far, and without the training loss if it is not reported."""
         self._ledger_keeper.complete_log(logs, model=self.model, is_last=self.control.should_training_stop)
         for recorder in recorders_in(self.callback_handler.callbacks):
             recorder.add_estimates(logs)

@@ -1,7 +1,7 @@
 """Which checkpoints are whole, since a run may be killed while it writes one; and what a run reads of one.
 
-The host writes the trainer's state last, so a folder without it is not whole; it is removed before one is written again. The
-host does not wait for the disk, so after a power failure any file may be cut off, which its table of contents shows.
+Transformers writes the trainer's state last. A folder without it is not whole, and is removed before one is written again.
+Transformers does not wait for the disk. After a power failure any file may be cut off; its table of contents shows this.
 """
 
 import json
@@ -60,7 +60,7 @@ def filter_of_checkpoint(checkpoint: str | None) -> LowPassFilter | None:
 def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: str) -> str | bool | None:
     """Return what to resume from: of an output folder the last whole checkpoint, else the argument of `Trainer.train`."""
     if resume_from_checkpoint is True:
-        # As the host: no folder of another name, such as checkpoint-9-old.
+        # As Transformers: no folder of another name, such as checkpoint-9-old.
         checkpoints = [path for path in sort_checkpoints(output_dir) if _NAME.fullmatch(Path(path).name)]
         whole = [checkpoint for checkpoint in checkpoints if is_whole(Path(checkpoint))]
         if checkpoints and not whole:

@@ -111,7 +111,7 @@ class GradientRecorder(TrainerCallback):
             )
         if self.record_raw and args.world_size > 1:
             raise ValueError(f"record_raw must run on one process, which has the whole sum, got {args.world_size}.")
-        # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
+        # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         if not isinstance(optimizer.low_pass_filter, LowPassFilter):
             raise ValueError(f"The recorded filter must be fixed, got {optimizer.low_pass_filter}. Set another one.")
@@ -150,7 +150,7 @@ class GradientRecorder(TrainerCallback):
         All are estimates from private gradients before and after the filter. With much noise they may be negative, and are
         not cut at 0, so that a mean over logs is unbiased.
         """
-        # The host logs the learning rate with every report on training steps, and with no other.
+        # Transformers logs the learning rate with every report on training steps, and with no other.
         rows = self._series(self._private[self._steps_logged :])
         if "learning_rate" not in logs or not len(rows):
             return

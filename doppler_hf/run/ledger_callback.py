@@ -77,7 +77,7 @@ class PrivacyCallback(TrainerCallback):
         """Open the ledger, or continue that of an earlier run, and print the summary."""
         run, step = self._current_run(), state.global_step
         ledger = run.begin(step=step)
-        # The host has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
+        # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
         self._rate_words = learning_rate_in_words(args, optimizer)
@@ -187,8 +187,8 @@ class PrivacyCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def evaluating(self, args: DopplerTrainingArguments, *, model: nn.Module) -> Iterator[None]:
-        """Speak for the model after the block, too, if the host converts it to evaluate it, and nothing else changes."""
-        # During a training the host converts nothing.
+        """Speak for the model after the block, too, if Transformers converts it to evaluate it, and nothing else changes."""
+        # During a training Transformers converts nothing.
         converts = (args.bf16_full_eval or args.fp16_full_eval) and not self._is_running and self.speaks_for(model)
         dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
         converted = digests_of(model, dtype=dtype) if converts else None
@@ -221,7 +221,7 @@ class PrivacyCallback(TrainerCallback):
             logs.pop("train_loss", None)
 
     def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
-        """Add the optimizer and a section on privacy to the host's model card, if the ledger speaks for the model."""
+        """Add the optimizer and a section on privacy to Transformers' model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
             words = {"rate_words": self._rate_words, "filter_words": self._filter_words}
             complete_card(Path(args.output_dir) / "README.md", args, ledger=self.ledger, **words)

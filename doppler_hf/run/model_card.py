@@ -49,13 +49,13 @@ def with_columns_in_one_order(log_history: list[dict[str, Any]]) -> list[dict[st
 def complete_card(
     path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, rate_words: str, filter_words: str
 ) -> None:
-    """Complete a card that the host has just written anew: learning rate, optimizer, a heading for ε, and privacy."""
+    """Complete a card that Transformers has just written anew: learning rate, optimizer, a heading for ε, and privacy."""
     weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
     optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}"
-    # In the place of what the host's own arguments name.
+    # In the place of what Transformers' own arguments name.
     text = path.read_text("utf-8")
     for line in (f"- learning_rate: {rate_words}", f"- optimizer: {optimizer}"):
         text = "\n".join(line if each.startswith(line[: line.index(":") + 1]) else each for each in text.split("\n"))
-    # The host's table of evaluations heads a column by what follows the first "_" in its name, and "epsilon" has none.
+    # Transformers' table of evaluations heads a column by what follows the first "_" in its name, and "epsilon" has none.
     text = re.sub(r"^(\| Training Loss \|.*\| ) ", r"\1ε", text, flags=re.MULTILINE)
     path.write_text(f"{text.rstrip()}\n\n{privacy_section(ledger)}", "utf-8")

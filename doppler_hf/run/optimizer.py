@@ -1,4 +1,4 @@
-"""The optimizer of a private run: the host's weight-decay groups, the filter, the base optimizer, and GaLore."""
+"""The optimizer of a private run: Transformers' weight-decay groups, the filter, the base optimizer, and GaLore."""
 
 from collections.abc import Collection
 

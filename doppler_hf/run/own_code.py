@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from transformers import TrainingArguments
 
-# Columns that the host's default collator calls `labels`.
+# Columns that Transformers' default collator calls `labels`.
 _RENAMED: Final = ("label", "label_ids")
 
 
 @contextlib.contextmanager
 def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
-    """Say what to set where a loss, a transform or a collator asks for a column that the host has removed or renamed."""
+    """Say what to set where a loss, a transform or a collator asks for a column that Transformers has removed or renamed."""
     try:
         yield
     except KeyError as error:
@@ -24,8 +24,8 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
             columns = dataset[0] if isinstance(dataset[0], Mapping) else ()
         if name in _RENAMED and name in columns:
             raise ValueError(
-                f"A loss must take inputs['labels'], got a KeyError for {name!r}: the host's default collator renames it. "
-                "Or give a data_collator of your own."
+                f"A loss must take inputs['labels'], got a KeyError for {name!r}: Transformers' default collator renames "
+                "it. Or give a data_collator of your own."
             ) from error
         if name == "labels" and columns and not {*columns} & {name, *_RENAMED}:
             raise ValueError(
@@ -36,12 +36,12 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
             raise
         if getattr(dataset, "format", {}).get("type") == "custom":  # of set_transform, which may read it
             raise ValueError(
-                f"remove_unused_columns must be False where a transform reads {name!r}, got True: the host removes columns "
-                "that neither the model's forward nor label_names name. Set it."
+                f"remove_unused_columns must be False where a transform reads {name!r}, got True: Transformers removes "
+                "columns that neither the model's forward nor label_names name. Set it."
             ) from error
         raise ValueError(
-            f"label_names must have {name!r} if it is a label, got {args.label_names}: the host removes columns that the "
-            f"forward does not name. Set label_names=[{name!r}], or for inputs remove_unused_columns=False."
+            f"label_names must have {name!r} if it is a label, got {args.label_names}: Transformers removes columns that "
+            f"the forward does not name. Set label_names=[{name!r}], or for inputs remove_unused_columns=False."
         ) from error
 
 

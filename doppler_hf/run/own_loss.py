@@ -1,4 +1,4 @@
-"""A model's own loss and the user's: is what the host would train what a private run trains, and evaluates?
+"""Compare the loss that `Trainer` would train with the loss that a private run trains and evaluates.
 
 The rule of `privacy.losses` follows from the model's class and not from its forward. What that adds or changes (class
 weights, a penalty, labels that are not shifted) would fall away without a sign. They are compared on a batch of several
@@ -21,7 +21,7 @@ from doppler_hf.privacy.generators import filled_generators
 
 
 def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
-    """Refuse a model whose own loss, which the host would train, is no mean of the losses that are trained in its place."""
+    """Refuse a model whose own loss, which `Trainer` would train, is no mean of the per-example losses trained here."""
     accepted = inspect.signature(base_model.forward).parameters
     name = type(base_model).__name__ + ("" if model is base_model else " with its adapters")
     if {"labels", *rules.ANSWER}.isdisjoint(accepted) and not any(
@@ -43,7 +43,7 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
             ) from error
         raise ValueError(
             # Not the error's words, which may hold the sizes of examples: messages end in logs.
-            f"The forward of {name} must take `labels`, as the host calls it, got a {type(error).__name__} from it. "
+            f"The forward of {name} must take `labels`, as Transformers calls it, got a {type(error).__name__} from it. "
             "Override compute_per_sample_loss, and call the model without them."
         ) from error
     own = outputs.get("loss") if isinstance(outputs, dict) else None
@@ -59,7 +59,7 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
         own = own / len(losses)
     labels = inputs.get("labels")
     if labelled is None and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
-        labelled = labels != rules.IGNORED_LABEL  # the host's mean leaves out what has no class
+        labelled = labels != rules.IGNORED_LABEL  # Transformers' mean leaves out what has no class
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
         raise ValueError(
@@ -71,7 +71,7 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
 def mean_and_outputs(
     losses_of: Callable[[nn.Module, dict[str, Any]], Float[Tensor, " batch"]], model: nn.Module, inputs: dict[str, Any]
 ) -> tuple[Float[Tensor, ""], Any]:
-    """Return the mean of the losses of an evaluated batch, and what the model has put out for them, as the host takes it."""
+    """Return the mean loss of an evaluated batch, and the model's outputs as Transformers takes them."""
     found: list[Any] = []
     with model.register_forward_hook(lambda module, args, outputs: found.append(outputs)):
         mean = losses_of(model, dict(inputs)).mean()
@@ -90,7 +90,7 @@ def mean_and_outputs(
 def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return a micro-batch of question answering whose padding counts as text, with every answer in the text.
 
-    The rule leaves out what lies outside of the text, and the host takes the padding for text, so that they agree only here.
+    The rule leaves out positions outside of the text, and Transformers takes padding for text: they agree only here.
     """
     if "attention_mask" not in inputs:
         return inputs

@@ -26,7 +26,7 @@ COUNT_BUDGET: Final = 0.01
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: PoissonSampler) -> int:
-    """Return T, by the host's own formula (`Trainer.set_initial_training_values`), which the trainer checks against."""
+    """Return T, by Transformers' own formula (`Trainer.set_initial_training_values`), which the trainer checks against."""
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
     if steps < 1:
         raise ValueError(f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps.")

@@ -307,7 +307,7 @@ class PrivateRun:
                 "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
             )
         self._is_released = False
-        # Read here, where the host reads the loss: within a step nothing waits for the device.
+        # Read here, where Transformers reads the loss: within a step nothing waits for the device.
         if self.statement.train_loss == "raw" and not self._is_warned and self._num_non_finite:
             self._is_warned = True
             warn_of_non_finite()
@@ -392,7 +392,7 @@ class PrivateRun:
     def _add(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
         assert self._clipped is not None
         assert self._losses_of is not None
-        # From pinned memory, and while the device computes: the host's own move waits for all that it has yet to do.
+        # From pinned memory, and while the device computes: Transformers' own move waits for all that it has yet to do.
         losses = self._losses_of(send_to_device(micro_batch.inputs, self._args.device, non_blocking=True))
         # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:

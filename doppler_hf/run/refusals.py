@@ -22,14 +22,14 @@ from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import refuse_what_breaks_privacy
 
-# A method of the host → when an override of it has no effect, and the mend.
+# A method of Transformers → when an override of it has no effect, and the mend.
 _NOT_CALLED: Final = {
     "_get_train_sampler": (" on a private training, whose ε is that of Poisson draws", "Leave it out"),
     "get_optimizer_cls_and_kwargs": (
         " on a private training, whose optimizer is a DopplerOptimizer", "Leave it out, and set base_optimizer",
     ),
     "create_optimizer_and_scheduler": (
-        ": the host calls create_optimizer and create_scheduler",
+        ": Transformers calls create_optimizer and create_scheduler",
         "Leave it out, set base_optimizer, and override create_scheduler",
     ),
 }  # fmt: skip
@@ -37,8 +37,8 @@ _GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random,
 _PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
 
 
-def refuse_before_host(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
-    """Refuse what the host would take, or refuse with another reason."""
+def refuse_before_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
+    """Refuse what Transformers would take, or refuse with another reason."""
     if args.disable_dp:
         return
     refuse_what_breaks_privacy(args)  # which may have changed since they were made
@@ -77,7 +77,7 @@ def refuse_of_trainer(trainer: Any) -> None:
     for name, (reason, mend) in _NOT_CALLED.items():
         if getattr(own, name) is not getattr(Trainer, name):
             raise ValueError(f"{own.__name__}.{name} has no effect{reason}. {mend}.")
-    if own.compute_loss is not own.stock_compute_loss and own.compute_per_sample_loss is own.stock_per_sample_loss:
+    if own.compute_loss is not own.inherited_compute_loss and own.compute_per_sample_loss is own.default_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss. Keep compute_loss only for evaluations."

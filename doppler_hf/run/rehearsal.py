@@ -1,6 +1,6 @@
 """A rehearsal before anything is spent: an evaluation of a few rows, and a checkpoint without weights.
 
-The host evaluates and saves for the first time after an epoch. What fails there ends the training with ε spent.
+Transformers evaluates and saves for the first time after an epoch. What fails there ends the training with ε spent.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
 
 
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:
-    """Return the metrics of a few rows of each evaluation set, by the call that the host makes during a training."""
+    """Return the metrics of a few rows of each evaluation set, by the call that Transformers makes during a training."""
     own, fails = trainer.compute_metrics, False
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -123,11 +123,11 @@ def few_rows(dataset: Any, count: int) -> Any:
 def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
     """Save what a checkpoint has but weights and states, into a folder in the output folder that is removed again."""
     args, model = trainer.args, trainer.model
-    is_hosts = isinstance(model, PreTrainedModel)
-    if is_hosts and model._hf_peft_config_loaded and args.load_best_model_at_end:
+    is_pretrained = isinstance(model, PreTrainedModel)
+    if is_pretrained and model._hf_peft_config_loaded and args.load_best_model_at_end:
         raise ValueError(
-            "load_best_model_at_end must be False with adapters of model.add_adapter, which the host cannot load again, got "
-            "True. Leave it out, or attach the adapter with peft.get_peft_model(model, config)."
+            "load_best_model_at_end must be False with adapters of model.add_adapter, which Transformers cannot load "
+            "again, got True. Leave it out, or attach the adapter with peft.get_peft_model(model, config)."
         )
     size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if (free := shutil.disk_usage(args.output_dir).free) < size:
@@ -136,7 +136,7 @@ def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
         )
     with _told_as_refusal("a checkpoint"), tempfile.TemporaryDirectory(dir=args.output_dir, prefix="rehearsal-") as folder:
         json.dumps(metrics, sort_keys=True)  # as in the state of the training
-        if is_hosts:
+        if is_pretrained:
             model.config.save_pretrained(folder)
             if model.can_generate():
                 model.generation_config.save_pretrained(folder)

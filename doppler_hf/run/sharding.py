@@ -3,8 +3,8 @@
 Frozen weights are cut in any case. What is trained stays whole on every process where it is little, as adapters and heads
 are: clipped sums, noise, optimizer and checkpoints are then those of processes that each have all weights. Where it is much,
 it is cut too, and with it clipped sums, noise and optimizer: see `ShardedSums`. Per-sample norms are of whole gradients in
-both cases. FSDP reduces no gradient itself, and the host's trainer is not told of it: to the host, FSDP means that gradients
-are reduced in the backward pass, and averaged.
+both cases. FSDP reduces no gradient itself, and `Trainer` is not told of it: there FSDP means that the backward pass reduces
+and averages gradients.
 
 Sensitivity: a gathered weight has the bits that it had before it was cut, and nothing of an example is in it.
 """
@@ -55,8 +55,8 @@ _SETTINGS: Final[dict[str, tuple[Any, str, str]]] = {
 
 
 @contextlib.contextmanager
-def kept_from_host(args: DopplerTrainingArguments) -> Iterator[FullyShardedDataParallelPlugin | None]:
-    """Let the host make its accelerator in the block as if no FSDP were asked for."""
+def hidden_from_trainer(args: DopplerTrainingArguments) -> Iterator[FullyShardedDataParallelPlugin | None]:
+    """Let Transformers make its accelerator in the block as if no FSDP were asked for."""
     by_launcher, of_args = os.environ.get(_BY_LAUNCHER), args.fsdp_plugin_args
     if of_args is None and (by_launcher or "").lower() != "true":
         yield None
@@ -206,7 +206,7 @@ def shared_by_layers(model: nn.Module) -> list[nn.Parameter]:
 
 
 def kinds_of_layers(model: nn.Module) -> list[str]:
-    """Return the names of the classes of layers that are gathered together, as the host names them for a model.
+    """Return the names of the classes of layers that are gathered together, as Transformers names them for a model.
 
     Those that hold the embeddings are left out, as BERT's are: accelerate cuts embeddings by themselves.
     """

@@ -56,7 +56,7 @@ def print_start(
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
         *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
     )
-    # The first line may hold the host's progress bar.
+    # The first line may hold Transformers' progress bar.
     print("", *(f"{name:<14} {words}" for name, words in lines), sep="\n")
     if args.get_process_log_level() <= logging.INFO:
         noises = (("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C"))

@@ -1,7 +1,7 @@
 """A low-pass filter on the weights of a run: the filtered ones are evaluated and saved, the raw ones trained.
 
 A checkpoint's model files hold the filtered weights; `weight_filter.pt` beside them holds the raw weights and the filter's
-states, from which a run is resumed. The host has no hook around evaluating and saving, so `DopplerTrainer` wraps
+states, from which a run is resumed. Transformers has no hook around evaluating and saving, so `DopplerTrainer` wraps
 `evaluation_loop` and `save_model` in `applied`.
 """
 
@@ -83,7 +83,7 @@ class WeightFilterCallback(TrainerCallback):
         return state | changed
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Leave the filtered weights in the model: the last ones, or the best checkpoint's, loaded by the host."""
+        """Leave the filtered weights in the model: the last ones, or the best checkpoint's, loaded by Transformers."""
         if self._weights is None:
             return
         if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):

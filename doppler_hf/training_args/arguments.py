@@ -182,7 +182,7 @@ class DopplerTrainingArguments(TrainingArguments):
         default=None,
         help="With disable_dp, Trainer's optimizer. With privacy base_optimizer takes its place: leave it out.",
     )
-    host_learning_rate = TrainingArguments.learning_rate
+    non_private_learning_rate = TrainingArguments.learning_rate
 
     def note_run(self, statement: PrivacyStatement, **chosen: Any) -> None:
         """Take the terms of a run, and what was chosen for it, into what trackers such as TensorBoard's are given."""
@@ -205,7 +205,7 @@ class DopplerTrainingArguments(TrainingArguments):
         self.__dict__.pop("_run", None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments as the host does, for its trackers, during a run with its terms."""
+        """Return the arguments as Transformers does, for its trackers, during a run with its terms."""
         return {**super().to_dict(), **self.__dict__.get("_run", {})}
 
     def __post_init__(self) -> None:
@@ -214,7 +214,7 @@ class DopplerTrainingArguments(TrainingArguments):
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
         if self.learning_rate is None and self.disable_dp:
-            self.learning_rate = self.host_learning_rate
+            self.learning_rate = self.non_private_learning_rate
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         self.low_pass_filter = canonical(self.low_pass_filter)
@@ -225,7 +225,7 @@ class DopplerTrainingArguments(TrainingArguments):
                 self.per_sample_max_loss = DEFAULT_PER_SAMPLE_MAX_LOSS
             if self.train_loss_budget is None:
                 self.train_loss_budget = DEFAULT_TRAIN_LOSS_BUDGET
-        # What the host has read is a member of its own, also in a copy of these arguments.
+        # What Transformers has read is a member of its own, also in a copy of these arguments.
         names_optim = not isinstance(self.optim, OptimizerNames | None)
         if self.optim is None:
             self.optim = TrainingArguments.optim

@@ -1,6 +1,6 @@
 """The checks of `DopplerTrainingArguments`: they refuse values out of range, unsafe combinations, and what has no effect.
 
-Each message has the value, the reason and the mend. `args` is the host's class with our fields, since importing ours would
+Each message has the value, the reason and the fix. `args` is Transformers' class with our fields: importing ours would
 be circular.
 """
 
@@ -55,7 +55,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "per_sample_max_loss": (_POSITIVE, "Usual is 5."),
     "train_loss_budget": (_UNIT_INTERVAL, "Usual is 0.01."),
     "adam_bc_floor": (_POSITIVE, "Leave it out for a fraction of the noise's variance."),
-    # The host trains one step then, at a learning rate of a schedule of none.
+    # Transformers trains one step then, at a learning rate of a schedule of none.
     "gradient_accumulation_steps": (
         ("be a whole number ≥ 1", lambda value: value >= 1 and value == int(value)),
         "Usual is 1.",
@@ -64,7 +64,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "max_steps": (("be positive, or -1", lambda value: value != 0), "Leave it out to train for num_train_epochs."),
 }
 
-# The host's argument → the reason why it would void the guarantee.
+# Transformers' argument → the reason why it would void the guarantee.
 _BREAKS_PRIVACY: Final = {
     "fp16": "its gradient scaler skips steps depending on the data",
     "deepspeed": "it keeps gradients out of the engine's reach",
@@ -81,7 +81,7 @@ _BREAKS_PRIVACY: Final = {
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
 _MENDS: Final = {"fp16": "Use bf16", "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)"}
-# The host's argument, or one of its `accelerator_config` → the reason why it has no effect.
+# Transformers' argument, or one of its `accelerator_config` → the reason why it has no effect.
 _WITHOUT_EFFECT: Final = {
     "data_seed": "because draws come from the operating system's entropy",
     "split_batches": "because each process draws for itself",
@@ -113,9 +113,9 @@ def with_near_names(cls: type[_Arguments]) -> type[_Arguments]:
 
 
 def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
-    """Return the fields of our class that the host's does not have; a subclass of ours may have more."""
-    hosts = {field.name for field in fields(TrainingArguments)}
-    return [field for field in fields(base) if field.name not in hosts]
+    """Return the fields of our class that Transformers' does not have; a subclass of ours may have more."""
+    theirs = {field.name for field in fields(TrainingArguments)}
+    return [field for field in fields(base) if field.name not in theirs]
 
 
 def default_of(args: TrainingArguments | AcceleratorConfig, name: str) -> Any:
@@ -126,8 +126,8 @@ def default_of(args: TrainingArguments | AcceleratorConfig, name: str) -> Any:
 def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
     """Refuse a word that is not among an argument's choices, and a value of another kind, such as a number in quotes."""
     hints = get_type_hints(base)
-    hosts = ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "max_steps")
-    for field in own_fields(base) + [field for field in fields(base) if field.name in hosts]:
+    numbers = ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "max_steps")
+    for field in own_fields(base) + [field for field in fields(base) if field.name in numbers]:
         hint, value = hints[field.name], getattr(args, field.name)
         if get_origin(hint) is Literal:
             if value not in get_args(hint):
@@ -225,7 +225,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         "adam_bc_floor": (args.base_optimizer == "adam_bc", adam, "Set base_optimizer='adam_bc'"),
         "full_determinism": (
             args.noise_seed is not None,
-            "on what differs between two runs: draws, noise and dropout come from the operating system's entropy",
+            "here: draws come from the operating system's entropy, and so do noise and dropout",
             "Set noise_seed for a test, which is not private then",
         ),
         "adam_beta1": (
@@ -259,7 +259,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
 
 
 def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:
-    """Refuse another `optim` than the host's default, and tell of the default if it is named: saved arguments name it."""
+    """Refuse another `optim` than Transformers' default, and tell of the default if it is named: saved arguments name it."""
     name = OptimizerNames(args.optim).value
     galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
     message = (
@@ -273,7 +273,7 @@ def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
-    """Refuse those of the host's arguments that would void the guarantee, with the reason."""
+    """Refuse those of Transformers' arguments that would void the guarantee, with the reason."""
     if args.n_gpu > 1:
         raise ValueError(
             f"One process must see one GPU, got {args.n_gpu}: nn.DataParallel splits batches where the engine cannot see "
@@ -285,7 +285,7 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             f"DeepSpeed cannot be used with differential privacy: {_BREAKS_PRIVACY['deepspeed']}. {_MENDS['deepspeed']}."
         )
     if args.world_size == 1 != int(launched):
-        # As the host does where it finds no accelerator.
+        # As Transformers does where it finds no accelerator.
         raise ValueError(
             f"The processes of a launcher must train together, got {launched} (WORLD_SIZE) of which each would train by "
             "itself, on all the data and with an ε of its own. On a CPU set use_cpu=True."
@@ -302,7 +302,7 @@ def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
     """Refuse arguments that are not left out, each with the reason why a private run cannot have it."""
     for name, reason in reasons.items():
         value = getattr(args, name)
-        # The host takes an empty value and False for no as well.
+        # Transformers takes an empty value and False for no as well.
         if value != default_of(args, name) and value is not False and value not in ("", [], {}):
             mend = _MENDS.get(name, "Leave it out")
             raise ValueError(f"{name}={value!r} cannot be used with differential privacy: {reason}. {mend}.")

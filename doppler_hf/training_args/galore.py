@@ -1,8 +1,8 @@
 """GaLore's arguments, read from the two fields that `TrainingArguments` has for it.
 
 `optim_target_modules` selects the modules, and so switches GaLore on. `optim_args` is a line such as
-"rank=64,update_proj_gap=100,scale=0.1". The names, the defaults and the rule by which modules match are the host's
-(`transformers/trainer_optimizer.py`); what the host would ignore silently is refused.
+"rank=64,update_proj_gap=100,scale=0.1". The names, the defaults and the rule by which modules match are Transformers'
+(`transformers/trainer_optimizer.py`); what Transformers would ignore silently is refused.
 """
 
 import math
@@ -60,7 +60,7 @@ class GaloreArguments:
     def parse(cls, optim_args: str | None) -> "GaloreArguments":
         """Read a line of `key=value`, separated by commas; None or a blank one means the defaults."""
         kinds = get_type_hints(cls)
-        line = (optim_args or "").replace(" ", "")  # as the host does
+        line = (optim_args or "").replace(" ", "")  # as Transformers does
         texts: dict[str, str] = {}
         for mapping in line.split(",") if line else ():
             key, equals, text = mapping.partition("=")
@@ -91,7 +91,7 @@ def _converted(key: str, text: str, *, kind: Any) -> Any:
 
 
 def is_all_linear(optim_target_modules: str | list[str]) -> bool:
-    """Return whether the host reads `optim_target_modules` as every linear layer."""
+    """Return whether Transformers reads `optim_target_modules` as every linear layer."""
     return isinstance(optim_target_modules, str) and optim_target_modules.replace("_", "-") == "all-linear"
 
 

@@ -62,7 +62,7 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
             that of the running program.
 
     Returns:
-        One instance of each of `dataclass_types`, in their order; the host's `do_train` and `do_eval` are on by default.
+        One instance of each of `dataclass_types`, in their order; Transformers' `do_train` and `do_eval` are on by default.
 
     Raises:
         ValueError: If the recipe cannot be read, or a name is no field; the message has the closest fields.
@@ -122,7 +122,7 @@ def _parse(
 
 
 def _refuse_null(names: Sequence[str], dataclass_types: Sequence[type], *, recipe: Path) -> None:
-    """Refuse fields without a value that must have one; the host would compare it with a number."""
+    """Refuse fields without a value that must have one; Transformers would compare it with a number."""
     kinds = {name: kind for types in dataclass_types for name, kind in get_type_hints(types).items()}
     for name in names:
         # `Any`, of fields that take several forms, has no parts.

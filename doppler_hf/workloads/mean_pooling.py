@@ -32,7 +32,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = True  # The model inside is made first, and decides.
-    accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
+    accepts_loss_kwargs = False  # Transformers would otherwise take **kwargs to mean that the loss is already scaled.
 
     def __init__(self, config: PreTrainedConfig, encoder: PreTrainedModel | None = None) -> None:
         if encoder is None:

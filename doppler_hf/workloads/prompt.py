@@ -66,7 +66,7 @@ class PromptForSequenceClassification(PreTrainedModel):
     base_model_prefix = "masked_lm"
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = True  # The model inside is made first, and decides.
-    accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
+    accepts_loss_kwargs = False  # Transformers would otherwise take **kwargs to mean that the loss is already scaled.
 
     def __init__(self, config: PreTrainedConfig, masked_lm: PreTrainedModel | None = None) -> None:
         if masked_lm is None:

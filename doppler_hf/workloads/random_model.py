@@ -15,7 +15,7 @@ from transformers import (
 
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 
-# Task → the host's class, and PEFT's name.
+# Task → Transformers' class, and PEFT's name.
 TASKS: Final[dict[str, tuple[Any, Any]]] = {
     "text-classification": (AutoModelForSequenceClassification, "SEQ_CLS"),
     "causal-lm": (AutoModelForCausalLM, "CAUSAL_LM"),

@@ -148,7 +148,7 @@ class ScatteringForImageClassification(PreTrainedModel):
 
     config_class = ScatteringConfig
     main_input_name = "pixel_values"
-    accepts_loss_kwargs = False  # The host would otherwise take **kwargs to mean that the loss is already scaled.
+    accepts_loss_kwargs = False  # Transformers would otherwise take **kwargs to mean that the loss is already scaled.
 
     def __init__(self, config: ScatteringConfig) -> None:
         super().__init__(config)

@@ -165,7 +165,7 @@ def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], args: Benc
     """Yield a function that makes one step: an ordinary one for "plain", else a private one without noise."""
 
     def plain() -> None:
-        model.zero_grad(set_to_none=True)  # as the host does
+        model.zero_grad(set_to_none=True)  # as Transformers does
         losses_of(model, batch, precision=args.precision).mean().backward()
 
     if engine == "plain":

@@ -53,6 +53,7 @@ RELATIVE: Final = {
     "norm_rel_ebd": "layer_norm",
 }  # fmt: skip
 TRAINS: Final = "✓"
+NOT_OURS: Final = ("PEFT: ", "Transformers: ")
 # They are trained as they are, beside adapters too.
 HEADS: Final = r"(.*\.)?(pre_classifier|classifier|score|qa_outputs)(\..*)?"
 # PEFT's name of a task, by the end of a class's name.
@@ -206,7 +207,7 @@ def outcome(name: str, way: Way) -> str:
             return message
         # It would say so without privacy, too.
         if "support" in message:
-            return f"host: {message}"
+            return f"Transformers: {message}"
         raise
     return TRAINS
 
@@ -244,13 +245,13 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     def cell(outcome: str) -> str:
         if outcome == TRAINS:
             return outcome
-        return "–" if outcome.startswith(("PEFT: ", "host: ")) else f"[{notes.setdefault(general(outcome), len(notes) + 1)}]"
+        return "–" if outcome.startswith(NOT_OURS) else f"[{notes.setdefault(general(outcome), len(notes) + 1)}]"
 
     ways = list(next(iter(found.values())))
     rows = [f"| | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
     rows += [f"| `{name}` | {' | '.join(map(cell, row.values()))} |" for name, row in found.items()]
     outcomes = [outcome for row in found.values() for outcome in row.values()]
-    trains, of_peft = outcomes.count(TRAINS), sum(outcome.startswith(("PEFT: ", "host: ")) for outcome in outcomes)
+    trains, of_peft = outcomes.count(TRAINS), sum(outcome.startswith(NOT_OURS) for outcome in outcomes)
     return PAGE.format(
         count=len(outcomes), trains=trains, refused=len(outcomes) - trains - of_peft, peft=of_peft,
         transformers=transformers.__version__, peft_version=peft.__version__, table="\n".join(rows),

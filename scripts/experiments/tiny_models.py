@@ -1,7 +1,7 @@
 """Every architecture of transformers with a loss per example, tiny, and random examples for it.
 
-Which class it is, its name or the host's tables say. A config gets small sizes field by field, by the names of the fields:
-there are some hundred configs, and what they call a width, a head or a layer is much the same. An example has what the
+Its name or Transformers' tables give the class. A config gets small sizes field by field, by the names of the fields: there
+are some hundred configs, and what they call a width, a head or a layer is much the same. An example has what the
 model's forward pass names: tokens, a wave, a spectrogram or pixels, of unequal lengths. Multimodal models get text alone.
 """
 

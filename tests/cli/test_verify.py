@@ -298,7 +298,7 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
         assert ledger.speak_for(hashes(tmp_path), model=MODEL)
         assert not ledger.speak_for(hashes(tmp_path), model=MODEL)
     ledger.save(tmp_path)
-    for text in ("first", "second"):  # those of a checkpoint that the host has copied, or the last ones
+    for text in ("first", "second"):  # those of a checkpoint that Transformers has copied, or the last ones
         (tmp_path / "model.safetensors").write_text(text)
         assert check(tmp_path) == 0
         assert re.match(r"VERIFIED: .*by prv\. Of the weights in model\.safetensors\. Privacy ledger", said(capsys))

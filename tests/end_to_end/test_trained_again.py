@@ -53,7 +53,7 @@ def test_another_model_is_trained_in_its_place(tmp_path):
     left, trainer.model = trainer.model, tiny_bert(num_hidden_layers=2, hidden_dropout_prob=0.1)
     trainer.model.eval()
     assert_all_moved_and_are_spoken_for(trainer, tmp_path)
-    assert trainer.model.training  # as the host leaves it
+    assert trainer.model.training  # as Transformers leaves it
     assert all(torch.equal(p, first[name]) for name, p in left.named_parameters())
 
 

@@ -229,10 +229,10 @@ def test_resuming_without_a_ledger_is_refused(tmp_path):
         trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
-# --- the host's behaviour -------------------------------------------------------------------------------------------------
+# --- Transformers' behaviour ---------------------------------------------------------------------------------------------
 
 
-def test_disable_dp_is_the_stock_trainer_to_the_last_bit(tmp_path):
+def test_disable_dp_is_the_plain_trainer_to_the_last_bit(tmp_path):
     options = dict(
         per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=6, learning_rate=1e-2, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=7,
@@ -309,7 +309,7 @@ def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_pa
 
 def test_a_model_in_parts_on_several_processes_is_refused(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path)
-    monkeypatch.setattr(type(trainer.model), "tp_size", 2)  # which the host's accelerator would not have on a CPU
+    monkeypatch.setattr(type(trainer.model), "tp_size", 2)  # which Transformers' accelerator would not have on a CPU
     with pytest.raises(ValueError, match=r"whole on each process, got one in parts on 2 \(tensor parallelism\)"):
         refuse_of_trainer(trainer)
 

@@ -103,7 +103,7 @@ def step_by_hand(trainer):
     for batch in trainer.batches:
         for start in range(0, len(batch["labels"]), VIEWS):
             of_example = {name: value[start : start + VIEWS] for name, value in batch.items()}
-            loss = model(**of_example).loss  # the host's mean over rows
+            loss = model(**of_example).loss  # Transformers' mean over rows
             gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
             total += gradient * min(1.0, args.per_sample_max_grad_norm / gradient.norm())
             losses.append(loss.item())
@@ -120,7 +120,7 @@ def test_a_step_is_that_of_mean_gradients_clipped_once(tmp_path, accumulation, e
     ))  # fmt: skip
     expected, losses = step_by_hand(trainer)
     torch.testing.assert_close(recorder.gradients[0], expected, atol=1e-9, rtol=1e-7)
-    if accumulation == 1:  # else a mean of means, as the host's
+    if accumulation == 1:  # else a mean of means, as Transformers'
         logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
         assert logged == pytest.approx(np.mean(losses), rel=1e-4)
 

@@ -1,8 +1,8 @@
 """Everything that a private run leaves behind follows from its arguments and its private gradients, and from nothing else.
 
 Two runs differ in their training examples and in their draws, and have the same private gradients: what they write, print
-and log must be the same, but for clocks and random names. What there is is listed too, so that a host that writes something
-new is noticed.
+and log must be the same, but for clocks and random names. What is written is listed too, so that what Transformers adds is
+noticed.
 """
 
 import copy
@@ -142,10 +142,10 @@ def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("users", [True, False])
 def test_how_many_rows_users_have_is_told_nowhere(tmp_path, caplog, users):
-    """Of runs whose length is given in epochs the host logs the number of rows, and their number in a second."""
+    """Of runs whose length is given in epochs Transformers logs the number of rows, and their number in a second."""
     told = []
-    hosts = logging.getLogger("transformers")
-    hosts.addHandler(caplog.handler)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
     try:
         for each in (2, 5):
             rows = [*examples(0)] * each
@@ -159,5 +159,5 @@ def test_how_many_rows_users_have_is_told_nowhere(tmp_path, caplog, users):
             told += [re.search(r"Num examples = (\d+)", caplog.text)[1]]
             assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(48, rel=0.01)
     finally:
-        hosts.removeHandler(caplog.handler)
+        logger.removeHandler(caplog.handler)
     assert told == ["24", "24"]

@@ -110,7 +110,7 @@ def test_each_loss_is_the_models_own_of_that_example_alone(build, data):
     losses = per_sample_losses(model, in_double(padded(rows)), base_model=model)
     for row, loss in zip(rows, losses, strict=True):
         alone = model(**in_double(padded([row]))).loss
-        # The host computes CTC in float32, whose rounding follows the number of frames.
+        # Transformers computes CTC in float32, whose rounding follows the number of frames.
         torch.testing.assert_close(loss, alone, atol=1e-6, rtol=1e-5, check_dtype=False)
         expected = torch.autograd.grad(alone, trained, allow_unused=True)
         gradients = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
@@ -219,7 +219,7 @@ def test_a_label_that_is_no_class_is_refused_without_its_value():
 def test_a_transcript_with_a_label_that_is_no_class_is_refused(label):
     """torch reads it from the frames of another example, and writes its gradient there."""
     model, rows = wav2vec2(), voices(3)
-    model.config.vocab_size = 1000  # the host looks at this, and at the largest label alone
+    model.config.vocab_size = 1000  # Transformers looks at this, and at the largest label alone
     rows[1]["labels"][0] = label
     batch = padded(rows)
     labels = batch.pop("labels")

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers as host
+import transformers as hf
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError as OfTwoDevices
 
@@ -160,11 +160,11 @@ GPT2 = dict(n_embd=128, n_layer=12, n_head=2, vocab_size=1000, resid_pdrop=0.0, 
 
 
 def roberta():
-    return host.RobertaForSequenceClassification(host.RobertaConfig(**encoder_options("sdpa") | TEXT))
+    return hf.RobertaForSequenceClassification(hf.RobertaConfig(**encoder_options("sdpa") | TEXT))
 
 
 def llama():
-    return host.LlamaForCausalLM(host.LlamaConfig(**decoder_options("sdpa") | TEXT, tie_word_embeddings=False))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**decoder_options("sdpa") | TEXT, tie_word_embeddings=False))
 
 
 COUNTED = {
@@ -173,7 +173,7 @@ COUNTED = {
     "llama": llama,
     "llama-lora": lambda: with_adapters(llama()),
     "vit": lambda: vit(**LARGE, image_size=224, patch_size=16),
-    "gpt2": lambda: host.GPT2LMHeadModel(host.GPT2Config(**GPT2)),  # the head is the embedding table
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),  # the head is the embedding table
 }
 
 
@@ -215,9 +215,9 @@ DECODER = decoder_options("sdpa") | dict(head_dim=8)
 CONVNEXT = dict(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, patch_size=2, num_labels=3)
 WITHOUT_WAITS = {
     **{name: lambda name=name: build(name, torch.float32) for name in ("bert", "t5-lm", "roberta-dora", "llama-dora")},
-    "qwen3": lambda: host.Qwen3ForCausalLM(host.Qwen3Config(**DECODER)),
-    "gemma3": lambda: host.Gemma3ForCausalLM(host.Gemma3TextConfig(**DECODER)),
-    "convnext": lambda: host.ConvNextForImageClassification(host.ConvNextConfig(**CONVNEXT)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**DECODER)),
+    "convnext": lambda: hf.ConvNextForImageClassification(hf.ConvNextConfig(**CONVNEXT)),
     "pairs": lambda: build("llama-lora", torch.float32),
 }
 

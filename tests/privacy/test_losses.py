@@ -51,14 +51,14 @@ def token_batch(lengths, *, classes=7, dtype=torch.float64):
     return logits, labels.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], -100)
 
 
-@pytest.mark.parametrize(("shift", "host_loss"), [(True, ForCausalLMLoss), (False, ForMaskedLMLoss)])
-def test_each_entry_is_the_hosts_loss_of_that_example_alone(shift, host_loss):
+@pytest.mark.parametrize(("shift", "transformers_loss"), [(True, ForCausalLMLoss), (False, ForMaskedLMLoss)])
+def test_each_entry_is_transformers_loss_of_that_example_alone(shift, transformers_loss):
     logits, labels = token_batch([6, 2, 9, 4], dtype=torch.float32)
     labels[2, [0, 3, 4]] = -100  # labels may be missing anywhere
     losses = token_losses(logits, labels, shift=shift)
-    alone = torch.stack([host_loss(logits[i : i + 1], labels[i : i + 1], vocab_size=7) for i in range(4)])
+    alone = torch.stack([transformers_loss(logits[i : i + 1], labels[i : i + 1], vocab_size=7) for i in range(4)])
     torch.testing.assert_close(losses, alone, atol=1e-6, rtol=1e-6)
-    assert not torch.allclose(losses.mean(), host_loss(logits, labels, vocab_size=7), atol=1e-3)
+    assert not torch.allclose(losses.mean(), transformers_loss(logits, labels, vocab_size=7), atol=1e-3)
 
 
 @pytest.mark.parametrize("shift", [True, False])
@@ -110,13 +110,13 @@ def test_token_labels_that_do_not_fit_are_refused(logits, labels, message):
 
 @pytest.mark.parametrize("positions", [[2, 5], [7, 8], [-1, 100]])
 @pytest.mark.parametrize("one", [(), (1,)])
-def test_an_answers_loss_is_the_hosts_of_that_example_alone(positions, one):
+def test_an_answers_loss_is_transformers_of_that_example_alone(positions, one):
     torch.manual_seed(0)
     start, end = torch.randn(2, 3, 8)
     first, last = torch.tensor([[1, *positions], [4, *positions]]).view(2, 3, *one)
     losses = answer_losses((start, end), (first, last))
     for row, loss in enumerate(losses):
-        # The host takes the mean over the examples whose position is inside, of which there may be none here.
+        # Transformers takes the mean over the examples whose position is inside, of which there may be none here.
         inside = [
             ForQuestionAnsweringLoss(x[row, None], x[row, None], p[row : row + 1], p[row : row + 1])
             for x, p in ((start, first), (end, last))

@@ -27,7 +27,7 @@ def epsilon(num_examples, batch_size, steps, noise_multiplier, *, delta=None, ac
 
 @pytest.mark.parametrize(("num_examples", "batch_size"), [(1000, 100), (1001, 100), (999, 100), (67349, 1000), (7, 7)])
 @pytest.mark.parametrize("epochs", [0.1, 1, 2.5, 3])
-def test_steps_are_those_of_the_host(num_examples, batch_size, epochs):
+def test_steps_are_those_of_transformers(num_examples, batch_size, epochs):
     request = PlanRequest(
         num_examples=num_examples, batch_size=batch_size, epochs=epochs, noise_multiplier=1.0, accountant="rdp"
     )

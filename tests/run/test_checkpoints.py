@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 
 def kill_at(monkeypatch, method, *, call):
-    """Let a method of the host's be the last that is called."""
+    """Let a method of Transformers' be the last that is called."""
     calls, original = [], getattr(Trainer, method)
 
     def killed(self, *args, **kwargs):

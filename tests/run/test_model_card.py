@@ -9,7 +9,7 @@ from tests.support.trainers import arguments
 
 CARD = (
     "---\nlicense: mit\n---\n\n# A model\n\n"
-    "- learning_rate: None\n- optimizer: the host's\n- seed: 42\n\n## Usage\n\nσ | ε\n"
+    "- learning_rate: None\n- optimizer: Transformers'\n- seed: 42\n\n## Usage\n\nσ | ε\n"
 )
 
 
@@ -63,6 +63,6 @@ def test_the_section_ends_the_card_and_nothing_but_rate_and_optimizer_changes(tm
     path.write_text(CARD)
     complete_card(path, arguments(tmp_path), ledger=ledger, rate_words="0.0125 (as given)", filter_words="none (auto)")
     lines = "- learning_rate: 0.0125 (as given)\n- optimizer: adam_bc, of doppler_hf; filter: none (auto)"
-    card = CARD.replace("- learning_rate: None\n- optimizer: the host's", lines)
+    card = CARD.replace("- learning_rate: None\n- optimizer: Transformers'", lines)
     expected = card + "\n" + privacy_section(ledger)
     assert path.read_text() == expected

@@ -20,7 +20,7 @@ class OfTopics(DopplerTrainer):
 
 
 @pytest.mark.parametrize("rows", [list, Dataset.from_list])
-def test_labels_that_the_host_removes_are_named(tmp_path, rows):
+def test_labels_that_transformers_removes_are_named(tmp_path, rows):
     data = rows([{"input_ids": [index + 1] * 4, "topic": index % 2} for index in range(12)])
 
     def trainer(**options):
@@ -37,11 +37,11 @@ def test_labels_that_the_host_removes_are_named(tmp_path, rows):
         wrong.train()
 
 
-def test_labels_that_the_hosts_collator_renames_are_named(tmp_path):
+def test_labels_that_transformers_collator_renames_are_named(tmp_path):
     data = Dataset.from_list([{"input_ids": [index + 1] * 4, "label": index % 2} for index in range(12)])
     made = trainer_of(tmp_path, cls=OfTopics, data=data, max_steps=1, label_names=["label"])
     made.data_collator, made.asks_for = default_data_collator, "label"
-    with pytest.raises(ValueError, match=r"must take inputs\['labels'\], got a KeyError for 'label': the host's default"):
+    with pytest.raises(ValueError, match=r"must take inputs\['labels'\], got a KeyError for 'label': Transformers' default"):
         made.train()
 
 

@@ -1,4 +1,4 @@
-"""A model's own loss, which the host would train: the same as that of a private run, or refused."""
+"""A model's own loss, which Transformers would train: the same as that of a private run, or refused."""
 
 import functools
 
@@ -31,7 +31,7 @@ class ClassWeights(BertForSequenceClassification):
 
 
 class Penalty(BertForMaskedLM):
-    """Adds a penalty to the host's loss."""
+    """Adds a penalty to Transformers' loss."""
 
     def forward(self, **kwargs):
         outputs = super().forward(**kwargs)

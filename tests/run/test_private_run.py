@@ -57,9 +57,9 @@ def test_the_engine_leaves_the_model_whatever_happens(tmp_path):
     assert {name: module.forward for name, module in model.named_modules()} == before
 
 
-def test_the_signature_is_the_hosts():
-    ours, hosts = (inspect.signature(cls.__init__).parameters.values() for cls in (DopplerTrainer, Trainer))
-    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in hosts]
+def test_the_signature_is_that_of_trainer():
+    ours, theirs = (inspect.signature(cls.__init__).parameters.values() for cls in (DopplerTrainer, Trainer))
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_no_epsilon_is_claimed_for_a_model_of_unknown_history(tmp_path):
 
 
 class Callback(TrainerCallback):
-    """Does something to the trainer where the host calls it."""
+    """Does something to the trainer where Transformers calls it."""
 
     def __init__(self, **hooks):
         for name, hook in hooks.items():
@@ -105,7 +105,7 @@ def full_batch(tmp_path, *, hooks, **overrides):
     return trainer, recorder
 
 
-def test_a_draw_that_the_host_leaves_half_done_never_reaches_the_next_one(tmp_path):
+def test_a_draw_that_transformers_leaves_half_done_never_reaches_the_next_one(tmp_path):
     def leave(args, state, control):
         control.should_epoch_stop = state.global_step == 0 and state.epoch < 1
         return control

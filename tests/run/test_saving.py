@@ -285,7 +285,7 @@ def test_a_saved_adapter_on_its_base_with_a_head_made_anew_goes_on_with_its_ledg
 
 
 class Hub:
-    """Takes what is uploaded, as the hub would, with the files that the host leaves out left out."""
+    """Takes what is uploaded, as the hub would, with the files that Transformers leaves out left out."""
 
     def __init__(self, folder):
         self.folder = folder

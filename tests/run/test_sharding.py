@@ -14,7 +14,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.sharded_states import whole_state
-from doppler_hf.run.sharding import Sharding, groups_of, kept_from_host, shared_by_layers
+from doppler_hf.run.sharding import Sharding, groups_of, hidden_from_trainer, shared_by_layers
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments
 
@@ -44,7 +44,7 @@ def asked(tmp_path, monkeypatch, *, world_size=2, plugin=(), **overrides):
 def test_settings_that_a_private_run_cannot_have_are_refused(tmp_path, monkeypatch, plugin, message):
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # which the plugin writes
     args = asked(tmp_path, monkeypatch, plugin=plugin)
-    with pytest.raises(ValueError, match=message), kept_from_host(args):
+    with pytest.raises(ValueError, match=message), hidden_from_trainer(args):
         pass
     assert args.fsdp_plugin_args is not None
 
@@ -62,21 +62,21 @@ def test_settings_that_a_private_run_cannot_have_are_refused(tmp_path, monkeypat
     ids=str,
 )
 def test_arguments_beside_it_are_refused(tmp_path, monkeypatch, options, message):
-    with pytest.raises(ValueError, match=message), kept_from_host(asked(tmp_path, monkeypatch, **options)):
+    with pytest.raises(ValueError, match=message), hidden_from_trainer(asked(tmp_path, monkeypatch, **options)):
         pass
 
 
-def test_the_host_is_not_told_in_the_meantime_only(tmp_path, monkeypatch):
+def test_transformers_is_not_told_in_the_meantime_only(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     args = asked(tmp_path, monkeypatch)
-    with kept_from_host(args) as plugin:
+    with hidden_from_trainer(args) as plugin:
         assert isinstance(plugin, FullyShardedDataParallelPlugin)
         assert args.fsdp_plugin_args is None
         assert "ACCELERATE_USE_FSDP" not in os.environ
     assert args.fsdp_plugin_args is not None
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    with kept_from_host(arguments(tmp_path)) as plugin:
+    with hidden_from_trainer(arguments(tmp_path)) as plugin:
         assert plugin is None
 
 

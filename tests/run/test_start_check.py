@@ -43,7 +43,7 @@ from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
-# Before, the host drew a coin for each layer, also where none is ever left out, and such a model is refused for that.
+# Before, Transformers drew a coin for each layer, also where none is ever left out, and such a model is refused for that.
 draws_for_layers_that_stay = pytest.mark.skipif(
     TorchVersion(transformers.__version__) < "5.23", reason="draws coins for layers that always stay"
 )
@@ -531,7 +531,7 @@ def test_a_transform_that_makes_more_rows_of_an_example_is_refused(tmp_path, vie
     ids=["default", "padding", "torch's"],
 )
 def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
-    """The host's collators ask the first example alone which columns there are."""
+    """Transformers' collators ask the first example alone which columns there are."""
     data = [{"input_ids": [index + 1] * 4, "token_type_ids": [0] * 4, "label": index % 2} for index in range(8)]
     del data[0]["token_type_ids"]
     everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, grad_sample_self_check=False)
@@ -542,7 +542,7 @@ def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
 
 
 def test_an_example_of_fewer_choices_than_others_is_refused(tmp_path):
-    """The host's collator takes as many choices of each example as the first one has."""
+    """Transformers' collator takes as many choices of each example as the first one has."""
     torch.manual_seed(0)
     model = BertForMultipleChoice(tiny_bert().config)
     data = [{"input_ids": [[index + 1] * 4] * (3 if index else 2), "label": index % 2} for index in range(8)]
@@ -643,7 +643,7 @@ class Labels(DopplerTrainer):
 
 
 def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
-    """The host's default collator asks the first example alone whether labels are whole numbers."""
+    """Transformers' default collator asks the first example alone whether labels are whole numbers."""
     data = [{"input_ids": [index + 1] * 4, "label": 0.5 if index else 3} for index in range(8)]
     everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=1, accountant="pld")
     everyone |= dict(grad_sample_self_check=False)

@@ -67,7 +67,7 @@ def test_what_is_no_data_set_is_told_how_to_become_one(tmp_path):
     ):  # fmt: skip
         told(message, lambda given=given: made(tmp_path, given, data_collator=pad))
         assert trains(made(tmp_path / "mended", mended(given), data_collator=pad))
-    # The host would ask for max_steps first.
+    # Transformers would ask for max_steps first.
     args = arguments(tmp_path, max_steps=-1)
     told("IterableDataset has no length", lambda: DopplerTrainer(tiny_bert(), args, pad, stream))
 
@@ -115,7 +115,7 @@ class FromLabels(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-class OfHosts(BertForSequenceClassification):
+class OfTransformers(BertForSequenceClassification):
     def forward(self, input_ids, attention_mask, labels=None):
         outputs = super().forward(input_ids, attention_mask)
         return {"loss": F.cross_entropy(outputs.logits, labels), "logits": outputs.logits}
@@ -128,7 +128,7 @@ class Told(DopplerTrainer):
         return F.cross_entropy(model(**inputs)["logits"], inputs["labels"], reduction="none")
 
 
-@pytest.mark.parametrize("model", [FromLabels(), OfHosts(tiny_bert().config)], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("model", [FromLabels(), OfTransformers(tiny_bert().config)], ids=lambda model: type(model).__name__)
 def test_a_model_that_computes_its_loss_from_labels_is_told_what_to_override(tmp_path, model):
     rows = Dataset.from_list([{"x": [float(index)] * 4, "labels": index % 2} for index in range(24)])
     data, collator = (rows, default_data_collator) if isinstance(model, FromLabels) else (text_data(), pad)

@@ -1,4 +1,4 @@
-"""What people look at while a run goes on: ε at every step that is logged, and its terms in the trackers of the host."""
+"""What people look at while a run goes on: ε at every step that is logged, and its terms in the trackers of Transformers."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
     DopplerTrainingArguments(**{name: given[name] for name in ("output_dir", "target_epsilon", "accountant")})
 
 
-def test_without_privacy_trackers_are_given_what_the_host_gives(tmp_path):
+def test_without_privacy_trackers_are_given_what_transformers_gives(tmp_path):
     tracker = Tracker()
     trainer = trained(trainer_of(tmp_path, callbacks=[tracker], noise_multiplier=None, disable_dp=True, max_steps=1))
     assert tracker.config == trainer.args.to_dict()

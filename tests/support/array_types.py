@@ -28,7 +28,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.attention",
     "doppler_hf.privacy.clipping.clip_factors",
     "doppler_hf.privacy.clipping.clipped_gradients",
-    "doppler_hf.privacy.clipping.host_layers",
+    "doppler_hf.privacy.clipping.transformers_layers",
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.per_sample_gradient",
     "doppler_hf.privacy.autograd_check.plain_autograd",

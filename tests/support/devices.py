@@ -103,7 +103,7 @@ def far_away(device=FAR):
         (FakeTensor, "is_cuda"): property(lambda self: self.device.type == FAR),
         (torch, "Generator"): lambda device=None: torch.default_generator,
         (_Module, "here"): True,
-        # What the host makes, words and normals, it makes with memory, and then moves in.
+        # What Transformers makes, words and normals, it makes with memory, and then moves in.
         (private_run, "fill_generators"): _outside(private_run.fill_generators),
         (bits.BitStream, "bits"): _outside(bits.BitStream.bits),
         **{(kind, "fill"): _filled(kind.fill, mode) for kind in (bits.SecretBits, bits.RekeyedBits)},

@@ -18,7 +18,7 @@ def arguments(tmp_path, **overrides):
 
 OWN = set(DopplerTrainingArguments.__annotations__)
 
-# Of each kind, range and combination one; tests/training_args/test_from_trainer.py has the host's arguments.
+# Of each kind, range and combination one; tests/training_args/test_from_trainer.py has Transformers' arguments.
 REFUSED = [
     (dict(target_epsilon=None), "Exactly one of target_epsilon and noise_multiplier must be set, got None and None"),
     (dict(noise_multiplier=1.0), "must be set, got 3.0 and 1.0"),
@@ -113,7 +113,7 @@ def test_without_privacy_weights_may_be_filtered_and_gradients_clipped(tmp_path)
     assert (args.weight_filter, args.max_grad_norm) == ("momentum:beta=0.97", 0.5)
 
 
-def test_without_privacy_optimizers_are_the_hosts(tmp_path):
+def test_without_privacy_optimizers_are_transformers(tmp_path):
     given = dict(optim="galore_adamw", optim_target_modules=["attn"], optim_args="rank=4,proj_type=reverse_std")
     args = arguments(tmp_path, target_epsilon=None, disable_dp=True, **given)
     assert {name: getattr(args, name) for name in given} == given
@@ -147,7 +147,7 @@ def test_every_field_has_help():
             assert field.metadata["help"], field.name
 
 
-def test_an_optimizer_that_is_named_is_not_ignored_silently_even_the_hosts_default(tmp_path):
+def test_an_optimizer_that_is_named_is_not_ignored_silently_even_transformers_default(tmp_path):
     default = OptimizerNames(TrainingArguments.optim).value
     for name in {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd"} - {default}:
         for given in (name, OptimizerNames(name)):

@@ -1,4 +1,4 @@
-"""`optim_args` and `optim_target_modules` mean what they mean to the host, and nothing in them is passed over."""
+"""`optim_args` and `optim_target_modules` mean what they mean to Transformers, and nothing in them is passed over."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ def test_a_line_is_read():
 
 
 @pytest.mark.parametrize("line", [None, "rank=64, update_proj_gap=100,scale=0.10"])
-def test_the_host_reads_the_same(line, tmp_path, monkeypatch):
+def test_transformers_reads_the_same(line, tmp_path, monkeypatch):
     received = {}
     fake = types.SimpleNamespace(GaLoreAdafactor=None, GaLoreAdamW=None, GaLoreAdamW8bit=None)
     monkeypatch.setitem(sys.modules, "galore_torch", fake)
@@ -65,11 +65,11 @@ def linear_weights(model, *kinds):
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def host_targets(model, optim_target_modules, tmp_path):
+def transformers_targets(model, optim_target_modules, tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), optim="galore_adamw", optim_target_modules=optim_target_modules)
     try:
         _, kwargs = trainer_optimizer._setup_low_rank_optimizer(args, model, "galore_adamw", {"galore_adamw": None}, {}, {})
-    except ValueError:  # the host's way to say that there is none
+    except ValueError:  # Transformers' way to say that there is none
         return []
     targets = {id(p) for p in kwargs["params"][1]["params"]}
     return [name for name, p in model.named_parameters() if id(p) in targets]
@@ -81,9 +81,9 @@ def host_targets(model, optim_target_modules, tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("name", ["bert", "llama-lm"])
-def test_the_host_chooses_the_same_matrices(name, targets, tmp_path):
+def test_transformers_chooses_the_same_matrices(name, targets, tmp_path):
     model = MODELS[name]("sdpa")
-    expected = host_targets(model, targets, tmp_path)
+    expected = transformers_targets(model, targets, tmp_path)
     if not expected:
         assert name != "bert"
         with pytest.raises(ValueError, match="matches no module with a trainable matrix"):

@@ -92,7 +92,7 @@ def test_a_word_for_no_value_is_refused_with_the_right_one(tmp_path, word):
 
 
 def test_no_value_is_refused_where_one_must_be(tmp_path):
-    """The host would compare it with a number, and end in a traceback."""
+    """Transformers would compare it with a number, and end in a traceback."""
     with pytest.raises(
         ValueError, match=r"^logging_steps in the recipe .* must be a value of type float, got null\. Leave it"
     ):

@@ -1,4 +1,4 @@
-"""What a script does, and leaves behind: the model, the host's state, and what was measured, beside each other."""
+"""What a script does, and leaves behind: the model, Transformers' state, and what was measured, beside each other."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The host's collators without what they read off one example for all."""
+"""Transformers' collators without what they read off one example for all."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ Collator = Callable[[Sequence[Any]], dict[str, Any]]
 def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
     """Collate examples that all have the same columns, and as many choices.
 
-    Sensitivity. The host's collators read off the first example which columns and how many choices there are: one without
+    Sensitivity. Transformers' collators read off the first example which columns and how many choices there are: one without
     `token_type_ids` would have taken theirs from all others, and one of two choices the third.
     """
     rows = [example for example in examples if isinstance(example, Mapping)]
@@ -36,11 +36,11 @@ def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[
 def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
     """Collate each example by itself, and put the rows together.
 
-    Sensitivity. The host's default collator reads off the first example also whether labels are whole numbers: one with the
-    label 3 would have cut 2.5 to 2 for all others.
+    Sensitivity. Transformers' default collator also reads off the first example whether labels are whole numbers: a first
+    label of 3 would have cut 2.5 to 2 for all others.
     """
     for example in examples:
-        # The host also takes objects with attributes; those of a tensor are none of its values.
+        # Transformers also takes objects with attributes; those of a tensor are none of its values.
         if not isinstance(example, Mapping) and (isinstance(example, Tensor) or not hasattr(example, "__dict__")):
             raise ValueError(
                 "Examples of train_dataset must map names to values for the default collator, got one of type "

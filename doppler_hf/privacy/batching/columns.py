@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 LENGTH_COLUMN: Final = "input_ids"
-LABELS: Final = ("labels", "label", "label_ids")  # as the host's collators know them
+LABELS: Final = ("labels", "label", "label_ids")  # as Transformers' collators know them
 _ROWS_AT_ONCE: Final = 1 << 16
 
 
@@ -148,8 +148,8 @@ def is_stored(examples: Any) -> bool:
 
     Not by a subclass or a method of the object's own, which may change them, or make several of one.
     """
-    is_hosts = type(examples).__module__ == "datasets.arrow_dataset" and "__getitems__" not in vars(examples)
-    return is_hosts and isinstance(form := examples.format, Mapping) and form.get("type") != "custom"
+    is_plain = type(examples).__module__ == "datasets.arrow_dataset" and "__getitems__" not in vars(examples)
+    return is_plain and isinstance(form := examples.format, Mapping) and form.get("type") != "custom"
 
 
 def _names(dataset: Any) -> list[str]:

@@ -9,7 +9,7 @@
 - groups: gradients of several parameters together
 - norms: norms of all forms, from their factors where they have some
 - torch_layers, attention, recurrence: rules for the layers of torch
-- host_layers, other_layers: rules for those of transformers and PEFT, and for all others
+- transformers_layers, other_layers: rules for those of transformers and PEFT, and for all others
 - refused_layers: layers that mix examples
 """
 

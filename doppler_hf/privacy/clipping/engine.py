@@ -1,8 +1,8 @@
 """Per-sample gradients from one forward and one backward pass, at the cost of ordinary ones.
 
-Every trained layer gets a stand-in for its forward (`torch_layers`, `host_layers`, `other_layers`), which notes the factors
-of each product in a `Book`. Nothing else about the model changes: not its class, nor the names of its parameters, nor its
-output. After the backward pass norms and sums are computed from the notes (`norms`, `per_sample_gradient`).
+Every trained layer gets a stand-in for its forward (`torch_layers`, `transformers_layers`, `other_layers`), which notes the
+factors of each product in a `Book`. The model keeps its class, its parameters' names and its output.
+After the backward pass, norms and sums are computed from the notes (`norms`, `per_sample_gradient`).
 
 A batch dimension is never guessed. A layer whose input does not start with the batch computes as usual; its parameters then
 receive an ordinary gradient, and that is an error with the parameter's name. The same check finds every use of a parameter
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
-from doppler_hf.privacy.clipping import host_layers as hosts
+from doppler_hf.privacy.clipping import transformers_layers as of_transformers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
@@ -56,13 +56,14 @@ class BookKeepingEngine:
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
         of_recurrence = {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}
-        rules = RULES | of_recurrence | hosts.host_rules()
+        rules = RULES | of_recurrence | of_transformers.transformers_rules()
         for name, module in model.named_modules():
-            if (method := hosts.relative_bias_method(module)) is not None:
+            if (method := of_transformers.relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
-                self._replace(module, method, functools.partial(hosts.relative_bias, self._book, name, module, compute))
-            if hosts.has_prompt(module):
-                self._replace(module, "get_prompt", functools.partial(hosts.prompt, self._book, module.get_prompt))
+                bias = functools.partial(of_transformers.relative_bias, self._book, name, module, compute)
+                self._replace(module, method, bias)
+            if of_transformers.has_prompt(module):
+                self._replace(module, "get_prompt", functools.partial(of_transformers.prompt, self._book, module.get_prompt))
             if has_rule(module):
                 rule: Rule | None = attention
             elif trainable_of(module):
@@ -72,16 +73,16 @@ class BookKeepingEngine:
                 continue
             if rule is None:
                 sampler = None if by_rules else sampler_for(module)
-                forward = hosts.without_checkpointing(module)
+                forward = of_transformers.without_checkpointing(module)
                 other = LayerWithoutRule(name, module, self._book, forward=forward or module.forward, sampler=sampler)
                 self._without_rule[name] = other
-                watched = other if forward is None else functools.partial(hosts.checkpointing, module, other)
+                watched = other if forward is None else functools.partial(of_transformers.checkpointing, module, other)
             else:
                 watched = functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
         # Around the stand-ins of these layers, or of their adapters.
-        for layer in itertools.chain.from_iterable(map(hosts.parts_in_rows, model.modules())):
-            self._replace(layer, "forward", functools.partial(hosts.in_rows, self._book, layer.forward))
+        for layer in itertools.chain.from_iterable(map(of_transformers.parts_in_rows, model.modules())):
+            self._replace(layer, "forward", functools.partial(of_transformers.in_rows, self._book, layer.forward))
         self._replace(model, "forward", functools.partial(self._forward, model.forward))
 
     @property

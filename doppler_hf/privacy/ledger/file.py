@@ -26,7 +26,7 @@ from doppler_hf.privacy.ledger import chain
 FORMAT: Final = 6
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
-LOCK_NAME: Final = "_privacy_ledger.lock"  # the host uploads no file whose name begins with "_"
+LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers uploads no file whose name begins with "_"
 _PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting")
 
 

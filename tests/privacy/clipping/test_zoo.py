@@ -11,7 +11,7 @@ import re
 import peft
 import pytest
 import torch
-import transformers as host
+import transformers as hf
 
 from tests.support.models import (
     DECODER_LENGTH,
@@ -70,34 +70,34 @@ XLNET = dict(vocab_size=VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=24,
 
 # What people would expect to work: these must be right.
 RIGHT = {
-    "mt5": (host.MT5ForConditionalGeneration, host.MT5Config, T5),
-    "electra": (host.ElectraForSequenceClassification, host.ElectraConfig, TEXT | dict(embedding_size=8)),
-    "modernbert": (host.ModernBertForSequenceClassification, host.ModernBertConfig, TEXT),
-    "gemma3": (host.Gemma3ForCausalLM, host.Gemma3TextConfig, DECODER | dict(head_dim=8, num_key_value_heads=1)),
-    "qwen3": (host.Qwen3ForCausalLM, host.Qwen3Config, DECODER | dict(head_dim=8, num_key_value_heads=1)),
-    "phi": (host.PhiForCausalLM, host.PhiConfig, DECODER),
-    "gpt-neox": (host.GPTNeoXForCausalLM, host.GPTNeoXConfig, DECODER),
-    "bloom": (host.BloomForCausalLM, host.BloomConfig, DECODER | dict(n_layer=1, n_head=2)),
-    "opt": (host.OPTForCausalLM, host.OPTConfig, DECODER | OPT),
-    "opt with norms behind": (host.OPTForCausalLM, host.OPTConfig, DECODER | OPT | dict(do_layer_norm_before=False)),
-    "mpnet": (host.MPNetForSequenceClassification, host.MPNetConfig, TEXT | EAGER | dict(pad_token_id=1)),
-    "deit": (host.DeiTForImageClassification, host.DeiTConfig, IMAGE),
-    "dinov2": (host.Dinov2ForImageClassification, host.Dinov2Config, IMAGE | dict(layerscale_value=0.5)),
-    "convnext": (host.ConvNextForImageClassification, host.ConvNextConfig, CONVNEXT | dict(layer_scale_init_value=0.5)),
-    "convnextv2": (host.ConvNextV2ForImageClassification, host.ConvNextV2Config, CONVNEXT),
-    "swin": (host.SwinForImageClassification, host.SwinConfig, SWIN | dict(patch_size=1)),
-    "swin with eager attention": (host.SwinForImageClassification, host.SwinConfig, SWIN | EAGER | dict(patch_size=1)),
-    "swin of one window": (host.SwinForImageClassification, host.SwinConfig, SWIN | dict(patch_size=2)),
+    "mt5": (hf.MT5ForConditionalGeneration, hf.MT5Config, T5),
+    "electra": (hf.ElectraForSequenceClassification, hf.ElectraConfig, TEXT | dict(embedding_size=8)),
+    "modernbert": (hf.ModernBertForSequenceClassification, hf.ModernBertConfig, TEXT),
+    "gemma3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, DECODER | dict(head_dim=8, num_key_value_heads=1)),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, DECODER | dict(head_dim=8, num_key_value_heads=1)),
+    "phi": (hf.PhiForCausalLM, hf.PhiConfig, DECODER),
+    "gpt-neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, DECODER),
+    "bloom": (hf.BloomForCausalLM, hf.BloomConfig, DECODER | dict(n_layer=1, n_head=2)),
+    "opt": (hf.OPTForCausalLM, hf.OPTConfig, DECODER | OPT),
+    "opt with norms behind": (hf.OPTForCausalLM, hf.OPTConfig, DECODER | OPT | dict(do_layer_norm_before=False)),
+    "mpnet": (hf.MPNetForSequenceClassification, hf.MPNetConfig, TEXT | EAGER | dict(pad_token_id=1)),
+    "deit": (hf.DeiTForImageClassification, hf.DeiTConfig, IMAGE),
+    "dinov2": (hf.Dinov2ForImageClassification, hf.Dinov2Config, IMAGE | dict(layerscale_value=0.5)),
+    "convnext": (hf.ConvNextForImageClassification, hf.ConvNextConfig, CONVNEXT | dict(layer_scale_init_value=0.5)),
+    "convnextv2": (hf.ConvNextV2ForImageClassification, hf.ConvNextV2Config, CONVNEXT),
+    "swin": (hf.SwinForImageClassification, hf.SwinConfig, SWIN | dict(patch_size=1)),
+    "swin with eager attention": (hf.SwinForImageClassification, hf.SwinConfig, SWIN | EAGER | dict(patch_size=1)),
+    "swin of one window": (hf.SwinForImageClassification, hf.SwinConfig, SWIN | dict(patch_size=2)),
 }
 RIGHT_OR_REFUSED = {
-    "deberta-v2": (host.DebertaV2ForSequenceClassification, host.DebertaV2Config, TEXT | EAGER | DEBERTA),
-    "xlnet": (host.XLNetForSequenceClassification, host.XLNetConfig, XLNET),
-    "funnel": (host.FunnelForSequenceClassification, host.FunnelConfig, FUNNEL),
-    "bart": (host.BartForConditionalGeneration, host.BartConfig, BART),
-    "blenderbot": (host.BlenderbotForConditionalGeneration, host.BlenderbotConfig, BART),
-    "beit": (host.BeitForImageClassification, host.BeitConfig, IMAGE | dict(use_relative_position_bias=True)),
-    "swinv2": (host.Swinv2ForImageClassification, host.Swinv2Config, SWIN | EAGER | dict(patch_size=1)),
-    "donut": (host.DonutSwinForImageClassification, host.DonutSwinConfig, SWIN | EAGER | dict(patch_size=1)),
+    "deberta-v2": (hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config, TEXT | EAGER | DEBERTA),
+    "xlnet": (hf.XLNetForSequenceClassification, hf.XLNetConfig, XLNET),
+    "funnel": (hf.FunnelForSequenceClassification, hf.FunnelConfig, FUNNEL),
+    "bart": (hf.BartForConditionalGeneration, hf.BartConfig, BART),
+    "blenderbot": (hf.BlenderbotForConditionalGeneration, hf.BlenderbotConfig, BART),
+    "beit": (hf.BeitForImageClassification, hf.BeitConfig, IMAGE | dict(use_relative_position_bias=True)),
+    "swinv2": (hf.Swinv2ForImageClassification, hf.Swinv2Config, SWIN | EAGER | dict(patch_size=1)),
+    "donut": (hf.DonutSwinForImageClassification, hf.DonutSwinConfig, SWIN | EAGER | dict(patch_size=1)),
 }
 NO_BARE_PARAMETERS = {  # What these are refused for is frozen here, which must not let anything else through.
     "xlnet": ("layer.0.rel_attn", "mask_emb"),
@@ -109,7 +109,7 @@ NO_BARE_PARAMETERS = {  # What these are refused for is frozen here, which must 
 
 
 def opt_lm():
-    return host.OPTForCausalLM(host.OPTConfig(**DECODER | OPT))
+    return hf.OPTForCausalLM(hf.OPTConfig(**DECODER | OPT))
 
 
 QUERIES = dict(target_modules=["query", "value"])
@@ -205,7 +205,7 @@ def test_an_architecture_is_right(name, batch):
 
 def test_a_checkpointed_layer_with_parameters_of_its_own_is_right():
     """BEiT's layers scale what they add; computed again, they must find the copies of these scales."""
-    model = of(host.BeitForImageClassification, host.BeitConfig, IMAGE | dict(layer_scale_init_value=0.5))
+    model = of(hf.BeitForImageClassification, hf.BeitConfig, IMAGE | dict(layer_scale_init_value=0.5))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert any(module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing"))
     assert_equals_loop(model, on_batch(model, 6), 6)

@@ -54,7 +54,7 @@ def test_without_noise_it_is_the_clipped_sum_over_the_expected_batch(tmp_path, a
     )  # fmt: skip
     sampler = PoissonSampler(num_examples=24, expected_batch_size=8, seed=3)
     expected = [sum(np.clip(0.3 * sampler.draw(step) - 1.0, -2, 2)) / 8 for step in range(3)]
-    assert losses_of(trainer) == pytest.approx(expected, abs=1e-4)  # the host's log has four digits
+    assert losses_of(trainer) == pytest.approx(expected, abs=1e-4)  # Transformers' log has four digits
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(np.mean(expected), abs=1e-6)
 
 

@@ -57,7 +57,7 @@ def dora(
     return magnitude * (torch.add(base_result, lora_B(lora_A(x)), alpha=scaling) / norms) - base_result
 
 
-def host_rules() -> dict[Callable[..., Any], Rule]:
+def transformers_rules() -> dict[Callable[..., Any], Rule]:
     """Return the rules by the forward that each replaces; those of PEFT only if PEFT is imported."""
     rules: dict[Callable[..., Any], Rule] = {Conv1D.forward: transposed_linear}
     if (defines_dora := sys.modules.get("peft.tuners.lora.dora")) is not None:

@@ -2,15 +2,15 @@
 
 In a checkout of transformers, with and without `-p`:
 
-    PYTHONPATH=DOPPLER_HF python -m pytest -p scripts.experiments.host_tests tests/trainer/test_trainer*.py
+    PYTHONPATH=DOPPLER_HF python -m pytest -p scripts.experiments.transformers_tests tests/trainer/test_trainer*.py
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import transformers.testing_utils  # first, since it replaces the module `transformers`, whose names are set below
-from transformers import Seq2SeqTrainer as HostSeq2SeqTrainer
-from transformers import Seq2SeqTrainingArguments as HostSeq2SeqTrainingArguments
+from transformers import Seq2SeqTrainer as HFSeq2SeqTrainer
+from transformers import Seq2SeqTrainingArguments as HFSeq2SeqTrainingArguments
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 
@@ -25,14 +25,14 @@ class TrainingArguments(DopplerTrainingArguments):
 
 
 @dataclass
-class Seq2SeqTrainingArguments(DopplerTrainingArguments, HostSeq2SeqTrainingArguments):
-    """Those of the host's sequence-to-sequence trainer."""
+class Seq2SeqTrainingArguments(DopplerTrainingArguments, HFSeq2SeqTrainingArguments):
+    """Those of Transformers' sequence-to-sequence trainer."""
 
     disable_dp: bool = True
 
 
 class Trainer(DopplerTrainer):
-    """`DopplerTrainer`, which makes arguments of its own where it is given none, as the host does."""
+    """`DopplerTrainer`, which makes arguments of its own where it is given none, as Transformers does."""
 
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **options: Any) -> None:
         global made
@@ -40,8 +40,8 @@ class Trainer(DopplerTrainer):
         super().__init__(model, TrainingArguments("tmp_trainer") if args is None else args, *others, **options)
 
 
-class Seq2SeqTrainer(Trainer, HostSeq2SeqTrainer):
-    """The host's sequence-to-sequence trainer beneath ours."""
+class Seq2SeqTrainer(Trainer, HFSeq2SeqTrainer):
+    """Transformers' sequence-to-sequence trainer beneath ours."""
 
 
 for stand_in in (TrainingArguments, Seq2SeqTrainingArguments, Trainer, Seq2SeqTrainer):
