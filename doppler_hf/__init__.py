@@ -1,21 +1,21 @@
 """Differentially private fine-tuning for Hugging Face Transformers, with a low-pass filter on the private gradient.
 
 - trainer: `DopplerTrainer`: one training step from top to bottom
-- sft, dpo: `DopplerSFTTrainer` and `DopplerDPOTrainer`, between it and TRL's
+- sft, dpo: `DopplerSFTTrainer` and `DopplerDPOTrainer`, on top of TRL's
 - trl_checks: what these two have in common
-- training_args: what is asked for
-- run: one private run, its parts
+- training_args: the arguments of a run
+- run: the parts of one private run
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
-- linalg: what both wings must agree on about matrices
+- linalg: numerics that both sides of the boundary share
 - shards: a tensor in shards on several processes, and the whole
-- disk: one clear error where it is full
+- disk: one clear error when it is full
 - filters: coefficients and responses; NumPy and SciPy only
 - workloads: from a recipe to model and data
-- audit: an attacked run
+- audit: attacks on a run that measure what it leaks
 - reports: tables and pictures
 - cli: the command `doppler-hf`
-- extras: what only some uses need
+- extras: optional dependencies
 """
 
 from importlib import import_module
@@ -49,12 +49,12 @@ _HOMES: Final = {
 
 
 def __dir__() -> list[str]:
-    """Name what is imported when it is asked for, too: notebooks complete it."""
+    """List lazily imported names too, so that notebooks complete them."""
     return sorted({*globals(), *_HOMES})
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for: `doppler_hf.filters` and a ledger's check need no transformers."""
+    """Import a public name on first use: `doppler_hf.filters` and checking a ledger need no transformers."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _HOMES[name] in ("doppler_hf.dpo", "doppler_hf.sft"):

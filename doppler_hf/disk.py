@@ -1,4 +1,4 @@
-"""One clear error where the disk is full."""
+"""One clear error when the disk is full."""
 
 import contextlib
 import errno
@@ -17,12 +17,12 @@ _WORDS: Final = (
 
 @final
 class NoSpaceError(OSError):
-    """The disk has no space for what is to be written."""
+    """The disk has no space left for a file."""
 
 
 @contextlib.contextmanager
 def space_for(what: str, *, folder: Path) -> Iterator[None]:
-    """Let a full disk, or quota, end a block that writes `what` to `folder` in one clear error."""
+    """Turn a full disk or quota, in a block that writes `what` to `folder`, into one clear error."""
     try:
         yield
     except NoSpaceError:  # of a part of it
@@ -31,6 +31,6 @@ def space_for(what: str, *, folder: Path) -> Iterator[None]:
         if not any(words in str(error) for words in _WORDS):
             raise
         raise NoSpaceError(
-            f"{folder} must have space for {what}, got a full disk or quota. Free some (save_total_limit keeps fewer "
-            "checkpoints), and resume from the last checkpoint that was written to its end."
+            f"{folder} must have space for {what}, got a full disk or quota. Free space (save_total_limit keeps fewer "
+            "checkpoints), and resume from the last complete checkpoint."
         ) from error

@@ -1,7 +1,7 @@
 """`DopplerDPOTrainer`: TRL's `DPOTrainer`, on top of `DopplerTrainer` in place of `Trainer`.
 
-TRL prepares the data, a row at a time, computes the frozen reference's log-probabilities of each pair, once, and evaluates.
-Trained is the rule of `privacy.pair_losses`. One pair of answers is one example: two rows, whose gradient is clipped as a
+TRL prepares the data row by row, computes the frozen reference's log-probabilities of each pair once, and evaluates. The
+loss is the rule of `privacy.pair_losses`. One pair of answers is one example: two rows, whose gradient is clipped as a
 whole.
 """
 
@@ -28,7 +28,7 @@ from doppler_hf.training_args.checks import with_near_names
 _ANSWERS: Final = ("chosen_ids", "rejected_ids")  # TRL's columns
 _OF_ANOTHER: Final = "it is part of an option that a private run cannot have"
 _NOT_PRIVATE: Final = {
-    "sync_ref_model": "what the reference says of a pair is computed once, before training",
+    "sync_ref_model": "the reference's log-probabilities are computed once, before training",
     "use_weighting": "the loss of a pair is a function of its two log-ratios",
     "ld_alpha": "the log-probability of an answer is the sum over all of its tokens",
     "f_divergence_type": "the loss of a pair is a function of its two log-ratios",
@@ -44,14 +44,14 @@ _NOT_PRIVATE: Final = {
 @with_near_names
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
-    """Arguments of `DopplerDPOTrainer`: those of `DPOConfig` with its defaults, and of `DopplerTrainingArguments`."""
+    """Arguments of `DopplerDPOTrainer`: `DPOConfig` with its defaults, plus `DopplerTrainingArguments`."""
 
     learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 1e-6.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     precompute_ref_log_probs: bool | None = HfArg(
         default=None,
-        help="Whether the reference's log-probabilities are computed once, before training. Always so with privacy; with "
+        help="Whether to compute the reference's log-probabilities once, before training. Always true with privacy. With "
         "disable_dp TRL's False.",
     )
     non_private_learning_rate = DPOConfig.learning_rate
@@ -89,12 +89,12 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
 class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     """`DPOTrainer` with differential privacy: the same data sets, chat templates, references, adapters and arguments.
 
-    With `args.disable_dp` every method is the stock one. Arguments are those of `DPOTrainer`, in its order; `ref_model` is
-    by default the model as it is now, or its base without adapters, and `train_dataset` must have a length.
+    With `args.disable_dp` every method is TRL's. The arguments are the same as for `DPOTrainer`, in its order; `ref_model`
+    defaults to a copy of the present model, or its base without adapters. `train_dataset` must have a length.
 
     Raises:
-        ValueError: If something would break the guarantee, as in `DopplerTrainer`, images, a data set in memory where
-            several processes train, or a loss that balances experts.
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`. Also for images, a data set in memory
+            with several processes, or a loss that balances experts.
 
     Example:
         >>> args = DopplerDPOConfig(output_dir="out", target_epsilon=8.0, beta=0.1)
@@ -139,9 +139,9 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             return super()._precompute_ref_logps(dataset, name, batch_size)
         if self.args.world_size > 1 and not dataset.cache_files:
             raise ValueError(
-                f"The {name} data set must lie in files for {self.args.world_size} processes, got one in memory: TRL hands "
-                "the reference's log-probabilities from process 0 to the others in a file beside it. Save it with "
-                "save_to_disk(), and load it with load_from_disk()."
+                f"The {name} data set must lie in files for {self.args.world_size} processes, got one in memory: TRL passes "
+                "the reference's log-probabilities to other processes in a file beside it. Save it with save_to_disk(), and "
+                "load it with load_from_disk()."
             )
         model = self.ref_model or self.model
         with modes_kept(model):

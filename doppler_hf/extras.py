@@ -1,4 +1,4 @@
-"""The package's extras, which only some uses need, and the message when one is missing."""
+"""The package's optional extras, and the message when one is missing."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What files share about tensors: equal numbers and bits, the precision of products."""
+"""Shared numerics of tensors: equality, digests of bits, and the precision of products."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ def in_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def same(first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."]) -> bool:
-    """Return whether two tensors hold the same numbers, of which some may be NaN."""
+    """Return whether two tensors hold the same numbers, NaN included."""
     return first.shape == second.shape and bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def sums_of_bytes(values: Shaped[Tensor, "..."]) -> Int64[Tensor, "2"]:
-    """Return the sum of the whole words of eight bytes of a tensor, modulo 2⁶⁴, and that of the bytes after them."""
+    """Return two sums modulo 2⁶⁴: over a tensor's whole words of eight bytes, and over the bytes left."""
     flat = values.contiguous().view(-1).view(torch.uint8)
     whole = len(flat) // 8 * 8
     # A view into a larger tensor may begin within a word.
@@ -53,7 +53,7 @@ def highest_conv_precision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def highest_matmul_precision() -> Iterator[None]:
-    """Multiply float32 matrices in float32, whatever the user has allowed (TF32, bfloat16) for the model."""
+    """Multiply float32 matrices in float32, even if the user allows TF32 or bfloat16 for the model."""
     switches = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
     before = [switch.fp32_precision for switch in switches]
     try:

@@ -1,7 +1,7 @@
 """`DopplerSFTTrainer`: TRL's `SFTTrainer`, on top of `DopplerTrainer` in place of `Trainer`.
 
-TRL prepares the data, a row at a time, and evaluates. Trained is the rule of `privacy.losses`: an example's loss is the mean
-over its own labelled tokens, those of the completion, of the assistant's turns, or all. One row is one example.
+TRL prepares the data row by row, and evaluates. The loss is the rule of `privacy.losses`: the mean over an example's own
+labelled tokens (the completion, the assistant's turns, or all). One row is one example.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import with_near_names
 
 _NOT_PRIVATE: Final = {
-    "packing": "a row would hold several texts, and a text could lie in two rows, so that ε would not be for one text",
+    "packing": "a row would hold several texts, and a text could span two rows: ε would not protect one text",
     "loss_type": "an example's loss is the mean negative log-likelihood of its own tokens",
     **trl_checks.NOT_PRIVATE,
 }
@@ -28,7 +28,7 @@ _NOT_PRIVATE: Final = {
 @with_near_names
 @dataclass
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
-    """Arguments of `DopplerSFTTrainer`: those of `SFTConfig` with its defaults, and of `DopplerTrainingArguments`."""
+    """Arguments of `DopplerSFTTrainer`: `SFTConfig` with its defaults, plus `DopplerTrainingArguments`."""
 
     learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 2e-5.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
@@ -45,10 +45,11 @@ class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
 class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     """`SFTTrainer` with differential privacy: the same data sets, chat templates, adapters and arguments.
 
-    With `args.disable_dp` every method is the stock one. Arguments are those of `SFTTrainer`, in its order.
+    With `args.disable_dp` every method is TRL's. The arguments are the same as for `SFTTrainer`, in its order.
 
     Raises:
-        ValueError: If something would break the guarantee, as in `DopplerTrainer`, images, or a loss that balances experts.
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`, or for images or a loss that balances
+            experts.
 
     Example:
         >>> args = DopplerSFTConfig(output_dir="out", target_epsilon=8.0, max_length=512)

@@ -1,4 +1,4 @@
-"""A tensor in shards on several processes, each of which has a run of its rows (FSDP2; the last may be shorter or empty)."""
+"""Tensors in shards (FSDP2): each process has a run of rows; the last run may be shorter or empty."""
 
 from typing import NamedTuple
 
@@ -26,20 +26,20 @@ def part_here(tensor: Tensor) -> Tensor:
 
 
 def in_shards(part: Tensor, *, like: Tensor) -> Tensor:
-    """Return rows of this process as a tensor in shards as another one is, which if it is whole they are themselves."""
+    """Return this process's rows as a tensor sharded like another one, or unchanged if that one is whole."""
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def whole_of(part: Tensor, *, like: Tensor) -> Tensor:
-    """Return the whole of what is in shards as another tensor is, from the rows on every process; called by all of them."""
+    """Return the whole tensor from every process's rows, sharded like another tensor; all processes must call it."""
     found = in_shards(part, like=like)
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def rows_here(whole: Tensor, *, like: Tensor) -> Tensor:
-    """Return the rows that this process has of a whole tensor, if it is cut as another one is."""
+    """Return this process's rows of a whole tensor, cut like another one."""
     if not isinstance(like, DTensor):
         return whole
     # Cut by each process for itself, since all have the whole.

@@ -1,9 +1,10 @@
-"""`DopplerTrainer`: HF's `Trainer`, whose optimizer sees private gradients only.
+"""`DopplerTrainer`: Transformers' `Trainer` with an optimizer that sees only private gradients.
 
-One training step, from top to bottom: the sampler's draw is cut into `gradient_accumulation_steps` pieces, which are lists
-of micro-batches (`get_train_dataloader`). Each micro-batch's per-sample gradients are clipped and summed, and after the last
-piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary: the stock loop then logs the norm of
-`p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves (`run.around`).
+One training step from top to bottom: `get_train_dataloader` cuts the Poisson-sampled batch into
+`gradient_accumulation_steps` pieces, each a list of micro-batches. Each micro-batch's per-sample gradients are clipped and
+summed, and after the last piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary.
+`Trainer`'s loop then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves
+(`run.around`).
 """
 
 import contextlib
@@ -41,21 +42,21 @@ class DopplerTrainer(AroundSteps):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering, multiple
-    choice, semantic segmentation and CTC have a loss per example. For another task override
-    `compute_per_sample_loss`. With `args.disable_dp` every method is the stock one.
+    choice, semantic segmentation and CTC have a loss per example. For another task override `compute_per_sample_loss`. With
+    `args.disable_dp` every method is `Trainer`'s.
 
     Args:
-        model: As in `Trainer`; so are the others, in its order.
+        model: As in `Trainer`. Arguments not listed here are `Trainer`'s too, in its order.
         args: `DopplerTrainingArguments`.
-        train_dataset: As in `Trainer`; it must have a length.
-        optimizers: (None, None) with privacy, where the optimizer is made from `args`; see `Trainer.create_scheduler`.
+        train_dataset: As in `Trainer`; it must have a length. optimizers: (None, None) with privacy: `args` define the
+        optimizer, and you may override `create_scheduler`.
 
     Attributes:
         privacy: Holds the `ledger` of the training, and `epsilon()` so far; only with privacy.
 
     Raises:
-        ValueError: If something would break the guarantee: an iterable training set, `compute_loss_func`, an optimizer of
-            your own or a scheduler made for one, or a model with layers that mix examples.
+        ValueError: If something would break the guarantee: an iterable training set, `compute_loss_func`, your own optimizer
+            or a scheduler made for one, or a model with layers that mix examples.
 
     Example:
         >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
@@ -87,8 +88,8 @@ class DopplerTrainer(AroundSteps):
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
             raise ValueError(
-                f"args must be DopplerTrainingArguments, got {type(args).__name__}. Make them of that class, or of one that "
-                "joins it to another, such as Seq2SeqTrainingArguments."
+                f"args must be DopplerTrainingArguments, got {type(args).__name__}. Use that class, or one that combines it "
+                "with another, such as Seq2SeqTrainingArguments."
             )
         self._disable_dp = args.disable_dp
         refusals.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
@@ -116,7 +117,7 @@ class DopplerTrainer(AroundSteps):
 
     @property
     def private_run(self) -> PrivateRun:
-        """The current run, or the last one; before the first training the one that would begin."""
+        """The current run or the last one. Before the first training, the run that would begin."""
         self._run = self._run or self._new_run()
         return self._run
 
@@ -133,7 +134,7 @@ class DopplerTrainer(AroundSteps):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as Transformers does. `resume_from_checkpoint=True` skips checkpoints whose writing was interrupted."""
+        """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
         if not self.args.disable_dp:
             given = resume_from_checkpoint
             resume_from_checkpoint = on_process_0(lambda: whole_checkpoint(given, output_dir=self.args.output_dir))
@@ -181,7 +182,7 @@ class DopplerTrainer(AroundSteps):
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of Poisson draws: `gradient_accumulation_steps` items a draw, each a list of micro-batches."""
+        """Return a loader of Poisson-sampled batches, each as `gradient_accumulation_steps` lists of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
         refusals.refuse_own_generators(self.train_dataset, self.data_collator)
@@ -213,7 +214,7 @@ class DopplerTrainer(AroundSteps):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the pieces of one draw. Their tokens are not counted, since no loss may be scaled by their number."""
+        """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         run = self.private_run
@@ -226,10 +227,9 @@ class DopplerTrainer(AroundSteps):
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
         """Return one loss per example. Override it for a task without a rule in `privacy.losses`.
 
-        Each entry must depend on its own example alone: no mean over the batch or over the batch's tokens. `model` must
-        be called once, with the whole micro-batch; if with several rows for each example, one after another, set
-        `rows_per_loss`. Text must be padded on the right: padding on the left shifts absolute positions by an amount that
-        depends on the other examples.
+        Each entry must depend only on its own example: no mean over the batch or over the batch's tokens. Call `model` once,
+        with the whole micro-batch. If each example has several consecutive rows, set `rows_per_loss`. Pad text on the right:
+        padding on the left shifts absolute positions by an amount that depends on the other examples.
 
         Args:
             model: The model, in training mode.
@@ -259,7 +259,7 @@ class DopplerTrainer(AroundSteps):
                 refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
-        """Add a piece of a draw, a list of micro-batches, and after the last one put the private gradient into `p.grad`.
+        """Add a piece of the batch, a list of micro-batches. After the last piece put the private gradient into `p.grad`.
 
         Returns:
             The piece's share of the step's mean loss, as in `Trainer`, if it is reported raw. Otherwise 0, and for the last
@@ -280,7 +280,8 @@ class DopplerTrainer(AroundSteps):
     # --- right of the privacy boundary --------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the `DopplerOptimizer` of `args`: HF's weight-decay groups, the filter, the base optimizer, and GaLore."""
+        """Return the `DopplerOptimizer` of `args`: Transformers' weight-decay groups, the filter, the base optimizer,
+        GaLore."""
         if self.args.disable_dp:
             return super().create_optimizer(model)
         run = self.private_run

@@ -1,4 +1,4 @@
-"""What the trainers between TRL's and ours have in common: refusals, and no piece of an example in TRL's log."""
+"""What our TRL trainers share: refusals, and a log without pieces of examples."""
 
 import contextlib
 import logging
@@ -11,14 +11,14 @@ from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 # TRL's argument → the reason why a private run cannot have it.
 NOT_PRIVATE: Final = {
-    "padding_free": "it joins the texts of a batch to one row, of which no text can be clipped by itself",
+    "padding_free": "it joins the texts of a batch to one row, so no text can be clipped alone",
     "activation_offloading": "it brings activations back once, and the engine of per-sample gradients asks for them again",
 }
 _SELECTIVE: Final = "selective"  # TRL's own key of `gradient_checkpointing_kwargs`
 
 
 def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) -> None:
-    """Refuse arguments of TRL's that a private run cannot have, each with its reason."""
+    """Refuse TRL's arguments that a private run cannot have, each with its reason."""
     checks.refuse_each(args, reasons)
     if (args.gradient_checkpointing_kwargs or {}).get(_SELECTIVE):
         raise ValueError(
@@ -29,7 +29,7 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 
 @contextlib.contextmanager
 def made_privately(trainer: Any, args: Any, config: type, *, trainer_class: type, train_dataset: Any) -> Iterator[None]:
-    """Let one of TRL's trainers be made in the block, if it can be private, and show no piece of an example."""
+    """Make one of TRL's trainers in the block, if it can be private, and show no piece of an example."""
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
     assert isinstance(args, DopplerTrainingArguments)
@@ -52,12 +52,12 @@ def made_privately(trainer: Any, args: Any, config: type, *, trainer_class: type
         logger.removeFilter(without_piece)
     if trainer.aux_loss_enabled:
         raise ValueError(
-            "The balancing loss of a router must be off with differential privacy, got router_aux_loss_coef="
-            f"{trainer.router_aux_loss_coef}: it is one for the whole batch. Set router_aux_loss_coef=0.0."
+            "The balancing loss of a router must be off with differential privacy, got "
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: it covers the whole batch. Set router_aux_loss_coef=0.0."
         )
 
 
 def without_piece(record: logging.LogRecord) -> bool:
-    """Leave the piece of an example out of TRL's warning that a prompt is no beginning of its row (modified in place)."""
+    """Remove the piece of an example from TRL's warning about a prompt that does not begin its row (modified in place)."""
     record.msg = re.sub(r"(training sequence): .*(\. The model is trained)", r"\1\2", str(record.msg), flags=re.DOTALL)
     return True

@@ -43,8 +43,8 @@ def test_a_full_disk_is_one_line(tmp_path):
     with pytest.raises(NoSpaceError) as caught, space_for("a checkpoint", folder=tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert str(caught.value) == (
-        f"{tmp_path} must have space for a checkpoint, got a full disk or quota. Free some (save_total_limit keeps fewer "
-        "checkpoints), and resume from the last checkpoint that was written to its end."
+        f"{tmp_path} must have space for a checkpoint, got a full disk or quota. Free space (save_total_limit keeps fewer "
+        "checkpoints), and resume from the last complete checkpoint."
     )
 
 
@@ -117,7 +117,7 @@ def test_a_run_whose_files_are_limited_goes_on_when_they_are_not(tmp_path, place
     trainer_of(tmp_path / "whole", **OPTIONS).train()
     largest = sizes(tmp_path / "whole" / "out")[f"checkpoint-4/{place}"]
     trainer = trainer_of(tmp_path, rehearse=False, **OPTIONS)
-    match = r"must have space for .*, got a full disk or quota\. Free some"
+    match = r"must have space for .*, got a full disk or quota\. Free space"
     with pytest.raises(NoSpaceError, match=match), files_of_at_most(largest - 1):
         trainer.train()
     check_what_is_left(tmp_path, trainer)

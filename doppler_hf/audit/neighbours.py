@@ -46,7 +46,7 @@ from doppler_hf.shards import Place
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
-NOT_PRIVATE: Final = "NOT PRIVATE: without noise, and an example's gradient norm can be read off. Publish it with no model."
+NOT_PRIVATE: Final = "NOT PRIVATE: these figures have no noise and show an example's gradient norm. Do not publish them."
 # Relative, of sums in float32: one of n terms is off by some √n·2⁻²⁴, and batches of other sizes are rounded otherwise.
 ROUNDING: Final = 1e-4
 
@@ -132,8 +132,8 @@ def neighbour_distances(
     held = trainer.private_run.loader(HeldExamples(loader.examples), loader.collator)
     if is_held and is_random_data(held, ends):
         raise ValueError(
-            "data_collator must not be random in a neighbour test, in which all others keep their masks, got one that draws "
-            "new ones for every batch. Take one that is not, or mask in the data set."
+            "data_collator must not be random in a neighbour test, got one that draws new masks for every batch. Take one "
+            "without randomness, or mask in the data set."
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
     draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, seed=seed, labels=labels)

@@ -65,8 +65,8 @@ class AuditTrainer(DopplerTrainer, ABC):
             raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
         if args.disable_dp or args.noise_multiplier == 0.0 or args.noise_seed is not None:
             raise ValueError(
-                "The run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set. Set "
-                "target_epsilon, so that there is a claim to audit."
+                "The run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set. Set target_epsilon "
+                "to have a claim to audit."
             )
         if args.clipping_quantile is not None:
             raise ValueError(f"clipping_quantile must be None in an audit, got {args.clipping_quantile}. Leave it out.")

@@ -18,14 +18,13 @@ from doppler_hf.extras import MissingExtraError
 from doppler_hf.filters.grammar import did_you_mean
 
 COMMANDS: Final[Mapping[str, str]] = {
-    "plan": "Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.",
-    "estimate": "Estimate a private run's peak memory and time per step, before anything is trained.",
+    "plan": "Plan a private run: its ε, the noise in its gradients, and alternatives of equal ε.",
+    "estimate": "Estimate a private run's peak memory and time per step before training.",
     "filter": "Show low-pass filters, or design one: their figures as a table, their responses as a picture.",
-    "audit": "Audit a recipe: train it with canaries, attack the run, and compare the ε that is proven with the ε that is "
-    "claimed.",
-    "check": "Check a training: does one record move the update by more than is claimed?",
-    "verify": "Check a privacy ledger: that it was not edited, and that its ε follows from what was released.",
-    "report": "Report a run: its guarantee, its curves, its noise and filter, on one page of HTML.",
+    "audit": "Audit a recipe: train it with canaries, attack the run, and compare the proven ε with the claimed ε.",
+    "check": "Check a training: can one record change an update more than the proof allows?",
+    "verify": "Check a privacy ledger: nobody edited it, and its ε follows from the recorded steps.",
+    "report": "Report a run on one HTML page: its guarantee, curves, noise and filter.",
 }
 """Name → its line in the help."""
 

@@ -141,6 +141,6 @@ def verdict(result: AuditResult) -> str:
             f"{result.claimed_epsilon:.4g} (confidence {result.confidence:g})."
         )
     return (
-        f"No defect found: ε of at least {result.lower_bound:.4g} is proven, {result.claimed_epsilon:.4g} is claimed. What "
-        "this attack does not measure may still leak."
+        f"No defect found: ε of at least {result.lower_bound:.4g} is proven, {result.claimed_epsilon:.4g} is claimed. The "
+        "run may still leak what this attack does not measure."
     )

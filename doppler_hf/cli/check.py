@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--script", nargs=argparse.REMAINDER, metavar="FILE", help="a script of your own and its words; ours come before it"
+        "--script", nargs=argparse.REMAINDER, metavar="FILE", help="your script and its arguments, after the options above"
     )
     source.add_argument("recipe", nargs="?", metavar="RECIPE", help="YAML recipe of a private run")
     parser.add_argument(
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pairs", type=int, default=16, metavar="N", help="how many pairs of draws (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=16, metavar="N", help="pairs of batches (default: %(default)s)")
     parser.add_argument(
-        "--draw-size", type=int, metavar="N", help="units in a draw besides the one (default: the batch, but at most 32)"
+        "--draw-size", type=int, metavar="N", help="records in a batch besides the tested one (default: up to 32)"
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the distances, which are not private, as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distances, as " + ", ".join(PICTURE_ENDINGS))
@@ -140,9 +140,12 @@ def table_of(result: NeighbourResult) -> Table:
     """Return the outcome as a table."""
     table = Table(title="Neighbour test", show_header=False)
     for row in (
-        ("pairs of draws", f"{len(result.distances):,}"),
-        ("units in a draw", f"{int(result.draw_sizes.max()):,} and one more, of a batch of {result.expected_batch_size:,}"),
-        ("one unit moves the sum by", f"{result.distances.max():.6f} C at most"),
+        ("pairs of batches", f"{len(result.distances):,}"),
+        (
+            "records in a batch",
+            f"{int(result.draw_sizes.max()):,} and one more, of a batch of {result.expected_batch_size:,}",
+        ),
+        ("one record moves the sum by", f"{result.distances.max():.6f} C at most"),
         ("it moves the others by", f"{result.couplings.max():.2g} C at most"),
     ):
         table.add_row(*row)
@@ -152,8 +155,8 @@ def table_of(result: NeighbourResult) -> Table:
 def verdict(result: NeighbourResult) -> str:
     """Return the outcome in one sentence."""
     if not result.contradicts_claim:
-        return "No defect found: no unit moved the sum by more than C. Units that were not tried may."
+        return "No defect found: no tested record moved the sum by more than C. Untested ones may."
     return (
-        f"THE CLAIM IS WRONG: one unit moves the sum by {result.distances.max():.4g} C, and in a whole batch by up to "
+        f"THE CLAIM IS WRONG: one record moves the sum by {result.distances.max():.4g} C, and in a whole batch by up to "
         f"{result.extrapolated.max():.4g} C, where the ledger claims 1."
     )

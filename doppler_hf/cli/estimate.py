@@ -31,17 +31,17 @@ _MIB = 2**20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf estimate`."""
     parser.add_argument("--model", required=True, metavar="NAME", help="hub name, or a folder with config.json")
-    parser.add_argument("--task", required=True, choices=[*TASKS], help="what it is trained for")
-    parser.add_argument("--length", type=int, metavar="L", help="tokens of an example; left out for images")
-    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected, over all processes")
-    parser.add_argument("--micro-batch", type=int, default=8, metavar="M", help="examples of a pass (default: %(default)s)")
+    parser.add_argument("--task", required=True, choices=[*TASKS], help="the task of the training")
+    parser.add_argument("--length", type=int, metavar="L", help="tokens per example; leave it out for images")
+    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected batch size over all processes")
+    parser.add_argument("--micro-batch", type=int, default=8, metavar="M", help="examples per pass (default: %(default)s)")
     parser.add_argument("--engine", choices=get_args(Engine), default="book_keeping", help="default: %(default)s")
     parser.add_argument("--base-optimizer", choices=BASES, default="adam_bc", help="default: %(default)s")
     parser.add_argument("--low-pass-filter", default="momentum", metavar="FILTER", help="default: %(default)s")
     parser.add_argument("--noise-shape", default="white", metavar="SHAPE", help="as banded:bands=4 (default: %(default)s)")
     parser.add_argument("--lora-r", type=int, default=0, metavar="R", help="rank of adapters; 0 trains all weights")
     parser.add_argument("--lora-target-modules", metavar="NAMES", help="layers with adapters, comma separated")
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="devices like this one (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, metavar="P", help="devices of this kind (default: %(default)s)")
     parser.add_argument("--bandwidth", type=float, metavar="BYTES", help="a second between processes; needed for several")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -79,7 +79,7 @@ def table_of(found: Estimate, setting: Setting) -> Table:
     """Return the estimate as a table."""
     assumed = "" if setting.bandwidth is None else f", with {setting.bandwidth:g} bytes a second between them, as assumed"
     title = f"Of one step and each of {setting.processes} processes{assumed}"
-    table = Table("part", "", title=title, caption="Without libraries, data loading, padding and waiting for others.")
+    table = Table("part", "", title=title, caption="Not included: libraries, data loading, padding, waiting for others.")
     for name, seconds in (*found.seconds.items(), ("a step", sum(found.seconds.values()))):
         table.add_row(name, f"{seconds:.3g} s")
     table.add_section()

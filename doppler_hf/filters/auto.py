@@ -1,8 +1,8 @@
 """The filter and the noise shape with the least loss in `closed_loop`, from public numbers alone.
 
 The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, of delay D = β / (1 - β). Its real pole keeps the loop of filter and
-weights stable wherever SGD is; the paper's filters of second order do not. Each number of bands has a σ of its own, since a
-unit is drawn in its turn with b times the probability; bands double while the loss falls.
+weights stable wherever SGD is; the paper's filters of second order do not. Each number of bands has its own σ, since cyclic
+sampling takes a record in its turn with b times the probability. Bands double while the loss falls.
 """
 
 import math
@@ -19,7 +19,7 @@ MIN_DELAY: Final = 0.5  # a shorter one, Σκ² > 1/2, is not worth its buffer
 
 
 def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, noise: NoiseShape = WHITE) -> LowPassFilter:
-    """Pick momentum with the shortest delay that removes nearly all the noise that any delay removes.
+    """Pick momentum with the shortest delay that still removes nearly all removable noise.
 
     Args:
         steps: Length of the run T.

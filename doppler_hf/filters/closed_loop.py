@@ -1,13 +1,13 @@
-"""What privacy noise costs in loss once the gradient pulls back: the number by which filter and noise shape are chosen.
+"""The loss that privacy noise costs when the gradient pulls weights back; filter and noise shape are chosen by it.
 
 In a direction of curvature λ the weights are w_{t+1} = w_t - η m_t, m = κ * (λw + n), n the noise of the gradient. With
 x = ηλ and H the filter's response this is a closed loop:
 
     w = -η H / (e^{iω} - 1 + xH) · n,    ½ λ E w² = ½ η noise_std² L(x),    L(x) = x ∫ |H|² S / |e^{iω} - 1 + xH|² dω/2π,
 
-S = ‖c‖²/|c(e^{-iω})|² the power density of noise of the strategy c. White noise without a filter has L(x) = 1 / (2 - x).
-Assumed by convention: curvatures spread evenly on a logarithmic scale from x = 10 η̂ / Σ η, where the gradient turns by its
-own length in a tenth of the way of the weights, up to x = 1, and learning rates change slowly.
+S = ‖c‖²/|c(e^{-iω})|² the power density of noise of the strategy c. White noise without a filter has L(x) = 1 / (2 - x). By
+convention, learning rates change slowly and curvatures spread evenly on a logarithmic scale up to x = 1. They begin at x =
+10 η̂ / Σ η, where the gradient turns by its own length in a tenth of the way of the weights.
 """
 
 import functools

@@ -34,7 +34,7 @@ OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"op
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """Return a question to put behind a word in a message: about the nearest known one, if it is unknown and near."""
+    """Return ' (did you mean …?)' with the nearest known word, or '' if the word is known or none is near."""
     near = [] if word in known else difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -83,8 +83,8 @@ def parse_filter(text: str) -> LowPassFilter:
         return PAPER_FILTERS[word]
     else:
         raise ValueError(
-            f"{text!r} is no fixed filter: its coefficients come from a run, so only the low_pass_filter of a training run "
-            "takes it. Give a preset, a design or coefficients here."
+            f"{text!r} is not a fixed filter: its coefficients come from a training run. Give a preset, a design or "
+            "coefficients here."
         )
     return next((preset for preset in PAPER_FILTERS.values() if preset == low_pass_filter), low_pass_filter)
 

@@ -127,7 +127,7 @@ def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
         if np.any(responses <= 0):
             index = int(np.argmax(responses <= 0))
             raise ValueError(
-                f"The step response must be positive, for the bias correction divides by it, got {responses[index]:.9g} at "
-                f"step {first_step + index} (from 0). Choose b and a whose step response stays positive."
+                f"The step response must be positive, since the bias correction divides by it, got {responses[index]:.9g} "
+                f"at step {first_step + index} (from 0). Choose b and a whose step response stays positive."
             )
         response, first_step = float(responses[-1]), first_step + len(kappa)

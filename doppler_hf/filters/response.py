@@ -86,7 +86,7 @@ def _check_steps(steps: int) -> None:
 
 @dataclass(frozen=True)
 class FilterFigures:
-    """What one compares filters by."""
+    """The figures by which filters are compared."""
 
     order: int  # buffers that an optimizer keeps per parameter
     noise_gain: float  # share of white noise power that passes, Σκ²

@@ -47,7 +47,7 @@ def signal_to_noise_ratio(
 
 
 def check_autocorrelation(autocorrelation: Float64[np.ndarray, " lags"]) -> None:
-    """Refuse what is no row of finite numbers."""
+    """Refuse anything but a row of finite numbers."""
     if autocorrelation.ndim != 1 or not len(autocorrelation):
         raise ValueError(f"autocorrelation must be c_0, c_1, ... in one row, got shape {autocorrelation.shape}.")
     if not np.isrealobj(autocorrelation) or not np.isfinite(autocorrelation).all():

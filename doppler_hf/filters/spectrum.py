@@ -154,7 +154,7 @@ def estimate_power(
 def measure_noise_gain(
     noise: Float[np.ndarray, "steps dimension"], filtered: Float[np.ndarray, "steps dimension"]
 ) -> tuple[float, float]:
-    """Return the noise gain Σ‖w̃_t‖² / Σ‖w_t‖² of whatever filtered some noise, and its standard error.
+    """Return the noise gain Σ‖w̃_t‖² / Σ‖w_t‖² of any filter applied to noise, and its standard error.
 
     With A_i, B_i the sums of coordinate i and r the ratio, the error is √(Σ(A_i - r B_i)² d/(d-1)) / ΣB_i.
 
@@ -182,7 +182,7 @@ def _output_correlation(filter: LowPassFilter, lags: int) -> Float64[np.ndarray,
 
 
 def checked(series: Float[np.ndarray, "steps dimension"], *, name: str = "series") -> Float64[np.ndarray, "steps dimension"]:
-    """Return a series in float64, and refuse what is no series of finite numbers."""
+    """Return a series in float64, and refuse anything but a series of finite numbers."""
     series = np.asarray(series, dtype=np.float64)
     if series.ndim != 2 or not series.size:
         raise ValueError(f"{name} must have shape (steps, dimension), neither of them 0, got {series.shape}.")
@@ -192,6 +192,6 @@ def checked(series: Float[np.ndarray, "steps dimension"], *, name: str = "series
 
 
 def check_noise(noise_std: float) -> None:
-    """Refuse what is no standard deviation."""
+    """Refuse anything but a standard deviation."""
     if not 0 <= noise_std < math.inf:
         raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")

@@ -1,4 +1,4 @@
-"""What `DopplerOptimizer` accepts: ranges, choices, and combinations that would be without effect."""
+"""The arguments that `DopplerOptimizer` accepts: ranges, choices, and combinations that have an effect."""
 
 import math
 from typing import TYPE_CHECKING, Any, Final
@@ -12,12 +12,12 @@ from doppler_hf.optim.state import BASES
 if TYPE_CHECKING:
     from doppler_hf.optim.optimizer import DopplerOptimizer
 
-RANK_WITHOUT_EFFECT: Final = "rank must be below the shorter side of some matrix, got {}, and no parameter is one. Lower it."
+RANK_WITHOUT_EFFECT: Final = "rank must be below the shorter side of some matrix, got {} and no such matrix. Lower it."
 GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale")
 
 
 def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> None:
-    """Refuse what is outside its range or without effect: the optimizer's constants, and the floor that was given."""
+    """Refuse constants of the optimizer, or a given floor, that are out of range or without effect."""
     for name, choices in (
         ("base", BASES),
         ("basis_change", BASIS_CHANGES),
@@ -44,7 +44,7 @@ def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> No
 
 
 def check_group(optimizer: "DopplerOptimizer", group: dict[str, Any], *, own: set[str]) -> None:
-    """Refuse a parameter group with options outside their range, or without effect; `own` are those that it was given."""
+    """Refuse a parameter group with options out of range or without effect; `own` are the options given to it."""
     for name in ("lr", "weight_decay", "scale"):
         _check_finite(name, group[name], above_0=name == "scale")
     rank = group["rank"]

@@ -98,7 +98,7 @@ def renew_basis(
     projector_source: ProjectorSource,
     basis_change: BasisChange,
 ) -> None:
-    """Find a parameter's basis anew in `source`, and do with its state what `basis_change` says (modified in place)."""
+    """Find a parameter's basis anew in `source`, and change its state as `basis_change` says (modified in place)."""
     is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
     state["basis"] = find_basis(source, rank, projector=projector, previous=None if is_first else old)
     if is_first or basis_change == "keep":

@@ -50,8 +50,8 @@ class LowPassOptimizer(Optimizer):
             raise ValueError(f"base must be a torch.optim.Optimizer, got {base!r}. Build one first and give it here.")
         if isinstance(base, LowPassOptimizer | DopplerOptimizer):
             raise ValueError(
-                f"base must be an optimizer without a filter, got a {type(base).__name__} with {base.low_pass_filter}. Give "
-                "that one the filter that you want."
+                f"base must be an optimizer without a filter, got a {type(base).__name__} with {base.low_pass_filter}. Set "
+                "the filter there."
             )
         if not isinstance(low_pass_filter, LowPassFilter):
             raise ValueError(

@@ -35,19 +35,19 @@ class ParameterTensors:
 
     @property
     def of_shape(self) -> list[Float[Tensor, "*shape"]]:
-        """All of them that have the parameter's shape, the gradient first."""
+        """All tensors of the parameter's shape, the gradient first."""
         return [self.grad, self.weight, *self.filter_states, *([] if self.exp_avg_sq is None else [self.exp_avg_sq])]
 
     @property
     def flat(self) -> "ParameterTensors | None":
-        """The same in one dimension; None where one is not contiguous and has no such view."""
+        """The tensors flattened; None if one is not contiguous."""
         tensors = self.of_shape
         if not all(tensor.is_contiguous() for tensor in tensors):
             return None
         return self.replaced([tensor if tensor.ndim == 1 else tensor.view(-1) for tensor in tensors])
 
     def replaced(self, of_shape: Sequence[Tensor]) -> "ParameterTensors":
-        """Return the same of other tensors, in the order of `of_shape`."""
+        """Return a copy with other tensors, in the order of `of_shape`."""
         grad, weight, *states = of_shape
         v = None if self.exp_avg_sq is None else states.pop()
         return ParameterTensors(weight, grad, states, v, self.products)
@@ -69,7 +69,7 @@ def slice_size(like: Tensor) -> int:
 
 @dataclass(frozen=True)
 class StepConstants:
-    """What a step is made with, apart from the tensors; with the corrections of the zero start, k_t = 1 - β₂ᵗ."""
+    """The constants of a step, with the corrections of the zero start, k_t = 1 - β₂ᵗ."""
 
     advance: "Advance"  # of the filter; see `low_pass.FixedFilter`
     coefficients: "Coefficients" = ()  # of the filter, and the last argument of `advance`
@@ -80,7 +80,7 @@ class StepConstants:
     floor: float | Float[Tensor, ""] = 0.0  # k_t times the least squared denominator
 
     def with_tensors(self, dtype: torch.dtype, device: torch.device) -> "StepConstants":
-        """Return the same with tensors for what differs from step to step; floats would be constants of a program."""
+        """Return a copy with tensors for values that change every step; a program would take floats for constants."""
         advance, coefficients, beta2, *floats = vars(self).values()
         moved = torch.tensor(floats, dtype=dtype).to(device, non_blocking=True)  # made there, it would be waited for
         return StepConstants(advance, coefficients, beta2, *moved)
@@ -140,8 +140,8 @@ class OnePass:
             except (torch._dynamo.exc.BackendCompilerFailed, torch._inductor.exc.InductorError) as error:
                 self._is_compiled = False
                 warnings.warn(
-                    f"torch.compile has no working compiler here ({type(error).__name__}); the optimizer goes on without, "
-                    "about three times as slow. Install a C++ compiler, or pass compiled=False to say nothing.",
+                    f"torch.compile finds no working compiler here ({type(error).__name__}). The optimizer runs without it, "
+                    "about three times slower. Install a C++ compiler, or pass compiled=False to silence this.",
                     stacklevel=2,
                 )
                 return False

@@ -1,4 +1,4 @@
-"""DOPPLER's optimizer: a low-pass filter in the place of momentum (DOPPLER, Algorithms 2 and 3).
+"""DOPPLER's optimizer: a low-pass filter instead of momentum (DOPPLER, Algorithms 2 and 3).
 
     g̃_t = g_t | Pᵀ g_t                                    (GaLore)
     m̂_t = lowpass(g̃)_t / c_t
@@ -77,8 +77,8 @@ class DopplerOptimizer(Optimizer):
         lr: Learning rate, at least 0.
         low_pass_filter: The filter along the steps; or an `OptimalFIR`, whose taps are estimated from the gradients, without
             GaLore or a compiled update.
-        base: What is done with the filtered gradient: ``"sgd"``, ``"adam"`` (DPAdam), or ``"adam_bc"`` (DPAdamBC,
-            which subtracts the noise from the second moment; Tang et al. 2024).
+        base: The update from the filtered gradient: ``"sgd"``, ``"adam"`` (DPAdam), or ``"adam_bc"`` (DPAdamBC, which
+            subtracts the noise from the second moment; Tang et al. 2024).
         beta2: Decay of the second moment, in [0, 1).
         eps: Least denominator of ``"adam"``, positive, in units of the gradient.
         floor: Least squared denominator of ``"adam_bc"`` (the γ′ of Tang et al.), positive, in units of the squared
@@ -88,12 +88,10 @@ class DopplerOptimizer(Optimizer):
         weight_decay: Decoupled weight decay as in AdamW, at least 0.
         rank: r of GaLore (Zhao et al. 2024), or None for none.
         update_proj_gap: After how many steps GaLore's basis is found anew.
-        scale: Factor of GaLore's updates.
-        basis_change: What becomes of filter and second moment when the basis changes: ``"rotate"`` takes them along,
-            ``"reset"`` begins anew, ``"keep"`` takes old coordinates for new ones, as the first implementation did.
-        projector: How a basis is found; see `galore.find_basis`.
-        projector_source: In what: the ``"gradient"`` of the step, or the less noisy ``"filtered"`` one, for which the filter
-            keeps its states in full size.
+        scale: Factor of GaLore's updates. basis_change: How filter and second moment follow a new basis: ``"rotate"``
+        rotates them, ``"reset"`` begins anew, ``"keep"`` leaves the numbers unchanged, as the first implementation did.
+        projector: How a basis is found; see `galore.find_basis`. projector_source: The matrix for the basis: the step's
+        ``"gradient"``, or the less noisy ``"filtered"`` one, for which the filter keeps its states in full size.
         state_dtype: ``torch.bfloat16`` for filter states and second moment of half the size, rounded at random. By
             default float32 for parameters of half precision, and the parameter's own dtype otherwise.
         compiled: Whether torch compiles the update, which takes some twenty seconds once. By default from
@@ -223,7 +221,8 @@ class DopplerOptimizer(Optimizer):
     def _in_subspace(
         self, p: Float[Tensor, "m n"], grad: Float[Tensor, "m n"], state: dict[str, Any], group: dict[str, Any]
     ) -> tuple[ParameterTensors, Advance]:
-        """Return what a step reads and writes in the subspace, whose basis is found anew now and then, and its filter."""
+        """Return the tensors of a step in the subspace, and its filter; the basis is renewed every `update_proj_gap`
+        steps."""
         grad = source = grad.to(state["basis"].dtype)
         if self.projector_source == "filtered":
             tensors = ParameterTensors(p.detach(), grad, state["filter_states"])
@@ -263,7 +262,7 @@ class DopplerOptimizer(Optimizer):
                 self.state[p] = loaded(saved_states[saved_id], parameter=p, like=self._new_state(p, group))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickling and copying take along; torch's own would leave the attributes out."""
+        """Return the state for pickling and copying; torch's own method would leave the attributes out."""
         names = ("low_pass_filter", "_filter", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
         more = ("projector_source", "state_dtype", "compiled")
         return super().__getstate__() | {name: getattr(self, name) for name in names + more}

@@ -1,4 +1,4 @@
-"""What the optimizers here share in keeping their state: its precision, and how a checkpoint gets into it.
+"""How the optimizers here keep their state: its precision, and loading it from a checkpoint.
 
 `torch.optim.Optimizer.load_state_dict` casts floating-point state to the dtype of its parameter. For a bfloat16 parameter
 that would round the float32 state to 8 bits, so state is copied from the checkpoint here, uncast.
@@ -72,8 +72,8 @@ def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str
     """Refuse a checkpoint in which other parameters were trained, by their numbers in each group, or the shape of one."""
     if saved != own:
         raise ValueError(
-            f"The checkpoint must be of the parameters that are trained now, got {of} {saved} in place of {own}. Freeze "
-            "what was frozen then and no more, or start a new training from its weights (from_pretrained)."
+            f"The checkpoint must be of the parameters that are trained now, got {of} {saved} in place of {own}. Freeze the "
+            "same parameters as then, or start a new training from its weights (from_pretrained)."
         )
 
 

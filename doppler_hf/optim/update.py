@@ -11,7 +11,7 @@ from doppler_hf.optim.rounding import store
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
     """Make one step of Algorithm 3 for one parameter, or for a slice of it (all but the gradient modified in place).
 
-    The moment is that of the *unfiltered* gradient, in torch's convention of β₂. DPAdamBC takes the noise's variance away
+    The second moment is of the *unfiltered* gradient, in torch's convention of β₂. DPAdamBC takes the noise's variance away
     from it (Tang et al. 2024); the paper's listing leaves that out. The corrections c_t and k_t are in the constants:
     √max(v̂ - n̂, floor) = √max(v - n, k floor) / √k.
     """

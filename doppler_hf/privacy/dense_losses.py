@@ -94,7 +94,7 @@ def ctc_losses(
     # Sensitivity: torch does not look whether a label is a class, and would write the gradient of another one into that of a
     # neighbour in the batch.
     if bool(((labels >= classes) | (labels < 0) & (labels != _NO_TOKEN)).any()):
-        raise _no_class(classes, _NO_TOKEN, "Give what the tokenizer does not know a token of the vocabulary")
+        raise _no_class(classes, _NO_TOKEN, "Map unknown characters to a token of the vocabulary")
     if reduction == "mean":
         losses = losses / ((labels != _NO_TOKEN) & (labels != config.pad_token_id)).sum(dim=1).clamp(min=1)
     return losses

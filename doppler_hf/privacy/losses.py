@@ -115,8 +115,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     labels, answer = inputs.get("labels"), [inputs[name] for name in ANSWER if name in inputs]
     if not isinstance(base_model, PreTrainedModel) and not answer:
         raise ValueError(
-            f"A model must be one of transformers for a loss that is known, got {type(base_model).__name__}, whose own loss "
-            f"is of the whole batch. {OWN_LOSS}."
+            f"A model must be of Transformers to have a known loss, got {type(base_model).__name__}, whose own loss covers "
+            f"the whole batch. {OWN_LOSS}."
         )
     inputs = {name: value for name, value in inputs.items() if name not in ("labels", *ANSWER)}
     if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
@@ -133,7 +133,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             raise
         raise ValueError(
             f"The forward of {type(base_model).__name__} must run without labels, got a {type(error).__name__} from it: its "
-            f"own loss is of the whole batch. {OWN_LOSS}."
+            f"own loss covers the whole batch. {OWN_LOSS}."
         ) from error
     outputs = outputs if isinstance(outputs, dict) else {}
     if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
@@ -148,7 +148,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         raise _no_rule(base_model)
     if any(name.endswith("router_logits") for name in outputs):
         raise ValueError(
-            f"{type(base_model).__name__} has output_router_logits=True: the balancing loss of its router is of the whole "
+            f"{type(base_model).__name__} has output_router_logits=True: its router's balancing loss covers the whole "
             "batch. Set output_router_logits=False in its config."
         )
     if task is not None:
@@ -172,8 +172,8 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Value
     name = type(model).__name__
     if any(output.startswith("logits_per_") for output in outputs):
         return ValueError(
-            f"The loss of {name} compares the examples of a batch, so none has a loss of its own and clipping bounds "
-            "nothing. Train its encoder as a classifier, such as CLIPForImageClassification with its unused "
+            f"The loss of {name} compares the examples of a batch, so none has its own loss, and clipping bounds nothing. "
+            "Train its encoder as a classifier, such as CLIPForImageClassification with its unused "
             "vision_model.post_layernorm frozen."
         )
     if outputs.get("loss") is not None:

@@ -130,7 +130,7 @@ class PlanRequest:
         if len(self._unknowns) != 1:
             given = f"without {' and '.join(self._unknowns)}" if self._unknowns else "all four"
             four = "epsilon, noise_multiplier, epochs (or max_steps) and batch_size"
-            raise ValueError(f"Three of {four} must be set, got {given}. The fourth is solved for.")
+            raise ValueError(f"Three of {four} must be set, got {given}. The fourth follows.")
         if self.batch_size == self.num_examples and self.accountant == "prv":
             raise ValueError(
                 f"batch_size={self.batch_size} puts all examples in every step, for which prv has no bound. Set accountant "

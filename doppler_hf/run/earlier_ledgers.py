@@ -20,8 +20,8 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
     unknown = own.unknown_weights(checkpoint)
     if unknown:
         raise ValueError(
-            f"The weights in {checkpoint} must be those of its ledger, got others in {', '.join(unknown)}, whose training "
-            "is not accounted for. Put back what was saved, or load them with from_pretrained and train from the start."
+            f"The weights in {checkpoint} must match its ledger, got others in {', '.join(unknown)}, whose training is not "
+            "accounted for. Put back the saved weights, or load these with from_pretrained and train from the start."
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
     return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
@@ -40,8 +40,8 @@ def warn_of_another_base(model: nn.Module, ledger: PrivacyLedger, *, checkpoint:
     digest = parameters_digest(model)
     if all(digest != known.parameters for known in ledger.models):
         warnings.warn(
-            f"The weights of the model must be those that {checkpoint} was saved with, got others that are frozen, and are "
-            "not among its files: another base, or the same in another dtype. Load the base with which the run began.",
+            f"The frozen weights of the model must be the ones that {checkpoint} was saved with, got another base model, or "
+            "the same in another dtype. Load the base with which the run began.",
             stacklevel=2,
         )
 

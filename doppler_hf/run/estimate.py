@@ -51,8 +51,8 @@ class Setting:
             raise ValueError(f"Batch size, micro-batch and processes must be at least 1, got {numbers}. Give larger ones.")
         if self.processes > 1 and not (self.bandwidth is not None and self.bandwidth > 0):
             raise ValueError(
-                f"--bandwidth must be given for {self.processes} processes, got {self.bandwidth}: how many bytes a second "
-                "pass between them is not measured here. Give it, as --bandwidth 1e10."
+                f"--bandwidth must be given for {self.processes} processes, got {self.bandwidth}: it is not measured here. "
+                "Give the bytes per second between them, as --bandwidth 1e10."
             )
 
     @property
@@ -76,7 +76,7 @@ class Meter:
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda and not _FORGET_PEAK.exists():
             raise ValueError(
-                f"The peak of a CPU's memory is read by Linux's {_FORGET_PEAK}, which must be there, got none. Run it on "
+                f"The peak memory on a CPU is read from Linux's {_FORGET_PEAK}, which must be there, got none. Run it on "
                 "Linux, or with --device cuda."
             )
 

@@ -38,15 +38,15 @@ def planned_delta(args: DopplerTrainingArguments, sampler: PoissonSampler) -> fl
     units = sampler.num_units
     if units < 2:
         raise ValueError(
-            f"train_dataset must have at least 2 units of privacy, got {units}: noise hides one among others. Give more "
-            "examples, a thousand or more to learn anything from."
+            f"train_dataset must have at least 2 records (or users), got {units}: noise hides one among others. Give a "
+            "thousand or more to learn anything."
         )
     delta = default_delta(units) if args.target_delta is None else args.target_delta
     # A mechanism that publishes one of the N units at random satisfies DP with a larger δ.
     if delta * units >= 1.0 and not args.allow_large_delta:
         raise ValueError(
-            f"target_delta must be less than 1/N to protect each of {units:,} units, got {delta:g}, with which one of them "
-            "could be published. Leave it out for N^-1.1. To study such a run, which is not private, set "
+            f"target_delta must be less than 1/N to protect each of {units:,} units, got {delta:g}, which would allow "
+            "publishing one of them. Leave it out for N^-1.1. To study such a run, which is not private, set "
             "allow_large_delta=True."
         )
     return delta

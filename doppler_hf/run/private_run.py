@@ -344,14 +344,14 @@ class PrivateRun:
         if len(pieces) not in (0, self.sampler.micro_batches):
             raise ValueError(
                 f"gradient_accumulation_steps must stay {self.sampler.micro_batches} during a private run, got "
-                f"{len(pieces)} pieces of a draw. Set it before train()."
+                f"{len(pieces)} pieces of a batch. Set it before train()."
             )
         # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
         # next.
         other = next((piece.step for piece in pieces if piece.step != step), step)
         if other != step:
             raise RuntimeError(
-                f"A draw for step {other} was taken at step {step}, so that a unit could take part more often than is "
+                f"A batch for step {other} was taken at step {step}, so a record could take part more often than is "
                 "accounted for. Leave the order of steps to the trainer."
             )
         passes = sum(map(len, pieces))
@@ -381,7 +381,7 @@ class PrivateRun:
         """
         if self.is_complete:
             raise ValueError(
-                "Each piece of a draw must be added once, got one more. Call super().training_step once in yours, or "
+                "Each piece of a batch must be added once, got one more. Call super().training_step once in yours, or "
                 "override compute_per_sample_loss instead."
             )
         self._pieces_left -= 1  # first: a piece that has failed half-way is not added again

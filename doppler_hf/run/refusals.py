@@ -24,7 +24,7 @@ from doppler_hf.training_args.checks import refuse_what_breaks_privacy
 
 # A method of Transformers → when an override of it has no effect, and the mend.
 _NOT_CALLED: Final = {
-    "_get_train_sampler": (" on a private training, whose ε is that of Poisson draws", "Leave it out"),
+    "_get_train_sampler": (" on a private training, whose ε needs Poisson-sampled batches", "Leave it out"),
     "get_optimizer_cls_and_kwargs": (
         " on a private training, whose optimizer is a DopplerOptimizer", "Leave it out, and set base_optimizer",
     ),
@@ -100,8 +100,8 @@ def warn_of_non_finite() -> None:
     """Warn that examples contribute nothing, where their raw loss is shown anyway."""
     warnings.warn(
         "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in the "
-        "data, and for losses that overflow or divide by zero. This warning is not private. It comes with "
-        "report_train_loss='raw' alone.",
+        "data, and for losses that overflow or divide by zero. This warning is not private. It appears only with "
+        "report_train_loss='raw'.",
         stacklevel=3,
     )
 
@@ -131,8 +131,8 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
             )
     if getattr(collator, "seed", None) is not None:
         raise ValueError(
-            f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: what it draws would "
-            "follow a public seed in the order of the draw. Leave it out."
+            f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: its random numbers "
+            "would follow a public seed. Leave it out."
         )
 
 
@@ -155,7 +155,7 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
             "such as train_dataset['train']. Of columns pass datasets.Dataset.from_dict(train_dataset)."
         )
     if len(train_dataset) == 0:
-        raise ValueError("train_dataset must have examples, got none. Look at what has filtered them out.")
+        raise ValueError("train_dataset must have examples, got none. Check what has filtered them out.")
     for name in columns_with_gaps(train_dataset, names=LABELS):
         # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
         raise ValueError(
@@ -194,9 +194,8 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
     # Sensitivity: a record that stands in k rows contributes k times C.
     if args.privacy_unit_column is None and has_length(train_dataset) and has_repeats(train_dataset):
         raise ValueError(
-            "train_dataset must have each row once, got repeated rows, as by select, repeat or Subset: ε is for a row, and "
-            "a record of several rows has several. Leave out the repeats, or set privacy_unit_column to a column that they "
-            "share."
+            "train_dataset must have each row once, got repeated rows, as by select, repeat or Subset: ε protects one row, "
+            "not several copies of it. Leave out the repeats, or set privacy_unit_column to a column that they share."
         )
 
 
@@ -205,8 +204,8 @@ def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> No
     of_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not of_optimizer <= {*model.parameters()}:  # those before FSDP has cut them, or of a loss
         raise ValueError(
-            "The optimizer must be of the model's parameters, got one that has others. Make learned weights of a loss a "
-            "layer of the model. With FSDP leave create_optimizer() to train(), or make a new trainer."
+            "The optimizer must have only the model's parameters, got others. Make learned weights of a loss a layer of the "
+            "model. With FSDP leave create_optimizer() to train(), or make a new trainer."
         )
     named = model.named_parameters()
     missing = [name for name, parameter in named if parameter.requires_grad and parameter not in of_optimizer]

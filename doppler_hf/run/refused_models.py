@@ -31,8 +31,8 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
     if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
         raise ValueError(
             f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: "
-            "experts would leave out tokens by what other examples have. Load the model with "
-            f"from_pretrained(..., expert_capacity={ENOUGH_TOKENS})."
+            "experts would drop tokens depending on the other examples. Load the model with from_pretrained(..., "
+            f"expert_capacity={ENOUGH_TOKENS})."
         )
     # Sensitivity: the inverse in its attention begins with the largest sum of columns in the whole micro-batch.
     if any(vars(module).get("init_option") == "original" for module in model.modules()):
@@ -114,9 +114,8 @@ def _refuse_trainable(model: nn.Module, args: DopplerTrainingArguments) -> None:
         )
     if args.clipping_quantile is not None and computes_in_bf16(model, args):
         raise ValueError(
-            f"clipping_quantile must be None in bfloat16, got {args.clipping_quantile}: the rounding of norms follows the "
-            "padding of a micro-batch, and the count of those within the clip norm would follow it. Train in float32, or "
-            "leave it out."
+            f"clipping_quantile must be None in bfloat16, got {args.clipping_quantile}: padding changes the rounding of "
+            "norms, and with it the count within the clip norm. Train in float32, or leave it out."
         )
 
 

@@ -36,7 +36,7 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
         metrics = _metrics_of_few_rows(trainer, ignore_keys)
         if (name := args.metric_for_best_model) is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
             known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
-            which = f"of {', '.join(known)}" if known else "which return none of the rows looked at"
+            which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
             raise ValueError(
                 f"metric_for_best_model must be one that evaluations return, {which}, got {name!r} (which "
                 "load_best_model_at_end sets to 'loss' if it is left out). Set one that they return"
@@ -78,8 +78,8 @@ def _told_as_refusal(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"The rehearsal of {what} failed with {type(error).__name__}: {error}. Nothing is spent. Mend it, or set "
-            "rehearse=False to train without a rehearsal."
+            f"The rehearsal of {what} failed with {type(error).__name__}: {error}. No ε is spent. Fix it, or set "
+            "rehearse=False to skip the rehearsal."
         ) from error
 
 

@@ -42,8 +42,8 @@ class OthersKnow(RuntimeError):
 def another_has_ended() -> OthersKnow:
     """Return the error of a process that cannot go on without another one."""
     return OthersKnow(
-        "All processes of a training must run to its end, and another one has ended, so that this one ends too. What "
-        "that one has printed says why. Start all of them again with resume_from_checkpoint=True."
+        "Another process of this training has ended, so this one ends too. Its output says why. Start all processes again "
+        "with resume_from_checkpoint=True."
     )
 
 
@@ -83,9 +83,9 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
     if processes != world_size:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
         raise ValueError(
-            f"The process group must be that of the arguments, got {processes} and {world_size} processes, so that each "
-            "would draw alone. Start with `accelerate launch` or `torchrun`, or call "
-            "torch.distributed.destroy_process_group() before train()."
+            f"The process group must match the arguments, got {processes} and {world_size} processes: each would sample "
+            "alone. Start with `accelerate launch` or `torchrun`, or call torch.distributed.destroy_process_group() before "
+            "train()."
         )
 
 
@@ -134,7 +134,7 @@ def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
     if others:
         # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.
         raise RuntimeError(
-            f"The weights must be the same on all processes, got others on process {', '.join(others)} than on process 0 "
-            f"after step {step}, as by a callback on one alone. Let all do the same, and go on from a checkpoint before "
-            "that with resume_from_checkpoint."
+            f"The weights must be the same on all processes, got different ones on process {', '.join(others)} than on "
+            f"process 0 after step {step}, as by a callback on one process alone. Let all do the same, and resume from an "
+            "earlier checkpoint."
         )

@@ -121,8 +121,8 @@ class Sharding:
         thawed = [name for name, value in cut.items() if value.requires_grad and name not in trained]
         if thawed:
             raise ValueError(
-                f"What is trained under FSDP must be so before the first training or evaluation, got {thawed[0]!r} that was "
-                "unfrozen since, of which each process has a part only. Set requires_grad before, or make a new trainer."
+                f"Under FSDP, parameters must be trainable before the first training or evaluation, got {thawed[0]!r} "
+                "unfrozen since, when each process has only a part. Set requires_grad before, or make a new trainer."
             )
         if isinstance(model, FSDPModule):
             return

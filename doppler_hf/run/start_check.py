@@ -82,8 +82,8 @@ def check_before_training(
             if same(losses_of_short(), losses):
                 return check(losses)
     print(
-        "The model draws random numbers in evaluation mode too, so that losses together and alone cannot be compared. Each "
-        "must depend on its example alone; put the question to `doppler-hf check`."
+        "The model draws random numbers in evaluation mode too, so losses together and alone cannot be compared. "
+        "`doppler-hf check` tests whether each depends on its example alone."
     )
     clipped.backward(losses_of(dict(whole)))
     clipped.reset()

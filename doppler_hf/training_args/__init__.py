@@ -2,7 +2,7 @@
 
 - arguments: the arguments, with their help
 - checks: what would break the guarantee, or have no effect
-- galore: what `optim_target_modules` and `optim_args` say of GaLore
+- galore: GaLore's arguments in `optim_target_modules` and `optim_args`
 """
 
 from doppler_hf.training_args.arguments import DopplerTrainingArguments

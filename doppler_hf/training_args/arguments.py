@@ -1,7 +1,7 @@
-"""`DopplerTrainingArguments`: HF's `TrainingArguments`, plus how much privacy and which filter.
+"""`DopplerTrainingArguments`: Transformers' `TrainingArguments`, plus privacy and filter.
 
-The names for privacy are those of Opacus and dp-transformers, the others those of torch and HF. Arguments that would break
-the guarantee, or would have no effect, are refused (`checks`) rather than ignored during the run.
+Names for privacy follow Opacus and dp-transformers; others follow torch and Transformers. `checks` refuses arguments that
+would break the guarantee or have no effect.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ class DopplerTrainingArguments(TrainingArguments):
     """Arguments of `DopplerTrainer`.
 
     Exactly one of `target_epsilon` and `noise_multiplier` sets the privacy, unless `disable_dp` is set. The batch size of
-    the guarantee is per_device_train_batch_size × gradient_accumulation_steps × processes. It is the *expected* size of
-    one Poisson draw: in examples, or with `privacy_unit_column` in units of privacy.
+    the guarantee is per_device_train_batch_size × gradient_accumulation_steps × processes. It is the *expected* size of one
+    Poisson-sampled batch: in examples, or with `privacy_unit_column` in users.
 
     Raises:
         ValueError: If a value is out of range, or a combination breaks privacy or would have no effect. The message has
@@ -46,50 +46,51 @@ class DopplerTrainingArguments(TrainingArguments):
     """
 
     target_epsilon: float | None = HfArg(
-        default=None, help="ε to be spent by the end of training; the noise multiplier is computed from it."
+        default=None, help="ε at the end of training. The noise multiplier is computed from it."
     )
     noise_multiplier: float | None = HfArg(
         default=None,
-        help="σ, the noise's standard deviation in units of the clip norm, instead of target_epsilon. 0 keeps "
-        "sampling, clipping, filter and optimizer but adds no noise: nothing is private then.",
+        help="σ, the noise's standard deviation in units of the clip norm, instead of target_epsilon. 0 keeps sampling, "
+        "clipping, filter and optimizer but adds no noise: the run is then not private.",
     )
     target_delta: float | None = HfArg(default=None, help="δ of the guarantee. Default: N^-1.1 for N training examples.")
     allow_large_delta: bool = HfArg(
         default=False,
-        help="Run with a target_delta of 1/N or more, for studies: the run is then not private, and says so.",
+        help="Allow a target_delta of 1/N or more, for studies. The run is then not private and says so.",
     )
     accountant: Accountant = HfArg(default="prv", help="Which accountant bounds ε from above: prv, pld or rdp.")
     per_sample_max_grad_norm: float = HfArg(default=1.0, help="C, the norm to which each example's gradient is clipped.")
     privacy_unit_column: str | None = HfArg(
         default=None,
-        help="Column of the training set, such as user_id, whose equal values make one unit of privacy: ε is then "
-        "for all examples of a user together, and batch sizes count users. Default: every example is a unit.",
+        help="Column of the training set with the user ID. ε then covers all of a user's examples together, and batch sizes "
+        "count users. Default: ε covers one example.",
     )
     max_examples_per_unit: int | None = HfArg(
         default=None,
-        help="With privacy_unit_column, the most examples of a unit in a step, chosen at random. Default: no limit.",
+        help="With privacy_unit_column, the largest number of a user's examples in a step, chosen at random. Default: no "
+        "limit.",
     )
     clip_unit_mean: bool = HfArg(
         default=True,
-        help="With privacy_unit_column, clip the mean gradient of a unit's examples once, rather than average clipped ones. "
-        "Its examples in a step must then fit into memory together.",
+        help="With privacy_unit_column, clip the mean gradient of a user's examples once, instead of averaging clipped "
+        "gradients. All of a user's examples in a step must fit into memory together.",
     )
     clipping: Clipping = HfArg(
         default="automatic",
-        help="automatic scales every example's gradient to about C; vanilla shortens only what exceeds C.",
+        help="automatic: scale every example's gradient to about C. vanilla: shorten only gradients above C.",
     )
     clipping_quantile: float | None = HfArg(
         default=None,
-        help="With clipping=vanilla, the share of gradients that a moving C is to leave as they are (Andrew et al. 2021), "
-        "for a hundredth of the privacy budget. Default: C stays.",
+        help="With clipping=vanilla, move C so that this share of gradients stays unclipped (Andrew et al. 2021). Costs a "
+        "hundredth of the privacy budget. Default: C stays fixed.",
     )
     clipping_granularity: Granularity = HfArg(
         default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
     )
     augmentation_multiplicity: int = HfArg(
         default=1,
-        help="K, how many views a random transform or collator makes of an example in a step. Their mean gradient is "
-        "clipped, so that the privacy is that of one. Batch sizes count examples; memory and time are K times.",
+        help="K, the number of views of an example in a step, made by a random transform or collator. Their mean gradient "
+        "is clipped, so ε stays the same. Batch sizes count examples; memory and time grow K-fold.",
     )
     grad_sample_engine: Engine = HfArg(
         default="book_keeping",
@@ -97,39 +98,39 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     grad_sample_self_check: bool = HfArg(
         default=True,
-        help="Before the first step, compare losses and per-sample gradients of a few examples together and alone, and stop "
-        "if they differ, or if no loss reaches a trained parameter.",
+        help="Before the first step, compare losses and per-sample gradients of a few examples together and alone. Stop if "
+        "they differ, or if no loss reaches a trained parameter.",
     )
     train_unreached_parameters: bool = HfArg(
-        default=False, help="Train parameters that no loss reaches, too: noise alone moves them."
+        default=False, help="Also train parameters that no loss reaches. Noise alone moves them."
     )
     rehearse: bool = HfArg(
         default=True,
-        help="Before anything is spent, evaluate two rows of each evaluation set, with compute_metrics, and save what a "
-        "checkpoint has but weights, if the training will do so: what fails then costs no ε. 0.3 s for RoBERTa-base.",
+        help="Before any ε is spent, evaluate two rows of each evaluation set, with compute_metrics, and save a checkpoint "
+        "without weights, as far as the training will. Errors then cost no ε. Takes 0.3 s for RoBERTa-base.",
     )
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,
-        help="The most padded tokens, rows × longest length, in one forward pass, before the collator rounds lengths up "
-        "(pad_to_multiple_of). Default: no limit.",
+        help="Largest number of padded tokens (rows × longest length) in one forward pass, before the collator rounds "
+        "lengths up (pad_to_multiple_of). Default: no limit.",
     )
     noise_shape: str = HfArg(
         default="auto",
-        help="Noise over the steps: white, or banded:bands=4, which takes back part of the noise of the three steps before "
-        "and keeps bands - 1 gradients in memory. auto: the shape that should cost the least loss in 2 GiB; white with "
-        "noise_multiplier, GaLore, clipping_quantile or an optimal-fir filter.",
+        help="Noise over the steps. white: independent in each step. banded:bands=4: takes back part of the noise of the "
+        "three steps before, and keeps bands - 1 gradients in memory. auto: the shape with the least expected loss "
+        "within 2 GiB; white with noise_multiplier, GaLore, clipping_quantile or an optimal-fir filter.",
     )
     low_pass_filter: str = HfArg(
         default="auto",
-        help="Filter over time on the private gradient: none, momentum, first-order-v1, first-order-v2, "
-        "second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1; coefficients such as "
-        "'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the private gradients; or auto, which is none for Adam "
-        "with white noise. None of them costs privacy.",
+        help="Filter over time on the private gradient. It costs no privacy. One of none, momentum, first-order-v1, "
+        "first-order-v2, second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1; coefficients such as "
+        "'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the private gradients; or auto, which is none for "
+        "Adam with white noise.",
     )
     weight_filter: str | None = HfArg(
         default=None,
-        help="Filter over time on the weights, such as momentum:beta=0.97. The filtered weights are evaluated and "
-        "saved, and are the model's after training; training continues with the raw ones. Costs no privacy.",
+        help="Filter over time on the weights, such as momentum:beta=0.97. It costs no privacy. Training uses the raw "
+        "weights. Evaluation, saving and the trained model use the filtered weights.",
     )
     base_optimizer: Base = HfArg(
         default="adam_bc",
@@ -143,8 +144,8 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     report_train_loss: Literal["raw", "private", "none"] = HfArg(
         default="raw",
-        help="raw logs the training loss, which is not private; private clips each example's loss, adds noise and "
-        "accounts for it; none leaves it out of the logs.",
+        help="raw: log the training loss as it is, which is not private. private: clip each example's loss, add noise and "
+        "account for it. none: log no training loss.",
     )
     per_sample_max_loss: float | None = HfArg(
         default=None, help="With report_train_loss=private, the bound to which each example's loss is clipped. Default: 5."
@@ -156,8 +157,8 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     noise_generator: NoiseGenerator = HfArg(
         default="csprng",
-        help="csprng: AES-256-CTR under a secret key. philox: a generator with a new secret key each step, which runs on "
-        "the GPU: use it where only the last model is released, as part of a step's noise may give away the rest.",
+        help="csprng: AES-256-CTR under a secret key. philox: runs on the GPU, with a new secret key each step. Use it if "
+        "only the last model is released: part of a step's noise may give away the rest.",
     )
     floating_point_safe: bool = HfArg(
         default=False,
@@ -167,49 +168,50 @@ class DopplerTrainingArguments(TrainingArguments):
         default=False, help="Train with the stock Trainer, optimizer and sampler: the non-private baseline."
     )
     noise_seed: int | None = HfArg(
-        default=None, help="For tests only: makes noise and draws reproducible, and the run not private."
+        default=None, help="For tests only: makes noise and batches reproducible. The run is then not private."
     )
     learning_rate: float | None = HfArg(
         default=None,
-        help="First learning rate. Default: with Adam chosen from the number of weights, steps and schedule; with "
-        "disable_dp HF's 5e-5. For base_optimizer=sgd and GaLore it must be set.",
+        help="First learning rate. Default with Adam: chosen from the number of weights, steps and schedule. Default with "
+        "disable_dp: Trainer's 5e-5. Must be set for base_optimizer=sgd and GaLore.",
     )
     max_grad_norm: float | None = HfArg(
         default=None,
-        help="Clipping of the whole gradient, without privacy alone: there HF's 1.0. See per_sample_max_grad_norm.",
+        help="Clipping of the whole gradient, with disable_dp only. Default: Trainer's 1.0. With privacy set "
+        "per_sample_max_grad_norm.",
     )
     optim: OptimizerNames | str | None = HfArg(
         default=None,
-        help="With disable_dp, Trainer's optimizer. With privacy base_optimizer takes its place: leave it out.",
+        help="With disable_dp, Trainer's optimizer. With privacy leave it out: base_optimizer takes its place.",
     )
     non_private_learning_rate = TrainingArguments.learning_rate
 
     def note_run(self, statement: PrivacyStatement, **chosen: Any) -> None:
-        """Take the terms of a run, and what was chosen for it, into what trackers such as TensorBoard's are given."""
+        """Add a run's terms, and the values chosen for it, to what trackers such as TensorBoard receive."""
         # No field: arguments stay as they were given.
         terms = dataclasses.asdict(statement) | chosen
         self.__dict__["_run"] = {f"privacy/{name}": value for name, value in terms.items()}
 
     @property
     def given_learning_rate(self) -> float | None:
-        """The learning rate that was set; None if the rule is to choose it, also where it has before."""
+        """The learning rate that was set; None if the rule chooses it, even after it has chosen."""
         return None if self.learning_rate == self.__dict__.get("_chosen_rate") else self.learning_rate
 
     def note_learning_rate(self, rate: float) -> None:
-        """Show the rate that the rule has chosen where callbacks and trackers look for it, and let it choose again."""
+        """Show the rate that the rule has chosen to callbacks and trackers, and let it choose again in the next run."""
         if self.given_learning_rate is None:
             self.__dict__["_chosen_rate"] = self.learning_rate = rate
 
     def forget_run(self) -> None:
-        """Leave the terms of a run that has ended out again."""
+        """Remove the terms of a run that has ended."""
         self.__dict__.pop("_run", None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments as Transformers does, for its trackers, during a run with its terms."""
+        """Return the arguments for trackers, during a run with its terms."""
         return {**super().to_dict(), **self.__dict__.get("_run", {})}
 
     def __post_init__(self) -> None:
-        """Check the arguments, as HF does those that it has."""
+        """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0

@@ -45,7 +45,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "target_delta": (_UNIT_INTERVAL, "Usual is less than 1/N."),
     "per_sample_max_grad_norm": (
         (f"be a finite number ≥ {SMALLEST_CLIP_NORM:g}", lambda value: SMALLEST_CLIP_NORM <= value < math.inf),
-        "Usual is 1; far below that, gradients that are nothing but the rounding of a model would count as much as others.",
+        "Usual is 1. Far below that, rounding errors would count as much as gradients.",
     ),
     "learning_rate": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Leave it out for one that fits."),
     "clipping_quantile": (_UNIT_INTERVAL, "Usual is 0.5."),
@@ -60,7 +60,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
         ("be a whole number ≥ 1", lambda value: value >= 1 and value == int(value)),
         "Usual is 1.",
     ),
-    "per_device_train_batch_size": (_COUNT, "A hundred or more on average makes noise weigh less."),
+    "per_device_train_batch_size": (_COUNT, "Take a hundred or more: large batches need less noise."),
     "max_steps": (("be positive, or -1", lambda value: value != 0), "Leave it out to train for num_train_epochs."),
 }
 
@@ -71,23 +71,23 @@ _BREAKS_PRIVACY: Final = {
     "parallelism_config": "one process must see an example whole",
     "torch_compile": "per-sample gradient hooks do not survive compilation",
     "use_liger_kernel": "its fused layers have no per-sample gradients",
-    "train_sampling_strategy": "the accountant assumes Poisson sampling, whose draws are sorted by length already",
-    "label_smoothing_factor": "HF's smoother averages over the batch's tokens",
+    "train_sampling_strategy": "the accountant assumes Poisson sampling (batches are sorted by length already)",
+    "label_smoothing_factor": "Trainer's smoother averages over the batch's tokens",
     "neftune_noise_alpha": "it hooks the embeddings of the whole batch",
-    "dataloader_drop_last": "a Poisson draw has no last batch",
+    "dataloader_drop_last": "Poisson sampling has no last batch",
     "auto_find_batch_size": "it repeats steps whose outcome depends on the data",
-    "debug": "it prints what a layer makes of training examples, without noise",
-    "include_num_input_tokens_seen": "the number of tokens drawn depends on the data and would be logged without noise",
+    "debug": "it prints layer outputs of training examples without noise",
+    "include_num_input_tokens_seen": "the number of tokens in a batch depends on the data and would be logged without noise",
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
 _MENDS: Final = {"fp16": "Use bf16", "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)"}
 # Transformers' argument, or one of its `accelerator_config` → the reason why it has no effect.
 _WITHOUT_EFFECT: Final = {
-    "data_seed": "because draws come from the operating system's entropy",
-    "split_batches": "because each process draws for itself",
-    "use_seedable_sampler": "because draws come from the operating system's entropy",
-    "dataloader_in_order": "because a draw is taken at the step that it is accounted for",
-    "length_column_name": f"because draws are sorted by the lengths of {LENGTH_COLUMN!r}",
+    "data_seed": "because batches come from the operating system's entropy",
+    "split_batches": "because each process samples for itself",
+    "use_seedable_sampler": "because batches come from the operating system's entropy",
+    "dataloader_in_order": "because a batch is sampled at the step that accounts for it",
+    "length_column_name": f"because batches are sorted by the lengths of {LENGTH_COLUMN!r}",
     "average_tokens_across_devices": "because no loss is scaled by a number of tokens",
     "torch_empty_cache_steps": "because the private step leaves the cache to torch",
     **dict.fromkeys(
@@ -98,7 +98,7 @@ _WITHOUT_EFFECT: Final = {
 
 
 def with_near_names(cls: type[_Arguments]) -> type[_Arguments]:
-    """Let a dataclass of arguments name the nearest one where one is misspelt, of ours if there is one."""
+    """Let a dataclass of arguments name the nearest known argument if one is misspelt, preferring ours."""
     init, known, own = cls.__init__, [field.name for field in fields(cls)], [field.name for field in own_fields(cls)]
 
     @functools.wraps(init)
@@ -149,7 +149,7 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
 
 
 class NoEffectError(ValueError):
-    """An argument is set that another one leaves without effect."""
+    """An argument has no effect because of another one."""
 
     def __init__(self, name: str, value: Any, *, beside: str, because: str, mend: str) -> None:
         super().__init__(f"{name}={value!r} has no effect with {beside}={because}. {mend}.")
@@ -172,7 +172,7 @@ def check_ranges(args: TrainingArguments) -> None:
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
         raise ValueError(
             f"Exactly one of target_epsilon and noise_multiplier must be set, got {args.target_epsilon} and "
-            f"{args.noise_multiplier}. Set target_epsilon=3, say, or disable_dp=True to train without privacy."
+            f"{args.noise_multiplier}. Set target_epsilon=3, for example, or disable_dp=True to train without privacy."
         )
     for name, ((words, holds), mend) in _RANGES.items():
         value = getattr(args, name)
@@ -186,19 +186,18 @@ def check_ranges(args: TrainingArguments) -> None:
 
 
 def without_rate_rule(base_optimizer: str, optim_target_modules: object) -> str | None:
-    """Return what of these has no rule for a learning rate that is left out, or None if there is one."""
+    """Return which of these has no default learning rate, or None if there is a default."""
     if base_optimizer == "sgd":
         return "base_optimizer='sgd'"
     return "GaLore" if optim_target_modules else None
 
 
 def refuse_no_learning_rate(args: TrainingArguments) -> None:
-    """Refuse a learning rate that is left out where there is no rule for it."""
+    """Refuse to leave the learning rate out where there is no default."""
     what = without_rate_rule(args.base_optimizer, args.optim_target_modules)
     if args.learning_rate is None and what is not None:
         raise ValueError(
-            f"learning_rate must be set with {what}, got None: the best one depends on the loss, and is chosen for Adam "
-            "alone. Set it, or leave that out."
+            f"learning_rate must be set with {what}, got None: only plain Adam has a default. Set it, or leave {what} out."
         )
 
 
@@ -219,13 +218,13 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         **dict.fromkeys(("max_examples_per_unit", "clip_unit_mean"), no_units),
         **dict.fromkeys(("per_sample_max_loss", "train_loss_budget"), raw_loss),
         "clipping_quantile": (
-            args.clipping == "vanilla", f"with clipping={args.clipping!r}, which brings short gradients to C as well",
+            args.clipping == "vanilla", f"with clipping={args.clipping!r}, which also scales short gradients up to C",
             "Set clipping='vanilla'",
         ),
         "adam_bc_floor": (args.base_optimizer == "adam_bc", adam, "Set base_optimizer='adam_bc'"),
         "full_determinism": (
             args.noise_seed is not None,
-            "here: draws come from the operating system's entropy, and so do noise and dropout",
+            "here: batches come from the operating system's entropy, and so do noise and dropout",
             "Set noise_seed for a test, which is not private then",
         ),
         "adam_beta1": (
@@ -245,11 +244,11 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     if args.noise_shape not in ("auto", "white") and args.low_pass_filter.startswith("optimal-fir"):
         raise ValueError(
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "
-            "estimated from gradients whose noise is taken for white. Leave one of them out."
+            "estimated for white noise. Leave one of them out."
         )
     for name, allowed, reason in (
-        ("noise_shape", ("auto", "white"), "what it takes back covers contributions within the C of earlier steps"),
-        ("clipping_granularity", ("flat",), "the quantile is that of the norms over all parameters"),
+        ("noise_shape", ("auto", "white"), "its guarantee needs one C for all steps"),
+        ("clipping_granularity", ("flat",), "the quantile is taken over norms of all parameters"),
     ):
         if args.clipping_quantile is not None and getattr(args, name) not in allowed:
             raise ValueError(
@@ -259,7 +258,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
 
 
 def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:
-    """Refuse another `optim` than Transformers' default, and tell of the default if it is named: saved arguments name it."""
+    """Refuse an `optim` other than Transformers' default, and warn if the default is named, as saved arguments do."""
     name = OptimizerNames(args.optim).value
     galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
     message = (
@@ -273,7 +272,7 @@ def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
-    """Refuse those of Transformers' arguments that would void the guarantee, with the reason."""
+    """Refuse Transformers' arguments that would void the guarantee, with the reason."""
     if args.n_gpu > 1:
         raise ValueError(
             f"One process must see one GPU, got {args.n_gpu}: nn.DataParallel splits batches where the engine cannot see "
@@ -287,19 +286,19 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     if args.world_size == 1 != int(launched):
         # As Transformers does where it finds no accelerator.
         raise ValueError(
-            f"The processes of a launcher must train together, got {launched} (WORLD_SIZE) of which each would train by "
-            "itself, on all the data and with an ε of its own. On a CPU set use_cpu=True."
+            f"The processes of a launcher must train together, got {launched} (WORLD_SIZE) that would each train alone, on "
+            "all data and with its own ε. On a CPU set use_cpu=True."
         )
     if not args.skip_memory_metrics:
         raise ValueError(
             "skip_memory_metrics must be True with differential privacy, got False: the memory that a step takes depends on "
-            "the examples drawn, and would be logged and saved without noise. Leave it out."
+            "its batch, and would be logged and saved without noise. Leave it out."
         )
     refuse_each(args, _BREAKS_PRIVACY)
 
 
 def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
-    """Refuse arguments that are not left out, each with the reason why a private run cannot have it."""
+    """Refuse arguments that are set, each with the reason why a private run cannot have it."""
     for name, reason in reasons.items():
         value = getattr(args, name)
         # Transformers takes an empty value and False for no as well.

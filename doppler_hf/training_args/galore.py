@@ -1,8 +1,8 @@
 """GaLore's arguments, read from the two fields that `TrainingArguments` has for it.
 
 `optim_target_modules` selects the modules, and so switches GaLore on. `optim_args` is a line such as
-"rank=64,update_proj_gap=100,scale=0.1". The names, the defaults and the rule by which modules match are Transformers'
-(`transformers/trainer_optimizer.py`); what Transformers would ignore silently is refused.
+"rank=64,update_proj_gap=100,scale=0.1". Names, defaults and matching of modules follow `transformers/trainer_optimizer.py`.
+What Transformers would ignore silently is refused.
 """
 
 import math
@@ -169,8 +169,8 @@ def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -
     if not matched:
         shown = ", ".join(linear[:5]) + (", …" if len(linear) > 5 else "") if linear else "none"
         raise ValueError(
-            f"optim_target_modules={optim_target_modules!r} matches no module with a trainable matrix. Those of linear "
-            f"layers are: {shown}. Give a list of names or parts of names (a string alone must match a whole name), or "
+            f"optim_target_modules={optim_target_modules!r} matches no module with a trainable matrix. Linear layers with "
+            f"one are: {shown}. Give a list of names or parts of names (a string alone must match a whole name), or "
             "'all-linear', or leave it out."
         )
     # A matrix that modules share has one name here, which may be the other module's.

@@ -35,13 +35,13 @@ class GlueArguments:
     )
     pooling: str = HfArg(
         default="model",
-        help="model: the architecture's own classification head; mean: a linear head on the mean of the token "
-        "vectors, which suits sentence encoders; prompt: the word that a masked language model puts into a gap, as "
-        "'It was <mask>.', which needs no new head.",
+        help="model: the architecture's own classification head. mean: a linear head on the mean of the token vectors, for "
+        "sentence encoders. prompt: the word that a masked language model predicts in 'It was <mask>.', without a new "
+        "head.",
         metadata={"choices": ["model", "mean", "prompt"]},
     )
     dropout: float | None = HfArg(
-        default=None, help="Probability of every dropout of the model's config; by default what the config says."
+        default=None, help="Probability of every dropout in the model's config. Default: the config's values."
     )
     max_seq_length: int = HfArg(default=256, help="Longer examples are cut to this many tokens.")
 
@@ -51,7 +51,7 @@ def dropouts(args: GlueArguments) -> dict[str, float]:
     if args.dropout is None:
         return {}
     if not 0.0 <= args.dropout < 1.0:
-        raise ValueError(f"--dropout must lie in [0, 1), got {args.dropout}. Leave it out for what the config says.")
+        raise ValueError(f"--dropout must lie in [0, 1), got {args.dropout}. Leave it out for the config's values.")
     entries = AutoConfig.from_pretrained(args.model_name_or_path).to_dict().items()
     found = {name: args.dropout for name, value in entries if "dropout" in name and isinstance(value, float)}
     if not found:

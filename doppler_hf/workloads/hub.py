@@ -19,7 +19,7 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
         ValueError: If the block raised an `OSError`, or `source` is a path where nothing is.
     """
     if Path(source).is_absolute() and not Path(source).exists():
-        raise ValueError(f"{flag} must be a folder that there is, or a name on the hub, got {source!r}. Look at its path.")
+        raise ValueError(f"{flag} must be an existing folder or a name on the hub, got {source!r}. Check its path.")
     try:
         yield
     except OSError as error:
@@ -40,5 +40,5 @@ def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = ""
     if found:
         raise ValueError(
             f"--model_name_or_path must have the weights of the model below its head, got {source} without {min(found)} and "
-            f"{len(found) - 1} more. Give another, or if it was trained with another --pooling, that one."
+            f"{len(found) - 1} more. Give another model, or the --pooling with which it was trained."
         )

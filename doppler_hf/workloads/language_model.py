@@ -29,7 +29,8 @@ class LanguageModelArguments:
     )
     dtype: str = HfArg(
         default="float32",
-        help="Type of the loaded weights: bfloat16 halves the memory of those that LoRA freezes; the adapters stay float32.",
+        help="Type of the loaded weights. bfloat16 halves the memory of the weights that LoRA freezes; adapters stay "
+        "float32.",
         metadata={"choices": ["float32", "bfloat16"]},
     )
 

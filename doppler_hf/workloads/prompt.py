@@ -150,7 +150,7 @@ class Prompter:
         if None in (tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id):
             raise ValueError(
                 f"--pooling prompt needs a tokenizer with the tokens mask, cls and sep, got a {type(tokenizer).__name__} "
-                "without. Give a masked language model such as FacebookAI/roberta-base."
+                "without them. Give a masked language model such as FacebookAI/roberta-base."
             )
         self._prompt, self._tokenizer = PROMPTS[task_name], tokenizer
         self.mask_token_id: int = tokenizer.mask_token_id

@@ -44,7 +44,7 @@ def test_a_recipe_ends_with_0_a_table_a_file_and_a_picture(recipe, tmp_path, cap
     assert main([*words, "--save", str(tmp_path / "new" / "d.json"), "--per_device_train_batch_size=20"]) == 0
     shown = flat(capsys.readouterr().out)
     assert "10 and one more, of a batch of 20" in shown
-    assert "No defect found: no unit moved the sum by more than C" in shown
+    assert "No defect found: no tested record moved the sum by more than C" in shown
     saved = json.loads((tmp_path / "new" / "d.json").read_text())
     assert saved["privacy"].startswith("NOT PRIVATE")
     assert saved["draw_sizes"] == [10, 10, 10]
@@ -68,7 +68,7 @@ def test_a_defect_ends_with_1(recipe, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(clipping, "clip_factors", lambda norms, **options: 1.5 * right(norms, **options))
     words = ["--pairs=2", "--draw-size=5", "--no_grad_sample_self_check", "--per_device_train_batch_size=20"]
     assert main(["check", str(recipe), *words]) == 1
-    assert "THE CLAIM IS WRONG: one unit moves the sum by 1.49" in flat(capsys.readouterr().out)
+    assert "THE CLAIM IS WRONG: one record moves the sum by 1.49" in flat(capsys.readouterr().out)
 
 
 def test_a_script_of_ones_own_runs_up_to_its_training(script, tmp_path, capsys):

@@ -103,7 +103,7 @@ def test_checkpoints_are_earlier_states(tmp_path, capsys):
     assert check(tmp_path) == 1
     output = said(capsys)
     assert f"{tmp_path / 'checkpoint-400' / LEDGER_NAME} is no earlier state" in output
-    assert f"{tmp_path / 'checkpoint-6' / LEDGER_NAME}: This is no privacy ledger" in output
+    assert f"{tmp_path / 'checkpoint-6' / LEDGER_NAME}: This is not a privacy ledger" in output
     assert "2 of the checks failed" in output
     assert "checkpoint-2" not in output
 

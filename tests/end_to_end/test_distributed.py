@@ -186,7 +186,9 @@ def test_processes_with_other_terms_are_refused(two_processes):
 
 def test_weights_are_compared_in_the_end_of_a_short_training(two_processes):
     for message in two_processes["drifted"]:
-        assert message.startswith("The weights must be the same on all processes, got others on process 1 than on process 0")
+        assert message.startswith(
+            "The weights must be the same on all processes, got different ones on process 1 than on process 0"
+        )
         assert "after step 4, " in message
 
 

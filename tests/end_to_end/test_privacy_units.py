@@ -313,7 +313,7 @@ def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path):
         tmp_path, data=users(), privacy_unit_column="user_id", gradient_accumulation_steps=1, grad_sample_self_check=False
     )
     trainer.data_collator = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))
-    with pytest.raises(ValueError, match="return for each example, in their order, the row that it makes"):
+    with pytest.raises(ValueError, match="return the same row for an example alone and in a batch"):
         trainer.train()
 
 

@@ -161,5 +161,5 @@ def test_users_and_budgets_of_tokens_count_as_with_one_view(tmp_path):
 def test_a_collator_that_reorders_rows_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, augmentation_multiplicity=2, gradient_accumulation_steps=1)
     trainer.data_collator = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))
-    with pytest.raises(ValueError, match="return for each example, in their order, the row that it makes"):
+    with pytest.raises(ValueError, match="return the same row for an example alone and in a batch"):
         trainer.train()

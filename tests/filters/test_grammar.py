@@ -68,7 +68,7 @@ def test_names_are_split(text, expected):
 
 @pytest.mark.parametrize("text", ["auto", "optimal-fir:taps=8"])
 def test_filters_that_a_run_chooses_are_no_fixed_ones(text):
-    with pytest.raises(ValueError, match=f"^{text!r} is no fixed filter: its coefficients come from a run"):
+    with pytest.raises(ValueError, match=f"^{text!r} is not a fixed filter: its coefficients come from a training run"):
         LowPassFilter.parse(text)
 
 

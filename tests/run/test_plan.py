@@ -112,7 +112,7 @@ def test_it_is_refused_before_anything_is_spent_and_what_was_allowed_is_not_call
 def test_one_example_is_refused_by_what_it_is(tmp_path):
     for options in (dict(), dict(target_delta=0.5), dict(target_delta=0.999, allow_large_delta=True)):
         one = dict(per_device_train_batch_size=1, gradient_accumulation_steps=1, accountant="rdp", **options)
-        with pytest.raises(ValueError, match=r"at least 2 units of privacy, got 1: .*Give more examples"):
+        with pytest.raises(ValueError, match=r"at least 2 records \(or users\), got 1: .*Give a thousand"):
             trainer_of(tmp_path, data=text_data(1), **one).train()
     trainer_of(tmp_path, data=text_data(2), **one | {"target_delta": None}).train()
 

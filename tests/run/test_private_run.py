@@ -150,7 +150,7 @@ class Skipping(DopplerTrainer):
 
 def test_a_draw_is_used_at_its_own_step_alone(tmp_path):
     trainer = trainer_of(tmp_path, cls=Skipping)
-    with pytest.raises(RuntimeError, match=r"A draw for step 2 was taken at step 1, .* Leave the order of steps to the"):
+    with pytest.raises(RuntimeError, match=r"A batch for step 2 was taken at step 1, .* Leave the order of steps to the"):
         trainer.train()
     assert trainer.state.global_step == 1
 
@@ -201,7 +201,7 @@ class TryingAgain(DopplerTrainer):
 def test_no_piece_of_a_draw_is_added_twice(tmp_path, cls, pieces):
     sizes = {"per_device_train_batch_size": 24 // pieces, "gradient_accumulation_steps": pieces, "accountant": "rdp"}
     trainer = trainer_of(tmp_path, cls=cls, max_tokens_per_micro_batch=30, **sizes)  # every example, in several
-    with pytest.raises(ValueError, match="Each piece of a draw must be added once, got one more"):
+    with pytest.raises(ValueError, match="Each piece of a batch must be added once, got one more"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -277,7 +277,7 @@ def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, 
     trainer = trainer_of(tmp_path, callbacks=[recorder, BeginsGroup()])
     if early:
         monkeypatch.setattr(replicas, "dist", _TwoProcesses)
-    with pytest.raises(ValueError, match=r"got 2 and 1 processes, .* Start with `accelerate launch`"):
+    with pytest.raises(ValueError, match=r"got 2 and 1 processes: .* Start with `accelerate launch`"):
         trainer.train()
     assert len(recorder.gradients) == (0 if early else 1)
 

@@ -21,7 +21,7 @@ def end():
     [
         (lambda: 7, None, 7, None),
         (refuse, ValueError, ValueError, "no"),
-        (end, PermissionError, OthersKnow, "another one has ended, so that this one ends too"),
+        (end, PermissionError, OthersKnow, "has ended, so this one ends too"),
     ],
 )
 def test_what_process_0_does_is_sent_to_the_others_whatever_comes_of_it(monkeypatch, action, raised, told, message):
@@ -41,7 +41,7 @@ def test_what_process_0_does_is_sent_to_the_others_whatever_comes_of_it(monkeypa
 
 
 def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_are():
-    with pytest.raises(OthersKnow, match="another one has ended"), one_line_if_a_process_ends():
+    with pytest.raises(OthersKnow, match="Another process of this training has ended"), one_line_if_a_process_ends():
         raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc] Connection closed by peer")
     with pytest.raises(RuntimeError, match="shapes differ"), one_line_if_a_process_ends():
         raise RuntimeError("shapes differ")

@@ -271,7 +271,7 @@ def test_a_checkpoint_with_other_weights_is_not_resumed(tmp_path):
     checkpoint = tmp_path / "out" / "checkpoint-2"
     before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
     double(checkpoint / "model.safetensors")
-    with pytest.raises(ValueError, match=r"must be those of its ledger, got others in model\.safetensors"):
+    with pytest.raises(ValueError, match=r"must match its ledger, got others in model\.safetensors"):
         trainer_of(tmp_path, **CHECKPOINTS).train(resume_from_checkpoint=str(checkpoint))
     assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
 

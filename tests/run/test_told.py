@@ -200,7 +200,7 @@ def test_a_checkpoint_of_other_parameters_is_told_what_differs(tmp_path, then, n
 
     trainer(then, steps=2).train()
     checkpoint = str(tmp_path / "out" / "out" / "checkpoint-2")
-    with pytest.raises(ValueError, match=rf"{words}\. Freeze what was frozen then and no more, or start a new"):
+    with pytest.raises(ValueError, match=rf"{words}\. Freeze the same parameters as then, or start a new"):
         trainer(now).train(resume_from_checkpoint=checkpoint)
     resumed = trainer(then)
     resumed.train(resume_from_checkpoint=checkpoint)

@@ -136,7 +136,9 @@ def test_deepspeed_of_a_launcher_is_refused_by_the_way_that_there_is(tmp_path, m
 
 def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"train together, got 2 \(WORLD_SIZE\) of which each .* On a CPU set use_cpu=True"):
+    with pytest.raises(
+        ValueError, match=r"train together, got 2 \(WORLD_SIZE\) that would each .* On a CPU set use_cpu=True"
+    ):
         arguments(tmp_path)
 
 

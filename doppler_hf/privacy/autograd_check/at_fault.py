@@ -55,8 +55,8 @@ def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], togeth
             "padding='max_length'), or replace the layer."
         )
     return (
-        f"{layer} depends on the number of examples, or on what they are, as in a mean over the batch. Let each loss depend "
-        "on its example alone, and replace the layer."
+        f"{layer} depends on the other examples, as a mean over the batch does. Let each loss depend on its example alone, "
+        "and replace the layer."
     )
 
 

@@ -121,8 +121,8 @@ def compare(
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
     raise ValueError(
         reason
-        or f"The per-sample gradients{f' of {place!r}' if place else ''} are wrong: those of engine={clipped.engine_name!r} "
-        "are not those of autograd, so that clipping bounds nothing. Freeze that parameter, or try the other engine."
+        or f"The per-sample gradients{f' of {place!r}' if place else ''} are wrong: engine={clipped.engine_name!r} "
+        "disagrees with autograd, so clipping bounds nothing. Freeze that parameter, or try the other engine."
     )
 
 

@@ -22,8 +22,8 @@ def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[
     _refuse_other_columns(rows)
     if len({len(choices_of(row.get(LENGTH_COLUMN, ()))) for row in rows}) > 1:
         raise ValueError(
-            "Examples of train_dataset must all have the same number of choices, got different ones. Fill up those that "
-            "have fewer, or give DopplerTrainer a data_collator of your own."
+            "Examples of train_dataset must all have the same number of choices, got different ones. Fill up examples with "
+            "fewer, or give DopplerTrainer a data_collator of your own."
         )
     try:
         return collator(examples)
@@ -64,8 +64,8 @@ def _unequal() -> ValueError:
 def _refuse_other_columns(rows: Iterable[Mapping[str, Any]]) -> None:
     if len({frozenset(row) for row in rows}) > 1:
         raise ValueError(
-            "Examples of train_dataset must all have the same columns, got one that lacks a value in some. Give it one, or "
-            "give DopplerTrainer a data_collator of your own."
+            "Examples of train_dataset must all have the same columns, got one without a value in some. Fill it in, or give "
+            "DopplerTrainer a data_collator of your own."
         )
 
 

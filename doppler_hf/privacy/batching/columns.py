@@ -64,8 +64,8 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
     if values.null_count or (is_float and compute.any(compute.is_nan(values)).as_py()):
         # Neither which nor how many: messages end in logs, and both are about private examples.
         raise ValueError(
-            f"privacy_unit_column={column!r} has no value for some examples, so their unit is unknown. Give each a value, "
-            "a different one to an example that is a unit of its own."
+            f"privacy_unit_column={column!r} has no value for some examples, so their user is unknown. Fill in a value, and "
+            "a different one for each example that stands alone."
         )
     try:
         # Sensitivity: -0.0 and 0.0 differ in their bits, but are one value, and so one unit.
@@ -73,7 +73,7 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
         return equal.dictionary_encode().combine_chunks().indices.to_numpy()
     except pyarrow.ArrowNotImplementedError as error:
         raise ValueError(
-            f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}). Make one of them with "
+            f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}). Convert them with "
             "datasets.Dataset.map."
         ) from error
 

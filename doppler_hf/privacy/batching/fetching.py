@@ -53,8 +53,8 @@ def fetch_one(examples: Any, index: int) -> Any:
         # Not their number: it is about a private example, and messages end in logs.
         raise ValueError(
             "train_dataset must return one row for each example, got more or fewer from its transform. Make a row of each "
-            "window or piece before training, as datasets.Dataset.map does, and name what they are pieces of with "
-            "privacy_unit_column."
+            "window or piece before training, as datasets.Dataset.map does, and set privacy_unit_column to the column of "
+            "the original record."
         )
     return rows[0]
 

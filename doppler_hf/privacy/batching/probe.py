@@ -19,9 +19,8 @@ _LOOKED_AT, _FURTHER = 16, 64
 # The most lengths that are sorted: more would take long.
 _SORTED: Final = 1 << 17
 _MIXED_ROWS: Final = (
-    "data_collator must return for each example, in their order, the row that it makes of that example alone, got others in "
-    "a batch of several. Use a collator that mixes no examples (no MixUp, CutMix or packing), sorts nothing, and counts "
-    "nothing over the batch."
+    "data_collator must return the same row for an example alone and in a batch, in the given order, got different rows. "
+    "Use a collator that mixes no examples (no MixUp, CutMix or packing), sorts nothing and counts nothing over the batch."
 )
 
 Inputs = dict[str, Any]

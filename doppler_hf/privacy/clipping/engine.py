@@ -176,7 +176,7 @@ class BookKeepingEngine:
         if coupled:
             raise ValueError(
                 f"The loss of one example has a gradient in the places of others at the parameters {listed(coupled)}. Let "
-                "each loss depend on its example alone, and the inputs of layers begin with the batch: "
+                "each loss depend on its example alone, and let the inputs of layers begin with the batch: "
                 "docs/start/troubleshooting.md#losses."
             )
 

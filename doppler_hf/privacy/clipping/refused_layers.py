@@ -97,8 +97,8 @@ def refuse_layers(model: nn.Module) -> None:
             if isinstance(child, _CONTAINERS) and held and owners.setdefault(child, name) != name:
                 is_token = child_name == "trainable_tokens_delta"
                 raise ValueError(
-                    f"The parameters of '{name}.{child_name}' must be of one layer, got {owners[child]!r} too, so that they "
-                    f"have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}."
+                    f"The parameters of '{name}.{child_name}' must belong to one layer, got {owners[child]!r} too: shared "
+                    f"parameters have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}."
                 )
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
             raise ValueError(
@@ -112,9 +112,9 @@ def refuse_layers(model: nn.Module) -> None:
             rewriting[name] = module
     if mixing:
         raise ValueError(
-            f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so that clipping bounds nothing. Replace "
-            f"{'it' if len(mixing) == 1 else 'them'} by GroupNorm or LayerNorm, as "
-            "`model = opacus.validators.ModuleValidator.fix(model)` does: docs/start/troubleshooting.md#model."
+            f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so clipping bounds nothing. Replace "
+            f"{'it' if len(mixing) == 1 else 'them'} by GroupNorm or LayerNorm, as `model = "
+            "opacus.validators.ModuleValidator.fix(model)` does: docs/start/troubleshooting.md#model."
         )
     if rewriting:
         raise ValueError(

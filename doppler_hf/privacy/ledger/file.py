@@ -51,11 +51,11 @@ def read_entries(path: Path) -> list[chain.Entry]:
         document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except ValueError as error:
         reason = str(error).rstrip(".")
-        raise ValueError(f"This is no JSON that could be a privacy ledger: {reason}. Put back the old file.") from error
+        raise ValueError(f"This is not the JSON of a privacy ledger: {reason}. Put back the old file.") from error
     mismatch = best_match(schema_validator().iter_errors(document))
     if mismatch is not None:
         raise ValueError(
-            f"This is no privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the "
+            f"This is not a privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the "
             "unchanged file, or move it away to begin a new ledger."
         )
     entries: list[chain.Entry] = document["entries"]

@@ -203,8 +203,8 @@ class PrivacyLedger:
         path = Path(folder) / LEDGER_NAME
         if path.exists() and not is_earlier_state(path, self.entries):
             raise ValueError(
-                f"{path} is the ledger of another run, with the last hash {self.load(path).head[:8]}, which this run's does "
-                "not continue. Two runs write to one folder: use another output_dir for one of them."
+                f"{path} is the ledger of another run, with the last hash {self.load(path).head[:8]}. Two runs write to one "
+                "folder: use another output_dir for one of them."
             )
         write_entries(path, self.entries)
 
@@ -241,9 +241,9 @@ def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
     for ledger in ledgers:
         if not ledger.is_prefix_of(longest):
             raise ValueError(
-                f"The ledgers with the last hashes {ledger.head[:8]} and {longest.head[:8]} are of different runs, so it is "
-                "unknown what was spent. Resume from a checkpoint of the run whose ledger lies in the folder above it, or "
-                "put that ledger back."
+                f"The ledgers with the last hashes {ledger.head[:8]} and {longest.head[:8]} are of different runs, so the ε "
+                "spent is unknown. Resume from a checkpoint of the run whose ledger lies in the folder above, or put that "
+                "ledger back."
             )
     return longest
 

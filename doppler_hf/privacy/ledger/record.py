@@ -124,8 +124,8 @@ class LedgerRecord:
             _refuse(entry, f"{counted} steps were counted")
         if entry["from_step"] > counted:
             raise ValueError(
-                f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only, so that it is "
-                "of another checkpoint. Put back the ledger that was saved with it."
+                f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it is of "
+                "another checkpoint. Put back the ledger that was saved with it."
             )
         self.runs.append(Run(statement, versions, entry["from_step"], counted, counted, counted))
 

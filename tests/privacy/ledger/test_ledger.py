@@ -276,7 +276,7 @@ def test_saving_goes_on_from_what_is_there_and_nothing_else(tmp_path):
     with pytest.raises(ValueError, match="ledger of another run"):
         shorter.save(tmp_path)  # what it lacks would be lost
     (tmp_path / LEDGER_NAME).write_bytes(kept[:-9])
-    with pytest.raises(ValueError, match="no JSON that could be a privacy ledger"):
+    with pytest.raises(ValueError, match="not the JSON of a privacy ledger"):
         ledger.save(tmp_path)
     assert (tmp_path / LEDGER_NAME).read_bytes() == kept[:-9]
 
@@ -322,13 +322,13 @@ def test_the_schema_knows_the_statement():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no JSON"),
+        ("{", "not the JSON"),
         ("[]", r"at \$, \[\] is not of type 'object'"),
         ('{"$schema": "urn:doppler-hf:privacy-ledger:6", "format_version": 6, "entries": []}', r"at \$.entries"),
-        ('{"format_version": 1, "num_examples": 24, "history": []}', "no privacy ledger of format 6"),
+        ('{"format_version": 1, "num_examples": 24, "history": []}', "not a privacy ledger of format 6"),
         ('{"$schema": "urn:doppler-hf:privacy-ledger:6", "format_version": 6, "format_version": 6}', "Names must be unique"),
         ('{"$schema": NaN}', "null, got NaN"),
-        (b"\xff", "no JSON"),
+        (b"\xff", "not the JSON"),
     ],
 )
 def test_what_is_no_ledger_is_refused(tmp_path, text, message):
