@@ -21,6 +21,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, get_total_epsilon
+from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, trade_off
 from doppler_hf.reports.noise_shapes import AutoChoice, ShapedRun, auto_choice, shapes_of_equal_epsilon
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
+        console.print(attack_in_words([planned.releases], epsilon=facts["epsilon"]))
     target = Target(facts["target_epsilon"], facts["delta"], args.accountant)
     table = alternatives(planned, target, epochs=epochs)
     shapes = shapes_of_equal_epsilon(planned, target, low_pass_filter=low_pass_filter)
@@ -98,6 +100,7 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, low_pass_
     """Return every number of the plan by name: the JSON object without its alternatives."""
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     epsilon = get_total_epsilon([planned.releases], delta=request.target_delta, accountant=request.accountant)
+    best = trade_off([planned.releases])
     return {
         "solved_for": request.unknown,
         "num_examples": planned.num_examples,
@@ -107,6 +110,12 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, low_pass_
         "accountant": request.accountant,
         "target_epsilon": epsilon if request.epsilon is None else request.epsilon,
         "epsilon": epsilon,
+        "attack": {
+            "tpr_at_1e-2_fpr": best.true_positive_rate(1e-2),
+            "tpr_at_1e-3_fpr": best.true_positive_rate(1e-3),
+            "advantage": best.advantage,
+            "mu_of_same_epsilon": gaussian_mu(epsilon=epsilon, delta=request.target_delta),
+        },
         "low_pass_filter": str(low_pass_filter),
         "noise_gain": noise_gain(low_pass_filter),
         "delay_steps": delay,
