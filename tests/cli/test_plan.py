@@ -9,7 +9,8 @@ import pytest
 import scipy.signal
 
 from doppler_hf.cli import main
-from doppler_hf.privacy.accounting.accounting import get_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon
+from doppler_hf.privacy.accounting.attack import gaussian_mu, trade_off
 from doppler_hf.reports import planned_runs as planning
 from tests.support.tiers import thorough
 
@@ -55,6 +56,9 @@ def test_json_holds_every_number(capsys):
     np.testing.assert_allclose(plan["average_noise_std"], sigma * 0.5 / 100 / math.sqrt(30), rtol=1e-15)
     expected = get_epsilon(noise_multiplier=sigma, sample_rate=0.05, steps=30, delta=delta, accountant="rdp")
     np.testing.assert_allclose(plan["epsilon"], expected, rtol=1e-12)
+    best = trade_off([Releases(sigma, 0.05, 30)])
+    rates, mu = [best.true_positive_rate(rate) for rate in (0.01, 0.001)], gaussian_mu(epsilon=expected, delta=delta)
+    np.testing.assert_allclose([*plan["attack"].values()], [*rates, best.advantage, mu], rtol=1e-9)
     # The filter, by SciPy's simulation and its own group delay.
     b, a = (1 / 11, 1 / 11), (1, -9 / 11)
     kappa = scipy.signal.dimpulse((b, a, 1), n=2000)[1][0].ravel()
@@ -69,6 +73,7 @@ def test_json_holds_every_number(capsys):
 def test_the_plan_says_what_auto_takes(capsys):
     auto = json.loads(printed([*WORDS, "--json"], capsys))["auto"]
     text = " ".join(printed(WORDS, capsys).split())
+    assert re.search(r"At ε = 3, no attack on the model can identify more than [\d.]+ % of training records at a 1 %", text)
     assert f"noise_shape={auto['noise_shape']!r} and low_pass_filter={auto['low_pass_filter']!r}" in text
     assert f"σ = {auto['noise_multiplier']:.4g}, and {auto['noise_std']:.4g} per coordinate of a step." in text
 

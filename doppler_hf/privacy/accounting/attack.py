@@ -77,8 +77,8 @@ def attack_in_words(history: Iterable[Releases], *, epsilon: float, records: str
     """Return what ε means in one sentence."""
     found = percent(trade_off(history).true_positive_rate(0.01))
     return (
-        f"At ε = {epsilon:.3g}, no attack can identify more than {found} of {records} at a 1 % false-positive rate; guessing "
-        "identifies 1 %."
+        f"At ε = {epsilon:.3g}, no attack on the model can identify more than {found} of {records} at a 1 % "
+        "false-positive rate; guessing identifies 1 %."
     )
 
 

@@ -42,8 +42,12 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
 
 def meaning_in_words(ledger: PrivacyLedger) -> str:
     """Return what ε of a private training means to an attacker, in one sentence."""
-    records = "training records" if ledger.statement.unit_of_privacy == "one example" else "users"
-    return attack_in_words(ledger.history, epsilon=ledger.epsilon(), records=records)
+    return attack_in_words(ledger.history, epsilon=ledger.epsilon(), records=records_in_words(ledger))
+
+
+def records_in_words(ledger: PrivacyLedger) -> str:
+    """Return what the units of privacy are called."""
+    return "training records" if ledger.statement.unit_of_privacy == "one example" else "users"
 
 
 def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:

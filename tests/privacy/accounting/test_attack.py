@@ -53,9 +53,9 @@ def test_one_sampled_step_against_the_most_powerful_test(sigma, rate):
     assert total_variation * (1 - 1e-9) <= found.advantage <= total_variation * 1.01
 
 
-def test_no_attack_that_is_run_does_better(size=400_000):
+def test_no_attack_that_is_run_does_better():
     """By the sum of the privacy losses of ten sampled steps, the most powerful statistic."""
-    sigma, rate, steps, generator = 0.8, 0.1, 10, np.random.default_rng(0)
+    sigma, rate, steps, size, generator = 0.8, 0.1, 10, 400_000, np.random.default_rng(0)
 
     def losses(is_member):
         noise = sigma * generator.standard_normal((size, steps))
@@ -110,6 +110,6 @@ def test_the_sentence_rounds_up():
     assert [percent(share) for share in (0.0341, 0.034, 0.00561, 1.0)] == ["3.5 %", "3.4 %", "0.6 %", "100 %"]
     history = [Releases(0.772790, 1000 / 67349, 204)]
     assert attack_in_words(history, epsilon=2.9991) == (
-        "At ε = 3, no attack can identify more than 3.5 % of training records at a 1 % false-positive rate; guessing "
-        "identifies 1 %."
+        "At ε = 3, no attack on the model can identify more than 3.5 % of training records at a 1 % false-positive "
+        "rate; guessing identifies 1 %."
     )
