@@ -92,7 +92,7 @@ def draw_trade_off(best: TradeOff) -> str:
         axes.annotate(
             f"{percent(share)} at {100 * rate:g} %", (rate, share), (-6, 6), textcoords="offset points", ha="right"
         )
-    axes.set(xlabel="false-positive rate: others accused", ylabel="true-positive rate: members identified")
+    axes.set(xlabel="false-positive rate: others called members", ylabel="true-positive rate: members identified")
     axes.set(xlim=(1e-4, 1.0), ylim=(1e-4, 1.0), title="Membership attacks on the model")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))

@@ -66,7 +66,7 @@ def test_a_run_is_reported_on_one_page(folder, capsys):
     found = percent(best.true_positive_rate(0.01))
     assert f"no attack on the model can identify more than {found} of training records at a 1 % false-positive rate" in words
     assert f"{found} at 1 %" in page.words  # in the picture
-    assert f"best attack's true minus false positives {percent(best.advantage)} " in words
+    assert f"best attack's advantage, TPR − FPR {percent(best.advantage)} " in words
     assert "model BertForSequenceClassification trained 20" in words
     assert "data 24 training records" in words
     assert f"Trained with ({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})-differential privacy" in words
@@ -111,7 +111,7 @@ def test_the_last_evaluation_is_shown_beside_the_majority_class(tmp_path, saves)
     majority = max(labels.count(0), labels.count(1)) / len(labels)
     shown = f"last evaluation at step 2 loss {metrics['eval_loss']:.4g} accuracy {metrics['eval_accuracy']:.4g} (always the "
     assert f"{shown}most frequent label: {majority:.4g})" in page_of(folder)[1]
-    trainer.model.classifier.bias.data.add_(100.0)
+    trainer.model.classifier.bias.data[0] += 100.0
     trainer.evaluate()
     assert shown in page_of(folder)[1]
     (folder / EVALUATIONS_NAME).write_text((folder / EVALUATIONS_NAME).read_text().replace('"run_id": "', '"run_id": "0'))

@@ -58,7 +58,7 @@ def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     rates = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
     return [
         ("best attack at 1 %, 0.1 % false positives", f"{', '.join(rates)} true positives"),
-        ("best attack's true minus false positives", percent(best.advantage)),
+        ("best attack's advantage, TPR − FPR", percent(best.advantage)),
         ("µ of the Gaussian mechanism with the same ε at δ", f"{gaussian_mu(epsilon=ledger.epsilon(), delta=delta):.3g}"),
     ]
 
