@@ -68,7 +68,7 @@ FAILS = {
     ),
     "an unknown metric": (
         dict(metrics=accuracy, metric_for_best_model="acuracy", **BEST),
-        r"must be one that .* of eval_loss, eval_accuracy, got 'acuracy'",
+        r"must be one that .* of eval_loss, eval_accuracy, eval_majority_class_accuracy, got 'acuracy'",
     ),
     "several sets, and the best by the loss": (
         dict(evaluated=TWO_SETS, **BEST),

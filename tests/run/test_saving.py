@@ -66,6 +66,33 @@ def test_model_and_checkpoints_are_bound_to_their_ledgers(tmp_path, options, fil
         assert not verified(copy)
 
 
+@pytest.mark.parametrize("name", ["default", "second"])
+def test_the_card_of_an_adapter_has_the_ledgers_section(tmp_path, name):
+    """PEFT writes it, and keeps what is in one that is there."""
+    trainer = saved(trainer_of(tmp_path, model=adapted(name), **CHECKPOINTS))
+    out = tmp_path / "out"
+
+    def is_said(folder):
+        card = (folder / "README.md").read_text()
+        assert "library_name: peft" in card
+        assert card.count("## Differential privacy\n") == card.count("Trained with (") <= 1
+        return "Trained with (" in card and f"\n    {PrivacyLedger.load(folder).head}" in card
+
+    assert is_said(out)
+    assert is_said(out / "checkpoint-2")
+    trainer.model.save_pretrained(out)
+    assert is_said(out)
+    trainer.create_model_card()
+    assert is_said(out)
+    trainer.save_model()
+    assert is_said(out)
+    trainer_of(tmp_path, model=trainer.model).save_model()  # it has not trained it
+    assert is_said(out)
+    trained_otherwise(trainer, tmp_path / "public")
+    trainer.save_model()
+    assert not is_said(out)
+
+
 def test_raw_weights_of_a_checkpoint_are_bound_too(tmp_path):
     trainer_of(tmp_path, weight_filter="momentum:beta=0.9", **CHECKPOINTS).train()
     path = tmp_path / "out" / "checkpoint-2" / "weight_filter.pt"
