@@ -193,39 +193,45 @@ FILLED = {
     "buffer": lambda model: model.class_means.add_(1.0),
     "new buffer": lambda model: model.register_buffer("feature_means", torch.ones(2)),
     "frozen parameter": lambda model: model.bert.embeddings.position_embeddings.weight.data.mul_(2.0),
+    "trained weight": lambda model: model.classifier.bias.data.add_(1.0),
 }
 
 
-@pytest.mark.parametrize(("when", "what"), [("step_3", "buffer"), ("end", "new buffer"), ("afterwards", "frozen parameter")])
-def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when):
+class At(TrainerCallback):
+    """Does something to the model at the end of step 3, or of the training, or within an evaluation."""
+
+    def __init__(self, *, step_3=None, end=None, evaluation=None):
+        self.step_3, self.end, self.evaluation = step_3, end, evaluation
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3 and self.step_3 is not None:
+            self.step_3(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if self.end is not None:
+            self.end(model)
+
+    def on_prediction_step(self, args, state, control, model=None, **kwargs):
+        if self.evaluation is not None:
+            self.evaluation(model)
+
+
+@pytest.mark.parametrize(
+    ("when", "what", "converts"),
+    [
+        ("step_3", "buffer", False),
+        ("end", "new buffer", False),
+        ("afterwards", "frozen parameter", False),
+        ("evaluation", "buffer", False),
+        ("evaluation", "trained weight", True),
+    ],
+)
+def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when, converts):
     callbacks = [] if when == "afterwards" else [At(**{when: FILLED[what]})]
-    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks))
+    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks, bf16_full_eval=converts))
     if when == "afterwards":
         FILLED[what](trainer.model)
     assert "epsilon" not in trainer.evaluate()
-    trainer.save_model()
-    assert "are not those that the private training left" in capsys.readouterr().out
-    assert not (tmp_path / "out" / LEDGER_NAME).exists()
-
-
-class InEvaluation(TrainerCallback):
-    """Changes a model within an evaluation."""
-
-    def __init__(self, fill):
-        self.fill = fill
-
-    def on_prediction_step(self, args, state, control, model=None, **kwargs):
-        self.fill(model)
-
-
-FILLED_IN_EVALUATION = FILLED | {"trained weight": lambda model: model.classifier.bias.data.add_(1.0)}
-
-
-@pytest.mark.parametrize(("converts", "what"), [(False, "buffer"), (True, "trained weight")])
-def test_what_an_evaluation_fills_is_not_vouched_for(tmp_path, capsys, converts, what):
-    fill = InEvaluation(FILLED_IN_EVALUATION[what])
-    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill], bf16_full_eval=converts))
-    trainer.evaluate()
     trainer.save_model()
     assert "are not those that the private training left" in capsys.readouterr().out
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
@@ -251,21 +257,6 @@ def test_nothing_is_claimed_for_a_model_that_was_trained_otherwise(tmp_path):
     trainer.create_model_card()
     assert "epsilon" not in trainer.evaluate()
     assert "rivacy" not in card.read_text()
-
-
-class At(TrainerCallback):
-    """Does something to the model at the end of step 3, or of the training."""
-
-    def __init__(self, *, step_3=None, end=None):
-        self.step_3, self.end = step_3, end
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == 3 and self.step_3 is not None:
-            self.step_3(model)
-
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        if self.end is not None:
-            self.end(model)
 
 
 def interrupt(model):
