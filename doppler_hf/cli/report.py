@@ -1,7 +1,7 @@
-"""Report a run: its guarantee, its curves, its noise and filter, on one page of HTML.
+"""Report a run: its guarantee and what that means, its results, its noise and filter, on one page of HTML.
 
-The page needs no other file and no network. It is made from what the run has published: the ledger, and log and filter of
-the newest checkpoint.
+The page needs no other file and no network. It is made from what the run has published: the ledger, its evaluations, and
+log and filter of the newest checkpoint.
 
   doppler-hf report out/
   doppler-hf report out/ --output report.html
@@ -17,9 +17,18 @@ import numpy as np
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words
-from doppler_hf.reports.run_report import draw_noise_over_frequency, draw_run, html_list, html_page, html_table
-from doppler_hf.run.checkpoints import filter_of_checkpoint, is_whole
+from doppler_hf.privacy.accounting.attack import trade_off
+from doppler_hf.privacy.ledger.terms import account_in_words, attacks_in_words, claim_in_words, records_in_words
+from doppler_hf.reports.run_report import (
+    draw_noise_over_frequency,
+    draw_run,
+    draw_trade_off,
+    html_list,
+    html_page,
+    html_table,
+    last_evaluation,
+)
+from doppler_hf.run.checkpoints import filter_of_checkpoint, is_whole, kept_evaluations
 
 REPORT_NAME: Final = "privacy_report.html"
 # Points of the curve of ε; an account by PRV takes a tenth of a second or more.
@@ -43,14 +52,24 @@ def run(args: argparse.Namespace) -> int:
     ledger = PrivacyLedger.load(args.folder)
     statement, checkpoint = ledger.statement, newest_checkpoint(args.folder, ledger)
     logs = [] if checkpoint is None else json.loads((checkpoint / _STATE).read_text("utf-8"))["log_history"]
+    if evaluations := kept_evaluations(args.folder, ledger=ledger):
+        logs = [entry for entry in logs if not any(name.startswith("eval_") for name in entry)] + evaluations
     curves = draw_run(logs, epsilons_of(ledger), target_epsilon=statement.target_epsilon)
     low_pass_filter = filter_of_checkpoint(None if checkpoint is None else str(checkpoint))
     noise = draw_noise_over_frequency(NoiseShape.parse(statement.noise_shape), low_pass_filter)
     logged = (
         ""
-        if logs
-        else "<p>No checkpoint of this training is here, so that there are neither a log nor a filter to draw.</p>"
+        if checkpoint is not None
+        else "<p>No checkpoint of this training is here, so that there are neither its loss nor a filter to draw.</p>"
     )
+    first, last = (ledger.entries[place]["time"][:10] for place in (0, -1))
+    what = [
+        ("model", model_in_words(args.folder, *([] if checkpoint is None else [checkpoint]))),
+        ("trained", first if first == last else f"{first} to {last}"),
+        ("data", f"{statement.num_units:,} {records_in_words(ledger)}"),
+        *last_evaluation(logs),
+    ]
+    meaning = [("What ε means", draw_trade_off(trade_off(ledger.history)) + html_table(attacks_in_words(ledger)))]
     check = (
         f"<p><code>doppler-hf verify {html.escape(args.folder.resolve().name)}</code> recomputes ε and the chain of hashes. "
         f"The last hash is <code>{ledger.head}</code>.</p>"
@@ -60,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         claim=claim_in_words(ledger),
         is_private=ledger.why_not_private is None,
         sections=[
+            ("The training", html_table(what)),
+            *(meaning if ledger.why_not_private is None else []),
             ("Over the training", curves + logged),
             ("The noise over time", f"<p>{html.escape(statement.noise_shape_in_words)}</p>{noise}"),
             ("The terms", html_table(account_in_words(ledger))),
@@ -71,6 +92,20 @@ def run(args: argparse.Namespace) -> int:
     output.write_text(page, encoding="utf-8")
     print(f"The report is in {output}.")
     return 0
+
+
+def model_in_words(*folders: Path) -> str:
+    """Return the name of the model that was saved in the first of some folders that has one."""
+    for path in (folder / name for folder in folders for name in ("adapter_config.json", "config.json")):
+        if path.is_file():
+            config = json.loads(path.read_text("utf-8"))
+            base = config.get("base_model_name_or_path") or config.get("_name_or_path") or ""
+            of = Path(base).name if Path(base).is_absolute() else base  # where it lay is nobody's business
+            kind = (
+                f"{config['peft_type']} adapter" if "peft_type" in config else ", ".join(config.get("architectures") or ())
+            )
+            return f"{kind} of {of}" if of else kind
+    return "none is saved here"
 
 
 def epsilons_of(ledger: PrivacyLedger) -> list[tuple[int, float]]:

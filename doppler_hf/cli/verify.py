@@ -16,7 +16,7 @@ did what the file says.
 import argparse
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, get_args
 
@@ -27,7 +27,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import ledgers_in
-from doppler_hf.privacy.ledger.terms import terms_in_words
+from doppler_hf.privacy.ledger.terms import attacks_in_words, meaning_in_words, terms_in_words
 from doppler_hf.privacy.ledger.weights import weight_files
 
 # The same code on another machine may add in another order.
@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"VERIFIED: {guarantee_in_words(ledger)} Of {of_weights}.", markup=False, soft_wrap=True)
     for mismatch in mismatches:
         console.print(f"- {mismatch}", markup=False, soft_wrap=True)
-    console.print(terms_table(ledger))
+    meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]
+    console.print(terms_table(ledger, meaning))
     if args.all_accountants:
         for name in get_args(Accountant):
             epsilon = recompute(ledger.history, name, private=ledger.private, delta=ledger.statement.target_delta)
@@ -185,8 +186,8 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
     return [f"The head is {ledger.head}, not {head.lower()}: {what}."]
 
 
-def terms_table(ledger: PrivacyLedger) -> Table:
-    """Lay out the terms of the guarantee, and what was run."""
+def terms_table(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> Table:
+    """Lay out the terms of the guarantee, what was run, and what that means."""
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
     spent = recompute(ledger.history, statement.accountant, private=ledger.private, delta=statement.target_delta)
     end = "closed" if last.is_closed else f"not closed: at least {last.steps_released:,} of them were run"
@@ -197,6 +198,7 @@ def terms_table(ledger: PrivacyLedger) -> Table:
         ("steps reserved", f"{last.steps_reserved:,}"),
         ("steps counted", f"{ledger.steps_run:,} ({end})"),
         ("ε of all steps counted", f"{spent:.6g} by {statement.accountant}"),
+        *meaning,
         ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),
     ):
         table.add_row(*row)

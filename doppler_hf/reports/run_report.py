@@ -8,11 +8,13 @@ from typing import Any, Final
 import numpy as np
 
 from doppler_hf.filters import LowPassFilter, NoiseShape, frequency_response
+from doppler_hf.privacy.accounting.attack import TradeOff, percent
 from doppler_hf.reports.plots import new_figure
 
 # Of what Transformers logs: quantities of the training, and of evaluations all but how long they took.
 _SHOWN: Final = ("loss", "learning_rate", "grad_norm")
-_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon")
+_MAJORITY: Final = "majority_class_accuracy"
+_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon", _MAJORITY)
 PAGE: Final = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -51,6 +53,53 @@ def html_list(lines: Sequence[str]) -> str:
     return "<ul>\n" + "\n".join(f"<li>{html.escape(line)}</li>" for line in lines) + "\n</ul>"
 
 
+def _is_metric(name: str) -> bool:
+    return name.startswith("eval_") and not name.endswith(_NOT_SHOWN)
+
+
+def _majority_of(name: str) -> str:
+    return name.removesuffix("accuracy") + _MAJORITY
+
+
+def last_evaluation(logs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return the metrics of the last step that was evaluated, each with its name; of all sets, if there are several."""
+    evaluations = [entry for entry in logs if any(map(_is_metric, entry))]
+    last = [entry for entry in evaluations if entry["step"] == evaluations[-1]["step"]]
+    metrics = {name: value for entry in last for name, value in entry.items()}
+    rows = [("last evaluation", f"at step {metrics['step']:,}")] if metrics else []
+    for name, value in metrics.items():
+        if _is_metric(name):
+            majority = metrics.get(_majority_of(name))
+            beside = "" if majority is None else f" (always the most frequent label: {majority:.4g})"
+            rows.append((name.removeprefix("eval_"), f"{value:.4g}{beside}"))
+    return rows
+
+
+def draw_trade_off(best: TradeOff) -> str:
+    """Draw the best true-positive rate of an attack against its false-positive rate, and guessing, and return it as SVG."""
+    from matplotlib.ticker import FuncFormatter
+
+    rates = np.geomspace(1e-4, 1.0, 300)
+    reached = np.array([best.true_positive_rate(rate) for rate in rates])
+    figure = new_figure(6.0, 4.2)
+    axes = figure.subplots()
+    axes.loglog(rates, reached, color="C3", label="no attack is above this line")
+    axes.fill_between(rates, rates, reached, color="C3", alpha=0.12)
+    axes.loglog(rates, rates, "--", color="grey", label="guessing")
+    for rate in (1e-3, 1e-2):
+        share = best.true_positive_rate(rate)
+        axes.plot(rate, share, "o", color="C3", markersize=5)
+        axes.annotate(
+            f"{percent(share)} at {100 * rate:g} %", (rate, share), (-6, 6), textcoords="offset points", ha="right"
+        )
+    axes.set(xlabel="false-positive rate: others called members", ylabel="true-positive rate: members identified")
+    axes.set(xlim=(1e-4, 1.0), ylim=(1e-4, 1.0), title="Membership attacks on the model")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+    axes.legend(loc="lower right", fontsize="small")
+    return _svg(figure)
+
+
 def draw_run(
     logs: Sequence[Mapping[str, Any]], epsilons: Sequence[tuple[int, float]], *, target_epsilon: float | None
 ) -> str:
@@ -58,7 +107,7 @@ def draw_run(
     curves: dict[str, list[tuple[float, float]]] = {}
     for entry in logs:
         for name, value in entry.items():
-            if name in _SHOWN or (name.startswith("eval_") and not name.endswith(_NOT_SHOWN)):
+            if name in _SHOWN or _is_metric(name):
                 curves.setdefault(name, []).append((entry["step"], value))
     shown = {name: points for name, points in {"ε": epsilons, **curves}.items() if len(points) > 1}
     if not shown:
@@ -70,6 +119,8 @@ def draw_run(
     for panel, (name, points) in zip(panels, shown.items(), strict=False):
         panel.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, linewidth=1.2)
         panel.set(title=name, xlabel="step")
+        for share in {entry[majority] for entry in logs if (majority := _majority_of(name)) in entry}:
+            panel.axhline(share, color="grey", linewidth=0.8, linestyle=":")
     if target_epsilon is not None and "ε" in shown:
         panels[0].axhline(target_epsilon, color="black", linewidth=0.8, linestyle="--")
     for panel in panels[len(shown) :]:

@@ -21,9 +21,10 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.weights import hashes, stamps
+from doppler_hf.run.checkpoints import keep_evaluations
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, warn_of_another_base
 from doppler_hf.run.learning_rate import told_of_small_rate
-from doppler_hf.run.model_card import complete_card
+from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
 from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
@@ -156,7 +157,7 @@ class PrivacyCallback(TrainerCallback):
         """
         home = folder if checkpoint_step is None else folder.parent
         with self.writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
-            before = stamps(folder)
+            before, card = stamps(folder), folder / CARD_NAME
             yield
             ledger, weights = self.ledger, hashes(folder, unless_as=before)
             # Files are what they were, whatever became of a part of the model that is not in them.
@@ -174,6 +175,8 @@ class PrivacyCallback(TrainerCallback):
                 aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
                 if aside is not None:
                     print(f"The ledger in {folder} is now {aside.name}: it does not speak for these weights.")
+                if card.exists() and not (folder / LEDGER_NAME).exists():
+                    renew_section(card, None)  # which PEFT keeps
                 return
             if checkpoint_step is not None:
                 ledger.checkpoint(checkpoint_step, max_grad_norm=self._current_run().moving_max_grad_norm)
@@ -182,6 +185,8 @@ class PrivacyCallback(TrainerCallback):
                 ledger.save(args.output_dir)
             set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(folder)
+            if card.exists() and (hasattr(model, "peft_config") or HEADING in card.read_text("utf-8")):
+                renew_section(card, ledger)
             if is_new and checkpoint_step is None:
                 print(f"The last hash of {folder / LEDGER_NAME}, which speaks for the weights beside it, is {ledger.head}.")
 
@@ -224,7 +229,7 @@ class PrivacyCallback(TrainerCallback):
         """Add the optimizer and a section on privacy to Transformers' model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
             words = {"rate_words": self._rate_words, "filter_words": self._filter_words}
-            complete_card(Path(args.output_dir) / "README.md", args, ledger=self.ledger, **words)
+            complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=self.ledger, **words)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -246,6 +251,11 @@ class PrivacyCallback(TrainerCallback):
             self.ledger.close()
             self.ledger.save(args.output_dir)
             print_end(self.ledger, args, logs=state.log_history)
+
+    def on_evaluate(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Keep the evaluations for the report: no checkpoint has those that come after it was written."""
+        if self.ledger is not None and state.is_world_process_zero:
+            keep_evaluations(args.output_dir, state.log_history, ledger=self.ledger)
 
     def end_run(self, args: DopplerTrainingArguments, state: TrainerState, *, model: nn.Module) -> None:
         """Note, on disk too, the model as the training has left it, by its end or an interruption."""

@@ -1,17 +1,20 @@
 """The *Differential privacy* section of a model card, written from the privacy ledger of the training.
 
 It states only what the ledger states, and how to check that. The optimizer is in another place of the card, among the
-hyper-parameters.
+hyper-parameters. Transformers writes a card when it is asked to, PEFT whenever an adapter is saved.
 """
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.training_args import DopplerTrainingArguments
+
+CARD_NAME: Final = "README.md"
+HEADING: Final = "## Differential privacy"
 
 
 def privacy_section(ledger: PrivacyLedger) -> str:
@@ -21,7 +24,7 @@ def privacy_section(ledger: PrivacyLedger) -> str:
         >>> print(privacy_section(PrivacyLedger.load("out")))
     """
     lines = [
-        "## Differential privacy",
+        HEADING,
         "",
         claim_in_words(ledger).replace("Not differentially private", "**Not differentially private**"),
         "",
@@ -46,6 +49,14 @@ def with_columns_in_one_order(log_history: list[dict[str, Any]]) -> list[dict[st
     return [{name: row.get(name, "") for name in names} if "eval_loss" in row else row for row in log_history]
 
 
+def renew_section(path: Path, ledger: PrivacyLedger | None) -> None:
+    """Put the section of a ledger at the end of a card, in place of an earlier one; without a ledger only take that out."""
+    text = path.read_text("utf-8")
+    kept = re.sub(rf"^{HEADING}\n.*?(?=^#|\Z)", "", text, flags=re.MULTILINE | re.DOTALL).rstrip() + "\n"
+    if ledger is not None or HEADING in text:
+        path.write_text(kept if ledger is None else f"{kept}\n{privacy_section(ledger)}", "utf-8")
+
+
 def complete_card(
     path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, rate_words: str, filter_words: str
 ) -> None:
@@ -58,4 +69,5 @@ def complete_card(
         text = "\n".join(line if each.startswith(line[: line.index(":") + 1]) else each for each in text.split("\n"))
     # Transformers' table of evaluations heads a column by what follows the first "_" in its name, and "epsilon" has none.
     text = re.sub(r"^(\| Training Loss \|.*\| ) ", r"\1ε", text, flags=re.MULTILINE)
-    path.write_text(f"{text.rstrip()}\n\n{privacy_section(ledger)}", "utf-8")
+    path.write_text(text, "utf-8")
+    renew_section(path, ledger)

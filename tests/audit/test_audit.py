@@ -80,12 +80,15 @@ def arguments(tmp_path, **overrides):
     return DopplerTrainingArguments(**(options | overrides))
 
 
-def audited(tmp_path, *, num_canaries=CANARIES, coin_seed=None, **overrides):
-    trainer = AuditOfLine(
-        model=Line(), args=arguments(tmp_path, **overrides), train_dataset=points(), num_canaries=num_canaries,
+def audit_of(tmp_path, *, number=200, num_canaries=CANARIES, coin_seed=None, **overrides):
+    return AuditOfLine(
+        model=Line(), args=arguments(tmp_path, **overrides), train_dataset=points(number), num_canaries=num_canaries,
         data_collator=stack, coin_seed=coin_seed,
     )  # fmt: skip
-    return trainer.audit(confidence=SURE)
+
+
+def audited(tmp_path, **options):
+    return audit_of(tmp_path, **options).audit(confidence=SURE)
 
 
 def corrupted(monkeypatch, change):
@@ -295,27 +298,19 @@ def one_canary(tmp_path):
     coins = iter(range(1000))
 
     def make(**overrides):
-        options = dict(per_device_train_batch_size=100, noise_multiplier=10.0, grad_sample_self_check=False)
-        return AuditOfLine(
-            model=Line(), args=arguments(tmp_path, **(options | overrides)), train_dataset=points(100), num_canaries=1,
-            data_collator=stack, coin_seed=next(coins),
-        )  # fmt: skip
+        options = dict(num_canaries=1, per_device_train_batch_size=100, noise_multiplier=10.0)
+        return audit_of(tmp_path, number=100, coin_seed=next(coins), **(options | overrides))
 
     return make
 
 
-def test_repeated_runs_take_the_largest_claims_and_one_canary_each(one_canary, tmp_path):
+def test_repeated_runs_take_the_largest_claims_and_one_canary_each(one_canary):
     result = audit_repeatedly(lambda: one_canary(per_device_train_batch_size=50), runs=6)
     assert 0 < result.included.sum() < 6
     without = get_epsilon(noise_multiplier=10.0, sample_rate=50 / 100, steps=1, delta=1e-2, accountant="pld")
     assert result.claims["pld"] == pytest.approx(without, rel=1e-9)  # with the canary the rate is 50/101
     with pytest.raises(ValueError, match="num_canaries must be 1 in repeated runs, got 2"):
-        audit_repeatedly(
-            lambda: AuditOfLine(
-                model=Line(), args=arguments(tmp_path), train_dataset=points(), num_canaries=2, data_collator=stack
-            ),
-            runs=2,
-        )
+        audit_repeatedly(lambda: one_canary(num_canaries=2), runs=2)
     with pytest.raises(ValueError, match="runs must be at least 2, got 1"):
         audit_repeatedly(one_canary, runs=1)
     with pytest.raises(ValueError, match="confidence must lie in"):
@@ -326,9 +321,7 @@ def test_repeated_runs_take_the_largest_claims_and_one_canary_each(one_canary, t
 
 
 def test_training_set_has_the_ordinary_rows_and_the_included_canaries(tmp_path):
-    trainer = AuditOfLine(
-        model=Line(), args=arguments(tmp_path), train_dataset=points(50), num_canaries=30, data_collator=stack
-    )
+    trainer = audit_of(tmp_path, number=50, num_canaries=30)
     numbers = np.array(trainer.train_dataset[CANARY_COLUMN])
     assert numbers[:50].tolist() == [ORDINARY] * 50
     assert numbers[50:].tolist() == np.flatnonzero(trainer.included).tolist()
@@ -337,12 +330,7 @@ def test_training_set_has_the_ordinary_rows_and_the_included_canaries(tmp_path):
 
 
 def test_coins_are_fair_independent_and_new_each_time(tmp_path):
-    first, second = (
-        AuditOfLine(
-            model=Line(), args=arguments(tmp_path), train_dataset=points(), num_canaries=4000, data_collator=stack
-        ).included
-        for _ in range(2)
-    )
+    first, second = (audit_of(tmp_path, num_canaries=4000).included for _ in range(2))
     # Binomial(4000, ½), two-sided at 3e-7 each: together 1e-6.
     low, high = scipy.stats.binom.ppf([1.5e-7, 1 - 1.5e-7], 4000, 0.5)
     for heads in (first.sum(), second.sum(), np.sum(first == second)):

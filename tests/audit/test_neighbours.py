@@ -21,7 +21,7 @@ from tests.audit.neighbour_cases import (
     result_of,
 )
 from tests.support.tiers import further
-from tests.support.tiny import Rows, pad, tiny_bert
+from tests.support.tiny import OwnGenerator, Rows, hidden, pad, tiny_bert
 from tests.support.trainers import TokenMean, trained, trainer_of, weights
 
 
@@ -68,22 +68,7 @@ class Augmented(Rows):
     """Tokens of an example are hidden at random, each time others."""
 
     def __getitem__(self, index):
-        return hide(self.rows[index])
-
-
-class Own(Augmented):
-    """From a generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = np.random.default_rng(0)
-
-    def __getitem__(self, index):
-        return hide(self.rows[index], random=self.generator.random)
-
-
-def hide(row, *, random=np.random.random):
-    return row | {"input_ids": [4 if random() < 0.3 else token for token in row["input_ids"]]}
+        return hidden(self.rows[index])
 
 
 def test_random_augmentation_is_held_for_the_others(tmp_path):
@@ -187,7 +172,7 @@ def test_what_cannot_be_tested_is_refused(tmp_path):
     trainer.data_collator = drawing
     with pytest.raises(ValueError, match="data_collator must not be random in a neighbour test"):
         neighbour_distances(trainer)
-    trainer.data_collator, trainer.train_dataset = pad, Own()
+    trainer.data_collator, trainer.train_dataset = pad, OwnGenerator()
     with pytest.raises(ValueError, match="train_dataset must draw all random numbers from the global generators"):
         neighbour_distances(trainer)
     with pytest.raises(ValueError, match="disable_dp must be False for a neighbour test, got True"):

@@ -9,7 +9,8 @@ import scipy.signal
 
 from doppler_hf.cli import main
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy.accounting.accounting import get_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon
+from doppler_hf.privacy.accounting.attack import gaussian_mu, trade_off
 from doppler_hf.reports import planned_runs as planning
 from tests.support.tiers import thorough
 from tests.support.tiny import text_data
@@ -60,6 +61,9 @@ def test_json_holds_every_number(capsys, given):
     turns = dict(sample_rate=shape.bands * 0.05, steps=-(-30 // shape.bands))
     expected = get_epsilon(noise_multiplier=sigma, **turns, delta=delta, accountant="rdp")
     np.testing.assert_allclose(plan["epsilon"], expected, rtol=1e-12)
+    best = trade_off([Releases.in_turns(sigma, 0.05, 30, groups=shape.bands)])
+    rates, mu = [best.true_positive_rate(rate) for rate in (0.01, 0.001)], gaussian_mu(epsilon=expected, delta=delta)
+    np.testing.assert_allclose([*plan["attack"].values()], [*rates, best.advantage, mu], rtol=1e-9)
     # Noise and filter, by SciPy's simulation and its own group delay.
     b, a = (1 / 11, 1 / 11), (1, -9 / 11)
     impulse = np.eye(1, 2000)[0]
@@ -85,6 +89,8 @@ def test_plan_and_training_name_the_same_noise_multiplier(tmp_path, capsys):
     assert rows(plan)["noise multiplier"] == f"{sigma} (solved for)"
     assert (rows(plan)["noise_shape"][:6], shape[:14]) == ("banded", "partly cancels")
     assert f"filter: {rows(plan)['low_pass_filter'].split()[0]} (auto)" in start
+    sentence = r"At ε = 8, no attack on the model can identify more than [\d.]+ % of training records at a 1 %"
+    assert re.search(sentence, " ".join(plan.split()))
 
 
 @pytest.mark.usefixtures("one_cell")

@@ -1,12 +1,15 @@
 """The report of a run is one page of what the run has published, and needs nothing else."""
 
+import json
 from html.parser import HTMLParser
 
 import pytest
 
 from doppler_hf.cli import main
-from doppler_hf.cli.report import REPORT_NAME, epsilons_of, newest_checkpoint
+from doppler_hf.cli.report import REPORT_NAME, epsilons_of, model_in_words, newest_checkpoint
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.accounting.attack import percent, trade_off
+from doppler_hf.run.checkpoints import EVALUATIONS_NAME
 from tests.support.trainers import trainer_of
 
 VOID = {"meta", "br", "img", "link"}
@@ -31,6 +34,18 @@ class Wellformed(HTMLParser):
         self.words.append(data)
 
 
+def accuracy(prediction):
+    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
+
+
+def page_of(folder):
+    """Write the report of a folder, and return it with its text in one line."""
+    assert main(["report", str(folder)]) == 0
+    page = Wellformed()
+    page.feed((folder / REPORT_NAME).read_text("utf-8"))
+    return page, " ".join(" ".join(page.words).split())
+
+
 @pytest.fixture
 def folder(tmp_path):
     trainer = trainer_of(
@@ -42,13 +57,18 @@ def folder(tmp_path):
 
 
 def test_a_run_is_reported_on_one_page(folder, capsys):
-    assert main(["report", str(folder)]) == 0
+    page, words = page_of(folder)
     assert capsys.readouterr().out == f"The report is in {folder / REPORT_NAME}.\n"
-    ledger, page = PrivacyLedger.load(folder), Wellformed()
-    page.feed((folder / REPORT_NAME).read_text("utf-8"))
+    ledger = PrivacyLedger.load(folder)
     assert not page.open
     assert not page.addresses  # no other file, no network
-    words = " ".join(" ".join(page.words).split())
+    best = trade_off(ledger.history)
+    found = percent(best.true_positive_rate(0.01))
+    assert f"no attack on the model can identify more than {found} of training records at a 1 % false-positive rate" in words
+    assert f"{found} at 1 %" in page.words  # in the picture
+    assert f"best attack's advantage, TPR − FPR {percent(best.advantage)} " in words
+    assert "model BertForSequenceClassification trained 20" in words
+    assert "data 24 training records" in words
     assert f"Trained with ({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})-differential privacy" in words
     assert ledger.head in words
     for title in ("ε", "loss", "eval_loss", "grad_norm", "learning_rate", "|H|² of the filter"):
@@ -65,9 +85,7 @@ def test_the_log_of_another_training_in_the_folder_is_not_shown(tmp_path):
     folder = tmp_path / "out"
     assert (folder / "checkpoint-6").is_dir()
     assert newest_checkpoint(folder, PrivacyLedger.load(folder)) == folder / "checkpoint-4"
-    assert main(["report", str(folder)]) == 0
-    page = Wellformed()
-    page.feed((folder / REPORT_NAME).read_text("utf-8"))
+    page, _ = page_of(folder)
     assert "grad_norm" in page.words
     assert "loss" not in page.words
     assert str(tmp_path) not in " ".join(page.words)
@@ -82,10 +100,43 @@ def test_epsilon_grows_to_what_the_ledger_says_over_all_runs(folder):
     assert epsilons[-1] == ledger.epsilon()
 
 
+@pytest.mark.parametrize("saves", [dict(save_strategy="steps", save_steps=2), dict(save_strategy="no")])
+def test_the_last_evaluation_is_shown_beside_the_majority_class(tmp_path, saves):
+    """That at the end of an epoch comes after the last checkpoint. None of another model, or another training."""
+    trainer = trainer_of(tmp_path, max_steps=2, eval_strategy="epoch", **saves)
+    trainer.compute_metrics = accuracy
+    trainer.train()
+    folder, labels = tmp_path / "out", trainer.eval_dataset["labels"]
+    metrics = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    majority = max(labels.count(0), labels.count(1)) / len(labels)
+    shown = f"last evaluation at step 2 loss {metrics['eval_loss']:.4g} accuracy {metrics['eval_accuracy']:.4g} (always the "
+    assert f"{shown}most frequent label: {majority:.4g})" in page_of(folder)[1]
+    trainer.model.classifier.bias.data[0] += 100.0
+    trainer.evaluate()
+    assert shown in page_of(folder)[1]
+    (folder / EVALUATIONS_NAME).write_text((folder / EVALUATIONS_NAME).read_text().replace('"run_id": "', '"run_id": "0'))
+    assert "accuracy" not in page_of(folder)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("config.json", {"architectures": ["BertModel"]}, "BertModel"),
+        ("adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "o/bert"}, "LORA adapter of o/bert"),
+        ("adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "/home/me/bert"}, "LORA adapter of bert"),
+        ("other.json", {}, "none is saved here"),
+    ],
+)
+def test_the_model_is_named_and_not_where_it_lay(tmp_path, name, config, words):
+    (tmp_path / name).write_text(json.dumps(config))
+    assert model_in_words(tmp_path / "nowhere", tmp_path) == words
+
+
 def test_a_run_that_was_not_private_says_so(tmp_path):
     trainer_of(tmp_path, noise_multiplier=0.0, max_steps=1, save_strategy="no").train()
-    assert main(["report", str(tmp_path / "out")]) == 0
-    assert "Not differentially private" in (tmp_path / "out" / REPORT_NAME).read_text("utf-8")
+    _, words = page_of(tmp_path / "out")
+    assert "Not differentially private" in words
+    assert "attack" not in words
 
 
 @pytest.mark.parametrize(

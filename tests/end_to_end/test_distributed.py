@@ -14,7 +14,7 @@ from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.support import processes
-from tests.support.tiny import InOrder, pad, text_data, tiny_bert
+from tests.support.tiny import InOrder, head_alone, pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
 
@@ -66,18 +66,12 @@ def refusal(folder, name, **options):
     return "was not refused"
 
 
-def head_model():
-    model = tiny_bert()
-    model.bert.requires_grad_(False)
-    return model
-
-
 # An argument that process 1 alone has, and its name in the statement.
 OTHER_TERMS = {
     "per_sample_max_grad_norm": (dict(per_sample_max_grad_norm=10.0), "per_sample_max_grad_norm"),
     "learning_rate": (dict(learning_rate=0.5), "learning_rate"),
     "save_steps": (dict(save_strategy="steps", save_steps=3), "save_strategy"),
-    "what is trained": (dict(model=head_model()), "what is trained of the model"),
+    "what is trained": (dict(model=head_alone()), "what is trained of the model"),
 }
 
 

@@ -7,13 +7,12 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import chat
-from tests.support.chat import arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
+from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
 from tests.support.tiers import further
 from tests.support.trainers import weights
 
@@ -23,7 +22,6 @@ from trl import DPOConfig, DPOTrainer
 
 from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer
 
-LORA = LoraConfig(r=2, target_modules="all-linear")
 # A data set, the adapters, and what the model reads before and in the answers, without the end of the text.
 FORMATS = {
     "prompt": (chat.preferences, None, lambda q, a: (q, f" {a}")),
@@ -64,26 +62,13 @@ def in_double(folder, name="prompt", **options):
 @pytest.mark.parametrize("name", further([*FORMATS], quick=["prompt"]))
 def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     trainer = trainer_of(tmp_path, name, eval_strategy="steps", eval_steps=1, max_tokens_per_micro_batch=400)
-    assert (trainer.args.bf16, trainer.args.gradient_checkpointing) == (True, True)  # TRL's defaults
     read, decode = FORMATS[name][-1], trainer.processing_class.decode
     for row, (question, *answers) in zip(trainer.train_dataset, chat.pairs(), strict=True):
         for answer, ids, whole in zip(answers, (row["chosen_ids"], row["rejected_ids"]), row["input_ids"], strict=True):
             prompt, text = read(question, answer)
             assert decode(ids).removesuffix("<|end|>") in (text, f" {text}", text.lstrip())
             assert decode(whole) == f"{prompt}{text}<|end|>"
-    before = weights(trainer)
-    trainer.train()
-    assert not torch.equal(weights(trainer), before)
-    steps = [logs for logs in trainer.state.log_history if "grad_norm" in logs]
-    # Neither rewards nor margins nor log-probabilities of the pairs drawn.
-    assert [logs.keys() for logs in steps] == [{"loss", "grad_norm", "learning_rate", "epoch", "epsilon", "step"}] * 2
-    evaluations = [logs for logs in trainer.state.log_history if "eval_loss" in logs]
-    assert [{"eval_rewards/margins", "eval_rewards/accuracies", "epsilon"} <= logs.keys() for logs in evaluations] == [
-        True
-    ] * 2
-    assert {logs["eval_num_tokens"] for logs in evaluations} == {0.0}
-    assert trainer.privacy.ledger.statement.num_units == 24
-    assert trainer.privacy.ledger.private
+    chat.assert_trains_privately(trainer, evaluated={"eval_rewards/margins", "eval_rewards/accuracies"})
 
 
 @pytest.mark.parametrize(

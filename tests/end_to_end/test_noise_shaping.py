@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from doppler_hf import DopplerTrainer, GradientRecorder
+from doppler_hf import DopplerTrainer
 from doppler_hf.privacy.accounting import Releases
 from tests.support.tiny import pad, text_data
 from tests.support.trainers import NoSignal, Recorder, trainer_of
@@ -107,10 +107,3 @@ def test_the_budget_guard_counts_turns(tmp_path):
     # 8 steps are three turns; the ninth belongs to the third turn, and costs nothing.
     assert ledger.affordable_steps(5) == 1
     assert ledger.epsilon(further_steps=1) == ledger.epsilon() < ledger.epsilon(further_steps=2)
-
-
-def test_too_many_bands_and_a_recorder_are_refused_before_a_ledger_is_written(tmp_path):
-    with pytest.raises(ValueError, match="4 groups that take turns need 4 × the expected batch size of 8 units, got 24"):
-        trainer_of(tmp_path, noise_shape="banded:bands=4").train()
-    with pytest.raises(ValueError, match=r"noise_shape must be 'white' with a GradientRecorder, got banded"):
-        trainer_of(tmp_path, noise_shape=SHAPE, callbacks=[GradientRecorder(dimensions=4)]).train()

@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
-from doppler_hf.privacy.batching.columns import lengths_of, units_of
+from doppler_hf.privacy.batching.columns import lengths_of
 from doppler_hf.privacy.batching.fetching import DrawnExamples
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, collate_piece
 from doppler_hf.privacy.batching.sampling import OfStep, share_of
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import pad, pad_numbered, text_data, tiny_bert
 from tests.support.tolerances import RAISED
-from tests.support.trainers import Recorder, trained, trainer_of
+from tests.support.trainers import Recorder, trainer_of
 
 UNITS = [0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6, 7]  # eight units of one to four examples
 SIZES = np.bincount(UNITS)
@@ -32,10 +31,6 @@ def users(num_examples=24, seed=0):
     """Texts of users who have one to five of them."""
     names = [f"user {number}" for number in (0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)]
     return text_data(num_examples, seed=seed).add_column("user_id", names[:num_examples])
-
-
-def numbered(examples):
-    return pad(examples) | {"number": torch.tensor([example["number"] for example in examples])}
 
 
 # --- the sampler ----------------------------------------------------------------------------------------------------------
@@ -76,16 +71,6 @@ def test_a_limit_takes_that_many_of_a_unit_at_random():
     assert np.all(counts[SIZES[UNITS] <= 2] == steps)
 
 
-@pytest.mark.parametrize("limit", [None, 3])
-def test_the_shares_of_a_unit_add_up_to_at_most_one(limit):
-    sampler = sampler_of(max_examples_per_unit=limit, expected_batch_size=8)
-    drawn = sampler.draw(0)
-    for unit in range(8):
-        counts = sampler.counts[drawn[np.array(UNITS)[drawn] == unit]].tolist()
-        assert counts == [len(counts)] * len(counts)
-        assert 1 - 1e-6 < sum(map(share_of, counts)) <= 1.0
-
-
 def test_processes_share_the_units_out():
     shards = [sampler_of(expected_batch_size=8, rank=rank, world_size=3).draw(0).tolist() for rank in range(3)]
     assert sorted(sum(shards, [])) == list(range(len(UNITS)))
@@ -104,28 +89,6 @@ def test_a_draw_of_units_keeps_equal_shares_together_and_is_sorted_by_length():
 
 
 # --- the column -----------------------------------------------------------------------------------------------------------
-
-
-def test_equal_values_of_a_column_are_a_unit():
-    data = Dataset.from_dict({"user": ["b", "a", "b", "c"], "text": ["1", "2", "3", "4"]})
-    assert units_of(data, column="user").tolist() == [0, 1, 0, 2]
-    assert units_of(data.select([3, 2, 0]), column="user").tolist() == [0, 1, 1]
-    hidden = data.with_transform(lambda rows: {"size": [len(text) for text in rows["text"]]})
-    assert units_of(hidden, column="user").tolist() == [0, 1, 0, 2]
-
-
-@pytest.mark.parametrize(
-    ("values", "column", "message"),
-    [
-        (["a", None], "user", "has no value for some examples"),
-        ([1.0, math.nan], "user", "has no value for some examples"),
-        (["a", "b"], "owner", "must be a column of train_dataset, got user. Give a datasets.Dataset"),
-        ([["a"], ["b"]], "user", "must hold numbers or strings"),
-    ],
-)
-def test_a_column_that_names_no_units_is_refused(values, column, message):
-    with pytest.raises(ValueError, match=message):
-        units_of(Dataset.from_dict({"user": values}), column=column)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 16])
@@ -152,7 +115,7 @@ def test_a_unit_whose_mean_is_clipped_is_in_one_micro_batch(max_tokens, views):
         num_examples=24, expected_batch_size=12, micro_batches=2, lengths=lengths_of(data), units=users_of, seed=0,
         keeps_units_whole=True,
     )  # fmt: skip
-    loader = PrivateLoader(data, sampler=sampler, collator=numbered, max_rows=9, max_tokens=max_tokens, views=views)
+    loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, max_rows=9, max_tokens=max_tokens, views=views)
     seen = []
     for batch in itertools.chain.from_iterable(loader):
         assert batch.weight == 1.0
@@ -221,28 +184,6 @@ def everything_drawn(monkeypatch):
     monkeypatch.setattr(PoissonSampler, "coins", lambda self, count, *, step: np.zeros(count))
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "limit", "clip_unit_mean"),
-    [(None, 2, False), (60, None, True)],
-)
-def test_a_user_changes_the_private_sum_of_the_trainer_by_at_most_c(
-    tmp_path, monkeypatch, limit, max_tokens, clip_unit_mean
-):
-    everything_drawn(monkeypatch)
-    gradients = []
-    for run, data in enumerate((users(), users().filter(lambda row: row["user_id"] != "user 4"))):
-        recorder = Recorder()
-        trainer = trained(trainer_of(
-            tmp_path / str(run), data=data, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", max_steps=1,
-            per_sample_max_grad_norm=1e-3, privacy_unit_column="user_id", max_examples_per_unit=limit, noise_seed=0,
-            max_tokens_per_micro_batch=max_tokens, clip_unit_mean=clip_unit_mean,
-        ))  # fmt: skip
-        assert trainer.private_run.statement.num_units == 14 - run
-        gradients.append(8 * recorder.gradients[0])
-    change = torch.linalg.vector_norm(gradients[0] - gradients[1])
-    assert 0.1e-3 < change <= 1e-3 * (1 + 1e-4)  # five examples of much the same direction, not five times C
-
-
 @pytest.mark.parametrize("clip_unit_mean", [False, True])
 def test_a_user_contributes_the_mean_of_its_clipped_gradients_or_its_clipped_mean(tmp_path, monkeypatch, clip_unit_mean):
     everything_drawn(monkeypatch)
@@ -269,34 +210,6 @@ def test_a_user_contributes_the_mean_of_its_clipped_gradients_or_its_clipped_mea
     torch.testing.assert_close(recorder.gradients[0], sum(contributions) / 8, atol=max_grad_norm * 1e-5, rtol=1e-4)
 
 
-def test_a_private_loss_is_that_of_users_too(tmp_path):
-    """Of a user of several examples it bounds the mean of their losses."""
-    added = {}
-    for clip_unit_mean in (False, True):
-        trainer = trainer_of(
-            tmp_path / str(clip_unit_mean), data=users(), privacy_unit_column="user_id", clip_unit_mean=clip_unit_mean,
-            report_train_loss="private", max_steps=1, noise_seed=0, learning_rate=0.0,
-        )  # fmt: skip
-        new_run, of_run = trainer._new_run, added.setdefault(clip_unit_mean, [])
-
-        def watched(*args, new_run=new_run, of_run=of_run, **options):
-            run = new_run(*args, **options)
-            add = run.private_loss.add
-
-            def noted(losses, *, weights):
-                of_run.append((losses * (1.0 if weights is None else weights)).double())
-                add(losses, weights=weights)
-
-            run.private_loss.add = noted
-            return run
-
-        trainer._new_run = watched
-        trainer.train()
-    # The same users are drawn, each with the mean of its losses, once or as a sum of shares.
-    assert torch.cat(added[True]).sum().item() == pytest.approx(torch.cat(added[False]).sum().item(), rel=1e-5)
-    assert len(torch.cat(added[True])) < len(torch.cat(added[False]))
-
-
 def test_the_accountant_the_ledger_and_the_summary_count_users(tmp_path, capsys):
     trainer = trainer_of(tmp_path, data=users(), privacy_unit_column="user_id", max_examples_per_unit=3, max_steps=3)
     trainer.train()
@@ -308,16 +221,10 @@ def test_the_accountant_the_ledger_and_the_summary_count_users(tmp_path, capsys)
     assert "user_id" in capsys.readouterr().out
 
 
-def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path):
-    trainer = trainer_of(
-        tmp_path, data=users(), privacy_unit_column="user_id", gradient_accumulation_steps=1, grad_sample_self_check=False
-    )
+@pytest.mark.parametrize("options", [dict(data=users(), privacy_unit_column="user_id"), dict(augmentation_multiplicity=2)])
+def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path, options):
+    """And of the views of an example."""
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=1, grad_sample_self_check=False, **options)
     trainer.data_collator = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))
     with pytest.raises(ValueError, match="return the same row for an example alone and in a batch"):
-        trainer.train()
-
-
-def test_a_missing_column_is_refused_before_the_first_step(tmp_path):
-    trainer = trainer_of(tmp_path, privacy_unit_column="user_id")
-    with pytest.raises(ValueError, match=r"privacy_unit_column='user_id' must be a column of train_dataset, got input_ids"):
         trainer.train()

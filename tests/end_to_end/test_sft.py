@@ -7,12 +7,11 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from tests.support import chat
-from tests.support.chat import BALANCED, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
+from tests.support.chat import BALANCED, LORA, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
 from tests.support.tiers import further
 from tests.support.trainers import weights
 
@@ -21,8 +20,6 @@ pytest.importorskip("trl", reason="the extra trl is not installed")
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import DopplerSFTConfig, DopplerSFTTrainer
-
-LORA = LoraConfig(r=2, target_modules="all-linear")
 
 
 def joined(row):
@@ -58,22 +55,11 @@ def trainer_of(folder, name="prompt", *, cls=DopplerSFTTrainer, model=None, data
 @pytest.mark.parametrize("name", further([*FORMATS], quick=["assistant"]))
 def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     trainer = trainer_of(tmp_path, name, eval_strategy="steps", eval_steps=1)
-    assert (trainer.args.bf16, trainer.args.gradient_checkpointing) == (True, True)  # TRL's defaults
     labelled = FORMATS[name][-1]
     for row, (question, answer) in zip(trainer.train_dataset, chat.exchanges(), strict=True):
         text = trainer.processing_class.decode([label for label in row["labels"] if label != -100])
         assert text == labelled(question, answer) + "<|end|>"
-    before = weights(trainer)
-    trainer.train()
-    assert not torch.equal(weights(trainer), before)
-    steps = [logs for logs in trainer.state.log_history if "grad_norm" in logs]
-    # Neither tokens nor hits nor entropy of the examples drawn.
-    assert [logs.keys() for logs in steps] == [{"loss", "grad_norm", "learning_rate", "epoch", "epsilon", "step"}] * 2
-    evaluations = [logs for logs in trainer.state.log_history if "eval_loss" in logs]
-    assert [{"eval_mean_token_accuracy", "epsilon"} <= logs.keys() for logs in evaluations] == [True, True]
-    assert {logs["eval_num_tokens"] for logs in evaluations} == {0.0}
-    assert trainer.privacy.ledger.statement.num_units == 24
-    assert trainer.privacy.ledger.private
+    chat.assert_trains_privately(trainer, evaluated={"eval_mean_token_accuracy"})
 
 
 @pytest.mark.parametrize("name", ["text", "assistant", "conversational prompt"])

@@ -6,7 +6,7 @@ from transformers import BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PrivacyLedger
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import head_alone, pad, text_data, tiny_bert
 from tests.support.trainers import Recorder, trained, trainer_of
 
 
@@ -27,12 +27,6 @@ def assert_all_moved_and_are_spoken_for(trainer, tmp_path, *, steps=8):
     ledger = PrivacyLedger.load(tmp_path / "saved")
     assert ledger.steps_run == steps
     assert not ledger.unknown_weights(tmp_path / "saved")
-
-
-def head_alone():
-    model = tiny_bert()
-    model.bert.requires_grad_(False)
-    return model
 
 
 def test_what_was_unfrozen_is_trained(tmp_path):

@@ -105,7 +105,7 @@ def written_by(kind, folder, monkeypatch, capsys, **options):
 @pytest.mark.parametrize(
     ("options", "weights", "also"),
     [
-        ({}, {"model.safetensors"}, set()),
+        (dict(clipping="vanilla"), {"model.safetensors"}, set()),
         (dict(report_train_loss="private", per_sample_max_loss=5.0), {"model.safetensors"}, {"loss", "train_loss"}),
         (
             dict(low_pass_filter="optimal-fir:taps=2", weight_filter="momentum:beta=0.9"),

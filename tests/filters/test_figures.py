@@ -40,7 +40,9 @@ def test_averages_settle_when_they_are_full(taps):
 @pytest.mark.parametrize("order", [1, 2, 4])
 @pytest.mark.parametrize("cutoff", [0.001, 0.3, 0.97])
 def test_cutoff_of_butterworth_is_what_it_was_designed_for(order, cutoff):
-    np.testing.assert_allclose(filter_figures(butterworth(order, cutoff)).cutoff, cutoff, rtol=1e-4, atol=0)
+    figures = filter_figures(butterworth(order, cutoff))
+    assert figures.order == order
+    np.testing.assert_allclose(figures.cutoff, cutoff, rtol=1e-4, atol=0)
 
 
 def test_a_response_that_leaves_its_band_again_has_not_settled():

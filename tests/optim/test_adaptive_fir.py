@@ -158,18 +158,15 @@ def test_resuming_is_uninterrupted_to_the_bit(dtype, state_dtype, done):
 
 
 @pytest.mark.parametrize(("power", "found"), [(0.98, False), (1.02, True)])
-def test_taps_wait_until_the_signal_exceeds_two_standard_errors(power, found):
+def test_taps_wait_until_the_signal_exceeds_two_standard_errors_at_every_lag(power, found):
     # The mean of n squares of noise of variance 4 has the standard deviation 4·√(2/n).
     pairs, noise_std = 200.0, 2.0
     mean = power * 2 * noise_std**2 * math.sqrt(2 / pairs)
     state = {"products": torch.tensor([mean, 0.5 * mean]) * pairs, "pairs": [pairs, pairs]}
     taps = found_anew([0.5, 0.5], [state], noise_std=noise_std)
     assert taps == pytest.approx([2 / 3, 1 / 3] if found else [0.5, 0.5])
-
-
-def test_taps_wait_until_every_lag_has_been_seen():
-    state = {"products": torch.tensor([100.0, 0.0]), "pairs": [5.0, 0.0]}
-    assert found_anew([0.7, 0.3], [state], noise_std=1.0) == [0.7, 0.3]
+    of_one_lag = {"products": torch.tensor([100.0, 0.0]), "pairs": [5.0, 0.0]}
+    assert found_anew([0.7, 0.3], [of_one_lag], noise_std=1.0) == [0.7, 0.3]
 
 
 @pytest.mark.parametrize(

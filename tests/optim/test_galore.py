@@ -9,7 +9,7 @@ import torch
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTORS, add_lifted, find_basis, project, rotated
-from tests.support.optimizers import normal
+from tests.support.optimizers import normal, parameters
 from tests.support.reference import doppler_trajectory
 
 BASES = ["sgd", "adam", "adam_bc"]
@@ -32,10 +32,6 @@ def galore_projection(matrix, rank):
 def lifted(matrix, basis):
     wide = matrix.shape[0] <= matrix.shape[1]
     return basis @ (basis.T @ matrix) if wide else (matrix @ basis) @ basis.T
-
-
-def parameters(*shapes, dtype=torch.float64):
-    return [torch.nn.Parameter(normal(*shape, seed=index, dtype=dtype)) for index, shape in enumerate(shapes)]
 
 
 def step(optimizer, params, seed, change=lambda p, grad: grad):

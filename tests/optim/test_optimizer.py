@@ -145,13 +145,6 @@ def test_a_closure_is_refused():
         DopplerOptimizer([parameter()], 0.1).step(lambda: 0.0)
 
 
-def test_a_sparse_gradient_is_refused():
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="sparse=False"):
-        DopplerOptimizer(embedding.parameters(), 0.1).step()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -122,6 +122,7 @@ def test_the_raw_gradient_is_what_the_noise_is_added_to(tmp_path, monkeypatch):
     [
         ({}, {"disable_dp": True, "noise_multiplier": None}, "disable_dp=True has none"),
         ({}, {"optim_target_modules": ["query"], "optim_args": "rank=4"}, r"which GaLore \(optim_target_modules\) does not"),
+        ({}, {"noise_shape": "banded:bands=3"}, r"noise_shape must be 'white' with a GradientRecorder, got banded"),
         ({"dimensions": 100_000}, {}, r"dimensions must be at most the \d+ trained parameters, got 100000"),
     ],
 )

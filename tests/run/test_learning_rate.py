@@ -34,10 +34,11 @@ from tests.support.trainers import arguments, trained, trainer_of
 SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
 
 
-def rate_of(tmp_path, *, num_trained, shape=WHITE, **overrides):
+def rate_of(tmp_path, *, model=None, num_trained=0, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400, learning_rate=None) | overrides))
     statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
-    return chosen_learning_rate(args, statement, model=nn.Linear(1, num_trained, bias=False, device="meta"))
+    model = nn.Linear(1, num_trained, bias=False, device="meta") if model is None else model
+    return chosen_learning_rate(args, statement, model=model)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +88,11 @@ def test_noise_alone_moves_the_weights_by_the_longest_walk(tmp_path, schedule, s
 )
 def test_what_a_layer_makes_of_many_inputs_is_bounded(tmp_path, layer, before, largest):
     model = nn.Sequential(before, copy.deepcopy(layer))
-    args = arguments(tmp_path, max_steps=400, learning_rate=None)
-    statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="a coin")
-    rate = chosen_learning_rate(args, statement, model=model)
+    rate = rate_of(tmp_path, model=model)
     walk = rate / math.sqrt(0.3) * math.sqrt(sum((step / 400) ** 2 for step in range(401)))
     assert walk * math.sqrt(20_000) == pytest.approx(largest)
     model[1].weight.requires_grad_(False)
-    assert chosen_learning_rate(args, statement, model=model) > 1.5 * rate
+    assert rate_of(tmp_path, model=model) > 1.5 * rate
 
 
 def test_few_weights_get_the_largest_step_or_in_a_short_run_the_shortest_path(tmp_path):
@@ -110,14 +109,13 @@ def test_few_weights_get_the_largest_step_or_in_a_short_run_the_shortest_path(tm
 def test_gradients_that_are_all_the_same_change_a_hidden_layer_by_no_more_than_the_largest_change(tmp_path, sigma):
     layers = nn.Linear(2, 3), nn.Conv1d(3, 1, 500, bias=False)
     model = nn.Sequential(layers[0].requires_grad_(False), layers[1])
-    args = arguments(tmp_path, max_steps=10, learning_rate=None, noise_multiplier=sigma)
-    statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="a coin")
-    rate = chosen_learning_rate(args, statement, model=model)
+    options = dict(max_steps=10, noise_multiplier=sigma)
+    rate = rate_of(tmp_path, model=model, **options)
     # 50 gradients of norm C, C/√1500 in each weight, over the root of a second moment: their own, or the floor under noise.
     step = min(1.0, 50 / math.sqrt(1500) / (math.sqrt(0.3) * sigma))
     assert (step < 1) == (sigma == 4.0)
     assert rate * step * 1500 == pytest.approx(LARGEST_CHANGE)
-    assert chosen_learning_rate(args, statement, model=layers[1]) == pytest.approx(LARGEST_OF_FEW * math.sqrt(0.3))
+    assert rate_of(tmp_path, model=layers[1], **options) == pytest.approx(LARGEST_OF_FEW * math.sqrt(0.3))
 
 
 def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
@@ -132,12 +130,11 @@ def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
             nn.init.normal_(factor.weight, std=walk)
         added, own = layer.get_delta_weight("default"), layer.get_base_layer().weight
         assert float(added.detach().norm()) == pytest.approx(float(own.detach().norm()), rel=0.25)
-    args = arguments(tmp_path, max_steps=400, learning_rate=None, lr_scheduler_type="constant")
-    statement = planned_statement(args, sampler=SAMPLER, noise_shape=WHITE, noise_source="a coin")
     # Of many adapters each may add less, so that all of them together, of independent noise, add what two would.
     walk = min(walks) * (2 / len(walks)) ** 0.25
     assert math.sqrt(len(walks)) * walk**2 == pytest.approx(math.sqrt(2) * min(walks) ** 2)
-    assert chosen_learning_rate(args, statement, model=model) == pytest.approx(math.sqrt(0.3) * walk / 20)
+    rate = rate_of(tmp_path, model=model, lr_scheduler_type="constant")
+    assert rate == pytest.approx(math.sqrt(0.3) * walk / 20)
     assert not list(layers_of_sums(model))
     model.requires_grad_(False).classifier.requires_grad_(True)
     assert not list(walks_of_adapters(model))

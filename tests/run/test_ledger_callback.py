@@ -83,15 +83,6 @@ def test_a_kill_within_a_step_counts_it(tmp_path):
     assert events(tmp_path / "out") == ["opened", "steps", "steps", "left"]
 
 
-def callback_of_a_run(tmp_path, ledger, *, affordable_steps):
-    """The callback of a run that has begun."""
-    run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8, num_trained=1)
-    callback = PrivacyCallback(lambda: run)
-    run.ledger = callback.ledger = ledger
-    run.affordable_steps = affordable_steps
-    return callback
-
-
 def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=300, callbacks=[Stop(4, interrupt)])
     with pytest.raises(KeyboardInterrupt):
@@ -105,10 +96,13 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
 
 
 def test_only_process_0_writes(tmp_path):
-    callback = callback_of_a_run(tmp_path, PrivacyLedger.open(statement()), affordable_steps=5)
+    run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8, num_trained=1)
+    callback = PrivacyCallback(lambda: run)
+    run.ledger, run.affordable_steps = PrivacyLedger.open(statement()), 5
+    callback.ledger = run.ledger
     args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
     callback.on_step_begin(args, state, control)
-    callback._current_run()._is_released = True
+    run._is_released = True
     callback.on_pre_optimizer_step(args, state, control)
     callback.on_train_end(args, state, control, model=tiny_bert())
     callback.end_run(args, state, model=tiny_bert())

@@ -3,7 +3,8 @@
 import pytest
 
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
-from doppler_hf.run.model_card import complete_card, privacy_section
+from doppler_hf.privacy.accounting.attack import gaussian_mu, percent, trade_off
+from doppler_hf.run.model_card import complete_card, privacy_section, renew_section
 from tests.support.ledgers import after, all_events, statement
 from tests.support.trainers import arguments
 
@@ -28,6 +29,11 @@ def test_the_section_says_what_the_ledger_says():
     epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5)
     assert {name: row for name, row in table.items() if name.startswith("ε")} == {"ε by prv": f"{epsilon:.4g}"}
     assert f"Trained with ({ledger.epsilon():.4g}, 1e-05)-differential privacy for one example, by the prv" in section
+    best, delta = trade_off(ledger.history), 1e-5
+    rates = ", ".join(percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
+    assert table["best attack at 1 %, 0.1 % false positives"] == f"{rates} true positives"
+    assert table["µ of the Gaussian mechanism with the same ε at δ"] == f"{gaussian_mu(epsilon=epsilon, delta=delta):.3g}"
+    assert f"no attack on the model can identify more than {rates.split(',')[0]} of training records at" in section
     assert table["unit of privacy"] == "one example"
     assert table["neighbouring data sets"] == "add or remove one unit"
     assert table["number of units N"] == "1,000 (public, not protected)"
@@ -55,6 +61,7 @@ def test_what_is_not_private_is_not_called_so(terms, why):
     section = privacy_section(after(PrivacyLedger.open(statement(**terms)), 2))
     assert f"**Not differentially private**: {why}" in section
     assert "Trained with" not in section
+    assert "attack" not in section
     assert (rows(section)["ε by prv"] == "inf") == (terms == dict(private=False))
 
 
@@ -66,3 +73,8 @@ def test_the_section_ends_the_card_and_nothing_but_rate_and_optimizer_changes(tm
     card = CARD.replace("- learning_rate: None\n- optimizer: Transformers'", lines)
     expected = card + "\n" + privacy_section(ledger)
     assert path.read_text() == expected
+    path.write_text(expected + "\n### Framework versions\n")  # as PEFT does
+    renew_section(path, ledger)
+    assert path.read_text() == card + "\n### Framework versions\n\n" + privacy_section(ledger)
+    renew_section(path, None)
+    assert path.read_text() == card + "\n### Framework versions\n"

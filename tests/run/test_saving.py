@@ -66,6 +66,33 @@ def test_model_and_checkpoints_are_bound_to_their_ledgers(tmp_path, options, fil
         assert not verified(copy)
 
 
+@pytest.mark.parametrize("name", ["default", "second"])
+def test_the_card_of_an_adapter_has_the_ledgers_section(tmp_path, name):
+    """PEFT writes it, and keeps what is in one that is there."""
+    trainer = saved(trainer_of(tmp_path, model=adapted(name), **CHECKPOINTS))
+    out = tmp_path / "out"
+
+    def is_said(folder):
+        card = (folder / "README.md").read_text()
+        assert "library_name: peft" in card
+        assert card.count("## Differential privacy\n") == card.count("Trained with (") <= 1
+        return "Trained with (" in card and f"\n    {PrivacyLedger.load(folder).head}" in card
+
+    assert is_said(out)
+    assert is_said(out / "checkpoint-2")
+    trainer.model.save_pretrained(out)
+    assert is_said(out)
+    trainer.create_model_card()
+    assert is_said(out)
+    trainer.save_model()
+    assert is_said(out)
+    trainer_of(tmp_path, model=trainer.model).save_model()  # it has not trained it
+    assert is_said(out)
+    trained_otherwise(trainer, tmp_path / "public")
+    trainer.save_model()
+    assert not is_said(out)
+
+
 def test_raw_weights_of_a_checkpoint_are_bound_too(tmp_path):
     trainer_of(tmp_path, weight_filter="momentum:beta=0.9", **CHECKPOINTS).train()
     path = tmp_path / "out" / "checkpoint-2" / "weight_filter.pt"
@@ -166,39 +193,45 @@ FILLED = {
     "buffer": lambda model: model.class_means.add_(1.0),
     "new buffer": lambda model: model.register_buffer("feature_means", torch.ones(2)),
     "frozen parameter": lambda model: model.bert.embeddings.position_embeddings.weight.data.mul_(2.0),
+    "trained weight": lambda model: model.classifier.bias.data.add_(1.0),
 }
 
 
-@pytest.mark.parametrize(("when", "what"), [("step_3", "buffer"), ("end", "new buffer"), ("afterwards", "frozen parameter")])
-def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when):
+class At(TrainerCallback):
+    """Does something to the model at the end of step 3, or of the training, or within an evaluation."""
+
+    def __init__(self, *, step_3=None, end=None, evaluation=None):
+        self.step_3, self.end, self.evaluation = step_3, end, evaluation
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3 and self.step_3 is not None:
+            self.step_3(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if self.end is not None:
+            self.end(model)
+
+    def on_prediction_step(self, args, state, control, model=None, **kwargs):
+        if self.evaluation is not None:
+            self.evaluation(model)
+
+
+@pytest.mark.parametrize(
+    ("when", "what", "converts"),
+    [
+        ("step_3", "buffer", False),
+        ("end", "new buffer", False),
+        ("afterwards", "frozen parameter", False),
+        ("evaluation", "buffer", False),
+        ("evaluation", "trained weight", True),
+    ],
+)
+def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when, converts):
     callbacks = [] if when == "afterwards" else [At(**{when: FILLED[what]})]
-    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks))
+    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks, bf16_full_eval=converts))
     if when == "afterwards":
         FILLED[what](trainer.model)
     assert "epsilon" not in trainer.evaluate()
-    trainer.save_model()
-    assert "are not those that the private training left" in capsys.readouterr().out
-    assert not (tmp_path / "out" / LEDGER_NAME).exists()
-
-
-class InEvaluation(TrainerCallback):
-    """Changes a model within an evaluation."""
-
-    def __init__(self, fill):
-        self.fill = fill
-
-    def on_prediction_step(self, args, state, control, model=None, **kwargs):
-        self.fill(model)
-
-
-FILLED_IN_EVALUATION = FILLED | {"trained weight": lambda model: model.classifier.bias.data.add_(1.0)}
-
-
-@pytest.mark.parametrize(("converts", "what"), [(False, "buffer"), (True, "trained weight")])
-def test_what_an_evaluation_fills_is_not_vouched_for(tmp_path, capsys, converts, what):
-    fill = InEvaluation(FILLED_IN_EVALUATION[what])
-    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill], bf16_full_eval=converts))
-    trainer.evaluate()
     trainer.save_model()
     assert "are not those that the private training left" in capsys.readouterr().out
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
@@ -224,21 +257,6 @@ def test_nothing_is_claimed_for_a_model_that_was_trained_otherwise(tmp_path):
     trainer.create_model_card()
     assert "epsilon" not in trainer.evaluate()
     assert "rivacy" not in card.read_text()
-
-
-class At(TrainerCallback):
-    """Does something to the model at the end of step 3, or of the training."""
-
-    def __init__(self, *, step_3=None, end=None):
-        self.step_3, self.end = step_3, end
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == 3 and self.step_3 is not None:
-            self.step_3(model)
-
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        if self.end is not None:
-            self.end(model)
 
 
 def interrupt(model):

@@ -6,11 +6,9 @@ import torch
 from transformers import TrainerCallback, set_seed
 
 from doppler_hf import DopplerTrainer
-from tests.support.tiny import Rows, pad
+from tests.support.tiny import OwnGenerator, Rows, hidden, pad
 from tests.support.trainers import checked_trainer_of as trainer_of
 from tests.support.trainers import trained
-
-# Whole trainings, whose arrays others check.
 
 
 class Seeding(Rows):
@@ -19,16 +17,6 @@ class Seeding(Rows):
     def __getitem__(self, index):
         torch.manual_seed(index)
         return super().__getitem__(index)
-
-
-class Own(Rows):
-    def __init__(self):
-        super().__init__()
-        self.generator = np.random.default_rng(0)
-
-    def __getitem__(self, index):
-        tokens = [4 if self.generator.random() < 0.5 else token for token in self.rows[index]["input_ids"]]
-        return self.rows[index] | {"input_ids": tokens}
 
 
 class Kept(Rows):
@@ -40,8 +28,7 @@ class Kept(Rows):
 
     def __getitem__(self, index):
         if index not in self.kept:
-            tokens = [4 if np.random.random() < 0.5 else token for token in self.rows[index]["input_ids"]]
-            self.kept[index] = self.rows[index] | {"input_ids": tokens}
+            self.kept[index] = hidden(self.rows[index])
         return self.kept[index]
 
 
@@ -90,7 +77,7 @@ def test_a_seed_reaches_no_forward_pass(tmp_path):
 
 @pytest.mark.parametrize("what", ["train_dataset", "data_collator"])
 def test_data_with_a_generator_of_their_own_are_refused_by_name(tmp_path, what):
-    trainer = trainer_of(tmp_path, data=Own() if what == "train_dataset" else None)
+    trainer = trainer_of(tmp_path, data=OwnGenerator() if what == "train_dataset" else None)
     trainer.data_collator = OwnCollator() if what == "data_collator" else pad
     with pytest.raises(ValueError, match=f"{what} must draw all random numbers from the global generators"):
         trainer.train()

@@ -40,7 +40,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.run.refused_models import refuse_model
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import TokenMean, trained
+from tests.support.trainers import OfLogits, TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 # Before, Transformers drew a coin for each layer, also where none is ever left out, and such a model is refused for that.
@@ -72,18 +72,6 @@ def trains(tmp_path, *, collator=pad, **options):
 # --- the model and its optimizer ------------------------------------------------------------------------------------------
 
 
-def test_a_model_of_which_nothing_is_trained_is_refused(tmp_path):
-    refused(
-        tmp_path, r"must have a trainable parameter, got none\. Set requires_grad", model=tiny_bert().requires_grad_(False)
-    )
-
-
-def test_a_model_in_float16_is_refused_for_its_range(tmp_path):
-    refused(
-        tmp_path, r"must not be in float16, got 'bert\..*Load the model with dtype=torch\.float32", model=tiny_bert().half()
-    )
-
-
 class Waves(torch.nn.Module):
     """Weights of a Fourier layer."""
 
@@ -112,10 +100,6 @@ class PlainSGD(DopplerTrainer):
     def create_optimizer(self, model=None):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         return self.optimizer
-
-
-def test_an_optimizer_of_the_users_own_is_refused(tmp_path):
-    refused(tmp_path, r"create_optimizer must make a DopplerOptimizer in a private run, got SGD", cls=PlainSGD)
 
 
 class OwnDoppler(DopplerTrainer):
@@ -158,21 +142,9 @@ def padded_on_the_left(examples):
     }
 
 
-def masked(examples):
-    """A random collator that looks at one example at a time, as for masked language modeling."""
-    batch = pad(examples)
-    hidden = torch.rand(batch["input_ids"].shape) < 0.15
-    return batch | {"input_ids": batch["input_ids"].masked_fill(hidden, 4)}
-
-
 class Detached(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         return super().compute_per_sample_loss(model, inputs).detach()
-
-
-@pytest.mark.usefixtures("unchecked_arrays")
-def test_losses_that_are_not_attached_to_the_graph_are_refused(tmp_path):
-    refused(tmp_path, r"must return a tensor that is attached to the graph, got one without a gradient\.", cls=Detached)
 
 
 def test_rows_are_not_taken_for_examples(tmp_path):
@@ -191,11 +163,6 @@ def test_rows_are_counted_in_every_step(tmp_path, collator, got):
         trainer.train()
 
 
-def test_a_batch_that_is_no_dictionary_is_refused(tmp_path):
-    message = r"collator must return a dictionary of tensors, .* got a tuple\. Return one"
-    refused(tmp_path, message, collator=lambda rows: tuple(pad(rows).values()))
-
-
 @pytest.mark.parametrize("collator", [randomly_mixed_up, padded_on_the_left])
 def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
     refused(
@@ -204,10 +171,6 @@ def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
         collator=collator,
         gradient_accumulation_steps=1,
     )
-
-
-def test_a_random_collator_that_mixes_nothing_trains(tmp_path):
-    trains(tmp_path, collator=masked)
 
 
 def test_left_padding_trains_where_positions_are_relative(tmp_path):
@@ -380,8 +343,45 @@ class OfOwnLosses(DopplerTrainer):
         return model(**inputs)
 
 
-def test_rows_that_a_layer_takes_in_an_order_of_its_own_are_refused(tmp_path):
-    refused(tmp_path, r"layer 'mixed' \(Conv1d\) depends on the other examples", model=InOrderOf(), cls=OfOwnLosses)
+def of_no_number():
+    model = tiny_bert()
+    model.classifier.weight.data[0, 0] = math.nan
+    return model
+
+
+# What is refused, its message, and options of the trainer.
+REFUSED = {
+    "nothing is trained": (
+        r"must have a trainable parameter, got none\. Set requires_grad",
+        lambda: dict(model=tiny_bert().requires_grad_(False)),
+    ),
+    "a model in float16": (
+        r"must not be in float16, got 'bert\..*Load the model with dtype=torch\.float32",
+        lambda: dict(model=tiny_bert().half()),
+    ),
+    "weights of which no loss is finite": (
+        "loss of an example must be finite, got none .* Look for NaN", lambda: dict(model=of_no_number())
+    ),
+    "an optimizer of the user's own": (
+        "create_optimizer must make a DopplerOptimizer in a private run, got SGD", lambda: dict(cls=PlainSGD)
+    ),
+    "losses that are not attached to the graph": (
+        r"must return a tensor that is attached to the graph, got one without a gradient\.", lambda: dict(cls=Detached)
+    ),
+    "a batch that is no dictionary": (
+        r"collator must return a dictionary of tensors, .* got a tuple\. Return one",
+        lambda: dict(collator=lambda rows: tuple(pad(rows).values())),
+    ),
+    "rows that a layer takes in an order of its own": (
+        r"layer 'mixed' \(Conv1d\) depends on the other examples", lambda: dict(model=InOrderOf(), cls=OfOwnLosses)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_before_the_first_step(tmp_path, what):
+    message, options = REFUSED[what]
+    refused(tmp_path, message, **options())
 
 
 class Freezing(TrainerCallback):
@@ -409,14 +409,6 @@ def test_a_private_checkpoint_is_not_resumed_without_privacy(tmp_path):
     public = trainer_of(tmp_path, noise_multiplier=None, disable_dp=True, **saving)
     with pytest.raises(ValueError, match=r"disable_dp must be False to resume from .* holds a privacy ledger, got True\."):
         public.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-
-
-def test_a_checkpoint_without_privacy_is_not_resumed_under_another_runs_ledger(tmp_path):
-    saving = dict(save_strategy="steps", save_steps=2)
-    trainer_of(tmp_path).train()
-    trainer_of(tmp_path, noise_multiplier=None, disable_dp=True, **saving).train()
-    with pytest.raises(ValueError, match=r"no privacy_ledger\.json in .*, which was saved without privacy"):
-        trainer_of(tmp_path, **saving).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
 # --- in training mode -----------------------------------------------------------------------------------------------------
@@ -628,12 +620,6 @@ def test_labels_of_floating_point_are_refused_for_several_classes_and_train_with
     trains(tmp_path / "whole", data=data.cast_column("labels", Value("int64")))
 
 
-def test_weights_of_which_no_loss_is_finite_are_refused(tmp_path):
-    model = tiny_bert()
-    model.classifier.weight.data[0, 0] = math.nan
-    refused(tmp_path, "loss of an example must be finite, got none .* Look for NaN", model=model)
-
-
 class Labels(DopplerTrainer):
     """Keeps the labels that reach the loss."""
 
@@ -662,14 +648,6 @@ class WithoutMask(nn.Module):
 
     def forward(self, input_ids, attention_mask):
         return self.head(self.embedding(input_ids).sum(1) / attention_mask.sum(1, keepdim=True))
-
-
-class OfLogits(DopplerTrainer):
-    """A classifier without a loss of its own."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        labels = inputs.pop("labels")
-        return F.cross_entropy(model(**inputs), labels, reduction="none")
 
 
 def test_a_model_that_reads_the_padding_is_refused_although_its_row_is_zero_at_first(tmp_path):

@@ -16,8 +16,8 @@ from transformers import (
 
 from doppler_hf import DopplerTrainer
 from tests.support.tiny import tiny_bert
+from tests.support.trainers import OfLogits, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
-from tests.support.trainers import trained
 
 
 class WithUnused(nn.Module):
@@ -32,14 +32,6 @@ class WithUnused(nn.Module):
     def forward(self, input_ids, attention_mask):
         mask = attention_mask.unsqueeze(-1)
         return self.head((self.embedding(input_ids) * mask).sum(dim=1) / mask.sum(dim=1))
-
-
-class OfLogits(DopplerTrainer):
-    """A classifier without a loss of its own."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        labels = inputs.pop("labels")
-        return F.cross_entropy(model(**inputs), labels, reduction="none")
 
 
 class OfText(DopplerTrainer):

@@ -104,12 +104,11 @@ def test_resuming_is_uninterrupted_to_the_bit(dtype):
 # --- in a trainer ---------------------------------------------------------------------------------------------------------
 
 
-class Filtered(DopplerTrainer):
-    """With a filter on the weights, and a memory of what every evaluation saw."""
+class Seen(DopplerTrainer):
+    """Remembers the weights that every evaluation saw."""
 
-    def __init__(self, *, args, **kwargs):
-        args.weight_filter = "momentum:beta=0.7"
-        super().__init__(args=args, **kwargs)
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
         self.seen = {}
 
     def prediction_step(self, *args, **kwargs):
@@ -117,22 +116,11 @@ class Filtered(DopplerTrainer):
         return super().prediction_step(*args, **kwargs)
 
 
-class Stock(DopplerTrainer):
-    """The same without a filter; it remembers the weights of every evaluation."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.seen = {}
-
-    def evaluation_loop(self, *args, **kwargs):
-        self.seen[self.state.global_step] = weights(self)
-        return super().evaluation_loop(*args, **kwargs)
-
-
 OPTIONS = dict(
     noise_seed=1, max_steps=6, low_pass_filter="momentum", save_strategy="steps", save_steps=2, eval_strategy="steps",
     eval_steps=1, learning_rate=0.05, report_train_loss="none",
 )  # fmt: skip
+FILTERED = OPTIONS | {"weight_filter": "momentum:beta=0.7"}
 
 
 def saved_weights(folder):
@@ -142,9 +130,9 @@ def saved_weights(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    stock = trained(trainer_of(tmp_path_factory.mktemp("stock"), cls=Stock, **OPTIONS))
+    stock = trained(trainer_of(tmp_path_factory.mktemp("stock"), cls=Seen, **OPTIONS))
     folder = tmp_path_factory.mktemp("filtered")
-    filtered = trained(trainer_of(folder, cls=Filtered, **OPTIONS))
+    filtered = trained(trainer_of(folder, cls=Seen, **FILTERED))
     return stock, filtered, folder / "out"
 
 
@@ -165,7 +153,7 @@ def test_evaluations_and_files_see_filtered_weights_and_training_goes_on_with_ra
 
 def test_resumed_equals_uninterrupted(runs, tmp_path):
     _, whole, folder = runs
-    resumed = trainer_of(tmp_path, cls=Filtered, **OPTIONS)
+    resumed = trainer_of(tmp_path, cls=Seen, **FILTERED)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert resumed.state.global_step == 6
     for step in (3, 6):
@@ -174,6 +162,6 @@ def test_resumed_equals_uninterrupted(runs, tmp_path):
 
 
 def test_a_checkpoint_without_raw_weights_is_refused(tmp_path):
-    trainer_of(tmp_path, cls=Stock, **OPTIONS | {"max_steps": 2}).train()
+    trainer_of(tmp_path, cls=Seen, **OPTIONS | {"max_steps": 2}).train()
     with pytest.raises(ValueError, match=r"There is no weight_filter\.pt in"):
-        trainer_of(tmp_path, cls=Filtered, **OPTIONS).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+        trainer_of(tmp_path, cls=Seen, **FILTERED).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))

@@ -44,12 +44,6 @@ def test_every_log_has_an_upper_bound_on_epsilon_which_at_the_end_is_epsilon(tmp
     assert history[-1]["epsilon"] == ledger.epsilon()
 
 
-def test_a_step_logs_nothing_else_of_the_examples_but_the_loss(tmp_path):
-    tracker = Tracker()
-    trainer_of(tmp_path, callbacks=[tracker], clipping="vanilla", max_steps=2, accountant="rdp").train()
-    assert all(logs.keys() == {"loss", "grad_norm", "learning_rate", "epoch", "epsilon"} for logs in tracker.logs[:-1])
-
-
 def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
     tracker = Tracker()
     trainer = trainer_of(tmp_path, callbacks=[tracker], noise_multiplier=None, target_epsilon=3.0, accountant="rdp")

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
@@ -18,7 +18,9 @@ from transformers import (
 
 from doppler_hf import DopplerTrainingArguments
 from tests.support.folders import WORDS
+from tests.support.trainers import weights
 
+LORA = LoraConfig(r=2, target_modules="all-linear")
 SPECIAL = ["[PAD]", "<|end|>", "<|user|>", "<|assistant|>"]
 VOCABULARY = [*map(chr, range(32, 127)), *SPECIAL]
 PAD, END = len(VOCABULARY) - 4, len(VOCABULARY) - 3
@@ -82,6 +84,21 @@ def whole_resumed_and_saved(new_trainer, folder):
     has_adapters = (folder / "adapter_config.json").exists()
     saved = PeftModel.from_pretrained(tiny_llama(), folder) if has_adapters else AutoModelForCausalLM.from_pretrained(folder)
     return whole, resumed, saved
+
+
+def assert_trains_privately(trainer, *, evaluated):
+    """Train as TRL does by default, and assert that the logs of a step tell nothing of the examples drawn but the loss."""
+    assert (trainer.args.bf16, trainer.args.gradient_checkpointing) == (True, True)
+    before = weights(trainer)
+    trainer.train()
+    assert not torch.equal(weights(trainer), before)
+    steps = [logs for logs in trainer.state.log_history if "grad_norm" in logs]
+    assert [logs.keys() for logs in steps] == [{"loss", "grad_norm", "learning_rate", "epoch", "epsilon", "step"}] * 2
+    evaluations = [logs for logs in trainer.state.log_history if "eval_loss" in logs]
+    assert [evaluated | {"epsilon"} <= logs.keys() for logs in evaluations] == [True, True]
+    assert {logs["eval_num_tokens"] for logs in evaluations} == {0.0}
+    assert trainer.privacy.ledger.statement.num_units == 24
+    assert trainer.privacy.ledger.private
 
 
 def exchanges(rows=24):

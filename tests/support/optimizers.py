@@ -10,6 +10,10 @@ def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+def parameters(*shapes, dtype=torch.float64):
+    return [torch.nn.Parameter(normal(*shape, seed=index, dtype=dtype)) for index, shape in enumerate(shapes)]
+
+
 def gradients(steps: int = 40, size: int = 6, seed: int = 0) -> np.ndarray:
     """White noise on a slow drift, over several scales, so that neither the floor nor eps is idle nor alone."""
     rng = np.random.default_rng(seed)

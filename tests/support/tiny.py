@@ -26,6 +26,13 @@ def tiny_bert(**overrides):
     return BertForSequenceClassification(BertConfig(**(options | overrides)))
 
 
+def head_alone():
+    """The same, of which only the head is trained."""
+    model = tiny_bert()
+    model.bert.requires_grad_(False)
+    return model
+
+
 def text_data(num_examples=24, seed=0, labels=2):
     """Tokenized examples of differing lengths whose label can be read off the first token."""
     return copy.copy(_made_once(num_examples, seed, labels))
@@ -57,6 +64,10 @@ def pad(examples):
     return batch | {"labels": torch.tensor([example["labels"] for example in examples])}
 
 
+def pad_numbered(examples):
+    return pad(examples) | {"number": torch.tensor([example["number"] for example in examples])}
+
+
 def numbered(num_examples=24):
     """Examples that can be told apart by their first token."""
     return text_data(num_examples).map(
@@ -75,6 +86,22 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return dict(self.rows[index])
+
+
+def hidden(row, *, random=np.random.random):
+    """Hide some tokens of a row, each time others."""
+    return row | {"input_ids": [4 if random() < 0.3 else token for token in row["input_ids"]]}
+
+
+class OwnGenerator(Rows):
+    """Hides tokens by a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        return hidden(self.rows[index], random=self.generator.random)
 
 
 class InOrder(torch.utils.data.Dataset):

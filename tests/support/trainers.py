@@ -7,6 +7,7 @@ trainings as a user starts them; scripts, recipes, workloads, processes and the 
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -69,6 +70,14 @@ class TokenMean(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         tokens = inputs["attention_mask"].sum(dim=1)
         return super().compute_per_sample_loss(model, inputs) * tokens / tokens.sum()
+
+
+class OfLogits(DopplerTrainer):
+    """Trains a module of one's own that returns logits, and has no loss."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        return F.cross_entropy(model(**inputs), labels, reduction="none")
 
 
 def weights(trainer):

@@ -1,6 +1,7 @@
 """The ε that a run costs, from public numbers alone.
 
 - accounting: ε of what was released
+- attack: what that ε means, as the best rates of a membership attack
 - calibration: σ, or the number of steps, for a target ε
 - upper_bounds: the accountants' upper bounds
 - step_loss: the privacy loss of one step, for PRV

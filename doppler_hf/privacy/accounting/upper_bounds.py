@@ -39,6 +39,9 @@ _RDP_SERIES_ERROR = 1e-12
 _PRV_POINTS, _PLD_POINTS = 2**20, 2**16  # largest grids: up to half a second a call
 _FEWEST_PRV_POINTS = 2**13  # of a coarse grid, which errs most in runs of few steps, where it is short anyway
 _LARGE_ERROR = 5e-3  # the part of ε above which PRV's error bound says that a coarse grid is too coarse
+# Attacks: what an ε above ln 10⁴ bounds are rates of false positives below 10⁻⁴. Of more steps a curve takes seconds.
+_CURVE_EPSILONS = np.linspace(0.0, math.log(1e4), 500)
+_LOST_OF_A_CURVE, _MOST_STEPS_OF_A_CURVE = 1e-8, 2**17
 # Below this δ the rounding of double-precision Fourier transforms (10⁻¹⁵ and more, composed) is no longer small beside δ.
 _SMALLEST_FOURIER_DELTA = 1e-10
 
@@ -198,27 +201,49 @@ def pld_epsilon(mechanisms: Sequence[SampledGaussian], *, delta: float) -> float
     """
     if delta < _SMALLEST_FOURIER_DELTA:
         return rdp_epsilon(mechanisms, delta=delta)
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            return float(_composed_pld(mechanisms, lost=1e-4 * delta, coarsening=1).get_epsilon_for_delta(delta))
+    except (OverflowError, FloatingPointError):
+        return rdp_epsilon(mechanisms, delta=delta)
+
+
+def delta_curve(mechanisms: Sequence[SampledGaussian]) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs of ε ≥ 0 and a bound on δ there, by *pld*, or by *rdp* where that is too slow or overflows."""
+    if sum(steps for _, _, steps in mechanisms) <= _MOST_STEPS_OF_A_CURVE:
+        try:
+            with np.errstate(over="raise", invalid="raise"):
+                composed = _composed_pld(mechanisms, lost=_LOST_OF_A_CURVE, coarsening=4)
+                return _CURVE_EPSILONS, np.clip(composed.get_delta_for_epsilon(_CURVE_EPSILONS), 0.0, 1.0)
+        except (OverflowError, FloatingPointError):
+            pass
+    deltas = np.geomspace(_LOST_OF_A_CURVE, 0.9, 50)
+    return np.array([rdp_estimate(mechanisms, delta=delta) for delta in deltas]), deltas
+
+
+def _composed_pld(
+    mechanisms: Sequence[SampledGaussian], *, lost: float, coarsening: int
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Return the distribution of all steps, on a grid whose spacing is `coarsening` times that of the accountant.
+
+    The mass beyond the grid, at most `lost` in all, is an infinite loss.
+    """
     # T full-batch steps are one with σ/√T.
     parts = [
         (sigma / math.sqrt(steps), rate, 1) if rate == 1.0 else (sigma, rate, steps) for sigma, rate, steps in mechanisms
     ]
-    # The mass beyond the grid, at most 10⁻⁴ δ in all, is an infinite loss; as a power of e it is cached for several T.
-    log_tail = float(math.floor(math.log(1e-4 * delta / sum(steps for _, _, steps in parts))))
+    log_tail = float(math.floor(math.log(lost / sum(steps for _, _, steps in parts))))  # e's power: cached for several T
     scales = [_loss_scales(sigma, rate, log_tail) for sigma, rate, _ in parts]
     # A grid of spacing h adds about h²/6 to the variance of a step's loss: with h a 25th of the root of the mean variance, ε
     # is about 1e-4 too large. For losses rarely large the length is capped, and the spread at a 40th of the largest loss.
     variance = sum(
         min(spread, farthest / 40.0) ** 2 * steps for (spread, farthest), (_, _, steps) in zip(scales, parts, strict=True)
     )
-    spacing = max(
+    spacing = coarsening * max(
         math.sqrt(variance / sum(steps for _, _, steps in parts)) / 25.0,
         max(farthest for _, farthest in scales) / _PLD_POINTS,
     )
-    try:
-        with np.errstate(over="raise", invalid="raise"):
-            total = privacy_loss_distribution.identity(spacing)
-            for sigma, rate, steps in parts:
-                total = total.compose(_pld_of_step(sigma, rate, spacing, log_tail).self_compose(steps))
-            return float(total.get_epsilon_for_delta(delta))
-    except (OverflowError, FloatingPointError):
-        return rdp_epsilon(mechanisms, delta=delta)
+    total = privacy_loss_distribution.identity(spacing)
+    for sigma, rate, steps in parts:
+        total = total.compose(_pld_of_step(sigma, rate, spacing, log_tail).self_compose(steps))
+    return total

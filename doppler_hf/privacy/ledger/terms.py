@@ -1,5 +1,6 @@
 """The terms of a guarantee in words, as `doppler-hf verify`, the model card and the report show them."""
 
+from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, percent, trade_off
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
 
@@ -29,14 +30,37 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 
 
 def claim_in_words(ledger: PrivacyLedger) -> str:
-    """Return what is guaranteed, in one sentence."""
+    """Return what is guaranteed, and what that means."""
     statement = ledger.statement
     if ledger.why_not_private is not None:
         return f"Not differentially private: {ledger.why_not_private}."
     return (
         f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
-        f"{statement.unit_of_privacy}, by the {statement.accountant} accountant."
+        f"{statement.unit_of_privacy}, by the {statement.accountant} accountant. {meaning_in_words(ledger)}"
     )
+
+
+def meaning_in_words(ledger: PrivacyLedger) -> str:
+    """Return what ε of a private training means to an attacker, in one sentence."""
+    return attack_in_words(ledger.history, epsilon=ledger.epsilon(), records=records_in_words(ledger))
+
+
+def records_in_words(ledger: PrivacyLedger) -> str:
+    """Return what the units of privacy are called."""
+    return "training records" if ledger.statement.unit_of_privacy == "one example" else "users"
+
+
+def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
+    """Return the best rates of a membership attack, and µ, each with its name; none if the training was not private."""
+    if ledger.why_not_private is not None:
+        return []
+    best, delta = trade_off(ledger.history), ledger.statement.target_delta
+    rates = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
+    return [
+        ("best attack at 1 %, 0.1 % false positives", f"{', '.join(rates)} true positives"),
+        ("best attack's advantage, TPR − FPR", percent(best.advantage)),
+        ("µ of the Gaussian mechanism with the same ε at δ", f"{gaussian_mu(epsilon=ledger.epsilon(), delta=delta):.3g}"),
+    ]
 
 
 def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
@@ -46,6 +70,7 @@ def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     return [
         *terms_in_words(ledger),
         (f"ε by {ledger.statement.accountant}", f"{ledger.epsilon():.4g}"),
+        *attacks_in_words(ledger),
         ("steps", f"{ledger.steps_run:,} run, {ledger.statement.steps_planned:,} planned{exact}"),
         ("software", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
     ]

@@ -1,5 +1,7 @@
 """Lengths, units and labels that are read off the table are those of a loop over the examples."""
 
+import math
+
 import numpy as np
 import pytest
 from datasets import Array2D, Dataset, Features
@@ -41,16 +43,27 @@ def test_units_are_equal_values_across_parts_of_a_table():
     units, users = units_of(data, column="user"), data["user"][:]
     assert all((units[i] == units[j]) == (users[i] == users[j]) for i in range(50) for j in range(50))
     assert sorted(set(units.tolist())) == list(range(len(set(values))))
+    hidden = data.with_transform(lambda rows: {"size": [len(user) for user in rows["user"]]})
+    assert units_of(hidden, column="user").tolist() == units.tolist()
 
 
 def test_zeros_of_both_signs_are_one_unit():
     assert units_of(Dataset.from_dict({"user": [0.0, -0.0, 1.0]}), column="user").tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("values", [[[0], [1]], np.zeros(2, dtype=np.float16)], ids=["lists", "float16"])
-def test_units_of_another_kind_are_refused(values):
-    with pytest.raises(ValueError, match="privacy_unit_column='user' must hold numbers or strings, got others"):
-        units_of(Dataset.from_dict({"user": values}), column="user")
+@pytest.mark.parametrize(
+    ("values", "column", "message"),
+    [
+        (["a", None], "user", "has no value for some examples"),
+        ([1.0, math.nan], "user", "has no value for some examples"),
+        (["a", "b"], "owner", "must be a column of train_dataset, got user. Give a datasets.Dataset"),
+        ([["a"], ["b"]], "user", "privacy_unit_column='user' must hold numbers or strings, got others"),
+        (np.zeros(2, dtype=np.float16), "user", "must hold numbers or strings"),
+    ],
+)
+def test_a_column_that_names_no_units_is_refused(values, column, message):
+    with pytest.raises(ValueError, match=message):
+        units_of(Dataset.from_dict({"user": values}), column=column)
 
 
 @pytest.mark.parametrize(("values", "found"), [([2, 0, 1], [2, 0, 1]), ([True, False], [True, False]), ([0.5], None)])

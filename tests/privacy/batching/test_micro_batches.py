@@ -1,26 +1,11 @@
 """A piece of a draw is one micro-batch, or as many as its budget needs; what is clipped together stands together."""
 
 import pytest
-import torch
 
 from doppler_hf.privacy.batching.columns import lengths_of
-from doppler_hf.privacy.batching.fetching import DrawnExamples
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, collate_piece
-from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler
-from tests.support.tiny import pad, text_data
-
-
-def test_a_piece_is_one_micro_batch_or_as_many_as_the_budget_needs():
-    examples = sorted(text_data(10), key=lambda example: len(example["input_ids"]))
-    drawn = DrawnExamples(examples, None, numbers=set()).__getitems__(OfStep(range(10), step=3))
-    (piece,) = collate_piece(drawn, collator=pad, max_rows=10, max_tokens=None)
-    whole = piece.inputs
-    assert piece.weight == 1.0
-    assert torch.equal(whole["input_ids"], pad(examples)["input_ids"])
-    batches = [batch.inputs for batch in collate_piece(drawn, collator=pad, max_rows=10, max_tokens=16)]
-    assert len(batches) > 1
-    assert all(batch["input_ids"].numel() <= 16 for batch in batches)
-    assert torch.equal(torch.cat([batch["labels"] for batch in batches]), whole["labels"])
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.batching.sampling import PoissonSampler
+from tests.support.tiny import pad_numbered, text_data
 
 
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(100, None), (100, 24), (2, None), (6, 60)])
@@ -30,7 +15,7 @@ def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max
     sampler = PoissonSampler(
         num_examples=12, expected_batch_size=8, micro_batches=2, lengths=lengths_of(data), units=units, seed=0
     )
-    options = dict(collator=numbered, max_rows=max_rows, max_tokens=max_tokens, views=views)
+    options = dict(collator=pad_numbered, max_rows=max_rows, max_tokens=max_tokens, views=views)
     loader, once = (PrivateLoader(data, sampler=sampler, **(options | more)) for more in ({}, {"views": 1}))
     parts, drawn = [], {}
     for name, each in (("views", loader), ("once", once)):
@@ -47,21 +32,12 @@ def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max
     assert len(parts) > 12
 
 
-def numbered(examples):
-    return pad(examples) | {"number": torch.tensor([example["number"] for example in examples])}
-
-
-@pytest.mark.parametrize("max_tokens", [None, 8])
-def test_an_empty_piece_never_reaches_the_collator(max_tokens):
-    assert collate_piece(OfStep([], step=0), collator=pad, max_rows=4, max_tokens=max_tokens) == []
-
-
 @pytest.mark.parametrize(("pieces", "size"), [(1, 4), (3, 4), (4, 1), (2, 100)])
 def test_a_draw_comes_in_micro_batches_of_at_most_so_many_rows_and_in_as_few_as_that_allows(pieces, size):
     data = text_data(60).add_column("number", list(range(60)))
     options = dict(num_examples=60, expected_batch_size=pieces * size if size < 20 else 30, lengths=lengths_of(data))
     sampler = PoissonSampler(**options, micro_batches=pieces, micro_batch_size=size, seed=0)
-    loader = PrivateLoader(data, sampler=sampler, collator=numbered, max_rows=size, max_tokens=None)
+    loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, max_rows=size, max_tokens=None)
     found = list(loader)
     assert len(found) == pieces * sampler.steps_per_epoch
     for step in range(sampler.steps_per_epoch):

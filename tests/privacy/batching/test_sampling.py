@@ -113,6 +113,7 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
         (dict(expected_batch_size=11), "between 1 and the number of training examples, 10, got 11"),
         (dict(expected_batch_size=0), "got 0"),
         (dict(groups=0), "groups must be at least 1, got 0"),
+        (dict(groups=3), "3 groups that take turns need 3 × the expected batch size of 5 units, got 10"),
         (dict(micro_batches=0), "micro_batches must be at least 1, got 0"),
         (dict(rank=2, world_size=2), "got rank 2 of 2"),
         (dict(lengths=[1, 2]), "one entry for each of 10 examples, got 2"),
@@ -160,11 +161,6 @@ def test_a_units_group_is_its_own_coin():
     assert groups[0] == secret[0].group_of(units).tolist()
 
 
-def test_one_group_draws_as_without_groups_to_the_bit():
-    plain, grouped = (PoissonSampler(num_examples=300, expected_batch_size=30, seed=2, **g) for g in ({}, {"groups": 1}))
-    assert [plain.draw(step).tolist() for step in range(9)] == [grouped.draw(step).tolist() for step in range(9)]
-
-
 def test_steps_go_on_from_epoch_to_epoch_though_groups_do_not_divide_them():
     sampler = PoissonSampler(num_examples=100, expected_batch_size=15, micro_batches=2, groups=4)  # 7 steps an epoch
     steps = [piece.step for _ in range(3) for piece in sampler]
@@ -180,18 +176,6 @@ def test_units_and_groups_go_together():
     for step, examples in enumerate(drawn):
         assert {*sampler.group_of(units[examples])} <= {step % 5}
         assert set(np.bincount(units[examples])) <= {0, 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"groups": 0}, "groups must be at least 1, got 0"),
-        ({"groups": 6}, "6 groups that take turns need 6 × the expected batch size of 20 units, got 100"),
-    ],
-)
-def test_groups_that_no_draw_can_fill_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        PoissonSampler(num_examples=100, expected_batch_size=20, **options)
 
 
 def test_the_shares_of_a_unit_add_up_to_at_most_one_in_float32():

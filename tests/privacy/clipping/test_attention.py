@@ -6,12 +6,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from doppler_hf import DopplerTrainer
 from tests.privacy.clipping.test_layers import Net, check, draw, on, ready
 from tests.support.per_example import (
     NORM_RULES,
@@ -22,7 +21,7 @@ from tests.support.per_example import (
     book_keeping,
     gradients_of_each,
 )
-from tests.support.trainers import checked_trainer_of
+from tests.support.trainers import OfLogits, checked_trainer_of
 
 BATCH, QUERIES, KEYS, DIM, HEADS = 5, 3, 6, 4, 2
 # Hand-made tiny nets, in float64.
@@ -274,14 +273,6 @@ def test_adapters_of_peft_that_compute_a_weight_for_a_forward_are_refused():
 # --- through the trainer ------------------------------------------------------------------------------------------------
 
 
-class Classifier(DopplerTrainer):
-    """Trains a module of one's own, which returns logits."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        logits = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        return F.cross_entropy(logits, inputs["labels"], reduction="none")
-
-
 class TextEncoder(nn.Module):
     """An encoder of torch with its dropout, whose batch is its second dimension if torch's default is kept."""
 
@@ -296,9 +287,22 @@ class TextEncoder(nn.Module):
         return self.head(hidden[:, 0])
 
 
-def test_a_model_of_ones_own_trains_with_all_checks_and_is_saved(tmp_path):
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+        self.layer = nn.GRU(8, 4, num_layers=2, dropout=0.1, bidirectional=True, batch_first=True)
+
+    def forward(self, input_ids, attention_mask):
+        lengths = attention_mask.sum(dim=1).cpu()
+        rows = pack_padded_sequence(self.table(input_ids), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.layer(rows)[1][-2:].transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize("model", [TextEncoder, Recurrent])
+def test_a_model_of_ones_own_trains_with_all_checks_and_is_saved(tmp_path, model):
     options = dict(save_strategy="steps", save_steps=2, label_names=["labels"])
-    trainer = checked_trainer_of(tmp_path, model=TextEncoder(), cls=Classifier, **options)
+    trainer = checked_trainer_of(tmp_path, model=model(), cls=OfLogits, **options)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert not any(torch.equal(*pair) for pair in zip(trainer.model.parameters(), before, strict=True))

@@ -148,10 +148,12 @@ def test_an_error_leaves_nothing_for_the_next_batch(name, go_wrong, checkpointin
         assert_same_sums(clipped.sums, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_a_refused_model_is_left_as_it_was():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_norm_is_refused_even_frozen_and_the_model_is_left_as_it_was(frozen):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[1].requires_grad_(not frozen)
     before, values = snapshot(model), copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="BatchNorm1d"), book_keeping(model):
+    with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\)"), book_keeping(model):
         pass
     assert_unchanged(model, before, values)
 

@@ -82,7 +82,7 @@ def looks_up(n, x):
 CASES = {
     "a weight that is used outside of its layer": (
         lambda: net_of(lambda n, x: n.rest(x @ n.layer.weight), nn.Linear(3, 3)),
-        "used outside",
+        r"'layer\.weight'.* used outside",
         (freeze, train_adapters),
     ),
     "rows that are not examples": (
@@ -110,7 +110,7 @@ CASES = {
             lambda n, x: n.rest(x) + n.one(x)[:, :2] + n.two(x)[:, :2],
             one=(one := Held()), two=Held(one.scales), rest=nn.Linear(3, 2),
         ),
-        "must be of one layer",
+        r"parameters of 'two\.scales' must be of one layer, got 'one' too",
         (train_adapters,),
     ),
     "a compiled layer": (

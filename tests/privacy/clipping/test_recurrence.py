@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.privacy.clipping.test_attention import Classifier
 from tests.privacy.clipping.test_layers import Net, check, draw, on, ready
 from tests.support.per_example import (
     NORM_RULES,
@@ -15,7 +14,6 @@ from tests.support.per_example import (
     assert_refused,
     book_keeping,
 )
-from tests.support.trainers import checked_trainer_of
 
 BATCH, TIME = 5, 6
 EXACT = dict(atol=1e-10, rtol=1e-10)
@@ -129,27 +127,3 @@ def test_a_weight_that_is_computed_is_right_or_refused():
     net = ready(net_of(nn.GRU(4, 5, batch_first=True)))
     prune.l1_unstructured(net.layer, "weight_hh_l0", amount=1)
     assert_equals_loop_or_is_refused(net, on(net, X), BATCH, naming="layer")
-
-
-# --- through the trainer ------------------------------------------------------------------------------------------------
-
-
-class TextClassifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
-        self.layer = nn.GRU(8, 4, num_layers=2, dropout=0.1, bidirectional=True, batch_first=True)
-
-    def forward(self, input_ids, attention_mask):
-        lengths = attention_mask.sum(dim=1).cpu()
-        rows = pack_padded_sequence(self.table(input_ids), lengths, batch_first=True, enforce_sorted=False)
-        return self.head(self.layer(rows)[1][-2:].transpose(0, 1).flatten(1))
-
-
-def test_a_classifier_of_ones_own_trains_with_all_checks_and_is_saved(tmp_path):
-    options = dict(save_strategy="steps", save_steps=2, label_names=["labels"])
-    trainer = checked_trainer_of(tmp_path, model=TextClassifier(), cls=Classifier, **options)
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    trainer.train()
-    assert not any(torch.equal(*pair) for pair in zip(trainer.model.parameters(), before, strict=True))
-    assert (tmp_path / "out" / "checkpoint-4" / "model.safetensors").exists()

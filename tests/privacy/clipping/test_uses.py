@@ -15,7 +15,6 @@ from tests.support.per_example import (
     assert_equals_loop,
     assert_equals_loop_or_is_refused,
     assert_matches,
-    assert_refused,
     assert_same_sums,
     book_keeping,
     gradients_of_each,
@@ -212,13 +211,6 @@ def test_a_doubtful_use_is_right_or_refused(name, norm_rule, size):
     assert_equals_loop_or_is_refused(net, on(net, inputs), size, naming="subject", norm_rule=norm_rule)
 
 
-@pytest.mark.parametrize(("name", "naming"), [("functional tying", "subject.weight"), ("functional bias", "subject.bias")])
-def test_a_use_outside_of_the_module_is_refused_by_the_name_of_the_parameter(name, naming):
-    run, subject, inputs = DOUBTFUL[name]
-    net = ready(Net(run, subject=subject))
-    assert_refused(net, on(net, inputs), BATCH, message=f"'{naming}'")
-
-
 RARE = -9.0
 
 
@@ -246,19 +238,6 @@ def test_rows_of_a_layer_that_is_called_later_are_not_taken_for_examples_if_they
         clipped.backward(net(usual).sum(dim=1))
         with pytest.raises(ValueError, match=r"in the places of others at the parameters 'rare\.(weight|bias)"):
             clipped.backward(net(unusual).sum(dim=1))
-
-
-def test_batch_norm_is_refused_even_frozen():
-    net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
-    for frozen in (False, True):
-        net[1].requires_grad_(not frozen)
-        assert_refused(net, on(net.double(), draw(BATCH, 4, 4, 4)), BATCH, message=r"'1' \(BatchNorm2d\)")
-
-
-def test_a_model_with_a_compiled_layer_is_refused():
-    net = nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Linear(3, 1)))
-    with pytest.raises(ValueError, match=r"(?i)compile"), book_keeping(net):
-        pass
 
 
 def test_a_forward_that_somebody_replaced_on_the_module_is_kept():
@@ -317,10 +296,3 @@ def test_parameters_in_a_list_or_a_dictionary_are_those_of_the_layer_around_them
     before = [(name, id(parameter)) for name, parameter in net.named_parameters()]
     assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
     assert [(name, id(parameter)) for name, parameter in net.named_parameters()] == before
-
-
-def test_a_dictionary_of_parameters_in_two_layers_is_refused_by_name():
-    one = Held()
-    net = ready(Net(lambda n, x: n.one(x) + n.two(x), one=one, two=Held(one.scales)))
-    message = r"parameters of 'two\.scales' must be of one layer, got 'one' too"
-    assert_refused(net, on(net, draw(BATCH, 6, 3)), BATCH, message=message)

@@ -186,8 +186,9 @@ def drawn_at(mechanism, *steps, size=5000):
     return torch.cat([mechanism.privatize({"w": torch.zeros(size)}, step=step)["w"] for step in steps]).numpy()
 
 
-def drawn_by_a_child_and_here(draw, here):
-    """Fork when the store is full; return the noise of both processes."""
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_noise_of_its_own():
+    """Though the store is full when it is forked."""
     with gaussian() as mechanism:
         drawn_at(mechanism, 0)
         wait_until_full(mechanism._ahead)
@@ -196,30 +197,20 @@ def drawn_by_a_child_and_here(draw, here):
         if child == 0:
             try:
                 torch.set_num_threads(1)  # OpenMP's threads are not forked, and would be waited for
-                os.write(writer, draw(mechanism).tobytes())
+                first = drawn_at(mechanism, 1, 2)
+                wait_until_full(mechanism._ahead)
+                os.write(writer, np.concatenate([first, drawn_at(mechanism, 3)]).tobytes())
+                mechanism.close()
                 os._exit(0)
             finally:
                 os._exit(1)
-        ours = here(mechanism)
+        ours = drawn_at(mechanism, 1, 2, 3)
         os.close(writer)
         with open(reader, "rb") as pipe:
             theirs = np.frombuffer(pipe.read(), dtype=np.float32)
         assert os.waitpid(child, 0)[1] == 0
     assert len(theirs) == len(ours)
     assert np.all(theirs != 0)
-    return theirs, ours
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_has_noise_of_its_own():
-    def draw(mechanism):
-        first = drawn_at(mechanism, 1, 2)
-        wait_until_full(mechanism._ahead)
-        last = drawn_at(mechanism, 3)
-        mechanism.close()
-        return np.concatenate([first, last])
-
-    theirs, ours = drawn_by_a_child_and_here(draw, lambda mechanism: drawn_at(mechanism, 1, 2, 3))
     # 15,000 float32 normals each, of which two independent sets share about 15,000²·2.8e-8 ≈ 6 by chance.
     assert len(np.intersect1d(ours, theirs)) < 60  # Poisson(6): below 1e-30
 

@@ -48,11 +48,6 @@ def test_the_noise_has_the_covariance_of_the_inverse_strategy(shape, options):
     np.testing.assert_allclose(noise.std(axis=1), stds, rtol=5 / np.sqrt(D))
 
 
-def test_one_band_is_white_noise_to_the_bit():
-    shaped, white = (noise_of(mechanism_of(shape, seed=5)) for shape in (NoiseShape.banded(1), NoiseShape()))
-    assert np.array_equal(shaped, white)
-
-
 def test_each_sum_is_released_with_its_noise_and_no_other_sum():
     shape = NoiseShape.banded(3)
     with_sums, without = mechanism_of(shape, seed=1), mechanism_of(shape, seed=1)
@@ -79,15 +74,6 @@ def test_a_step_that_is_repeated_or_left_out_is_refused_before_noise_is_drawn(st
     with pytest.raises(RuntimeError, match=f"must follow each other: the next one is 1, got {step}"):
         mechanism.privatize({"w": total}, step=step)
     assert torch.equal(total, torch.ones(3))
-
-
-def test_what_it_remembers_is_b_minus_one_steps_and_cannot_be_saved(tmp_path):
-    mechanism = mechanism_of(NoiseShape.banded(4))
-    for step in range(9):
-        mechanism.privatize({"w": torch.zeros(6)}, step=step)
-    assert [tensor.shape for tensor in mechanism._shaped._past["w"]] == [(6,)] * 3
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        torch.save(mechanism, tmp_path / "mechanism.pt")
 
 
 def test_units_that_come_back_too_early_are_refused_by_the_account():

@@ -1,0 +1,87 @@
+"""What ε means to an attacker: how often any membership attack can be right.
+
+A membership attack decides from all that was released whether one record was trained on. Whoever runs it may know the code
+and every other record. (ε, δ(ε)) for every ε bounds its true positives by its false positives α (Dong et al. 2022,
+https://arxiv.org/abs/1905.02383, section 2):
+
+    TPR(α) ≤ min over ε of min(e^ε·α + δ(ε), 1 − e^(−ε)·(1 − α − δ(ε)))
+
+δ(ε) is that of the privacy loss distribution, the larger one of adding and removing a record.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from doppler_hf.privacy.accounting.accounting import Releases, composed
+from doppler_hf.privacy.accounting.upper_bounds import SampledGaussian, delta_curve
+
+
+class TradeOff(NamedTuple):
+    """The best that any attack can do, from pairs of ε and δ that all hold; both of shape (pairs,)."""
+
+    epsilons: np.ndarray
+    deltas: np.ndarray
+
+    def true_positive_rate(self, false_positive_rate: float) -> float:
+        """Return an upper bound on the true positives of an attack with these false positives, as shares of 1."""
+        odds = np.exp(np.minimum(self.epsilons, 700.0))  # beyond it both bounds are 1
+        above = np.minimum(odds * false_positive_rate + self.deltas, 1.0 - (1.0 - false_positive_rate - self.deltas) / odds)
+        return min(float(above.min()), 1.0)
+
+    @property
+    def advantage(self) -> float:
+        """An upper bound on TPR − FPR, the total variation distance; reached where the curve meets TPR = 1 − FPR."""
+        return float((1.0 - 2.0 * (1.0 - self.deltas) / (1.0 + np.exp(np.minimum(self.epsilons, 700.0)))).min())
+
+
+def trade_off(history: Iterable[Releases]) -> TradeOff:
+    """Return the best that an attack can do against everything in `history`: guess if it is empty, all without noise.
+
+    Example:
+        >>> round(trade_off([Releases(1.0, 0.01, 1000)]).true_positive_rate(0.01), 3)
+        0.029
+    """
+    mechanisms = composed(history, accountant="pld")
+    if any(noise_multiplier == 0.0 for noise_multiplier, _, _ in mechanisms):
+        return TradeOff(np.zeros(1), np.ones(1))
+    return _of_noisy(mechanisms) if mechanisms else TradeOff(np.zeros(1), np.zeros(1))
+
+
+@functools.lru_cache(maxsize=8)
+def _of_noisy(mechanisms: tuple[SampledGaussian, ...]) -> TradeOff:
+    return TradeOff(*delta_curve(mechanisms))
+
+
+def gaussian_mu(*, epsilon: float, delta: float) -> float:
+    """Return µ of the Gaussian mechanism that costs the same ε at δ: its curve is TPR = Φ(Φ⁻¹(FPR) + µ).
+
+    µ makes runs comparable that state ε at different δ. It is no bound of the run itself: at tiny rates of false positives
+    subsampled steps can exceed that curve.
+    """
+    if epsilon == math.inf:
+        return math.inf
+
+    def excess(mu: float) -> float:  # Balle & Wang 2018, https://arxiv.org/abs/1805.06530, Theorem 8
+        return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon + norm.logcdf(-mu / 2 - epsilon / mu)) - delta)
+
+    return float(brentq(excess, 1e-9, math.sqrt(2.0 * epsilon) + 20.0))
+
+
+def attack_in_words(history: Iterable[Releases], *, epsilon: float, records: str = "training records") -> str:
+    """Return what ε means in one sentence."""
+    found = percent(trade_off(history).true_positive_rate(0.01))
+    return (
+        f"At ε = {epsilon:.3g}, no attack on the model can identify more than {found} of {records} at a 1 % "
+        "false-positive rate; guessing identifies 1 %."
+    )
+
+
+def percent(share: float) -> str:
+    """Return a bound in percent, rounded up to a tenth."""
+    return f"{math.ceil(1000.0 * share - 1e-9) / 10.0:g} %"

@@ -1,0 +1,115 @@
+"""The best attack: against the exact curves of a Gaussian and of one sampled step, and against attacks that are run."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from doppler_hf.privacy.accounting import Releases, get_epsilon, get_noise_multiplier
+from doppler_hf.privacy.accounting import upper_bounds as bounds
+from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, percent, trade_off
+
+RATES = [1e-3, 1e-2, 0.1, 0.5]
+
+
+def gaussian_rates(mu, rates):
+    return norm.cdf(norm.ppf(rates) + mu)
+
+
+def sampled_rates(sigma, rate, rates):
+    """The most powerful test of N(0, σ²) against (1 − q) N(0, σ²) + q N(1, σ²): above a threshold it says "member"."""
+    thresholds = norm.isf(rates, scale=sigma)
+    return (1 - rate) * np.array(rates) + rate * norm.sf(thresholds, loc=1, scale=sigma)
+
+
+@pytest.mark.parametrize("by", ["pld", "rdp"])
+@pytest.mark.parametrize("mu", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("steps", [1, 100])
+def test_full_batches_against_the_exact_gaussian(mu, steps, by, monkeypatch):
+    if by == "rdp":  # as for runs of very many steps
+        monkeypatch.setattr(bounds, "_MOST_STEPS_OF_A_CURVE", 0)
+    history = [Releases(math.sqrt(steps) / mu + (1e-9 if by == "rdp" else 0.0), 1.0, steps)]  # not the one kept
+    found = trade_off(history)
+    reached, exact = np.array([found.true_positive_rate(rate) for rate in RATES]), gaussian_rates(mu, RATES)
+    advantage = 2 * norm.cdf(mu / 2) - 1
+    assert np.all(reached >= exact * (1 - 1e-9))
+    assert found.advantage >= advantage * (1 - 1e-9)
+    if by == "pld":
+        np.testing.assert_allclose(reached, exact, rtol=5e-3)
+        assert found.advantage == pytest.approx(advantage, rel=5e-3)
+
+
+@pytest.mark.parametrize(("sigma", "rate"), [(0.7, 0.01), (2.0, 0.5), (1.0, 0.1)])
+def test_one_sampled_step_against_the_most_powerful_test(sigma, rate):
+    found = trade_off([Releases(sigma, rate, 1)])
+    # Where the curve is steeper than 1; beyond it, telling non-members is easier, which the bound covers, too.
+    rates = [each for each in (1e-3, 1e-2, 0.1) if each < norm.sf(0.5, scale=sigma)]
+    exact = sampled_rates(sigma, rate, rates)
+    reached = [found.true_positive_rate(each) for each in rates]
+    assert np.all(reached >= exact * (1 - 1e-9))
+    np.testing.assert_allclose(reached, exact, rtol=5e-3)
+    total_variation = rate * (2 * norm.cdf(0.5 / sigma) - 1)
+    assert total_variation * (1 - 1e-9) <= found.advantage <= total_variation * 1.01
+
+
+def test_no_attack_that_is_run_does_better():
+    """By the sum of the privacy losses of ten sampled steps, the most powerful statistic."""
+    sigma, rate, steps, size, generator = 0.8, 0.1, 10, 400_000, np.random.default_rng(0)
+
+    def losses(is_member):
+        noise = sigma * generator.standard_normal((size, steps))
+        outputs = noise + (generator.random((size, steps)) < rate) * is_member
+        return np.log1p(rate * np.expm1((2 * outputs - 1) / (2 * sigma**2))).sum(axis=1)
+
+    non_members, members = losses(False), losses(True)
+    found = trade_off([Releases(sigma, rate, steps)])
+    for false_positive_rate in (1e-3, 1e-2, 0.1):
+        reached = np.mean(members > np.quantile(non_members, 1 - false_positive_rate))
+        # Five standard errors, of both rates.
+        error = 5 * (math.sqrt(reached / size) + reached / math.sqrt(false_positive_rate * size))
+        assert reached == pytest.approx(found.true_positive_rate(false_positive_rate), abs=error + 5e-3 * reached)
+
+
+def test_attacks_grow_with_epsilon_and_the_rate_of_false_positives():
+    setting = dict(sample_rate=0.02, steps=300)
+    curves = []
+    for epsilon in (0.1, 1.0, 3.0, 8.0, 30.0):
+        sigma = get_noise_multiplier(target_epsilon=epsilon, target_delta=1e-5, **setting)
+        best = trade_off([Releases(sigma, 0.02, 300)])
+        curves.append([*(best.true_positive_rate(each) for each in RATES), best.advantage])
+    assert np.all(np.diff(curves, axis=0) > 0)
+    assert np.all(np.diff(np.array(curves)[:, :-1], axis=1) > 0)
+    assert np.all(np.array(curves)[:, :-1] > RATES)
+
+
+@pytest.mark.parametrize(
+    ("history", "rate", "advantage"),
+    [
+        ([], 0.01, 0.0),
+        ([Releases(1.0, 0.1, 0)], 0.01, 0.0),
+        ([Releases(1.0, 0.1, 5), Releases(0.0, 0.1, 1)], 1.0, 1.0),
+        ([Releases(1e-4, 0.5, 3)], 1.0, 1.0),  # where the distribution overflows
+    ],
+)
+def test_nothing_released_is_guessing_and_no_noise_is_everything(history, rate, advantage):
+    found = trade_off(history)
+    assert found.true_positive_rate(0.01) == pytest.approx(rate)
+    assert found.advantage == pytest.approx(advantage)
+
+
+@pytest.mark.parametrize("mu", [1e-3, 0.3, 1.0, 6.0])
+@pytest.mark.parametrize("delta", [1e-7, 1e-4])
+def test_mu_is_that_of_the_gaussian_mechanism_of_the_same_epsilon(mu, delta):
+    epsilon = get_epsilon(noise_multiplier=1 / mu, sample_rate=1.0, steps=1, delta=delta, accountant="pld")
+    assert gaussian_mu(epsilon=epsilon, delta=delta) == pytest.approx(mu, rel=2e-3)
+    assert gaussian_mu(epsilon=math.inf, delta=delta) == math.inf
+
+
+def test_the_sentence_rounds_up():
+    assert [percent(share) for share in (0.0341, 0.034, 0.00561, 1.0)] == ["3.5 %", "3.4 %", "0.6 %", "100 %"]
+    history = [Releases(0.772790, 1000 / 67349, 204)]
+    assert attack_in_words(history, epsilon=2.9991) == (
+        "At ε = 3, no attack on the model can identify more than 3.5 % of training records at a 1 % false-positive "
+        "rate; guessing identifies 1 %."
+    )
