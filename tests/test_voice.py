@@ -1,4 +1,4 @@
-"""One voice: errors say the value, the reason and the mend, docstrings are imperative, and `Raises` says when.
+"""One voice: plain words, short sentences, errors with value, reason and fix, imperative docstrings, `Raises` with a when.
 
 What grammar cannot tell from the source, ruff's D401 and these rules leave to the reader.
 """
@@ -16,6 +16,10 @@ from transformers import TrainingArguments
 ROOT = Path(__file__).parents[1]
 FILES = [path for folder in ("doppler_hf", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 ERRORS = ("ValueError", "TypeError", "RuntimeError", "MissingExtraError")
+# Words that send a reader to a dictionary, or back to the start of the sentence.
+UNPLAIN = re.compile(r"\b(hosts?|mended|(is|are) had|of which none|the same of|one's own)\b", re.IGNORECASE)
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*DOCS, ROOT / "CHANGELOG.md", *sorted((ROOT / "recipes").rglob("*.md"))]
 # Words that begin a noun phrase or a question, where an imperative is wanted.
 NO_VERBS = {"A", "All", "An", "As", "By", "Every", "For", "How", "If", "In", "It", "Its", "No", "Of", "One", "So", "That",
             "The", "This", "To", "What", "When", "Where", "Whether", "Which", "Who", "With"}  # fmt: skip
@@ -77,14 +81,14 @@ def mistakes_in(message: str) -> list[str]:
         "begins neither with a capital nor with an argument": not (
             first[1] or first[0][:1].isupper() or first[0].partition(".")[0] in ARGUMENTS
         ),
-        "has no mend: neither 'must …, got …' nor a second sentence": not (
+        "has no fix: neither 'must …, got …' nor a second sentence": not (
             sentences >= 2 or re.search(r"\bmust\b.*, got ", message)
         ),
     }
     return [words for words, is_found in found.items() if is_found]
 
 
-def test_errors_say_value_reason_and_mend():
+def test_errors_say_value_reason_and_fix():
     found = [(path, message) for path in FILES for message in messages(ast.parse(path.read_text()))]
     assert len(found) > 150
     assert {(path, message): mistakes for path, message in found if (mistakes := mistakes_in(message))} == {}
@@ -129,3 +133,35 @@ def test_functions_say_what_to_do_and_raises_says_when():
         for section in re.findall(r"^Raises:\n((?: +.*\n?)+)", text, flags=re.MULTILINE):
             wrong += [line for line in section.splitlines() if re.match(r" {4}\w+: (?!If )", line)]
     assert wrong == []
+
+
+def prose(page: Path) -> str:
+    """Return a page without code, tables and the targets of links; headings and items of lists end a sentence."""
+    text = re.sub(r"```.*?```|`[^`]*`|^\|.*?$|<[^>\n]*>", "code", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)|^\[.*$", "", text, flags=re.MULTILINE)
+    text = text.replace("\\\n", "\n\n")
+    return re.sub(r"^(#.*|code)$|^(?= *([-*]|\d+\.) )", r"\1\n\n", text, flags=re.MULTILINE)
+
+
+def test_words_are_plain():
+    strings = [(path, node.value) for path in FILES for node in ast.walk(ast.parse(path.read_text()))
+               if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
+    texts = strings + [(page, prose(page)) for page in PAGES]
+    assert [(path.name, found[0]) for path, text in texts for found in UNPLAIN.finditer(text)] == []
+
+
+def long_sentences(text: str) -> list[str]:
+    """Return the sentences of more than 30 words."""
+    sentences = re.split(r"(?<=[.!?])\s|\n\s*\n", text)
+    return [" ".join(words) for sentence in sentences if len(words := sentence.split()) > 30]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_sentences_are_short(page):
+    assert long_sentences(prose(page)) == []
+
+
+def test_a_long_sentence_is_seen_across_lines_and_not_across_items():
+    assert UNPLAIN.search("as the host does")
+    assert long_sentences("word\n" * 31 + ".") != []
+    assert not long_sentences("word " * 20 + ". " + "word " * 20 + "\n\n" + "word " * 20)

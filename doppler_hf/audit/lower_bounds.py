@@ -98,7 +98,7 @@ def clopper_pearson_epsilon(
     """Return a lower bound on ε from independent trials.
 
     The attack that calls a trial "in" when its score exceeds a threshold has a true and a false positive rate (TPR, FPR),
-    and (ε, δ)-DP demands TPR ≤ e^ε FPR + δ, and the same of the negatives. With exact bounds on the rates (Clopper and
+    and (ε, δ)-DP demands TPR ≤ e^ε FPR + δ, and likewise for the negatives. With exact bounds on the rates (Clopper and
     Pearson),
 
         ε ≥ ln((TPR_low − δ) / FPR_high)   and   ε ≥ ln((TNR_low − δ) / FNR_high).

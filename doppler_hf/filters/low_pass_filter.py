@@ -116,8 +116,8 @@ def _check_poles(a: Sequence[float]) -> None:
 def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
     gain = math.fsum(b) / math.fsum(a)
     if abs(gain - 1) > DC_GAIN_RTOL:
-        mend = f"Multiply b by {1 / gain:.17g}" if gain else "Choose b with a positive sum"
-        raise ValueError(f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. {mend}.")
+        fix = f"Multiply b by {1 / gain:.17g}" if gain else "Choose b with a positive sum"
+        raise ValueError(f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. {fix}.")
 
 
 def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:

@@ -221,8 +221,7 @@ class DopplerOptimizer(Optimizer):
     def _in_subspace(
         self, p: Float[Tensor, "m n"], grad: Float[Tensor, "m n"], state: dict[str, Any], group: dict[str, Any]
     ) -> tuple[ParameterTensors, Advance]:
-        """Return the tensors of a step in the subspace, and its filter; the basis is renewed every `update_proj_gap`
-        steps."""
+        """Return the tensors of a step in the subspace, and its filter; now and then renew the basis."""
         grad = source = grad.to(state["basis"].dtype)
         if self.projector_source == "filtered":
             tensors = ParameterTensors(p.detach(), grad, state["filter_states"])

@@ -29,9 +29,9 @@ def cross_entropies(
         ) from None
 
 
-def _no_class(classes: int, ignored: int, mend: str) -> ValueError:
+def _no_class(classes: int, ignored: int, fix: str) -> ValueError:
     return ValueError(
-        f"labels must be classes from 0 to {classes - 1}, or {ignored} where there is none, got another one. {mend}."
+        f"labels must be classes from 0 to {classes - 1}, or {ignored} where there is none, got another one. {fix}."
     )
 
 

@@ -91,7 +91,6 @@ def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *,
     least = 1.0
     if args.base_optimizer == "adam_bc":
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
-        # A floor of one's own is no multiple of noise that is not there.
         own = args.adam_bc_floor if white else None
         floor = DEFAULT_FLOOR_FRACTION if own is None else own / (white * size) ** 2
         least = math.sqrt(floor)

@@ -21,7 +21,7 @@ class Limit(NamedTuple):
     column: str
     kind: Literal["numbers", "lengths", "no booleans"]
     end: int
-    mend: str  # as a sentence without its point
+    fix: str  # as a sentence without its point
     is_ignoring: bool = False  # whether there may be -100, too
     no_place: int | None = None  # the token that takes no position, and so does not count
 
@@ -54,7 +54,7 @@ class Limit(NamedTuple):
             "no booleans": ("numbers of classes", "True or False"),
         }[self.kind]
         return ValueError(
-            f"The column {self.column!r} of train_dataset must have {words}, got {got} in some rows. {self.mend}."
+            f"The column {self.column!r} of train_dataset must have {words}, got {got} in some rows. {self.fix}."
         )
 
 
@@ -74,8 +74,8 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
     for module in base.modules():
         tables = {name: child for name, child in module.named_children() if isinstance(child, nn.Embedding)}
         if (types := tables.get("token_type_embeddings")) is not None:
-            mend = "Leave it out: train_dataset.remove_columns('token_type_ids')"
-            yield Limit("token_type_ids", "numbers", types.num_embeddings, mend)
+            fix = "Leave it out: train_dataset.remove_columns('token_type_ids')"
+            yield Limit("token_type_ids", "numbers", types.num_embeddings, fix)
         is_of_text = any("tok" in name or "word" in name or name == "wte" for name, _ in module.named_children())
         if is_of_text and vars(module).get("position_embedding_type", "absolute") == "absolute":  # ESM may leave it unused
             for positions in (tables[name] for name in _POSITIONS if name in tables):
@@ -92,22 +92,22 @@ def _limits_of_positions(table: nn.Embedding, prompt: int, *, is_of_decoder: boo
     if not is_of_decoder:
         yield Limit("position_ids", "numbers", longest, "Leave it out: train_dataset.remove_columns('position_ids')")
     longest -= prompt + (0 if table.padding_idx is None else table.padding_idx + 1)
-    mend = f"Tokenize with truncation=True and max_length={longest}"
+    fix = f"Tokenize with truncation=True and max_length={longest}"
     for column in ("decoder_input_ids", *LABELS) if is_of_decoder else ("input_ids",):
-        yield Limit(column, "lengths", longest + 1, mend, no_place=table.padding_idx)
+        yield Limit(column, "lengths", longest + 1, fix, no_place=table.padding_idx)
 
 
 def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
     task, config = losses.token_task(base), base.config
-    end, mend = config.num_labels, "Set num_labels to the number of classes, and let them begin at 0"
+    end, fix = config.num_labels, "Set num_labels to the number of classes, and let them begin at 0"
     if task not in (None, "token_classification"):
-        end, mend = _size(base.get_output_embeddings()), ids
+        end, fix = _size(base.get_output_embeddings()), ids
     elif task is None:
         is_other = losses.has_choices(base) or losses.has_pixels(base) or losses.has_ctc(base) or end == 1
         if is_other or config.problem_type not in (None, "single_label_classification"):
             return
     for column in LABELS if end else ():
-        yield Limit(column, "numbers", end, mend, is_ignoring=True)
+        yield Limit(column, "numbers", end, fix, is_ignoring=True)
         cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64'))"
         yield Limit(column, "no booleans", end, f"Make numbers of them: {cast}")
 

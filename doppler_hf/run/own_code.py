@@ -1,4 +1,4 @@
-"""Errors of the user's own code that follow from what a private run hands to it, with the reason and the mend."""
+"""Errors of the user's own code that follow from what a private run hands to it, with the reason and the fix."""
 
 import contextlib
 import inspect

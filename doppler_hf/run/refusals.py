@@ -1,6 +1,6 @@
 """What a private run refuses beside its arguments: of the trainer, its data and collator, and of a checkpoint.
 
-Each message has the value, the reason and the mend.
+Each message has the value, the reason and the fix.
 """
 
 import random
@@ -22,7 +22,7 @@ from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import refuse_what_breaks_privacy
 
-# A method of Transformers → when an override of it has no effect, and the mend.
+# A method of Transformers → when an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
     "_get_train_sampler": (" on a private training, whose ε needs Poisson-sampled batches", "Leave it out"),
     "get_optimizer_cls_and_kwargs": (
@@ -74,9 +74,9 @@ def refuse_of_trainer(trainer: Any) -> None:
             "without tp_plan, and set fsdp if it is too large for one process."
         )
     own = type(trainer)
-    for name, (reason, mend) in _NOT_CALLED.items():
+    for name, (reason, fix) in _NOT_CALLED.items():
         if getattr(own, name) is not getattr(Trainer, name):
-            raise ValueError(f"{own.__name__}.{name} has no effect{reason}. {mend}.")
+            raise ValueError(f"{own.__name__}.{name} has no effect{reason}. {fix}.")
     if own.compute_loss is not own.inherited_compute_loss and own.compute_per_sample_loss is own.default_per_sample_loss:
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "

@@ -37,7 +37,7 @@ _BY_LAUNCHER: Final = "ACCELERATE_USE_FSDP"
 # four to five times the memory of frozen weights; to add up many small sums takes time.
 LARGEST_WHOLE: Final = 0.1
 _DDP: Final = "take recipes/accelerate/ddp.yaml, with which each process has all weights"
-# Setting of FSDP → the only value that a private run can have, why, and the mend.
+# Setting of FSDP → the only value that a private run can have, why, and the fix.
 _SETTINGS: Final[dict[str, tuple[Any, str, str]]] = {
     "fsdp_version": (2, "version 1 joins trained and frozen weights in one", "Set fsdp_version: 2"),
     "reshard_after_forward": (
@@ -75,11 +75,11 @@ def hidden_from_trainer(args: DopplerTrainingArguments) -> Iterator[FullySharded
 
 def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingArguments) -> None:
     """Refuse settings of FSDP, and arguments beside it, that a private run cannot have."""
-    for name, (only, reason, mend) in _SETTINGS.items():
+    for name, (only, reason, fix) in _SETTINGS.items():
         value = getattr(plugin, name)
         is_fit = not isinstance(value, CPUOffloadPolicy) if name == "cpu_offload" else value == only
         if not is_fit:
-            raise ValueError(f"FSDP must have {name}={only} in a private run, got {value}: {reason}. {mend}.")
+            raise ValueError(f"FSDP must have {name}={only} in a private run, got {value}: {reason}. {fix}.")
     if args.world_size == 1:
         raise ValueError(
             "FSDP must have several processes, got one, which would have all weights. Start several with `accelerate "

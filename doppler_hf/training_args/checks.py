@@ -27,7 +27,7 @@ _POSITIVE: Final[_Range] = ("be a finite number > 0", lambda value: 0.0 < value 
 _COUNT: Final[_Range] = ("be at least 1", lambda value: value >= 1)
 _UNIT_INTERVAL: Final[_Range] = ("lie in (0, 1)", lambda value: 0.0 < value < 1.0)
 
-# The kind of an argument → the values that are of it, in words, and the mend.
+# The kind of an argument → the values that are of it, in words, and the fix.
 _KINDS: Final[dict[type, tuple[type, str, str]]] = {
     float: (Real, "a number", "Write it without quotes, in YAML with a point, as 1.0e-5"),
     int: (Integral, "a whole number", "Write it without quotes"),
@@ -38,7 +38,7 @@ _KINDS: Final[dict[type, tuple[type, str, str]]] = {
 # What is meant by None, where an argument is a word.
 _FOR_NONE: Final = {"low_pass_filter": "none", "noise_shape": "white"}
 
-# Argument → its range, and the mend.
+# Argument → its range, and the fix.
 _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "target_epsilon": (_POSITIVE, "To train without noise set noise_multiplier=0 instead."),
     "noise_multiplier": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
@@ -80,7 +80,7 @@ _BREAKS_PRIVACY: Final = {
     "include_num_input_tokens_seen": "the number of tokens in a batch depends on the data and would be logged without noise",
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
-_MENDS: Final = {"fp16": "Use bf16", "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)"}
+_FIXES: Final = {"fp16": "Use bf16", "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)"}
 # Transformers' argument, or one of its `accelerator_config` → the reason why it has no effect.
 _WITHOUT_EFFECT: Final = {
     "data_seed": "because batches come from the operating system's entropy",
@@ -137,7 +137,7 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
                 )
             continue
         kind, *none = get_args(hint) or (hint,)
-        allowed, words, mend = _KINDS[kind]
+        allowed, words, fix = _KINDS[kind]
         is_bool = isinstance(value, bool)  # which Python takes for a number
         if value is None and field.name in _FOR_NONE:
             raise ValueError(
@@ -145,14 +145,14 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
                 f"{field.default!r}, which chooses."
             )
         if not isinstance(value, (allowed, *none)) or (is_bool and kind is not bool):
-            raise ValueError(f"{field.name} must be {words}, got {value!r}. {mend}, or leave it out for {field.default!r}.")
+            raise ValueError(f"{field.name} must be {words}, got {value!r}. {fix}, or leave it out for {field.default!r}.")
 
 
 class NoEffectError(ValueError):
     """An argument has no effect because of another one."""
 
-    def __init__(self, name: str, value: Any, *, beside: str, because: str, mend: str) -> None:
-        super().__init__(f"{name}={value!r} has no effect with {beside}={because}. {mend}.")
+    def __init__(self, name: str, value: Any, *, beside: str, because: str, fix: str) -> None:
+        super().__init__(f"{name}={value!r} has no effect with {beside}={because}. {fix}.")
         self.name, self.beside = name, beside
 
 
@@ -163,7 +163,7 @@ def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArg
         if field.name not in ("disable_dp", "weight_filter") and value != field.default:
             raise NoEffectError(
                 field.name, value, beside="disable_dp", because="True, which is the stock Trainer",
-                mend="Leave one of them out. For a filter without noise set noise_multiplier=0 instead of disable_dp",
+                fix="Leave one of them out. For a filter without noise set noise_multiplier=0 instead of disable_dp",
             )  # fmt: skip
 
 
@@ -174,10 +174,10 @@ def check_ranges(args: TrainingArguments) -> None:
             f"Exactly one of target_epsilon and noise_multiplier must be set, got {args.target_epsilon} and "
             f"{args.noise_multiplier}. Set target_epsilon=3, for example, or disable_dp=True to train without privacy."
         )
-    for name, ((words, holds), mend) in _RANGES.items():
+    for name, ((words, holds), fix) in _RANGES.items():
         value = getattr(args, name)
         if value is not None and not holds(value):
-            raise ValueError(f"{name} must {words}, got {value}. {mend}")
+            raise ValueError(f"{name} must {words}, got {value}. {fix}")
     if args.max_grad_norm:
         raise ValueError(
             f"max_grad_norm={args.max_grad_norm} would rescale the private gradient with its noise. Leave it unset: "
@@ -211,7 +211,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         "Set report_train_loss='private'",
     )  # fmt: skip
     no_adam = (args.base_optimizer != "sgd", adam, "Set base_optimizer='adam'")
-    # Argument → whether it has an effect, the reason if not, and the mend.
+    # Argument → whether it has an effect, the reason if not, and the fix.
     effects = {
         **{name: (False, reason, "") for name, reason in _WITHOUT_EFFECT.items()},
         **dict.fromkeys(("noise_shape", "noise_generator", "floating_point_safe"), no_noise),
@@ -234,12 +234,12 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         "adam_beta2": no_adam,
         "adam_epsilon": no_adam if args.adam_bc_floor is None else (False, f"with adam_bc_floor={args.adam_bc_floor}", ""),
     }  # fmt: skip
-    for name, (has_effect, reason, mend) in effects.items():
+    for name, (has_effect, reason, fix) in effects.items():
         owner = args if name in type(args).__dataclass_fields__ else args.accelerator_config
         value = getattr(owner, name)
         if value != default_of(owner, name) and not has_effect:
             raise ValueError(
-                f"{name}={value!r} has no effect {reason}. {f'{mend}, or leave it out' if mend else 'Leave it out'}."
+                f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave it out' if fix else 'Leave it out'}."
             )
     if args.noise_shape not in ("auto", "white") and args.low_pass_filter.startswith("optimal-fir"):
         raise ValueError(
@@ -281,7 +281,7 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     launched = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ValueError(
-            f"DeepSpeed cannot be used with differential privacy: {_BREAKS_PRIVACY['deepspeed']}. {_MENDS['deepspeed']}."
+            f"DeepSpeed cannot be used with differential privacy: {_BREAKS_PRIVACY['deepspeed']}. {_FIXES['deepspeed']}."
         )
     if args.world_size == 1 != int(launched):
         # As Transformers does where it finds no accelerator.
@@ -303,5 +303,5 @@ def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
         value = getattr(args, name)
         # Transformers takes an empty value and False for no as well.
         if value != default_of(args, name) and value is not False and value not in ("", [], {}):
-            mend = _MENDS.get(name, "Leave it out")
-            raise ValueError(f"{name}={value!r} cannot be used with differential privacy: {reason}. {mend}.")
+            fix = _FIXES.get(name, "Leave it out")
+            raise ValueError(f"{name}={value!r} cannot be used with differential privacy: {reason}. {fix}.")

@@ -49,8 +49,8 @@ def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.name in names and value != field.default:
-            mend = f"Leave {field.name} out, or change {beside}"
-            raise NoEffectError(field.name, value, beside=beside, because=repr(getattr(args, beside)), mend=mend)
+            fix = f"Leave {field.name} out, or change {beside}"
+            raise NoEffectError(field.name, value, beside=beside, because=repr(getattr(args, beside)), fix=fix)
 
 
 def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tuple[Any, ...]:

@@ -131,7 +131,7 @@ def frozen_as_told(model: nn.Module, message: str) -> list[str]:
     return [name for _, name in told]
 
 
-def mended(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]], message: str) -> dict[str, Any]:
+def fixed(model: PreTrainedModel, examples: Sequence[dict[str, Tensor]], message: str) -> dict[str, Any]:
     """Freeze what each message names, in all layers alike, until the model trains.
 
     Returns:
@@ -195,7 +195,7 @@ def survey(name: str) -> dict[str, Any]:
         no_rule = is_ours(error) and "no per-example loss" in str(error)
         line |= {"result": "no rule" if no_rule else "refused" if is_ours(error) else stage, "reason": short(error)}
         if line["result"] == "refused" and cause_of(str(error)) == LAYER:
-            line["mended"] = mended(model, examples, str(error))
+            line["fixed"] = fixed(model, examples, str(error))
     return line | {"seconds": round(time.perf_counter() - start, 2)}
 
 

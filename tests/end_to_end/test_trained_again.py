@@ -129,7 +129,7 @@ def test_an_optimizer_made_before_something_was_unfrozen_is_refused(tmp_path):
     trainer.model.requires_grad_(True)
     with pytest.raises(ValueError, match=r"must have each parameter that is trained, got one without 'bert\..* 22 others"):
         trainer.train()
-    trainer.optimizer = None  # and the mend
+    trainer.optimizer = None  # and the fix
     assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=4)
 
 

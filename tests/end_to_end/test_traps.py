@@ -1,7 +1,7 @@
 """The ways in which private trainers of the field have gone wrong, one test each, on the trainer as a user runs it.
 
-Trap 4, gradients that follow the length of neighbours, is in tests/privacy/test_transformers_losses.py; 8, steps that are not
-counted, and 12, empty draws, in test_trainer.py; 14, noise scaled wrongly over processes, in test_distributed.py.
+Trap 4, gradients that follow the length of neighbours, is in tests/privacy/test_transformers_losses.py; 8, uncounted steps,
+and 12, empty draws, in test_trainer.py; 14, noise scaled wrongly over processes, in test_distributed.py.
 False-alarm rates are stated.
 """
 

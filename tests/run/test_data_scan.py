@@ -90,7 +90,7 @@ def test_of_a_model_of_ones_own_nothing_is_known():
     assert "input_ids" not in ends(model)
 
 
-# --- what is refused, and its mend ----------------------------------------------------------------------------------------
+# --- what is refused, and its fix ----------------------------------------------------------------------------------------
 
 
 def with_one(number, *, column="input_ids", rows=300):
@@ -161,7 +161,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_before_anything_is_spent_and_trains_with_its_mend(tmp_path, case):
-    made, message, mend = CASES[case]
+    made, message, fix = CASES[case]
     trainer = trainer_of(tmp_path, data=made())
     trainer.data_collator = pad_all
     with pytest.raises(ValueError, match=message) as refused:
@@ -169,10 +169,10 @@ def test_it_is_refused_before_anything_is_spent_and_trains_with_its_mend(tmp_pat
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
     # Neither the number nor its place: messages end in logs.
     assert not re.search(rf"{BEYOND}|{BEYOND:,}|\b{ROW}\b|\b40\b|\b7\b", str(refused.value))
-    model, data = mend(tiny_bert(), made())
-    mended = trainer_of(tmp_path, model=model, data=data, max_steps=1)
-    mended.data_collator = pad_all
-    mended.train()
+    model, data = fix(tiny_bert(), made())
+    fixed = trainer_of(tmp_path, model=model, data=data, max_steps=1)
+    fixed.data_collator = pad_all
+    fixed.train()
 
 
 def is_beyond(model, data, *, collate=default_data_collator, has_own_loss=False):

@@ -158,7 +158,7 @@ def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_
     found = re.search(r"learning_rate=2e-05 is (\S+) times below the (\S+) that this run would choose: leave it out", output)
     factor, rule = (float(each.replace(",", "")) for each in found.groups())
     assert factor == pytest.approx(rule / 2e-5, rel=0.01)
-    # The mend: left out, it is that rate, of which nothing is told.
+    # The fix: left out, it is that rate, of which nothing is told.
     (tmp_path / "again").mkdir()
     output = told(tmp_path / "again", capsys, learning_rate=None)
     assert f"learning rate {rule:.3g} (auto: by noise, steps and model size)" in output

@@ -110,7 +110,7 @@ def test_a_disk_without_space_for_the_weights_is_refused(tmp_path, monkeypatch):
     trainer_with(tmp_path).train()  # which saves nothing
 
 
-# --- the mends ------------------------------------------------------------------------------------------------------------
+# --- the fixes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")

@@ -257,7 +257,7 @@ class OnTheFly(torch.utils.data.Dataset):
 def test_lengths_are_asked_for_where_positions_depend_on_the_longest(tmp_path):
     model = llama(max_position_embeddings=8, rope_parameters=DYNAMIC, initializer_range=0.2)
     refused(tmp_path, "got unknown lengths", model=model, data=OnTheFly(300))
-    trains(tmp_path, model=model, data=OnTheFly(300, padded_to=32))  # the mend
+    trains(tmp_path, model=model, data=OnTheFly(300, padded_to=32))  # the fix
 
 
 def test_a_model_that_sees_padding_trains_where_all_examples_are_of_one_length(tmp_path):
@@ -463,7 +463,7 @@ def test_a_capacity_that_the_batch_shares_is_refused(tmp_path):
 
     options = dict(encoder_layerdrop=0.0, decoder_layerdrop=0.0, router_jitter_noise=0.0)
     refused(tmp_path, "The expert_capacity must be at least 1048576", model=mixture(**options), collator=collate)
-    trains(tmp_path, model=mixture(expert_capacity=2**20, **options), collator=collate)  # the mend
+    trains(tmp_path, model=mixture(expert_capacity=2**20, **options), collator=collate)  # the fix
 
 
 # --- which examples are looked at -----------------------------------------------------------------------------------------
@@ -562,7 +562,7 @@ def big_bird(**more):
 def test_a_model_that_replaces_its_layers_for_good_is_refused(tmp_path):
     data = rows_of([8] * 20 + [30] * 20)
     refused(tmp_path, r"replaces 'bert\.encoder\S+' for all later batches", model=big_bird(), data=data)
-    trains(tmp_path, model=big_bird(attention_type="original_full"), data=data)  # the mend
+    trains(tmp_path, model=big_bird(attention_type="original_full"), data=data)  # the fix
 
 
 def bart():

@@ -1,4 +1,4 @@
-"""Ordinary mistakes are told with a mend before anything is spent, and each mend trains."""
+"""Ordinary mistakes are told with a fix before anything is spent, and each fix trains."""
 
 import re
 
@@ -59,14 +59,14 @@ def test_what_is_no_data_set_is_told_how_to_become_one(tmp_path):
     whole = text_data()
     listed = lambda rows: Dataset.from_list(list(rows))  # noqa: E731
     frame, columns, stream = whole.to_pandas(), whole[:], whole.to_iterable_dataset()
-    for given, message, mended in (
+    for given, message, fixed in (
         (frame, r"got a DataFrame of pandas\. Pass datasets\.Dataset\.from_pandas\(train_dataset\)", Dataset.from_pandas),
         (columns, r"got a dict\. .* Of columns pass datasets\.Dataset\.from_dict\(train_dataset\)", Dataset.from_dict),
         (DatasetDict(train=whole), r"got a DatasetDict\. .* such as train_dataset\['train'\]", lambda sets: sets["train"]),
         (stream, r"IterableDataset has no length, .* datasets\.Dataset\.from_list\(list\(", listed),
     ):  # fmt: skip
         told(message, lambda given=given: made(tmp_path, given, data_collator=pad))
-        assert trains(made(tmp_path / "mended", mended(given), data_collator=pad))
+        assert trains(made(tmp_path / "fixed", fixed(given), data_collator=pad))
     # Transformers would ask for max_steps first.
     args = arguments(tmp_path, max_steps=-1)
     told("IterableDataset has no length", lambda: DopplerTrainer(tiny_bert(), args, pad, stream))

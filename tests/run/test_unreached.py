@@ -1,4 +1,4 @@
-"""Trained parameters that no loss reaches, which noise alone would move: named before anything is spent, with a mend."""
+"""Trained parameters that no loss reaches, which noise alone would move: named before anything is spent, with a fix."""
 
 import re
 

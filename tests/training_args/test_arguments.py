@@ -1,4 +1,4 @@
-"""Every contradictory, ineffective or unsafe argument is refused with its value and the mend."""
+"""Every contradictory, ineffective or unsafe argument is refused with its value and the fix."""
 
 import dataclasses
 import inspect
@@ -178,7 +178,7 @@ def test_an_optimizer_that_is_named_is_not_ignored_silently_even_transformers_de
     with pytest.warns(UserWarning, match=f"optim='{default}' has no effect: .*Leave optim out"):
         assert arguments(tmp_path, optim=default).optim == default
     assert arguments(tmp_path, target_epsilon=None, disable_dp=True, optim="sgd").optim == "sgd"
-    assert arguments(tmp_path).optim is OptimizerNames(default)  # the mend
+    assert arguments(tmp_path).optim is OptimizerNames(default)  # the fix
 
 
 def test_an_optimizer_that_is_left_out_is_left_out_however_arguments_are_read(tmp_path):

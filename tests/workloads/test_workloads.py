@@ -255,7 +255,7 @@ def test_a_flag_overrules_what_it_leaves_without_effect_in_the_recipe(caplog, tm
     for owner in (args, training_args):
         for field in dataclasses.fields(owner):
             assert field.name not in left_out or getattr(owner, field.name) == field.default
-    # Inside one recipe, or on one command line, it can be mended, and is refused.
+    # Inside one recipe, or on one command line, it can be fixed, and is refused.
     beside = tmp_path / "recipe.yaml"
     beside.write_text(f"{path.read_text()}\n{flag.replace('=', ': ')}\n")
     with pytest.raises(NoEffectError, match=f"^({'|'.join(left_out)})=.* has no effect with {flag.split('=')[0]}="):

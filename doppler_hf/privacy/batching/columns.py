@@ -120,7 +120,7 @@ def columns_of_numbers(examples: Any) -> frozenset[str]:
 
 
 def is_of_datasets(feature: Any) -> bool:
-    """Return whether a column's type, and all in it, are of `datasets`: one's own may decode rows by code of its own."""
+    """Return whether a column's type, with all types in it, is of `datasets`: others may run code of their own."""
     if isinstance(feature, Mapping):
         return all(map(is_of_datasets, feature.values()))
     if isinstance(feature, list):

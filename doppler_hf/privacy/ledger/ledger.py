@@ -7,7 +7,7 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
     checkpoint          steps released, and ε
     closed              steps released, exactly, and ε; reserved steps that were not run do not count
     left                the digests of the model's parameters and buffers when the run ended, cleanly or not
-    saved               the same of a model that was saved, and the hashes of its weight files; see `weights`
+    saved               the digests of a model that was saved, and the hashes of its weight files; see `weights`
 
 After a crash it never counts too few steps, and too many by one portion at most, a hundredth of the plan.
 """

@@ -1,4 +1,4 @@
-"""Each mend that a refusal of a layer names, tried: what was refused trains once it was done."""
+"""Each fix that a refusal of a layer names, tried: what was refused trains once it was done."""
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ CASES = {
             lambda n, x: n.rest(x) + n.one(x)[:, :2] + n.two(x)[:, :2],
             one=(one := Held()), two=Held(one.scales), rest=nn.Linear(3, 2),
         ),
-        r"parameters of 'two\.scales' must be of one layer, got 'one' too",
+        r"parameters of 'two\.scales' must belong to one layer, got 'one' too",
         (train_adapters,),
     ),
     "a compiled layer": (
@@ -131,16 +131,16 @@ def train(net, losses=lambda net, x: net(x).square().sum(dim=1)):
 
 
 @pytest.mark.parametrize(
-    ("name", "mend"),
-    [(name, mend) for name, (_, _, mends) in CASES.items() for mend in mends],
+    ("name", "fix"),
+    [(name, fix) for name, (_, _, fixes) in CASES.items() for fix in fixes],
     ids=lambda part: getattr(part, "__name__", part),
 )
-def test_what_a_refusal_names_mends_it(name, mend):
+def test_what_a_refusal_names_fixes_it(name, fix):
     make, message, _ = CASES[name]
     with pytest.raises(ValueError, match=message):
         train(make())
     net = make()
-    train(mend(net) or net)
+    train(fix(net) or net)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_a_refusal_names_mends_it(name, mend):
         (lambda net, x: (net(x) - net(x).mean(dim=0)).sum(dim=1), "Let each loss depend on its example alone"),
     ],
 )
-def test_a_loss_of_ones_own_is_mended_as_its_refusal_says(losses, message):
+def test_a_loss_of_ones_own_is_fixed_as_its_refusal_says(losses, message):
     net = net_of(calls_its_layer, nn.Linear(3, 3))
     with pytest.raises(ValueError, match=message):
         train(net, losses)
