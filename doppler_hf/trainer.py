@@ -48,8 +48,8 @@ class DopplerTrainer(AroundSteps):
     Args:
         model: As in `Trainer`. Arguments not listed here are `Trainer`'s too, in its order.
         args: `DopplerTrainingArguments`.
-        train_dataset: As in `Trainer`; it must have a length. optimizers: (None, None) with privacy: `args` define the
-        optimizer, and you may override `create_scheduler`.
+        train_dataset: As in `Trainer`; it must have a length.
+        optimizers: (None, None) with privacy: `args` define the optimizer, and you may override `create_scheduler`.
 
     Attributes:
         privacy: Holds the `ledger` of the training, and `epsilon()` so far; only with privacy.

@@ -2,14 +2,14 @@
 
 A guarantee is an upper bound on ε, proven for the mechanism as it is specified. An audit tests the mechanism as it is built.
 Each canary is put into the training set or left out by a secret coin, and the attacker sees what the guarantee covers. An
-attacker who tells the two cases apart better than ε allows has found a defect. That none is found proves nothing.
+attacker who tells the two cases apart better than ε allows has found a defect. Finding none proves nothing.
 
 - trainer: the trainer with canaries in its data
 - canaries: which rows are canaries
 - dirac: canaries that are a gradient coordinate of their own
 - mislabelled: canaries that are examples with a wrong label
 - lower_bounds: from an attack's scores to a lower bound on ε
-- neighbours: how far one unit more moves the sum that reaches the mechanism
+- neighbours: how far one more record moves the sum that reaches the mechanism
 - result: the outcome of an audit
 """
 

@@ -1,4 +1,4 @@
-"""Training sets with canaries: rows that carry the number of their canary in a column of their own."""
+"""Training sets with canaries: rows that carry their canary's number in a further column."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -19,8 +19,8 @@ def numbered_rows(
     Args:
         dataset: A `datasets.Dataset`, also one that is transformed when it is read.
         rows: The indices of the rows, in order. A row may occur several times.
-        canaries: The number of the canary that each row is, or `ORDINARY`.
-        unit_column: The column that tells the units of privacy apart, or None. Each canary becomes a unit of its own.
+        canaries: Each row's canary by number, or `ORDINARY`.
+        unit_column: The column of the users' IDs, or None. Each canary becomes a user of its own.
 
     Raises:
         ValueError: If the data set is of another kind, or has such a column.

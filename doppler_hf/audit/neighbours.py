@@ -1,15 +1,15 @@
-"""The neighbour test: does one record move the update by more than is claimed?
+"""The neighbour test: can one record change an update more than the proof allows?
 
 For data sets that differ in one unit of privacy, and the same coins for all others, the sums that reach the mechanism must
-differ by at most C. The test lets the real trainer make draws that come in threes: some units S, the same with one unit u
-more, and u alone. It watches what the mechanism receives, puts zeros in place of the private gradient, and compares
+differ by at most C. The real trainer makes batches in threes: some units S, then S and one more unit u, then u alone. The
+test watches the sums that the mechanism receives, returns zeros as private gradients, and compares
 
     distance   ‖sum(S ∪ u) − sum(S)‖ / C             which the guarantee assumes to be at most 1
     coupling   ‖sum(S ∪ u) − sum(S) − sum(u)‖ / C    how much u changes what the others contribute; 0 but for rounding
 
-The coins are held: the model is in training mode without dropout, a random data set gives an example the same numbers each
-time, and of a unit with too many examples the first are taken. A random collator draws for a batch, so that none of its
-coins can be held for one example. That all of these follow secret coins is for the generators (`privacy.generators`).
+The coins are held. The model is in training mode without dropout, a random data set gives an example the same numbers each
+time, and a unit with too many examples contributes its first ones. A random collator draws for a whole batch, so its coins
+cannot be held for one example. `privacy.generators` makes all of these follow secret coins.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ class NeighbourResult:
     """Pairs of neighbouring draws of one trainer.
 
     Attributes:
-        distances: How far one unit more moves the clipped sum, in units of C, shape (pairs,).
-        couplings: How far it moves what the others contribute, in units of C, shape (pairs,).
+        distances: How far one more unit moves the clipped sum, in units of C, shape (pairs,).
+        couplings: How far it moves the others' contributions, in units of C, shape (pairs,).
         draw_sizes: Units in each draw besides that one, shape (pairs,).
         expected_batch_size: B of the run, in units.
         tolerance: How far above 1 rounding alone may bring a distance.
@@ -76,7 +76,7 @@ class NeighbourResult:
 
     @property
     def extrapolated(self) -> Float[np.ndarray, " pairs"]:
-        """The distances in a draw of B units, if each of the others is moved as far as these; rounding does not count."""
+        """The distances in a batch of B units, if every other one moves as far as these; rounding does not count."""
         beyond_rounding = np.where(self.couplings > self.tolerance * np.sqrt(self.draw_sizes), self.couplings, 0.0)
         return self.distances + beyond_rounding * np.maximum(self.expected_batch_size / self.draw_sizes - 1.0, 0.0)
 
@@ -102,17 +102,17 @@ class NeighbourResult:
 def neighbour_distances(
     trainer: DopplerTrainer, *, pairs: int = 16, draw_size: int | None = None, seed: int = 0, tolerance: float = ROUNDING
 ) -> NeighbourResult:
-    """Train on neighbouring draws without moving the weights, and measure how far their clipped sums are apart.
+    """Train on neighbouring batches without moving the weights, and measure how far apart their clipped sums are.
 
-    The draws go through the trainer's own loader, collator, loss, engine and accumulation. Nothing is written, evaluated or
-    logged, and the trainer is left as it was: it has spent nothing.
+    The batches go through the trainer's own loader, collator, loss, engine and accumulation. Nothing is written, evaluated
+    or logged. The trainer is left as it was and has spent no ε.
 
     Args:
         trainer: A trainer with privacy, before or after training.
-        pairs: How many pairs of draws.
-        draw_size: How many units to draw besides the one; by default the expected batch, but at most 32.
-        seed: Which units are drawn. The one more is the largest unit first, then the smallest, one of the rarest label,
-            then any.
+        pairs: How many pairs of batches.
+        draw_size: How many units a batch has besides the tested one; by default the expected batch size, at most 32.
+        seed: Chooses the units. The tested one is first the largest unit, then the smallest, one of the rarest label, then
+            any.
         tolerance: How far above 1 rounding alone may bring a distance: 1e-6 for a model in float64.
 
     Raises:
@@ -163,7 +163,7 @@ def is_random_data(loader: PrivateLoader, indices: list[int]) -> bool:
 
 
 def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
-    """Return a batch as in training, of which what is drawn at random depends on the seed alone."""
+    """Return a batch as in training, whose random numbers depend only on the seed."""
     with filled_generators(seed):
         examples = fetch(loader.examples, indices, numbers=loader.numbers)
         fill_generators(seed)
@@ -173,7 +173,7 @@ def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
 def neighbouring_draws(
     run: PrivateRun, *, pairs: int, size: int, seed: int, labels: Int[np.ndarray, " units"] | None = None
 ) -> list[Int[np.ndarray, " _"]]:
-    """Return draws in threes, as numbers of units: others, the same with one unit more, and that unit alone."""
+    """Return batches in threes, as numbers of units: others, others and one more unit, and that unit alone."""
     generator, sampler = np.random.default_rng(seed), run.sampler
     sizes = sampler.lengths if sampler.unit_sizes is None else sampler.unit_sizes
     extremes = [] if sizes is None else [int(np.argmax(sizes)), int(np.argmin(sizes))]
@@ -191,7 +191,7 @@ def neighbouring_draws(
 
 @final
 class HeldExamples(Dataset[Any]):
-    """A random data set whose every example gets the same random numbers whenever it is fetched, whatever is beside it.
+    """A random data set whose examples get the same random numbers at every fetch, whatever is beside them.
 
     Examples are fetched one by one, each as often as it has views, whose numbers differ.
     """
@@ -256,7 +256,7 @@ class Witness:
 
 
 class ScriptedRun:
-    """Makes the trainer's runs with draws that are told, and with witnesses in place of their mechanisms."""
+    """Makes the trainer's runs with given batches, and with witnesses in place of their mechanisms."""
 
     def __init__(self, trainer: DopplerTrainer, draws: list[Int[np.ndarray, " _"]], *, is_held: bool) -> None:
         self._make, self._draws, self._args, self._is_held = trainer._new_run, draws, trainer.args, is_held
@@ -320,7 +320,7 @@ def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]
 
 @contextlib.contextmanager
 def restored(trainer: DopplerTrainer) -> Iterator[None]:
-    """Let only those callbacks take part that training needs, and give the trainer all its attributes back afterwards."""
+    """Let only the callbacks that training needs take part, and restore the trainer's attributes afterwards."""
     before, privacy = dict(vars(trainer)), dict(vars(trainer.privacy))
     training = trainer.model.__dict__.get("train")
     handler = copy.copy(trainer.callback_handler)

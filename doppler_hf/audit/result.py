@@ -27,7 +27,7 @@ class AuditResult:
         scores: The canaries' scores, shape (canaries,); higher is more likely in the training set.
         included: The coins, shape (canaries,): whether the canary was in the training set.
         lower_bounds: A lower bound on ε by each method. All of them hold at once with probability `confidence`.
-        claims: The upper bounds on ε that the run's ledger states, by accountant; of several runs the largest.
+        claims: The upper bounds on ε that the run's ledger states, by accountant; the largest over several runs.
         delta: δ of the claim and of the bounds.
         confidence: The probability with which the bounds hold.
         runs: The number of trainings.

@@ -1,8 +1,8 @@
 """`AuditTrainer`: the real trainer with canaries in its data and an attacker who watches what it releases.
 
-Canary i is in the training set if coin i says so. Otherwise the run is the one that is audited: the same sampler, engine,
-clipping, noise, optimizer and accountant, with N the number of training rows. The attacker sees the private gradient of
-every step and all models (or, black-box, the first and the last model only) and gives each canary a score.
+Canary i is in the training set if coin i says so. Otherwise the run is the audited one: the same sampler, engine, clipping,
+noise, optimizer and accountant, with N the number of training rows. The attacker sees the private gradient of every step and
+all models (or, black-box, the first and the last model only) and gives each canary a score.
 """
 
 from abc import ABC, abstractmethod
@@ -26,12 +26,12 @@ from doppler_hf.training_args import DopplerTrainingArguments
 class AuditTrainer(DopplerTrainer, ABC):
     """A `DopplerTrainer` for one audited run; a subclass says what a canary is and how it is scored.
 
-    Ahead of a trainer of your own it audits that one, its loss included:
+    Listed before your own trainer, it audits that trainer with its loss:
 
         class AuditOfMine(DiracAuditTrainer, MyTrainer): ...
 
     Args:
-        model: The model; it is trained on canaries, and of no use afterwards.
+        model: The model. It is trained on canaries and useless afterwards.
         args: `DopplerTrainingArguments`, with privacy.
         num_canaries: m, each included with probability 1/2.
         train_dataset: A `datasets.Dataset`.
@@ -99,7 +99,7 @@ class AuditTrainer(DopplerTrainer, ABC):
     def choose_rows(
         self, num_rows: int, generator: np.random.Generator
     ) -> tuple[Int[np.ndarray, " ordinary"], Int[np.ndarray, " num_canaries"]]:
-        """Return the ordinary rows of the training set, and the row that each canary is made of."""
+        """Return the ordinary rows of the training set, and the row behind each canary."""
 
     @abstractmethod
     def add_canaries_to(self, model: nn.Module) -> None:

@@ -1,15 +1,15 @@
-"""Audit a recipe: train it with canaries, attack the run, and compare the ε that is proven with the ε that is claimed.
+"""Audit a recipe: train it with canaries, attack the run, and compare the proven ε with the claimed ε.
 
-Canaries are put into the training set, or left out, by secret coins. From the scores that an attack gives them follows a
-lower bound on ε, which holds with the given confidence. A bound above the claim shows a defect, and the exit code is 1. A
-bound below it proves nothing. Kinds of canaries:
+Secret coins decide which canaries are in the training set. An attack scores the canaries, and the scores give a lower bound
+on ε, which holds with the given confidence. A bound above the claim shows a defect, and the exit code is 1. A bound below it
+proves nothing. Kinds of canaries:
 
   dirac    white-box: a gradient of their own for each; the strongest attack, for any model
   natural  white-box: examples under a wrong label, looked for in every private gradient; for classifiers
   loss     black-box: the same examples, scored by the decrease of their loss from the first to the last model
 
-The run is made in a temporary folder, and only privacy_audit.json is written into the recipe's output_dir. With --runs R
-there are R trainings with one canary each, for small models. After the recipe any of its fields may follow as a flag.
+The run uses a temporary folder and writes only privacy_audit.json into the recipe's output_dir. With --runs R there are R
+trainings with one canary each, for small models. After the recipe any of its fields may follow as a flag.
 
   doppler-hf audit recipes/image/digits-eps8.yaml --num_train_epochs 5 --canaries 1000
 """

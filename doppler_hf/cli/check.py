@@ -1,17 +1,17 @@
-"""Check a training: does one record move the update by more than is claimed?
+"""Check a training: can one record change an update more than the proof allows?
 
-The guarantee assumes that one unit of privacy moves the clipped sum of a step by at most C, whatever the others are. The
-trainer of a recipe, or of a script of your own, makes pairs of draws that differ in one unit, with its own data, collator,
-model, loss and accumulation, and what reaches the mechanism is compared. The exit code is 1 if a distance is above C, or
-if the others move with that unit. No weight is moved, no privacy spent; dropout is off, and the collator must not be random.
+The guarantee assumes that one record (or user) moves the clipped sum of a step by at most C, whatever the others are. The
+trainer of a recipe or of your script makes pairs of batches that differ in one record, with its own data, collator, model,
+loss and accumulation. The sums that reach the mechanism are compared. The exit code is 1 if a distance is above C, or if the
+others move with that record. No weight moves and no privacy is spent. Dropout is off, and the collator must not be random.
 
-The distances are not private: with automatic clipping an example's gradient norm can be read off. So they are printed, and
-written only where --save and --plot say, never into the training's folder, which may be published.
+The distances are not private: with automatic clipping they show an example's gradient norm. They are printed, and written
+only where --save and --plot say, never into the training's folder, which may be published.
 
   doppler-hf check recipes/image/digits-eps8.yaml --pairs 32 --plot distances.png
   doppler-hf check --pairs 32 --script my_train.py --learning_rate 1e-3
 
-Options come before --script and the script's own words after it; its `DopplerTrainer.train()` is replaced by the check.
+Options come before --script, and the script's own arguments after it. The check replaces its `DopplerTrainer.train()`.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def refuse_published(option: str, path: Path | None, *, output_dir: str) -> None
 
 
 def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], NeighbourResult]) -> NeighbourResult:
-    """Run a script with its own words, and check the first trainer that would train privately in place of training it.
+    """Run a script with its arguments, and check the first private trainer instead of training it.
 
     Raises:
         ValueError: If there is no such script, or it ends without training.

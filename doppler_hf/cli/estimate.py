@@ -1,9 +1,8 @@
-"""Estimate a private run's peak memory and time per step, before anything is trained.
+"""Estimate a private run's peak memory and time per step before training.
 
-The model is built of random weights, passes are measured at two sizes of micro-batch, and noise and optimizer on some
-millions of weights; the rest is counted. It says what this machine's device would take, and what several such would with
---processes, if so many bytes a second pass between them as --bandwidth says. Data loading, padding and waiting for others
-are left out.
+The model gets random weights. Passes are measured at two sizes of micro-batch, noise and optimizer on some millions of
+weights; the rest is counted. The estimate is for this machine's device, or with --processes for several such devices that
+exchange --bandwidth bytes a second. Data loading, padding and waiting for others are left out.
 
   doppler-hf estimate --model roberta-base --task text-classification --length 64 --batch-size 1024 --micro-batch 16
   doppler-hf estimate --model gpt2 --task causal-lm --length 512 --batch-size 512 --lora-r 8 --processes 8 --bandwidth 2e10

@@ -88,10 +88,12 @@ class DopplerOptimizer(Optimizer):
         weight_decay: Decoupled weight decay as in AdamW, at least 0.
         rank: r of GaLore (Zhao et al. 2024), or None for none.
         update_proj_gap: After how many steps GaLore's basis is found anew.
-        scale: Factor of GaLore's updates. basis_change: How filter and second moment follow a new basis: ``"rotate"``
-        rotates them, ``"reset"`` begins anew, ``"keep"`` leaves the numbers unchanged, as the first implementation did.
-        projector: How a basis is found; see `galore.find_basis`. projector_source: The matrix for the basis: the step's
-        ``"gradient"``, or the less noisy ``"filtered"`` one, for which the filter keeps its states in full size.
+        scale: Factor of GaLore's updates.
+        basis_change: How filter and second moment follow a new basis: ``"rotate"`` rotates them, ``"reset"`` begins anew,
+            ``"keep"`` leaves the numbers unchanged, as the first implementation did.
+        projector: How a basis is found; see `galore.find_basis`.
+        projector_source: The matrix for the basis: the step's ``"gradient"``, or the less noisy ``"filtered"`` one, for
+            which the filter keeps its states in full size.
         state_dtype: ``torch.bfloat16`` for filter states and second moment of half the size, rounded at random. By
             default float32 for parameters of half precision, and the parameter's own dtype otherwise.
         compiled: Whether torch compiles the update, which takes some twenty seconds once. By default from

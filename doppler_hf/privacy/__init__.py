@@ -5,7 +5,7 @@
 - dense_losses: one loss per example of segmentation and of speech
 - pair_losses: one loss per pair of answers
 - clipping: per-sample gradients, clipped and summed
-- autograd_check: these gradients, held against plain autograd
+- autograd_check: these gradients, compared with plain autograd
 - noise: from clipped sums to a private gradient
 - accounting: the ε that this costs
 - ledger: the record of what was spent, for others to check

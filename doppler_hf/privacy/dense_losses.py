@@ -1,4 +1,4 @@
-"""One loss per example where labels are many to an example and their number is its own: pixels, and speech by CTC.
+"""One loss per example with many labels, whose number differs by example: pixels, and speech by CTC.
 
 A model's own loss is a mean over the pixels of the whole batch, or a sum over its examples.
 """

@@ -5,8 +5,8 @@ weight from a short one, so that an example's contribution depends on the others
 example's loss depends on its own logits and labels. A mean over an example's own tokens is allowed; a division by
 `num_items_in_batch`, or by any other count of the batch, is not.
 
-Which loss it is, the model says: transformers finds it by `loss_type`, the end of its class's name
-(`PreTrainedModel.__init__`, `loss/loss_utils.py`), and for older names by its tables of auto classes. So does this file.
+The model determines the loss. As Transformers does, this file finds it by `loss_type`, the end of the class's name
+(`PreTrainedModel.__init__`, `loss/loss_utils.py`), and for older names by the tables of auto classes.
 """
 
 import inspect
@@ -285,7 +285,7 @@ def answer_losses(
 
         loss_i = ½ CE(start_i, s_i) + ½ CE(end_i, e_i)
 
-    The classes are the example's own tokens; in transformers' loss the padding is among them. A position outside of these
+    The classes are the example's own tokens; Transformers' loss counts the padding among them. A position outside of these
     tokens, of an answer that was cut off, adds 0. The mask is 1 for its own tokens; what comes behind is not padded.
 
     Example:

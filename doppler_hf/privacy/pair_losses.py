@@ -66,7 +66,7 @@ def pair_losses(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, " pairs"]:
-    """Return the loss of each pair: those of `PAIR_LOSSES` that have weights, added up.
+    """Return the loss of each pair: the weighted sum of the given `PAIR_LOSSES`.
 
     `label_smoothing` is for "robust": the share of pairs whose labels are taken to be the wrong way round, below ½.
 

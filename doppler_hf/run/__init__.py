@@ -2,27 +2,27 @@
 
 - around: what the trainer does around its steps
 - private_run: the run, whose parts are opened and closed together
-- refusals: what it refuses of the trainer, the data and the checkpoint
+- refusals: refusals of trainer, data and checkpoint
 - data_scan: numbers of the training set that the model cannot take
-- model_limits: what it takes
+- model_limits: the range of numbers that the model takes
 - choices: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
 - mechanisms: what a step releases, each beneath its noise
 - estimate: time and memory of a step, before there is one
 - sharding: weights in shards on several processes
-- sharded_states: what is saved and loaded of them
-- replicas: the same terms, weights and outcomes on every process, and its end
-- refused_models: what model is refused before the engine of per-sample gradients is attached
+- sharded_states: saving and loading them
+- replicas: the same terms, weights and outcomes on every process
+- refused_models: models that are refused before the engine is attached
 - start_check: the engine and the losses of a few examples, checked before the first step
 - unreached: trained parameters that no loss reaches
 - rehearsal: a small evaluation and checkpoint before anything is spent
-- own_code: errors of the user's own code, told with their reason
+- own_code: errors of the user's own code, with their reason
 - own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments
-- checkpoints: which are whole, and what a run reads of one
+- checkpoints: which are complete, and what a run reads from one
 - ledger_callback: the ledger during training, and the guard of the budget
-- earlier_ledgers: those of earlier trainings that a run continues
+- earlier_ledgers: the ledgers of earlier trainings that a run continues
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
 - weight_filter_callback: the filter on the weights, and its part of a checkpoint

@@ -1,7 +1,7 @@
-"""Numbers of the training set that the model cannot take, found before anything is spent rather than in the middle of a run.
+"""Find numbers of the training set that the model cannot take before any ε is spent.
 
-The columns of a stored table are scanned once, many rows at a time. What is beyond the model there is looked at again as the
-collator makes it of its row alone, since a collator may cut or change it: nothing that would train is refused.
+The columns of a stored table are scanned once, many rows at a time. A row beyond the model's range is collated alone and
+checked again, since a collator may cut or change it. So nothing that would train is refused.
 """
 
 import math
@@ -27,7 +27,7 @@ def refuse_values_beyond(
 ) -> None:
     """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for.
 
-    Of a column of more than `MOST_NUMBERS` a sample is scanned. A data set that makes its rows, as torch's do, is not.
+    A column of more than `MOST_NUMBERS` is sampled. A data set that makes its rows, as torch's do, is not scanned.
     """
     is_list = isinstance(examples, list) and 0 < len(examples) <= MOST_ROWS_OF_A_LIST and isinstance(examples[0], Mapping)
     if not is_list and not is_stored(examples):
@@ -50,7 +50,7 @@ def _beyond_in_list(rows: list[Any], limits: frozenset[Limit]) -> Iterator[tuple
 
 
 def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
-    """Yield for each limit the first row that exceeds it, of those that are scanned."""
+    """Yield for each limit the first scanned row that exceeds it."""
     # In the order in which they lie: of a shuffled table each row would have to be looked up.
     places = None if examples._indices is None else examples._indices.column(0).to_numpy()
     rows: Any = range(len(examples)) if places is None else np.unique(places)

@@ -1,4 +1,4 @@
-"""The learning rate of a run that names none: from public numbers, since every trial would spend privacy.
+"""The learning rate of a run that sets none, from public numbers: every trial would spend privacy.
 
 Under noise Adam's steps are known beforehand. Its denominators are about the noise's size, s in units of white noise of the
 same σ, so that noise takes each weight on a random walk, in the whole run by
@@ -53,12 +53,12 @@ FAR_BELOW: Final = 10.0
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
-    """Return the first learning rate of a run: that of the arguments, or of the rule, for Adam under noise."""
+    """Return the first learning rate of a run: from the arguments, or from the rule for Adam under noise."""
     return rate_by_rule(args, statement, model=model) if args.given_learning_rate is None else args.given_learning_rate
 
 
 def told_of_small_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
-    """Return what to say of a rate that is given and far below the rule's, such as one of a training without noise."""
+    """Return a warning about a given rate far below the rule's, such as one from a training without noise."""
     given = args.given_learning_rate
     if not given or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
         return ""

@@ -1,4 +1,4 @@
-"""What a step of a run releases, each part beneath noise of its own: the gradient, and if asked for the loss and a count."""
+"""The releases of a step, each with its own noise: the gradient, and on request the loss and a count."""
 
 from typing import NamedTuple
 
@@ -36,8 +36,8 @@ def mechanisms_of(
 
     Args:
         args: The arguments.
-        statement: The run's statement, which has the size of each noise.
-        shape: The shape of the gradient's.
+        statement: The run's statement, with the size of each noise.
+        shape: The shape of the gradient's noise.
         first_step: The step at which the run begins.
         earlier: The ledger that it continues, or None.
     """

@@ -26,7 +26,7 @@ class Limit(NamedTuple):
     no_place: int | None = None  # the token that takes no position, and so does not count
 
     def is_exceeded(self, found: np.ndarray) -> bool:
-        """Return whether one of the numbers, or lengths, that were found is another one."""
+        """Return whether one of these numbers, or lengths, is out of range."""
         if self.kind == "no booleans" or not found.size or found.dtype.kind not in "iuf":
             return bool(self.kind == "no booleans" and found.dtype.kind == "b")
         if found.max() >= self.end:
@@ -47,7 +47,7 @@ class Limit(NamedTuple):
         return self.is_exceeded(found)
 
     def refusal(self) -> ValueError:
-        """Return the error, without a number of an example and without its place: messages end in logs."""
+        """Return the error, without any number or position of an example: messages end in logs."""
         words, got = {
             "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {losses.IGNORED_LABEL}" * self.is_ignoring, "others"),
             "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
@@ -59,7 +59,7 @@ class Limit(NamedTuple):
 
 
 def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -> Iterator[Limit]:
-    """Return what a model of transformers takes of some columns, and of others; of another model nothing is known."""
+    """Return the limits of a Transformers model for its columns; of another model nothing is known."""
     base = losses.without_adapters(model)
     if not isinstance(base, PreTrainedModel):
         return

@@ -30,7 +30,7 @@ def first_learning_rate(optimizer: DopplerOptimizer) -> float:
 
 
 def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOptimizer) -> str:
-    """Return the first learning rate, and whether it was chosen, or comes from a checkpoint, which keeps its own."""
+    """Return the first learning rate, and whether it was chosen or comes from a checkpoint."""
     rate = first_learning_rate(optimizer)
     source = "auto: by noise, steps and model size" if args.given_learning_rate is None else "as given"
     return f"{rate:.3g} ({source if rate == optimizer.defaults['lr'] else 'of the checkpoint'})"

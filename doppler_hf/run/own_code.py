@@ -1,4 +1,4 @@
-"""Errors of the user's own code that follow from what a private run hands to it, with the reason and the fix."""
+"""Errors in the user's code that follow from a private run's inputs, with the reason and the fix."""
 
 import contextlib
 import inspect
@@ -14,7 +14,7 @@ _RENAMED: Final = ("label", "label_ids")
 
 @contextlib.contextmanager
 def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
-    """Say what to set where a loss, a transform or a collator asks for a column that Transformers has removed or renamed."""
+    """Say what to set if a loss, a transform or a collator asks for a column that Transformers removed or renamed."""
     try:
         yield
     except KeyError as error:
@@ -47,7 +47,7 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
 
 @contextlib.contextmanager
 def told_of_own_step(own: Callable[..., Any], ours: Callable[..., Any]) -> Iterator[None]:
-    """Say what a `training_step` of the user's is handed, where it fails outside of `ours`, that of `DopplerTrainer`."""
+    """Say what the user's `training_step` receives, if it fails outside of `ours`, the one of `DopplerTrainer`."""
     try:
         yield
     except (TypeError, AttributeError, KeyError, IndexError) as error:

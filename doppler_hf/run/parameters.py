@@ -4,7 +4,7 @@
 
 The sum is of the tensor's bytes, read as integers of 64 bits, modulo 2^64. It is exact, so that it is the same on every
 device, and as fast as the memory is read: 125 million parameters take a tenth of a second on a CPU. A step of training
-changes it. It does not withstand a forger, whom a ledger would not withstand either, nor values that only changed places.
+changes it. It does not detect a forger (nor would a ledger), or values that only changed places.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def parameters_digest(model: nn.Module, *, dtype: torch.dtype | None = None) -> 
 
 
 def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
-    """Return what the names of weights begin with of whose layers PEFT trains and saves copies."""
+    """Return the beginnings of the names of weights whose layers PEFT copies, trains and saves."""
     peft = sys.modules.get("peft")
     # Privacy: a model with injected adapters, or inside another module, is saved whole, with whatever has become of these.
     if peft is None or not (isinstance(model, peft.PeftModel) or getattr(model, "_hf_peft_config_loaded", False)):
@@ -59,7 +59,7 @@ def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
 
 
 def untrained_digest(model: nn.Module) -> str:
-    """Return the digest of all that is saved and not trained: frozen parameters, buffers, and other state."""
+    """Return the digest of everything saved but not trained: frozen parameters, buffers and other state."""
     frozen = ((name, value) for name, value in model.named_parameters() if not value.requires_grad)
     return _digest((*frozen, *_state_besides_parameters(model)))
 
@@ -87,9 +87,9 @@ def converted(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def remember_whole(shard: DTensor, whole: tuple[Any, ...]) -> None:
-    """Let a part of a weight be described as the whole was when all looked at it, as long as it does not change.
+    """Describe a part of a weight as the whole was when all processes looked at it, until it changes.
 
-    Gathering it would take all processes, which one that asks alone would wait for.
+    Gathering needs all processes; one that asks alone would wait for the others.
     """
     _WHOLE[shard] = whole, sums_of_bytes(shard.to_local()).tolist()
 

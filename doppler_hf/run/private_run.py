@@ -245,7 +245,7 @@ class PrivateRun:
 
     @property
     def fallbacks(self) -> Mapping[str, str]:
-        """Layers without a rule in the engine, by name, and how their gradient is computed."""
+        """Layers without a rule in the engine, by name, with the way in which their gradient is computed."""
         return {} if self._clipped is None else self._clipped.fallbacks
 
     @property
@@ -327,7 +327,7 @@ class PrivateRun:
         fill_generators(self._args.noise_seed, rank=self._args.process_index, step=self._fillings)
 
     def begin_draw(self, pieces: Sequence[OfStep], *, step: int) -> None:
-        """Begin a draw; what was added for one that was left half done is dropped, and never released.
+        """Begin a batch. Sums of an unfinished one are dropped, and never released.
 
         Args:
             pieces: Its pieces, as they come from the loader; none at its end.
@@ -364,7 +364,7 @@ class PrivateRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pieces of the draw were added. Counted here: accelerate's own flag is every callback's to change."""
+        """Whether all pieces of the batch were added. Counted here: any callback may change accelerate's own flag."""
         return self._pieces_left == 0
 
     def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:

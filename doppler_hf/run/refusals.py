@@ -1,4 +1,4 @@
-"""What a private run refuses beside its arguments: of the trainer, its data and collator, and of a checkpoint.
+"""Refusals beyond the arguments: of the trainer, its data and collator, and a checkpoint.
 
 Each message has the value, the reason and the fix.
 """
@@ -38,7 +38,7 @@ _PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a 
 
 
 def refuse_before_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
-    """Refuse what Transformers would take, or refuse with another reason."""
+    """Refuse what `Trainer` would accept, or refuse for another reason."""
     if args.disable_dp:
         return
     refuse_what_breaks_privacy(args)  # which may have changed since they were made
@@ -97,7 +97,7 @@ def warn_of_training_data_in_evaluation(trainer: Any) -> None:
 
 
 def warn_of_non_finite() -> None:
-    """Warn that examples contribute nothing, where their raw loss is shown anyway."""
+    """Warn that examples contribute nothing, if their raw loss is shown anyway."""
     warnings.warn(
         "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in the "
         "data, and for losses that overflow or divide by zero. This warning is not private. It appears only with "
@@ -107,7 +107,7 @@ def warn_of_non_finite() -> None:
 
 
 def refuse_another_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer that a `create_optimizer` of the user's has made in place of the arguments'."""
+    """Refuse an optimizer that the user's `create_optimizer` made instead of the arguments' one."""
     if not isinstance(optimizer, DopplerOptimizer):
         raise ValueError(
             f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}. Change the "
@@ -180,7 +180,7 @@ def _refuse_stream(train_dataset: Any) -> None:
 
 
 def refuse_another_dataset(train_dataset: Any, *, of_run: Any) -> None:
-    """Refuse a data set that has taken the place of the run's, whose rows are accounted for."""
+    """Refuse a data set that replaces the run's, whose rows are accounted for."""
     # Sensitivity: nobody has looked for repeated rows in this one.
     if train_dataset is not of_run:
         raise ValueError(
@@ -200,7 +200,7 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
 
 
 def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> None:
-    """Refuse an optimizer of other parameters than those that are trained: of too many, or of too few."""
+    """Refuse an optimizer with more or fewer parameters than are trained."""
     of_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not of_optimizer <= {*model.parameters()}:  # those before FSDP has cut them, or of a loss
         raise ValueError(
@@ -217,7 +217,7 @@ def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> No
 
 
 def refuse_another_weight_filter(args: DopplerTrainingArguments, *, made_with: str | None) -> None:
-    """Refuse a filter on the weights that was named after the trainer was made, with the other one."""
+    """Refuse a filter on the weights that was set after the trainer was made."""
     if args.weight_filter != made_with:
         raise ValueError(
             f"weight_filter must stay {made_with} in the life of a trainer, got {args.weight_filter!r}. Make a new "
@@ -226,7 +226,7 @@ def refuse_another_weight_filter(args: DopplerTrainingArguments, *, made_with: s
 
 
 def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool, checkpoint: str | None) -> None:
-    """Refuse to train with privacy where the trainer or the checkpoint was made without, or the other way round."""
+    """Refuse to train with privacy if the trainer or checkpoint was made without it, or the other way round."""
     if args.disable_dp != was_disabled:
         raise ValueError(
             f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Make a new trainer."

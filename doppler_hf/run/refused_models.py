@@ -1,4 +1,4 @@
-"""What model a private run refuses before its engine is attached, by what can be read of it."""
+"""Models that a private run refuses before its engine is attached, from their settings."""
 
 import re
 from typing import Any, Final
@@ -18,7 +18,7 @@ _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
 
 
 def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe) -> None:
-    """Refuse a model that cannot be trained privately, by what can be read of it.
+    """Refuse a model whose settings show that it cannot be trained privately.
 
     Raises:
         ValueError: If nothing is trained, trained parameters are complex or of too small a range, or positions or random

@@ -1,6 +1,6 @@
 """A rehearsal before anything is spent: an evaluation of a few rows, and a checkpoint without weights.
 
-Transformers evaluates and saves for the first time after an epoch. What fails there ends the training with ε spent.
+Transformers evaluates and saves for the first time after an epoch. A failure there ends the training with ε spent.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
 
 @contextlib.contextmanager
 def _told_as_refusal(what: str) -> Iterator[None]:
-    """Turn an error of the block into one that says where it came from, and that nothing is spent."""
+    """Turn an error of the block into one that says where it came from, and that no ε is spent."""
     try:
         yield
     except Exception as error:
@@ -121,7 +121,7 @@ def few_rows(dataset: Any, count: int) -> Any:
 
 
 def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
-    """Save what a checkpoint has but weights and states, into a folder in the output folder that is removed again."""
+    """Save a checkpoint without weights and states into a temporary folder in the output folder."""
     args, model = trainer.args, trainer.model
     is_pretrained = isinstance(model, PreTrainedModel)
     if is_pretrained and model._hf_peft_config_loaded and args.load_best_model_at_end:

@@ -1,4 +1,4 @@
-"""The same terms, weights and outcomes on every process, which moves its weights by itself from one private gradient."""
+"""The same terms, weights and outcomes on every process; each updates its weights from one private gradient."""
 
 import contextlib
 import hashlib
@@ -49,7 +49,7 @@ def another_has_ended() -> OthersKnow:
 
 @contextlib.contextmanager
 def one_line_if_a_process_ends() -> Iterator[None]:
-    """Say in one line that another process has ended, where torch names a socket."""
+    """Say in one line that another process has ended, instead of torch's message about a socket."""
     try:
         yield
     except RuntimeError as error:
@@ -78,7 +78,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
 
 
 def refuse_processes_that_draw_alone(world_size: int) -> None:
-    """Refuse to add up the sums of processes if torch has another number of them than the arguments."""
+    """Refuse to add up sums if torch has another number of processes than the arguments."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if processes != world_size:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
@@ -119,14 +119,14 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
 
 
 def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Give every process the weights and buffers of process 0, as DDP would, but for what is in shards (in place)."""
+    """Give every process the weights and buffers of process 0, as DDP would, except for shards (in place)."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if not isinstance(tensor, DTensor):
             dist.broadcast(tensor.data, src=0, group=group)
 
 
 def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
-    """Refuse, on every process, to go on with weights that are not the same bits everywhere."""
+    """Refuse, on every process, to continue if weights differ in any bit."""
     look_again_at_what_is_trained(model)
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, parameters_digest(model))

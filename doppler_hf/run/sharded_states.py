@@ -1,4 +1,4 @@
-"""What is saved and loaded of weights and optimizers in shards: whole on process 0, and on each the rows that are here."""
+"""Saving and loading weights and optimizers in shards: whole on process 0, its own rows on each process."""
 
 import contextlib
 from collections import defaultdict

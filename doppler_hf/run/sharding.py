@@ -1,12 +1,11 @@
 """Weights in shards on all processes: FSDP2 of torch (`fully_shard`), as accelerate applies it.
 
-Frozen weights are cut in any case. What is trained stays whole on every process where it is little, as adapters and heads
-are: clipped sums, noise, optimizer and checkpoints are then those of processes that each have all weights. Where it is much,
-it is cut too, and with it clipped sums, noise and optimizer: see `ShardedSums`. Per-sample norms are of whole gradients in
-both cases. FSDP reduces no gradient itself, and `Trainer` is not told of it: there FSDP means that the backward pass reduces
-and averages gradients.
+Frozen weights are always cut. A small trained part, such as adapters and heads, stays whole on every process: clipped sums,
+noise, optimizer and checkpoints then work as without shards. A large trained part is cut too, with its clipped sums, noise
+and optimizer: see `ShardedSums`. Per-sample norms are of whole gradients in both cases. FSDP reduces no gradient itself, and
+`Trainer` is not told of it: there FSDP means that the backward pass reduces and averages gradients.
 
-Sensitivity: a gathered weight has the bits that it had before it was cut, and nothing of an example is in it.
+Sensitivity: a gathered weight has the same bits as before it was cut, and contains nothing of an example.
 """
 
 import contextlib
@@ -113,7 +112,7 @@ class Sharding:
         return self._group is not None
 
     def cut(self, model: nn.Module) -> None:
-        """Give each process its part of the weights of process 0, and all of what is trained if that is little."""
+        """Give each process its part of process 0's weights, and the whole trained part if it is small."""
         if self._plugin is None:
             return
         cut = {name: value for name, value in model.named_parameters() if isinstance(value, DTensor)}

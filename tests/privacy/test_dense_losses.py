@@ -223,6 +223,6 @@ def test_a_transcript_with_a_label_that_is_no_class_is_refused(label):
     rows[1]["labels"][0] = label
     batch = padded(rows)
     labels = batch.pop("labels")
-    with pytest.raises(ValueError, match=r"from 0 to 8, or -100 where there is none, got another one\. Give") as caught:
+    with pytest.raises(ValueError, match=r"from 0 to 8, or -100 where there is none, got another one\. Map") as caught:
         ctc_losses(model, batch, labels, base_model=model)
     assert str(label) not in str(caught.value).replace("-100", "")

@@ -1,7 +1,7 @@
-"""The engine of per-sample gradients, held against plain autograd on a few examples.
+"""The engine of per-sample gradients, compared with plain autograd on a few examples.
 
 - comparison: gradients of a batch against those of its examples alone
-- plain_autograd: the gradients that it is compared with
+- plain_autograd: the reference gradients
 - at_fault: what makes an example's gradient change with the others
 - as_in_training: the model in training mode, without chance
 """

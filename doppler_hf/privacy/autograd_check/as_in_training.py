@@ -1,4 +1,4 @@
-"""A model in training mode without chance, for comparisons: what couples examples may do so in that mode only."""
+"""A model in training mode without randomness, for comparisons: layers may couple examples in that mode only."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""What is at fault where an example's loss or gradient changes with the examples beside it: data, loss, or a layer."""
+"""Find why an example's loss or gradient changes with the examples beside it: data, loss, or a layer."""
 
 import contextlib
 import itertools

@@ -1,6 +1,6 @@
 """A comparison of the engine on a batch with plain autograd on each of its examples alone.
 
-It finds a wrong rule of the engine, and an example whose gradient changes with those beside it: one example more would then
+It finds a wrong rule of the engine, and an example whose gradient changes with its neighbours: one more example would then
 change all the others.
 """
 
@@ -54,8 +54,8 @@ def check_per_sample_gradients(
         tolerance: The difference allowed, relative to a parameter's own gradient; the default suits float32.
 
     Raises:
-        ValueError: If the two disagree. The message names the parameter at which they do most, and the first layer whose
-            output for an example changes with the examples beside it.
+        ValueError: If the two disagree. The message names the parameter with the largest difference, and the first layer
+            whose output for an example changes with the examples beside it.
     """
     with moved(model), without_coins(model), ClippedGradients(model, engine=engine, norm_rule=norm_rule) as clipped:
         compare(clipped, model, losses_of, alone=alone, together=together, tolerance=tolerance)

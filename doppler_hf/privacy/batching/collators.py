@@ -1,4 +1,4 @@
-"""Transformers' collators without what they read off one example for all."""
+"""Transformers' collators, but no example decides for the others."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +15,8 @@ Collator = Callable[[Sequence[Any]], dict[str, Any]]
 def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
     """Collate examples that all have the same columns, and as many choices.
 
-    Sensitivity. Transformers' collators read off the first example which columns and how many choices there are: one without
-    `token_type_ids` would have taken theirs from all others, and one of two choices the third.
+    Sensitivity. Transformers' collators read columns and number of choices off the first example. One without
+    `token_type_ids` would remove that column from all others, and one of two choices would remove the third.
     """
     rows = [example for example in examples if isinstance(example, Mapping)]
     _refuse_other_columns(rows)

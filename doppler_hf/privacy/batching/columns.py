@@ -1,7 +1,7 @@
-"""What is read of all examples before a run: lengths, units of privacy, and labels, as arrays.
+"""Read columns of all examples before a run: lengths, units of privacy and labels, as arrays.
 
-They are read from the table of a `datasets.Dataset`, many rows at once, without making an object of each: of 10⁸ rows that
-is the difference between seconds and half an hour.
+They are read from the table of a `datasets.Dataset`, many rows at once, without making an object of each: for 10⁸ rows this
+takes seconds instead of half an hour.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ def numbers_in(chunk: Any, *, lengths: bool = False) -> np.ndarray:
 
 
 def columns_with_gaps(dataset: Any, *, names: Sequence[str]) -> list[str]:
-    """Return those columns of a table in which a row has no value; of another data set, which is not read, none."""
+    """Return the columns of a table in which a row has no value; none for another data set, which is not read."""
     if not is_stored(dataset):
         return []
     return [name for name in names if name in _names(dataset) and any(part.null_count for part in _parts(dataset, name))]

@@ -1,4 +1,4 @@
-"""The private data loader: how a draw is cut and collated.
+"""The private data loader: how a Poisson-sampled batch (a *draw*) is cut and collated.
 
 A draw is sorted by the size of the units and by length, and comes in `gradient_accumulation_steps` pieces, one for each item
 of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_train_batch_size` rows, so that a large draw
@@ -6,8 +6,8 @@ needs no more memory than an ordinary step, and within a budget of tokens. The s
 share no random numbers (`run/refused_models.py`).
 
 An example may come in several views, which a random data set or collator makes of it (`augmentation_multiplicity`), and the
-mean over all examples of a unit may be clipped once (`clip_unit_mean`). What is clipped together are rows of the batch that
-stand together, and no cut parts them.
+mean over all examples of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together stand together, and
+no cut separates them.
 """
 
 import functools

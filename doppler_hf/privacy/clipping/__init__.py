@@ -1,15 +1,15 @@
 """Per-sample gradients, clipped and summed.
 
 - clipped_gradients: `ClippedGradients`: sums of what norms and factors leave
-- clip_factors: by what gradients are multiplied
-- sharded_sums: sums of which each process keeps its own rows
+- clip_factors: the factors by which gradients are clipped
+- sharded_sums: each process keeps its own rows of the sums
 - engine: stand-ins for the layers' forward passes, and one backward pass
 - book: the notes of the layers for it
 - per_sample_gradient: the forms of a per-sample gradient, and its sums
 - groups: gradients of several parameters together
 - norms: norms of all forms, from their factors where they have some
 - torch_layers, attention, recurrence: rules for the layers of torch
-- transformers_layers, other_layers: rules for those of transformers and PEFT, and for all others
+- transformers_layers, other_layers: rules for layers of Transformers and PEFT, and for all others
 - refused_layers: layers that mix examples
 """
 

@@ -1,9 +1,9 @@
-"""From an example's norm to what its gradient is multiplied by, so that it contributes a vector of norm at most C.
+"""From an example's norm to the factor of its gradient, so that it contributes a vector of norm at most C.
 
     vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
     automatic   clip(g) = C/(‖g‖ + γ)·g,  γ = 0.01         (Bu et al. 2023, https://arxiv.org/abs/2206.07136)
 
-Norms are raised first by what rounding may have taken from them.
+Norms are first raised by the most that rounding may have taken from them.
 """
 
 from typing import Final, Literal

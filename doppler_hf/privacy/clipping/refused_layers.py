@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names in quotes; those that differ in the numbers of their layers once, with * in their places.
+    """Return names in quotes; names that differ only in layer numbers appear once, with * for the number.
 
     Example:
         >>> listed(["layer.0.bias", "layer.1.bias", "head"])
@@ -39,7 +39,8 @@ def named(layers: Mapping[str, nn.Module], one: str, several: str) -> str:
 def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the trainable parameters that the module itself owns, those in its dictionaries and lists too.
 
-    What is a layer's within it is that one's, as in Opacus's recurrent layers, which name the parameters of their cells.
+    Parameters of a layer inside it belong to that layer, as in Opacus's recurrent layers, which name their cells'
+    parameters.
     """
     if isinstance(module, _CONTAINERS):
         return []

@@ -5,9 +5,9 @@ sum over the examples of this process is formed, and added to those of all other
 (reduce-scatter). So no process ever holds more than one layer's whole sum.
 
 Sensitivity. An example is on one process, whose factors clip it by the norm over all layers before a sum is formed. The rows
-are added up, never averaged, in float32 or better, each once: the sum over all processes is that which one process would
-have, and one example moves its rows together by at most C. All processes take part for every layer in each pass, one with
-nothing to add with zeros.
+are added up, never averaged, in float32 or better, each once. So the sum over all processes equals one process's sum, and
+one example moves its rows together by at most C. All processes take part for every layer in each pass; a process with
+nothing to add sends zeros.
 """
 
 import weakref
@@ -34,7 +34,7 @@ def remember_keeper(parameter: Tensor, keeper: Any) -> None:
 def gathered(parameter: Tensor) -> Tensor:
     """Return what layers compute with, and so what has their notes and ordinary gradients.
 
-    Of a weight in shards this is the gathered one, the same object in every pass, whether its memory is there or not.
+    For a weight in shards this is the gathered one: the same object in every pass, even while its memory is freed.
     """
     keeper = _KEEPERS[parameter]() if parameter in _KEEPERS else None
     return getattr(keeper, "_unsharded_param", parameter)

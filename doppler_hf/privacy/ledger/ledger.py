@@ -213,7 +213,7 @@ class PrivacyLedger:
         return not unknown_files(weights, saved=self.saved)
 
     def unknown_weights(self, folder: Path) -> list[str]:
-        """Return the weight files of a folder that are none of those that this ledger speaks for."""
+        """Return the weight files of a folder that this ledger does not cover."""
         return unknown_files(hashes(folder), saved=self.saved)
 
     def is_prefix_of(self, other: "PrivacyLedger") -> bool:
@@ -259,7 +259,7 @@ def ledgers_in(folder: str | Path) -> dict[Path, PrivacyLedger]:
 
 
 def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) -> Path | None:
-    """Rename the ledger of `folder` after its head, `unless` it may stay, and return its new path if it was renamed."""
+    """Rename the ledger of `folder` after its head, `unless` it may stay; return the new path if renamed."""
     path = Path(folder) / LEDGER_NAME
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""The files of a model's weights in a folder, and the SHA-256 of their bytes, by which a ledger knows them.
+"""The files of a model's weights in a folder, and their SHA-256, which a ledger records.
 
 Files are those from which transformers, PEFT and `DopplerTrainer` read PyTorch weights, and the indices of sharded ones;
 the configuration beside them is not covered.

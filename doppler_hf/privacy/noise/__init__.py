@@ -1,7 +1,7 @@
 """From clipped sums to a private gradient.
 
 - mechanism: what a mechanism is; the Gaussian one
-- shaped: noise that takes back part of that of the steps before
+- shaped: noise that takes back part of the noise of earlier steps
 - gaussian: normals from secret words
 - ahead: the noise of the next step, prepared in the background
 - private_loss: the training loss as a private number

@@ -66,8 +66,8 @@ class GaussianMechanism:
         noise_multiplier: σ, the noise's standard deviation in units of the clip norm. 0 adds no noise.
         max_grad_norm: C, the bound on one example's contribution.
         expected_batch_size: B, over all processes.
-        shape: The shape of the noise over the steps. White noise is independent from step to step; the other needs units
-            that take part at most once in `shape.bands` steps, and keeps one gradient less than that of memory.
+        shape: The shape of the noise over the steps. White noise is independent from step to step. Shaped noise needs units
+            that take part at most once in `shape.bands` steps, and keeps `shape.bands` - 1 gradients in memory.
         first_step: The step at which shaped noise begins. Its steps are to be taken one after the other.
         generator: The source of random words: "csprng" protects against attackers who see every step's gradient,
             "philox" against those who see the last model only.
@@ -168,8 +168,8 @@ class GaussianMechanism:
         """Take another bound on an example's contribution from the next step on, with as much more or less noise.
 
         Raises:
-            ValueError: If the bound is not positive, or the noise is shaped: what it takes back of the noise of the steps
-                before covers contributions within the bound of those.
+            ValueError: If the bound is not positive, or the noise is shaped: it takes back noise of earlier steps, which
+                covers contributions within their bound.
         """
         if not 0.0 < max_grad_norm < float("inf"):
             raise ValueError(f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
@@ -214,8 +214,8 @@ class GaussianMechanism:
                 over all processes already. Each coordinate must be on one process.
 
         Returns:
-            The private mean gradient by parameter name, in the tensors that were passed: the same on every process, but for
-            parameters in shards, of which it is that of the rows here.
+            The private mean gradient by parameter name, in the tensors that were passed. It is the same on every process;
+            for parameters in shards it has this process's rows.
 
         Raises:
             ValueError: If a sum is not of real numbers, by name. No sum has been modified then, and no noise drawn.

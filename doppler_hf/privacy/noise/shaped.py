@@ -1,7 +1,7 @@
 """The recursion of shaped noise, y_t = z_t - Σ_{k=1}^{b-1} c_k y_{t-k}, which remembers b - 1 steps of noise.
 
-What it remembers is secret: with it, later noise could be told from the gradients. It is never saved, and a run that is
-resumed begins a new recursion, which the ledger accounts for as such.
+This memory is secret: it would reveal later noise in the gradients. It is never saved, and a run that is resumed begins a
+new recursion, which the ledger accounts for as such.
 """
 
 from collections.abc import Callable
