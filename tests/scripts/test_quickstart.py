@@ -106,8 +106,8 @@ def test_packages_that_are_missing_are_named_as_make_installs_them(monkeypatch, 
 @pytest.mark.parametrize(
     ("ours", "chosen", "said"),
     [
-        (81.0, "two-band and momentum", "+1.0 points. That is no gain"),
-        (79.0, "two-band and momentum", "-1.0 points. That is no gain"),
+        (81.0, "two-band and momentum", "+1.0 points.\nThat is no gain"),
+        (79.0, "two-band and momentum", "-1.0 points.\nThat is no gain"),
         (85.0, "two-band and momentum", "doppler_hf is ahead"),
         (75.0, "two-band and momentum", "Plain DP is ahead"),
         (85.0, "white and none", "the same method"),
