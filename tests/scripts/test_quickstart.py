@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
 
 from doppler_hf.cli import main as doppler_hf
 from doppler_hf.privacy import PrivacyLedger
@@ -53,7 +54,8 @@ def test_without_arguments_and_hub_it_trains_three_ways_and_leaves_ledgers_that_
     for ledger in ledgers.values():
         assert ledger.private
         assert 2.9 < ledger.epsilon() <= 3.0
-    assert ledgers["plain-DP"].statement.noise_shape == "white"
+    args = [torch.load(f"out/quickstart/{name}/training_args.bin", weights_only=False) for name in sorted(ledgers)]
+    assert [(each.noise_shape, each.low_pass_filter) for each in args] == [("auto", "auto"), ("white", "none")]
     assert len([*Path("out").rglob("adapter_model.safetensors")]) == 3
 
 
