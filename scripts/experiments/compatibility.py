@@ -224,13 +224,12 @@ Of {count} combinations {trains} train (✓), {refused} are refused in one line,
 Transformers or PEFT (–). [Supported models](../../docs/reference/models.md) has the summary,
 [architectures](architectures.md) all classes of Transformers with all weights.
 
-- **bf16** is `bf16=True`, **checkpointing** is `gradient_checkpointing=True`.
 - **Adapters** are on all linear layers but the head; for IA3 PEFT chooses the layers. **Prompts** is prompt tuning.
 - **Biases** trains biases and the head.
-- **Fixed** models follow the notes: BatchNorm is replaced; or `pos_conv_embed` is frozen, `mask_time_prob` is 0, and waves
-  are padded to one length.
-- **As released** has relative attention, which the config's defaults leave out. LoRA trains there with
-  `target_modules=["value_proj", "dense"]`, the layers that attention to positions does not use.
+- **Fixed** models: BatchNorm is replaced; or `pos_conv_embed` is frozen, `mask_time_prob` is 0, waves have one length.
+- **As released** has relative attention. LoRA trains there with `target_modules=["value_proj", "dense"]`.
+
+Notes have the first sentence of a refusal.
 
 {table}
 
@@ -260,8 +259,13 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def general(message: str) -> str:
-    """Return a message with the names of its layers left out, so that models share a note."""
-    return re.sub(r"'[\w.*]+'( \(\d+ of them\))?(, '[\w.*]+'( \(\d+ of them\))?)*", "…", message)
+    """Return the first sentence of a message, with the names of its layers left out, so that models share a note."""
+    return (
+        re.sub(r"'[\w.*]+'( \(\d+ of them\))?(, '[\w.*]+'( \(\d+ of them\))?)*", "…", message)
+        .partition(". ")[0]
+        .removesuffix(".")
+        + "."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
