@@ -87,7 +87,7 @@ def test_a_step_is_that_of_the_paper_and_stays_near_the_first():
 
 def test_in_bfloat16_it_is_refused(tmp_path):
     """Where 200 equal texts moved the count by 13 times its bound, with one longer text beside them."""
-    with pytest.raises(ValueError, match=r"^clipping_quantile must be None in bfloat16, got 0\.5: the rounding"):
+    with pytest.raises(ValueError, match=r"^clipping_quantile must be None in bfloat16, got 0\.5: padding"):
         trainer_of(tmp_path, model=tiny_bert(), bf16=True, **ADAPTIVE).train()
 
 
