@@ -1,9 +1,9 @@
 """Lower bounds on ε from an attack on canaries, which hold with a stated confidence.
 
-Canaries are put into the training data or left out by secret fair coins, and an attack gives each a score that is higher
-the more the trained model looks as if it had seen it. (ε, δ)-DP limits how well any scores can predict the coins. Scores
-that do better refute it, and the largest ε that they refute is the bound. `one_run_epsilon` uses all canaries of a
-single run; `clopper_pearson_epsilon` needs independent trials.
+Secret fair coins put canaries into the training data or leave them out. An attack scores each canary: the more the trained
+model looks as if it had seen it, the higher. (ε, δ)-DP limits how well any scores can predict the coins. Scores that do
+better refute it, and the largest ε that they refute is the bound. `one_run_epsilon` uses all canaries of a single run;
+`clopper_pearson_epsilon` needs independent trials.
 
 Sources: Steinke, Nasr and Jagielski 2023, *Privacy Auditing with One (1) Training Run* (https://arxiv.org/abs/2305.08846),
 and Jagielski, Ullman and Oprea 2020, *Auditing Differentially Private Machine Learning* (https://arxiv.org/abs/2006.07709).
@@ -97,9 +97,8 @@ def clopper_pearson_epsilon(
 ) -> float:
     """Return a lower bound on ε from independent trials.
 
-    The attack that calls a trial "in" when its score exceeds a threshold has a true and a false positive rate (TPR, FPR),
-    and (ε, δ)-DP demands TPR ≤ e^ε FPR + δ, and likewise for the negatives. With exact bounds on the rates (Clopper and
-    Pearson),
+    An attack calls a trial "in" if its score exceeds a threshold. (ε, δ)-DP limits its true and false positive rates, TPR ≤
+    e^ε FPR + δ, and likewise for the negatives. With exact bounds on the rates (Clopper and Pearson),
 
         ε ≥ ln((TPR_low − δ) / FPR_high)   and   ε ≥ ln((TNR_low − δ) / FNR_high).
 
@@ -107,11 +106,11 @@ def clopper_pearson_epsilon(
     one run are so only if none of them influences another's score, which joint training does not guarantee; use
     `one_run_epsilon` there. The bound assumes neither fair coins nor a fixed number of trials "in".
 
-    The thresholds are scores of trials "out" (for the negatives, "in") at ranks fixed beforehand by their number n: the
-    1st to 7th, 9th, 12th, … highest, each a quarter further, up to the median. Reading them off the scores is free: the
-    FPR above the j-th highest of n is at most Beta(j, n − j + 1) distributed, which is Clopper and Pearson's bound for
-    j − 1 false positives, and the other group's scores are independent of it. Ties do not exceed the threshold, so that
-    they count against the auditor. The error allowed is shared equally between all the bounds.
+    The thresholds are scores of trials "out" (for the negatives, "in") at ranks fixed beforehand by their number n: the 1st
+    to 7th, 9th, 12th, … highest, each a quarter further, up to the median. Reading them off the scores is free. The FPR
+    above the j-th highest of n is at most Beta(j, n − j + 1) distributed, which is Clopper and Pearson's bound for j − 1
+    false positives. The other group's scores are independent of it. Ties do not exceed the threshold, so that they count
+    against the auditor. The error allowed is shared equally between all the bounds.
 
     Args:
         scores: One score for each trial, and all else as in `one_run_epsilon`.

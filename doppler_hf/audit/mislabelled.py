@@ -1,8 +1,8 @@
 """Natural canaries: real examples under a wrong label, which a model can only get right by memorizing them.
 
-White-box, the attacker sees every private gradient gₜ and every model θₜ, and scores canary i by how much of its own clipped
-gradient they contain, Σₜ ⟨gₜ, clip(∇fᵢ(θₜ))⟩, compared with canaries of the same label. Black-box, only the first and the
-last model are seen, and the score is the decrease of the canary's loss, fᵢ(θ₀) − fᵢ(θ_T).
+White-box, the attacker sees every private gradient gₜ and every model θₜ. The score of canary i is how much of its own
+clipped gradient they contain, Σₜ ⟨gₜ, clip(∇fᵢ(θₜ))⟩, compared with canaries of the same label. Black-box, only the first
+and the last model are seen, and the score is the decrease of the canary's loss, fᵢ(θ₀) − fᵢ(θ_T).
 
 Canaries are taken out of the training set and put back, mislabelled, if their coin says so. They share parameters, so their
 scores influence each other, and only the one-run bound holds for them.

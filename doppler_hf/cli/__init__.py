@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             `--batch-size` are the same flag.
 
     Returns:
-        The exit code: 0 for success, 1 for a check that failed, 2 for arguments that cannot be carried out, with one line
-        on standard error that says why, and 130 for an interruption from the keyboard.
+        The exit code: 0 for success, 1 for a check that failed, 2 for arguments that are refused (one line on standard error
+        says why), 130 for an interruption from the keyboard.
     """
     parser = argparse.ArgumentParser(
         prog="doppler-hf",

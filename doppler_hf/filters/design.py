@@ -2,8 +2,8 @@
 
 Each design has unit gain at frequency zero and prints as it was made, as `butterworth:order=2,cutoff=0.1`.
 
-`LowPassFilter` refuses a step response that rings down to zero. Butterworth and Chebyshev II stay clear of it, and so does
-Chebyshev I up to order 8 with ripples up to 10 dB; with 20 dB some filters fail from order 6 on, with 40 dB from order 4.
+`LowPassFilter` refuses a step response that rings down to zero. Butterworth and Chebyshev II never do, nor does Chebyshev I
+up to order 8 with ripples up to 10 dB. With 20 dB some filters fail from order 6 on, with 40 dB from order 4.
 """
 
 import math

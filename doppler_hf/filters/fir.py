@@ -7,7 +7,7 @@ Let g_t = s_t + w_t with white noise w of standard deviation σ in each of d coo
 
 estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for the bound (see `snr`). The
 paper's closed form instead takes ½ ‖g_{t-τ}‖² less noise off each product, leaves the noise in lag 0, and clamps at each
-step: lags with ρ_τ < ½ get no weight, and the noisier the gradients, the closer the filter is to none.
+step. Lags with ρ_τ < ½ then get no weight, and noisier gradients bring the filter closer to none.
 """
 
 import math

@@ -5,11 +5,11 @@ With a strategy c = (1, c_1, …, c_{b-1}) and white z_t of variance σ²‖c‖
     y_t = z_t - Σ_{k=1}^{b-1} c_k y_{t-k},    that is  y = C⁻¹ z,    C the banded Toeplitz matrix whose first column is c.
 
 Privacy: CG + Cy has white noise Cy. If every unit takes part at most once in b steps, its contributions to CG stand in
-disjoint rows, each of norm ‖c‖ times that of its gradient: this is the Gaussian mechanism of noise multiplier σ, once in b
-steps (Choquette-Choo et al. 2023, https://arxiv.org/abs/2306.08153). The sum of y over the steps is smaller by 1/Σc.
+disjoint rows, each of norm ‖c‖ times its gradient's. This is the Gaussian mechanism of noise multiplier σ, once in b steps
+(Choquette-Choo et al. 2023, https://arxiv.org/abs/2306.08153). The sum of y over the steps is smaller by 1/Σc.
 
-The default strategy is the series of (1 - x)^(-1/2), cut to b terms: whole, it is the best Toeplitz factor of the prefix
-sum up to lower-order terms (Henzinger et al. 2023; Kalinin & Lampert 2024, https://arxiv.org/abs/2405.13763).
+The default strategy is the series of (1 - x)^(-1/2), cut to b terms. The whole series is the best Toeplitz factor of the
+prefix sum up to lower-order terms (Henzinger et al. 2023; Kalinin & Lampert 2024, https://arxiv.org/abs/2405.13763).
 """
 
 import itertools

@@ -3,8 +3,8 @@
     φ_τ = E⟨g_t, g_{t-τ}⟩ / d,    P(ν) = Σ_τ φ_τ e^{-iπντ},    ∫_0^1 P(ν) dν = φ_0,    ν as a fraction of Nyquist
 
 White noise of variance s² has P = s² everywhere, and a filter turns P into |H|² P. The mean is not removed: a low-pass
-filter is there to keep it. The signal s_t in g_t = s_t + w_t is secret, but σ is public, so mean ‖g_t‖² - d σ² estimates
-mean ‖s_t‖² from private gradients, and mean ‖m̂_t‖² - d σ² Σκ² after a filter.
+filter is there to keep it. The signal s_t in g_t = s_t + w_t is secret, but σ is public. So private gradients estimate mean
+‖s_t‖² by mean ‖g_t‖² - d σ², and after a filter by mean ‖m̂_t‖² - d σ² Σκ².
 
 Source: DOPPLER, Section 3 (P_s is the Fourier transform of φ_s) and Appendix A; Welch 1967.
 """

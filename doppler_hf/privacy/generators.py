@@ -1,9 +1,9 @@
 """The global generators of torch, NumPy and Python during a private run.
 
 Dropout masks, random crops and masked tokens come from these generators, in the order of the draw. After a public seed they
-would be public numbers: one example more shifts everybody's mask, and the sum then moves by more than C. Filled with secret
-words, the masks of the others are as likely with the example as without it, so that a coupling leaves them unchanged and
-the sum moves by at most C.
+would be public numbers: one example more shifts everybody's mask, and the sum then moves by more than C. With secret words,
+the others' masks are as likely with the example as without it. A coupling then leaves them unchanged, and the sum moves by
+at most C.
 
 Metrics, callbacks and other code seed these generators too (`set_seed`). So they are filled when a private run starts, in
 each worker of the data loader, and before the passes of each piece of a draw.

@@ -1,11 +1,11 @@
-"""The loss of a pair of answers to one prompt, of which one is preferred (Rafailov et al. 2023, arXiv:2305.18290).
+"""The loss of a pair of answers to one prompt, one of them preferred (Rafailov et al. 2023, arXiv:2305.18290).
 
     loss = −log σ(β·m),   m = (log π(chosen) − log ref(chosen)) − (log π(rejected) − log ref(rejected))
 
 A pair is one example, and two rows of the model. Its loss, and so its gradient, is of the whole pair: it is clipped once.
 
-Sensitivity. A row's log-probability is the sum over that row's own labelled tokens, and the loss of a pair is a function of
-its own two rows and of two numbers that the reference made of that pair alone. Nothing is divided by a count of the batch.
+Sensitivity. A row's log-probability is the sum over that row's own labelled tokens. The loss of a pair depends on its own
+two rows, and on two numbers that the reference computed from that pair alone. Nothing is divided by a count of the batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence

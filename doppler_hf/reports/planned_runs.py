@@ -235,8 +235,8 @@ class PlanRequest:
     def _largest_batch_size_in(self, low: int, high: int) -> int | None:
         """Find the largest B in [low, high] within the target.
 
-        ε(B) is not monotone: T drops wherever ⌈N/B⌉ does. But ε rises with q and with T, so no B of the interval costs
-        less than its smallest q with its fewest steps, and an interval where that is too much is ruled out.
+        ε(B) is not monotone: T drops wherever ⌈N/B⌉ does. But ε rises with q and with T, so no B of an interval costs less
+        than its smallest q with its fewest steps. If that is too much, the interval is ruled out.
         """
         assert self.epsilon is not None
         if self._cost(low, self._steps(high)) > self.epsilon:

@@ -1,22 +1,22 @@
 """The learning rate of a run that sets none, from public numbers: every trial would spend privacy.
 
 Under noise Adam's steps are known beforehand. Its denominators are about the noise's size, s in units of white noise of the
-same σ, so that noise takes each weight on a random walk, in the whole run by
+same σ. Noise thus takes each weight on a random walk, over the whole run by
 
     δ = η/(u·s)·S
 
-with η the first rate, u the least denominator in units of the noise of a step, and S that of Σ_t r_t·noise_t, with the
-schedule r; of white noise it is √(Σ_t r_t²). Of the rates that were tuned, the best was always the smallest of three: with
-about the same walk √d·δ of all d weights together; with about the same step for a gradient as large as white noise,
-η/(u·s), or in a short run the same path, that times Σ_t r_t; and with LoRA on two matrices the one at which the walks of
-both factors together add to a layer's weights as much as these are. What L layers add is independent, so that it grows with
-√L, and as the product of two walks it is held where it was by shortening both to (2/L)^¼. And of f inputs of size 1 a layer
-makes √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
-themselves may be smaller, as the words of a sentence that are together of norm 1, so that the first layer may walk further.
-Where draws are large, weights few and ε large, noise limits little. Were all clipped gradients the same, B/(σ·√d) in units
-of white noise, a step would change the outputs of a layer by f·η times their ratio to the denominators u·s, at most 1. That
-is bounded behind another layer (Yang et al. 2022, *Tensor Programs V*). What the rule loses against a tuned rate is in
-recipes/results/learning-rate.md.
+with η the first rate, u the least denominator in units of a step's noise, r the schedule, and S the size of Σ_t r_t·noise_t
+in these units: √(Σ_t r_t²) for white noise. Among tuned rates the best was always the smallest of three. The first gives
+about the same walk √d·δ of all d weights together. The second gives about the same step η/(u·s) for a gradient as large as
+white noise, or in a short run the same path, the step times Σ_t r_t. The third is for LoRA on two matrices: the walks of
+both factors together add to a layer's weights as much as the weights' own size. Contributions of L layers are independent
+and grow with √L; shortening both walks to (2/L)^¼ keeps their product where it was. A layer also turns f inputs of size 1
+into √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
+themselves may be smaller, such as words of a sentence with norm 1 together, so the first layer may walk further. With large
+batches, few weights and large ε, noise limits little. If all clipped gradients were equal, B/(σ·√d) in units of white noise,
+a step would change a layer's outputs by f·η times their ratio to the denominators u·s, at most 1. That is bounded behind
+another layer (Yang et al. 2022, *Tensor Programs V*). recipes/results/learning-rate.md has the rule's loss against a tuned
+rate.
 """
 
 import math

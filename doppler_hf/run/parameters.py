@@ -2,9 +2,9 @@
 
     digest = SHA-256 of name, dtype, shape and sum of every tensor
 
-The sum is of the tensor's bytes, read as integers of 64 bits, modulo 2^64. It is exact, so that it is the same on every
-device, and as fast as the memory is read: 125 million parameters take a tenth of a second on a CPU. A step of training
-changes it. It does not detect a forger (nor would a ledger), or values that only changed places.
+The sum is of the tensor's bytes, read as integers of 64 bits, modulo 2^64. It is exact, so it is the same on every device.
+It takes as long as reading the memory: a tenth of a second for 125 million parameters on a CPU. A step of training changes
+it. It does not detect a forger (nor would a ledger), or values that only changed places.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ _WHOLE: Final = WeakIdKeyDictionary()
 def parameters_digest(model: nn.Module, *, dtype: torch.dtype | None = None) -> str:
     """Return the digest of all parameters that a model computes with or is saved with, 64 hexadecimal digits.
 
-    With a dtype it is that of the model after `model.to(dtype)`. Where PEFT trains a copy of a layer, such as a new head,
-    the layer itself is not used, and its weights are random ones that differ each time that the base is loaded. They are
-    left out if the adapter is saved alone.
+    With a dtype it is that of the model after `model.to(dtype)`. If PEFT trains a copy of a layer, such as a new head, the
+    layer itself is unused: its random weights differ each time the base is loaded. They are left out if the adapter is saved
+    alone.
     """
     unused = _layers_in_no_file(model)
     used: dict[Tensor, str] = {}

@@ -55,9 +55,9 @@ CheckLoss = Callable[[dict[str, Any], float], None]
 class PrivateRun:
     """Statement, sampler, mechanism, engine and ledger of one private training.
 
-    In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger, in every epoch
-    `begin_epoch`, then for every step `begin_draw`, for each of its pieces `add_piece`, and `release`. A `with` statement
-    around all of it takes the engine off the model and ends the mechanism.
+    In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger. Call `begin_epoch` in every
+    epoch. In every step call `begin_draw`, then `add_piece` for each piece, then `release`. A `with` statement around it all
+    detaches the engine and ends the mechanism.
 
     Args:
         args: The arguments.

@@ -1,8 +1,9 @@
 """The check before the first step: nine examples of the training set, through the user's own model, loss and collator.
 
-Losses of four short examples are compared with those beside four others, and losses and the engine's gradients of a short
-and the longest example with plain autograd's of each alone. This finds what couples examples (norms and means over the batch
-or its tokens, padding, collators that mix rows), statistics that a forward pass keeps, and a wrong rule of the engine.
+The losses of four short examples are compared alone and beside four others. Losses and the engine's gradients of a short and
+the longest example are compared with plain autograd on each alone. This finds what couples examples (norms and means over
+the batch or its tokens, padding, collators that mix rows), statistics that a forward pass keeps, and a wrong rule of the
+engine.
 
 Nothing about the examples is released: the outcome depends on model, loss, data set and collator.
 """

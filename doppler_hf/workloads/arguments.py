@@ -1,10 +1,9 @@
 """From a recipe and the flags after it to dataclasses: a recipe is a command line written into a file.
 
-`script.py recipe.yaml --learning_rate 1e-3` reads every line `key: value` of the recipe as `--key=value` in front of
-the flags, so that one parser gives every value its type, and a flag, which comes later, overrides the recipe. What a
-flag leaves without effect, as `--dataset_dir` the name on the hub, is left out of the recipe.
-`HfArgumentParser` alone reads either a YAML file or flags, and takes `5e-4` for a string and `no` for a boolean, as YAML 1.1
-does.
+`script.py recipe.yaml --learning_rate 1e-3` reads every line `key: value` of the recipe as `--key=value` in front of the
+flags. So one parser gives every value its type, and a flag, which comes later, overrides the recipe. What a flag leaves
+without effect, as `--dataset_dir` the name on the hub, is left out of the recipe. `HfArgumentParser` alone reads either a
+YAML file or flags, and takes `5e-4` for a string and `no` for a boolean, as YAML 1.1 does.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """The data sets of the tasks, and the names of their columns.
 
-There are three sources: the Hugging Face hub, a local folder of parquet files with the hub's column names, each split in one
-file or in shards named as on the hub (`train-00000-of-00001.parquet`), and scikit-learn's built-in `digits`. Every loader
-returns a `DatasetDict` of the training split and the splits to evaluate on. GLUE's test splits are left out, because they
-have no labels.
+There are three sources: the Hugging Face hub, a local folder of parquet files, and scikit-learn's built-in `digits`. The
+folder has the hub's column names, and each split in one file or in shards named as on the hub
+(`train-00000-of-00001.parquet`). Every loader returns a `DatasetDict` of the training split and the splits to evaluate on.
+GLUE's test splits are left out, because they have no labels.
 """
 
 from collections.abc import Mapping, Sequence

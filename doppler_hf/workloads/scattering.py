@@ -3,8 +3,8 @@
     S x = (x * φ,  |x * ψ_jθ| * φ,  ||x * ψ_0θ| * ψ_1θ'| * φ)    sampled at every fourth pixel
 
 with Morlet wavelets ψ of two scales j and eight directions θ, and a Gaussian φ (Bruna & Mallat, *Invariant Scattering
-Convolution Networks*, 2013). What need not be learnt needs no noisy weights: with privacy, small networks on these
-coefficients are ahead of others from scratch (Tramèr & Boneh, *Differentially Private Learning Needs Better Features (or
+Convolution Networks*, 2013). Features that are not learnt need no noisy weights. With privacy, small networks on these
+coefficients do better than others from scratch (Tramèr & Boneh, *Differentially Private Learning Needs Better Features (or
 Much More Data)*, 2021).
 
 Sensitivity: the coefficients of an image are a fixed function of it alone, without statistics of the data, and so they are

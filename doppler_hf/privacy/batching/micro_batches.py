@@ -5,9 +5,8 @@ of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_
 needs no more memory than an ordinary step, and within a budget of tokens. The sum does not depend on the cut, since rows
 share no random numbers (`run/refused_models.py`).
 
-An example may come in several views, which a random data set or collator makes of it (`augmentation_multiplicity`), and the
-mean over all examples of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together stand together, and
-no cut separates them.
+A random data set or collator may make several views of an example (`augmentation_multiplicity`). The mean over all examples
+of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together stand together, and no cut separates them.
 """
 
 import functools

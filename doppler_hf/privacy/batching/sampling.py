@@ -68,8 +68,9 @@ class PoissonSampler(Sampler[list[int]]):
         counts: How many examples are drawn with the unit of each, shape (num_examples,); None if every example is a unit.
 
     Raises:
-        ValueError: If the expected batch size is outside [1, N/b], `lengths` or `units` have another size than the data set,
-            the numbers of `units` have gaps, the limit is below 1 or without units, or ranks, pieces or groups are too few.
+        ValueError: If the expected batch size is outside [1, N/b], or `lengths` or `units` have another size than the data
+            set. Also if the numbers of `units` have gaps, the limit is below 1 or without units, or ranks, pieces or groups
+            are too few.
 
     Example:
         >>> sampler = PoissonSampler(num_examples=1000, expected_batch_size=100, micro_batches=4)

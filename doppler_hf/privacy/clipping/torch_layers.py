@@ -1,8 +1,8 @@
 """Rules for torch's layers: how each kind notes its per-sample gradient during the one backward pass.
 
 Every rule replaces the layer's own forward. It computes the same output through an autograd function that saves the layer's
-input, as autograd would. Its backward pass returns the gradient of the input, notes the pair (input, gradient of the output)
-in the `Book`, and does not compute the ordinary gradient of the weights, which would be discarded.
+input, as autograd would. Its backward pass returns the gradient of the input and notes the pair (input, gradient of the
+output) in the `Book`. It does not compute the ordinary gradient of the weights, which would be discarded.
 
 Parameters are kept as attributes of the context and not among the saved tensors: for those, gradient checkpointing returns
 other tensor objects, whose notes would be lost.

@@ -5,8 +5,8 @@
 where bᵢ falls from 1 to 0 as ‖gᵢ‖ passes C_t (`ClippedGradients.num_within`). This count of gradients that are not clipped
 is one more coordinate of what the step releases, over the same draw, with σ_b in units of its sensitivity of ½. For both
 together `joint_noise_multiplier` accounts. C_{t+1} is a function of earlier releases alone, and the gradient's noise is
-σ·C_{t+1}: in units of its noise a step's sensitivity is the same whatever the clip norm, so that the steps compose
-adaptively, which is what the accountant bounds.
+σ·C_{t+1}. In units of its noise, a step's sensitivity does not depend on the clip norm. So the steps compose adaptively,
+which the accountant bounds.
 """
 
 import math

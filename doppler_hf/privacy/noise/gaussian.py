@@ -3,15 +3,15 @@
     z₁ = ρ·cos θ,   z₂ = ρ·sin θ,   ρ = √(−2 ln u),   u = |t|,   θ = πt′,   t, t′ uniform on [−1, 1],
     cos θ = 2/(1 + τ²) − 1,   sin θ = 2τ/(1 + τ²),   τ = tan(θ/2)
 
-"csprng" (AES-256-CTR) protects against every attacker, even one who reads every step's gradient and with it bare noise,
-such as an embedding row that no example touched. "philox" protects against attackers who see the last model only: a sum over
-all steps, from which no word of the generator can be read. An attacker who sees single steps would have to break Philox,
+"csprng" (AES-256-CTR) protects against every attacker, even one who reads every step's gradient. That gradient shows bare
+noise, such as an embedding row that no example touched. "philox" protects against attackers who see the last model only: a
+sum over all steps, which reveals no word of the generator. An attacker who sees single steps would have to break Philox,
 which was not built to withstand that.
 
 The transform is computed in float64 with a 64-bit word for each t. The smallest u is 2⁻⁶⁴, so the tail reaches 9.4 standard
 deviations, beyond which a normal lies once in 10²⁰ draws. u is 1, and both are 0, with a probability of 2⁻⁵⁴; cos θ or sin θ
-is 0 with one below 2⁻⁵². With 24-bit uniforms the tail would end at 5.8, and one pair in 2²⁵ would get no noise: several
-coordinates of a large model at every step, where its δ allows for none. Only the finished noise is rounded, to the values'
+is 0 with one below 2⁻⁵². With 24-bit uniforms the tail would end at 5.8, and one pair in 2²⁵ would get no noise. In a large
+model these are several coordinates at every step, and its δ allows none. Only the finished noise is rounded, to the values'
 dtype, which keeps every number of that dtype possible.
 
 `floating_point_safe` adds four independent normals and halves the sum. The set of floating-point numbers that a single
