@@ -18,7 +18,7 @@ import numpy as np
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.attack import trade_off
-from doppler_hf.privacy.ledger.terms import account_in_words, attacks_in_words, claim_in_words, records_in_words
+from doppler_hf.privacy.ledger.terms import account_in_words, attacks_in_words, claim_in_words, record_in_words
 from doppler_hf.reports.run_report import (
     draw_noise_over_frequency,
     draw_run,
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     what = [
         ("model", model_in_words(args.folder, *([] if checkpoint is None else [checkpoint]))),
         ("trained", first if first == last else f"{first} to {last}"),
-        ("data", f"{statement.num_units:,} {records_in_words(ledger)}"),
+        ("data", f"{statement.num_units:,} {record_in_words(ledger)}s"),
         *last_evaluation(logs),
     ]
     meaning = [("What ε means", draw_trade_off(trade_off(ledger.history)) + html_table(attacks_in_words(ledger)))]

@@ -64,9 +64,9 @@ def test_a_run_is_reported_on_one_page(folder, capsys):
     assert not page.addresses  # no other file, no network
     best = trade_off(ledger.history)
     found = percent(best.true_positive_rate(0.01))
-    assert f"no attack on the model can identify more than {found} of training records at a 1 % false-positive rate" in words
+    assert f"recognises a training record with a probability of at most {found}; guessing" in words
     assert f"{found} at 1 %" in page.words  # in the picture
-    assert f"best attack's advantage, TPR − FPR {percent(best.advantage)} " in words
+    assert f"no attack exceeds the advantage, TPR − FPR {percent(best.advantage)} " in words
     assert "model BertForSequenceClassification trained 20" in words
     assert "data 24 training records" in words
     assert f"Trained with ({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})-differential privacy" in words

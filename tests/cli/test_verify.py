@@ -51,7 +51,7 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
     epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5, accountant="rdp")
     assert f"ε by rdp: {epsilon:.6g} (another upper bound of the same run)" in said(capsys)
     for shown in (
-        head, "no attack on the model can identify more than", "at step 6", "add or remove one unit",
+        head, "an attack on the model with 1 % false positives", "at step 6", "add or remove one unit",
         "1,000 (public, not protected)", "a test", "10 (closed)",
         "the training loss, which was logged without noise", "Without --head", "steps planned 10", "target ε 8",
     ):  # fmt: skip

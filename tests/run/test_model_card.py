@@ -31,9 +31,9 @@ def test_the_section_says_what_the_ledger_says():
     assert f"Trained with ({ledger.epsilon():.4g}, 1e-05)-differential privacy for one example, by the prv" in section
     best, delta = trade_off(ledger.history), 1e-5
     rates = ", ".join(percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
-    assert table["best attack at 1 %, 0.1 % false positives"] == f"{rates} true positives"
+    assert table["no attack exceeds, at 1 %, 0.1 % false positives"] == f"{rates} true positives"
     assert table["µ of the Gaussian mechanism with the same ε at δ"] == f"{gaussian_mu(epsilon=epsilon, delta=delta):.3g}"
-    assert f"no attack on the model can identify more than {rates.split(',')[0]} of training records at" in section
+    assert f"recognises a training record with a probability of at most {rates.split(',')[0]};" in section
     assert table["unit of privacy"] == "one example"
     assert table["neighbouring data sets"] == "add or remove one unit"
     assert table["number of units N"] == "1,000 (public, not protected)"

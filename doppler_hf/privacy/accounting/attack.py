@@ -61,7 +61,7 @@ def _of_noisy(mechanisms: tuple[SampledGaussian, ...]) -> TradeOff:
 def gaussian_mu(*, epsilon: float, delta: float) -> float:
     """Return µ of the Gaussian mechanism that costs the same ε at δ: its curve is TPR = Φ(Φ⁻¹(FPR) + µ).
 
-    µ makes runs comparable that state ε at different δ. It is no bound of the run itself: at tiny rates of false positives
+    µ is another name for this one pair of ε and δ. It is no bound of the run itself: at tiny rates of false positives
     subsampled steps can exceed that curve.
     """
     if epsilon == math.inf:
@@ -73,12 +73,12 @@ def gaussian_mu(*, epsilon: float, delta: float) -> float:
     return float(brentq(excess, 1e-9, math.sqrt(2.0 * epsilon) + 20.0))
 
 
-def attack_in_words(history: Iterable[Releases], *, epsilon: float, records: str = "training records") -> str:
+def attack_in_words(history: Iterable[Releases], *, epsilon: float, record: str = "training record") -> str:
     """Return what ε means in one sentence."""
     found = percent(trade_off(history).true_positive_rate(0.01))
     return (
-        f"At ε = {epsilon:.3g}, no attack on the model can identify more than {found} of {records} at a 1 % "
-        "false-positive rate; guessing identifies 1 %."
+        f"In this run (ε = {epsilon:.3g}), an attack on the model with 1 % false positives recognises a {record} with a "
+        f"probability of at most {found}; guessing does with 1 %."
     )
 
 

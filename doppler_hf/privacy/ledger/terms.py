@@ -42,12 +42,12 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
 
 def meaning_in_words(ledger: PrivacyLedger) -> str:
     """Return what ε of a private training means to an attacker, in one sentence."""
-    return attack_in_words(ledger.history, epsilon=ledger.epsilon(), records=records_in_words(ledger))
+    return attack_in_words(ledger.history, epsilon=ledger.epsilon(), record=record_in_words(ledger))
 
 
-def records_in_words(ledger: PrivacyLedger) -> str:
-    """Return what the units of privacy are called."""
-    return "training records" if ledger.statement.unit_of_privacy == "one example" else "users"
+def record_in_words(ledger: PrivacyLedger) -> str:
+    """Return what a unit of privacy is called."""
+    return "training record" if ledger.statement.unit_of_privacy == "one example" else "user"
 
 
 def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
@@ -57,8 +57,8 @@ def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     best, delta = trade_off(ledger.history), ledger.statement.target_delta
     rates = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
     return [
-        ("best attack at 1 %, 0.1 % false positives", f"{', '.join(rates)} true positives"),
-        ("best attack's advantage, TPR − FPR", percent(best.advantage)),
+        ("no attack exceeds, at 1 %, 0.1 % false positives", f"{', '.join(rates)} true positives"),
+        ("no attack exceeds the advantage, TPR − FPR", percent(best.advantage)),
         ("µ of the Gaussian mechanism with the same ε at δ", f"{gaussian_mu(epsilon=ledger.epsilon(), delta=delta):.3g}"),
     ]
 

@@ -110,6 +110,6 @@ def test_the_sentence_rounds_up():
     assert [percent(share) for share in (0.0341, 0.034, 0.00561, 1.0)] == ["3.5 %", "3.4 %", "0.6 %", "100 %"]
     history = [Releases(0.772790, 1000 / 67349, 204)]
     assert attack_in_words(history, epsilon=2.9991) == (
-        "At ε = 3, no attack on the model can identify more than 3.5 % of training records at a 1 % false-positive "
-        "rate; guessing identifies 1 %."
+        "In this run (ε = 3), an attack on the model with 1 % false positives recognises a training record with a "
+        "probability of at most 3.5 %; guessing does with 1 %."
     )
