@@ -111,7 +111,7 @@ def draw(results: Mapping[str, Mapping[str, Mapping[float, np.ndarray]]], path: 
         axes.minorticks_off()
         axes.set(xlabel="ε (smaller is more private)", ylabel="accuracy, %", title=TASKS[name])
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize=8)
+        axes.legend(loc="center left", bbox_to_anchor=(0.0, 0.68), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
