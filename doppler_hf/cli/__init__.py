@@ -15,7 +15,6 @@ from importlib.metadata import version
 from typing import Final
 
 from doppler_hf.extras import MissingExtraError
-from doppler_hf.filters.grammar import did_you_mean
 
 COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: its ε, the noise in its gradients, and alternatives of equal ε.",
@@ -64,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.set_defaults(run=module.run)
     args, unknown = parser.parse_known_args(words)
     if unknown:
+        from doppler_hf.filters.grammar import did_you_mean  # only here: `--help` needs no NumPy
+
         assert chosen is not None, "argparse requires a command"
         # By the parser of the command, whose usage names the flags that there are.
         flags = [flag for action in commands.choices[chosen]._actions for flag in action.option_strings]
