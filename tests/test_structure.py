@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "optim": ("filters linalg shards", "numpy jaxtyping torch"),
     "privacy": ("linalg shards filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
-    "privacy/accounting": ("", "scipy numpy opacus dp_accounting"),
+    "privacy/accounting": ("", "scipy numpy dp_accounting"),
     "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),
     "privacy/clipping/transformers_layers": ("privacy", "jaxtyping torch transformers peft"),
     "privacy/losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
@@ -192,7 +192,7 @@ def test_public_names():
     ]  # fmt: skip
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "LowPassOptimizer", "OptimalFIR", "WeightFilter"]
     assert sorted(doppler_hf.privacy.__all__) == [
-        "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PoissonSampler", "PrivacyLedger",
+        "AllocationSampler", "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PrivacyLedger",
         "PrivacyStatement", "check_per_sample_gradients", "default_delta",
         "get_epsilon", "get_noise_multiplier",
     ]  # fmt: skip

@@ -3,11 +3,11 @@
 Canary i's loss is K·wᵢ with a weight wᵢ of its own, added to the model. Its gradient K·eᵢ, with K far above C, is clipped to
 C′·eᵢ, so that coordinate i of the private gradient, in units of C′/B, is
 
-    x ~ 𝒩(0, σ²) without the canary,    x ~ (1 − q)·𝒩(0, σ²) + q·𝒩(1, σ²) with it,
+    x ~ 𝒩(0, σ²) in all steps without the canary,    x ~ 𝒩(1, σ²) with it in a step that is chosen by the sampling,
 
-with σ in units of C′ and q the sample rate: exactly the pair of distributions that the accountant bounds. Over the steps the
-best score is the sum of log(1 − q + q·exp((x − ½)/σ²)); of shaped noise the attacker reads the turns, see `Turns`. C′ is C
-for vanilla clipping, a little less for automatic clipping, and C/√L for each of L layers.
+with σ in units of C′: exactly the pair of distributions that the accountant bounds. The best score of a round of n steps is
+log(1 − n·q + q·Σ exp((x − ½)/σ²)), q the sample rate. Of shaped noise the attacker reads the turns, see `Turns`. C′ is C for
+vanilla clipping, a little less for automatic clipping, and C/√L for each of L layers.
 """
 
 import functools
@@ -105,7 +105,8 @@ class DiracAuditTrainer(AuditTrainer):
         bound = self.args.per_sample_max_grad_norm / parts**0.5
         self._contribution = float(norm * clip_factors(norm, max_grad_norm=bound, clipping=self.args.clipping))
         shape, sampler = self.private_run.mechanism.shape, self.private_run.sampler
-        self._turns = Turns(len(self.included), shape=shape, sample_rate=shape.bands * sampler.sample_rate)
+        rate = shape.bands * sampler.sample_rate
+        self._turns = Turns(len(self.included), shape=shape, sample_rate=rate, of_round=sampler.turns_of_round)
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
         """Read every canary's coordinate."""
@@ -130,26 +131,27 @@ class Turns:
 
     The attacker takes the shaping back: C·(gradients) has white noise, and a contribution in step t stands in its rows t to
     t + b − 1, in proportion to c. Which group a canary is in is secret, so the ratio is the mean over all groups. For white
-    noise b is 1, and every step is a turn. `sample_rate` is that of a canary in its turn.
+    noise b is 1, and every step is a turn. `sample_rate` is that of a canary in its turn, `of_round` how many turns a group
+    has in a round.
     """
 
-    def __init__(self, canaries: int, *, shape: NoiseShape, sample_rate: float) -> None:
-        self._c, self._sample_rate = shape.c, sample_rate
+    def __init__(self, canaries: int, *, shape: NoiseShape, sample_rate: float, of_round: int) -> None:
+        self._c, self._sample_rate, self._of_round = shape.c, sample_rate, of_round
         self._seen: list[Float[np.ndarray, " canaries"]] = []  # as far as the next row needs them, the last one first
-        # Of the turns that have more rows to come ⟨μ, y⟩, ‖μ‖² and the group, the oldest first.
-        self._open: list[tuple[Float[np.ndarray, " canaries"], float, int]] = []
-        self._by_group = np.zeros((shape.bands, canaries))
-        self._steps = 0
+        # Of the turns that have more rows to come ⟨μ, y⟩ and ‖μ‖², the oldest first.
+        self._open: list[tuple[Float[np.ndarray, " canaries"], float]] = []
+        self._of_rounds = np.zeros((shape.bands, canaries))  # the ratio of the rounds that are over, by group
+        self._of_turns = np.full((shape.bands, canaries), -np.inf)  # log Σ exp(⟨μ, y⟩ − ‖μ‖²/2) over the round's turns
+        self._closed = 0
 
     def see(self, x: Float[np.ndarray, " canaries"], *, sigma: float) -> None:
         """Read the gradient at the canaries; σ is that of the noise before it is shaped. Both in units of a contribution."""
         self._seen = [x, *self._seen[: len(self._c) - 1]]
         row = sum((c * values for c, values in zip(self._c, self._seen, strict=False)), np.zeros_like(x))
-        self._open.append((np.zeros_like(x), 0.0, self._steps % len(self._c)))
-        self._steps += 1
+        self._open.append((np.zeros_like(x), 0.0))
         self._open = [
-            (matched + c * row / sigma**2, squares + (c / sigma) ** 2, group)
-            for c, (matched, squares, group) in zip(reversed(self._c[: len(self._open)]), self._open, strict=True)
+            (matched + c * row / sigma**2, squares + (c / sigma) ** 2)
+            for c, (matched, squares) in zip(reversed(self._c[: len(self._open)]), self._open, strict=True)
         ]
         if len(self._open) == len(self._c):
             self._close()
@@ -158,16 +160,26 @@ class Turns:
         """Return the log-likelihood ratio of every canary; turns that the end has cut short count as far as they went."""
         while self._open:
             self._close()
-        return np.asarray(scipy.special.logsumexp(self._by_group, axis=0) - np.log(len(self._by_group)))
+        for group in range(len(self._c)):
+            self._end_round(group, turns=len(range(group, self._closed, len(self._c))) % self._of_round)
+        return np.asarray(scipy.special.logsumexp(self._of_rounds, axis=0) - np.log(len(self._of_rounds)))
 
     def _close(self) -> None:
-        matched, squares, group = self._open.pop(0)
-        self._by_group[group] += log_likelihood_ratio(matched, squares, sample_rate=self._sample_rate)
+        matched, squares = self._open.pop(0)
+        turn, group = divmod(self._closed, len(self._c))
+        self._closed += 1
+        self._of_turns[group] = np.logaddexp(self._of_turns[group], matched - squares / 2)
+        if (turn + 1) % self._of_round == 0:
+            self._end_round(group, turns=self._of_round)
+
+    def _end_round(self, group: int, *, turns: int) -> None:
+        self._of_rounds[group] += log_likelihood_ratio(self._of_turns[group], sample_rate=self._sample_rate, turns=turns)
+        self._of_turns[group] = -np.inf
 
 
 def log_likelihood_ratio(
-    matched: Float[np.ndarray, " canaries"], squares: float, *, sample_rate: float
+    of_turns: Float[np.ndarray, " canaries"], *, sample_rate: float, turns: int
 ) -> Float[np.ndarray, " canaries"]:
-    """Return log(1 − q + q·exp(⟨μ, y⟩ − ‖μ‖²/2)), that of ((1 − q)·𝒩(0, I) + q·𝒩(μ, I)) / 𝒩(0, I) at y."""
-    shifted = np.log(sample_rate) + matched - squares / 2
-    return shifted if sample_rate == 1.0 else np.logaddexp(np.log1p(-sample_rate), shifted)
+    """Return log(1 − n·q + q·Σ exp(⟨μ, y⟩ − ‖μ‖²/2)) of a round of n turns, given the logarithm of the sum."""
+    with_turn, without = np.log(sample_rate) + of_turns, 1.0 - turns * sample_rate
+    return with_turn if without <= 0.0 else np.logaddexp(np.log(without), with_turn)

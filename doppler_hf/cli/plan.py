@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import numpy as np
 from rich import box
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, trade_off
 from doppler_hf.reports.noise_shapes import ShapedRun, shapes_of_equal_epsilon, taken_by_training
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     solvable.add_argument("--max-steps", type=int, metavar="T", help="length of the run, in place of --epochs")
     solvable.add_argument("--batch-size", type=int, metavar="B", help="expected, over all processes and micro-batches")
     parser.add_argument("--delta", type=float, metavar="δ", help="default: N^-1.1")
-    parser.add_argument("--accountant", choices=get_args(Accountant), default="prv", help="default: %(default)s")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
     grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
     parser.add_argument("--low-pass-filter", default="auto", metavar="FILTER", help=grammar)
@@ -71,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
-        groups = NoiseShape.parse(facts["noise_shape"]).bands
-        releases = Releases.in_turns(facts["noise_multiplier"], planned.sample_rate, planned.steps, groups=groups)
+        strategy = NoiseShape.parse(facts["noise_shape"]).c
+        releases = Releases(facts["noise_multiplier"], planned.sample_rate, planned.steps, strategy)
         console.print(attack_in_words([releases], epsilon=facts["epsilon"]))
-    target = Target(facts["target_epsilon"], facts["delta"], args.accountant)
+    target = Target(facts["target_epsilon"], facts["delta"])
     table = alternatives(planned, target, epochs=epochs)
     shapes = shapes_of_equal_epsilon(planned, target, low_pass_filter=low_pass_filter)
     title = (
@@ -101,13 +100,13 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: Lo
 
     Noise and filter are those that a training takes, which chooses the shape of the noise if it is not given σ.
     """
-    delta, accountant = request.target_delta, request.accountant
+    delta = request.target_delta
     target = None
     if request.epsilon is not None and request.noise_multiplier is None:
-        target = Target(request.epsilon, delta, accountant)
+        target = Target(request.epsilon, delta)
     shape, low_pass_filter, sigma = taken_by_training(planned, target, named)
-    releases = Releases.in_turns(sigma, planned.sample_rate, planned.steps, groups=shape.bands)
-    epsilon = get_total_epsilon([releases], delta=delta, accountant=accountant)
+    releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c)
+    epsilon = get_total_epsilon([releases], delta=delta)
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
     best = trade_off([releases])
@@ -121,7 +120,6 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: Lo
         "filtered_noise_std": of_sigma * math.sqrt(noise_gain(low_pass_filter, shape)),
         "average_noise_std": of_sigma * shape.std_of_sum([1.0] * planned.steps) / planned.steps,
         "delta": delta,
-        "accountant": accountant,
         "target_epsilon": epsilon if request.epsilon is None else request.epsilon,
         "epsilon": epsilon,
         "attack": {
@@ -169,7 +167,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "low_pass_filter": ("low_pass_filter", f"{facts['low_pass_filter']} (delay: {delay})"),
         "noise_std": ("noise_std", f"{facts['noise_std']:.4g} ({facts['filtered_noise_std']:.4g} after the filter)"),
         "delta": ("δ", f"{facts['delta']:.4g}"),
-        "epsilon": ("ε", f"{facts['epsilon']:.4g} (accountant: {facts['accountant']})"),
+        "epsilon": ("ε", f"{facts['epsilon']:.4g}"),
     }
     table = Table(title="Plan", show_header=False)
     for name, (label, value) in rows.items():

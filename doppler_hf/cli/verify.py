@@ -18,13 +18,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.terms import attacks_in_words, meaning_in_words, terms_in_words
@@ -32,17 +32,16 @@ from doppler_hf.privacy.ledger.weights import weight_files
 
 # The same code on another machine may add in another order.
 _SAME_VERSIONS_TOLERANCE: Final = 1e-6
-# Another version may bound ε on another grid, or at other orders. Such bounds are within a percent of the true ε (the tests
-# of the accountants check that), so that versions do not explain a larger difference.
+# Another version may bound ε on another grid. Such bounds are within a percent of the true ε (the accountant's tests check
+# that), so that versions do not explain a larger difference.
 _OTHER_VERSIONS_TOLERANCE: Final = 1e-2
-_ACCOUNTING_PACKAGES: Final = ("doppler_hf", "opacus", "dp-accounting")
+_ACCOUNTING_PACKAGES: Final = ("doppler_hf", "dp-accounting")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf verify`."""
     parser.add_argument("path", type=Path, metavar="PATH", help=f"a folder with {LEDGER_NAME}, or the file itself")
     parser.add_argument("--head", metavar="HASH", help="the last hash, as published elsewhere: 64 hexadecimal digits")
-    parser.add_argument("--all-accountants", action="store_true", help="show ε by the other accountants, too, to compare")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,11 +77,6 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"- {mismatch}", markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]
     console.print(terms_table(ledger, meaning))
-    if args.all_accountants:
-        for name in get_args(Accountant):
-            epsilon = recompute(ledger.history, name, private=ledger.private, delta=ledger.statement.target_delta)
-            claimed = "the claim" if name == ledger.statement.accountant else "another upper bound of the same run"
-            console.print(f"ε by {name}: {'no bound' if math.isnan(epsilon) else f'{epsilon:.6g}'} ({claimed})")
     console.print(
         "Not covered by ε:", *(f"  - {line}" for line in ledger.not_covered), sep="\n", markup=False, soft_wrap=True
     )
@@ -99,7 +93,7 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
     found = []
     for claim in ledger.claims:
         for name, stated in claim.epsilons.items():
-            recomputed = recompute(claim.history, name, private=claim.private, delta=ledger.statement.target_delta)
+            recomputed = recompute(claim.history, private=claim.private, delta=ledger.statement.target_delta)
             if not math.isclose(stated, recomputed, rel_tol=tolerance(claim.versions)):
                 found.append(
                     f"Entry {claim.entry} ({ledger.entries[claim.entry]['event']}) states ε = {stated:.8g} by {name}, but "
@@ -108,12 +102,12 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
     return found
 
 
-def recompute(history: list[Releases], accountant: Accountant, *, private: bool, delta: float) -> float:
-    """Return ε of `history`: infinity if something was not private, NaN if the accountant has no bound."""
+def recompute(history: list[Releases], *, private: bool, delta: float) -> float:
+    """Return ε of `history`: infinity if something was not private, NaN if its numbers are out of range."""
     if not private:
         return math.inf
     try:
-        return get_total_epsilon(history, delta=delta, accountant=accountant)
+        return get_total_epsilon(history, delta=delta)
     except ValueError:  # The numbers are of a ledger that no run writes.
         return math.nan
 
@@ -130,7 +124,7 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     if ledger.why_not_private is not None:
         return [f"NOT PRIVATE: {ledger.why_not_private}."]
     statement = ledger.statement
-    spent = recompute(ledger.history, statement.accountant, private=True, delta=statement.target_delta)
+    spent = recompute(ledger.history, private=True, delta=statement.target_delta)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)
     if statement.target_epsilon is not None and not spent <= slack * statement.target_epsilon:
         return [f"The target was ε = {statement.target_epsilon:g}, but what was released costs {spent:.8g}."]
@@ -172,7 +166,7 @@ def other_trainings(ledger: PrivacyLedger, folder: Path) -> list[str]:
         if other.is_prefix_of(ledger) or ledger.is_prefix_of(other):
             continue
         name, delta = other.statement.accountant, other.statement.target_delta
-        epsilon = recompute(other.history, name, private=other.private, delta=delta)
+        epsilon = recompute(other.history, private=other.private, delta=delta)
         lines.append(f"{path.name} is of another training: ε = {epsilon:.4g} at δ = {delta:.3g}, by {name}.")
     return [*lines, "If they used the same data, ε of all of them add up, and so do their δ."] if lines else []
 
@@ -189,7 +183,7 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
 def terms_table(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> Table:
     """Lay out the terms of the guarantee, what was run, and what that means."""
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
-    spent = recompute(ledger.history, statement.accountant, private=ledger.private, delta=statement.target_delta)
+    spent = recompute(ledger.history, private=ledger.private, delta=statement.target_delta)
     end = "closed" if last.is_closed else f"not closed: at least {last.steps_released:,} of them were run"
     table = Table(title="Privacy ledger", show_header=False)
     for row in (

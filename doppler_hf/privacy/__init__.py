@@ -19,20 +19,28 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from doppler_hf.privacy.accounting import default_delta, get_epsilon, get_noise_multiplier
     from doppler_hf.privacy.autograd_check import check_per_sample_gradients
-    from doppler_hf.privacy.batching import PoissonSampler
+    from doppler_hf.privacy.batching import AllocationSampler
     from doppler_hf.privacy.clipping import ClippedGradients
     from doppler_hf.privacy.ledger import LEDGER_NAME, PrivacyLedger, PrivacyStatement
     from doppler_hf.privacy.noise import GaussianMechanism
 
 __all__ = [
-    "LEDGER_NAME", "ClippedGradients", "GaussianMechanism", "PoissonSampler", "PrivacyLedger", "PrivacyStatement",
-    "check_per_sample_gradients", "default_delta", "get_epsilon", "get_noise_multiplier",
+    "LEDGER_NAME",
+    "AllocationSampler",
+    "ClippedGradients",
+    "GaussianMechanism",
+    "PrivacyLedger",
+    "PrivacyStatement",
+    "check_per_sample_gradients",
+    "default_delta",
+    "get_epsilon",
+    "get_noise_multiplier",
 ]  # fmt: skip
 
 _NAMES: Final = {
     "accounting": ("default_delta", "get_epsilon", "get_noise_multiplier"),
     "autograd_check": ("check_per_sample_gradients",),
-    "batching": ("PoissonSampler",),
+    "batching": ("AllocationSampler",),
     "clipping": ("ClippedGradients",),
     "ledger": ("LEDGER_NAME", "PrivacyLedger", "PrivacyStatement"),
     "noise": ("GaussianMechanism",),

@@ -19,7 +19,7 @@ from doppler_hf.filters import (
     noise_gain,
 )
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy.accounting.calibration import noise_multiplier_in_turns
+from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, noise_multiplier_if_any
 from doppler_hf.reports.planned_runs import PlannedRun, Target
 
 BANDS: Final = (1, 2, 4, 8, 16)
@@ -58,7 +58,7 @@ def shapes_of_equal_epsilon(run: PlannedRun, target: Target, *, low_pass_filter:
     of_white = loop.loss(low_pass_filter)
     for bands in BANDS:
         shape = NoiseShape.banded(bands)
-        sigma = run.noise_multiplier if bands == 1 else calibrate(bands)
+        sigma = run.noise_multiplier if bands == 1 else calibrate(shape.c)
         if bands > run.steps or math.isinf(sigma):
             break
         more = sigma / run.noise_multiplier
@@ -85,19 +85,32 @@ def taken_by_training(
     """
     shape, rates = WHITE, _falling(run.steps)
     if target is not None:
-        # Shapes are compared by the accountant by which a training does so.
-        compared = _calibration(run, target._replace(accountant="pld"))
-        shape = auto_noise_shape(compared, run.steps, learning_rates=rates, low_pass_filter=low_pass_filter)
+        compared = _calibration(run, target)
+        shape = auto_noise_shape(
+            lambda bands: compared(NoiseShape.banded(bands).c),
+            run.steps,
+            learning_rates=rates,
+            low_pass_filter=low_pass_filter,
+        )
     if target is None or shape.is_white:
         return shape, low_pass_filter or PAPER_FILTERS["none"], run.noise_multiplier
     chosen = low_pass_filter or auto_filter(run.steps, learning_rates=rates, noise=shape)
-    return shape, chosen, _calibration(run, target)(shape.bands, unchecked=False)
+    sigma = get_noise_multiplier(strategy=shape.c, **_terms(run, target))
+    return shape, chosen, sigma
 
 
 def _falling(steps: int) -> list[float]:
     return [1 - step / steps for step in range(steps)]
 
 
-def _calibration(run: PlannedRun, target: Target) -> Callable[..., float]:
-    terms: dict[str, Any] = {"target_epsilon": target.epsilon, "target_delta": target.delta, "accountant": target.accountant}
-    return functools.partial(noise_multiplier_in_turns, sample_rate=run.sample_rate, steps=run.steps, **terms)
+def _calibration(run: PlannedRun, target: Target) -> Callable[[tuple[float, ...]], float]:
+    return functools.partial(noise_multiplier_if_any, **_terms(run, target))
+
+
+def _terms(run: PlannedRun, target: Target) -> dict[str, Any]:
+    return {
+        "target_epsilon": target.epsilon,
+        "target_delta": target.delta,
+        "sample_rate": run.sample_rate,
+        "steps": run.steps,
+    }

@@ -5,13 +5,14 @@
 Of ε, σ, the length (epochs E or steps T) and the batch size B, three determine the fourth. T follows Transformers' formula.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from doppler_hf.filters import LowPassFilter, noise_gain
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, default_delta, get_epsilon
-from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, get_steps
+from doppler_hf.privacy.accounting.accounting import Releases, default_delta, get_epsilon
+from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, most_steps
 
 Unknown = Literal["epsilon", "noise_multiplier", "epochs", "batch_size"]
 
@@ -79,11 +80,10 @@ class PlannedRun:
 
 
 class Target(NamedTuple):
-    """What runs of equal ε have in common: ε > 0, δ in (0, 1), and the accountant that calibrates."""
+    """What runs of equal ε have in common: ε > 0, and δ in (0, 1)."""
 
     epsilon: float
     delta: float
-    accountant: Accountant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,6 @@ class PlanRequest:
     max_steps: int | None = None
     batch_size: int | None = None
     delta: float | None = None
-    accountant: Accountant = "prv"
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
@@ -131,11 +130,6 @@ class PlanRequest:
             given = f"without {' and '.join(self._unknowns)}" if self._unknowns else "all four"
             four = "epsilon, noise_multiplier, epochs (or max_steps) and batch_size"
             raise ValueError(f"Three of {four} must be set, got {given}. The fourth follows.")
-        if self.batch_size == self.num_examples and self.accountant == "prv":
-            raise ValueError(
-                f"batch_size={self.batch_size} puts all examples in every step, for which prv has no bound. Set accountant "
-                "to pld or rdp, or lower batch_size."
-            )
 
     @property
     def _unknowns(self) -> list[Unknown]:
@@ -157,10 +151,10 @@ class PlanRequest:
         """δ, given or the default."""
         return default_delta(self.num_examples) if self.delta is None else self.delta
 
-    def solve(self, *, unchecked: bool = False) -> PlannedRun:
+    def solve(self, *, rough: bool = False) -> PlannedRun:
         """Return the run with the least noise, the most epochs or the largest batch within the target.
 
-        `unchecked` is that of `get_noise_multiplier`.
+        `rough` is that of `get_noise_multiplier`.
 
         Raises:
             ValueError: If nothing within reach of the unknown meets the target, or everything does.
@@ -175,8 +169,7 @@ class PlanRequest:
                 target_delta=self.target_delta,
                 sample_rate=batch_size / self.num_examples,
                 steps=steps,
-                accountant=self.accountant,
-                unchecked=unchecked,
+                rough=rough,
             )
         return PlannedRun(self.num_examples, batch_size, steps, noise_multiplier, self.max_grad_norm)
 
@@ -192,7 +185,6 @@ class PlanRequest:
             "noise_multiplier": self.noise_multiplier,
             "sample_rate": batch_size / self.num_examples,
             "delta": self.target_delta,
-            "accountant": self.accountant,
         }
 
     def _cost(self, batch_size: int, steps: int) -> float:
@@ -201,9 +193,10 @@ class PlanRequest:
     def _most_steps(self, batch_size: int) -> int:
         assert self.epsilon is not None
         at_most, steps = _steps_per_epoch(self.num_examples, batch_size), 0
-        # From few steps to many: the accountants are slow far above the target.
+        # From few steps to many: the accountant is slow far above the target.
         while at_most <= MAX_STEPS:
-            steps = get_steps(target_epsilon=self.epsilon, at_most=at_most, **self._known(batch_size))
+            cost = functools.cache(functools.partial(self._cost, batch_size))
+            steps = most_steps(cost, target_epsilon=self.epsilon, at_most=at_most)
             if steps < at_most:
                 break
             at_most *= 4
@@ -221,9 +214,7 @@ class PlanRequest:
         return steps
 
     def _largest_batch_size(self) -> int:
-        # PRV has no bound for q = 1, when every example is in every step.
-        largest = self.num_examples - 1 if self.accountant == "prv" else self.num_examples
-        batch_size = self._largest_batch_size_in(1, largest)
+        batch_size = self._largest_batch_size_in(1, self.num_examples)
         if batch_size is None:
             least = self._cost(1, self._steps(1))
             raise ValueError(
@@ -264,7 +255,7 @@ def alternatives(run: PlannedRun, target: Target, *, epochs: float) -> dict[floa
     def calibrated(batch_size: int, length: float) -> PlannedRun | None:
         try:
             same: dict[str, Any] = {"num_examples": run.num_examples, "max_grad_norm": run.max_grad_norm, **target._asdict()}
-            return PlanRequest(epochs=length, batch_size=batch_size, **same).solve(unchecked=True)
+            return PlanRequest(epochs=length, batch_size=batch_size, **same).solve(rough=True)
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None
 

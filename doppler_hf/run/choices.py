@@ -12,8 +12,8 @@ from transformers.trainer_utils import SchedulerType
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape, parse_name
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import OptimalFIR
-from doppler_hf.privacy import PoissonSampler, PrivacyStatement
-from doppler_hf.privacy.accounting.calibration import noise_multiplier_in_turns
+from doppler_hf.privacy import AllocationSampler, PrivacyStatement
+from doppler_hf.privacy.accounting.calibration import noise_multiplier_if_any
 from doppler_hf.run.checkpoints import filter_of_checkpoint
 from doppler_hf.run.plan import planned_delta, planned_steps
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -42,7 +42,7 @@ def chosen_filter(
 
 
 def chosen_noise_shape(
-    args: DopplerTrainingArguments, *, sampler: PoissonSampler, num_trained: int, resumed: PrivacyStatement | None = None
+    args: DopplerTrainingArguments, *, sampler: AllocationSampler, num_trained: int, resumed: PrivacyStatement | None = None
 ) -> NoiseShape:
     """Return the shape of the noise of a run."""
     if args.noise_shape != "auto":
@@ -57,17 +57,15 @@ def chosen_noise_shape(
     if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:
         return kept
     steps = planned_steps(args, sampler)
-    # Only shapes are compared, so that the quickest accountant will do: PLD and PRV agree in four digits.
-    noise_multiplier_of = functools.partial(
-        noise_multiplier_in_turns,
+    of_strategy = functools.partial(
+        noise_multiplier_if_any,
         target_epsilon=args.target_epsilon,
         target_delta=planned_delta(args, sampler),
         sample_rate=sampler.sample_rate,
         steps=steps,
-        accountant="pld",
     )
     return auto_noise_shape(
-        noise_multiplier_of,
+        lambda bands: of_strategy(NoiseShape.banded(bands).c),
         steps,
         learning_rates=learning_rates_of(args, steps=steps),
         low_pass_filter=None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter),

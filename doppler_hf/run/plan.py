@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import PoissonSampler, PrivacyLedger, PrivacyStatement, default_delta, get_noise_multiplier
+from doppler_hf.privacy import AllocationSampler, PrivacyLedger, PrivacyStatement, default_delta, get_noise_multiplier
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -25,7 +25,7 @@ _CALIBRATED_FOR: Final = (
 COUNT_BUDGET: Final = 0.01
 
 
-def planned_steps(args: DopplerTrainingArguments, sampler: PoissonSampler) -> int:
+def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler) -> int:
     """Return T, by Transformers' own formula (`Trainer.set_initial_training_values`), which the trainer checks against."""
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
     if steps < 1:
@@ -33,7 +33,7 @@ def planned_steps(args: DopplerTrainingArguments, sampler: PoissonSampler) -> in
     return steps
 
 
-def planned_delta(args: DopplerTrainingArguments, sampler: PoissonSampler) -> float:
+def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) -> float:
     """Return δ, given or the default."""
     units = sampler.num_units
     if units < 2:
@@ -64,7 +64,7 @@ def averaged_noise(noise_multiplier: float, shape: NoiseShape, *, batch_size: in
 def planned_statement(
     args: DopplerTrainingArguments,
     *,
-    sampler: PoissonSampler,
+    sampler: AllocationSampler,
     noise_shape: NoiseShape,
     noise_source: str,
     records_raw: bool = False,
@@ -101,7 +101,7 @@ def planned_statement(
             loss_noise_multiplier=noise_multiplier * math.sqrt(of_gradient / of_loss) if of_loss else None,
             target_delta=delta,
             target_epsilon=args.target_epsilon,
-            accountant=args.accountant,
+            accountant="pld",
             steps_planned=steps,
             private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
             noise_source=noise_source,
@@ -120,25 +120,23 @@ def planned_statement(
             return again
         if steps > first_step:
             ahead, spent = steps - first_step, earlier.history
-    turns = Releases.in_turns(1.0, sampler.sample_rate, ahead, groups=sampler.groups)
-    joint = calibrated(args, sample_rate=turns.sample_rate, delta=delta, steps=turns.steps, spent=spent)
+    further = Releases(1.0, sampler.sample_rate, ahead, noise_shape.c)
+    joint = calibrated(args, further, delta=delta, spent=spent)
     return under(joint / math.sqrt(of_gradient))
 
 
-def calibrated(
-    args: DopplerTrainingArguments, *, sample_rate: float, delta: float, steps: int, spent: Sequence[Releases] = ()
-) -> float:
-    """Return the noise multiplier with which `steps` more steps reach `args.target_epsilon`."""
+def calibrated(args: DopplerTrainingArguments, further: Releases, *, delta: float, spent: Sequence[Releases] = ()) -> float:
+    """Return the noise multiplier with which so many `further` steps reach `args.target_epsilon`; theirs is not read."""
     assert args.target_epsilon is not None
     # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
-    if spent and (before := get_total_epsilon(spent, delta=delta, accountant=args.accountant)) > 0.99 * args.target_epsilon:
+    if spent and (before := get_total_epsilon(spent, delta=delta)) > 0.99 * args.target_epsilon:
         raise budget_spent(before, args)
     return get_noise_multiplier(
         target_epsilon=args.target_epsilon,
         target_delta=delta,
-        sample_rate=sample_rate,
-        steps=steps,
-        accountant=args.accountant,
+        sample_rate=further.sample_rate,
+        steps=further.steps,
+        strategy=further.strategy,
         spent=spent,
     )
 

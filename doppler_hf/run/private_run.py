@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger
+from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.autograd_check.as_in_training import without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses
@@ -105,8 +105,9 @@ class PrivateRun:
         self._is_released = self._is_warned = False
         self._pieces_left = self._idle_passes = self._fillings = 0
         self._num_non_finite: int | Tensor = 0
+        self._first_step = step_of_checkpoint(checkpoint)
         column = args.privacy_unit_column
-        self.sampler = PoissonSampler(
+        self.sampler = AllocationSampler(
             num_examples=len(train_dataset),
             expected_batch_size=expected_batch_size,
             micro_batches=args.gradient_accumulation_steps,
@@ -117,6 +118,8 @@ class PrivateRun:
             units=None if column is None else units_of(train_dataset, column=column),
             max_examples_per_unit=args.max_examples_per_unit,
             keeps_units_whole=args.clip_unit_mean,
+            # Rounds that can be reproduced go on where the training stopped; secret ones are drawn anew.
+            first_step=self._first_step if args.noise_seed is None else 0,
             seed=args.noise_seed,
         )
         resumed = earlier.statement if checkpoint is not None and earlier is not None else None
@@ -124,7 +127,6 @@ class PrivateRun:
         if recorders:
             refuse_other_noise(shape, clipping_quantile=args.clipping_quantile)
         self.sampler.take_turns(shape.bands)
-        self._first_step = step_of_checkpoint(checkpoint)
         self.statement = planned_statement(
             args,
             sampler=self.sampler,

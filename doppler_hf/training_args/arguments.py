@@ -16,7 +16,6 @@ from doppler_hf.filters import LowPassFilter, NoiseShape, parse_name
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy import PrivacyStatement
-from doppler_hf.privacy.accounting.accounting import Accountant
 from doppler_hf.privacy.clipping.clip_factors import Clipping
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator
@@ -58,7 +57,6 @@ class DopplerTrainingArguments(TrainingArguments):
         default=False,
         help="Allow a target_delta of 1/N or more, for studies. The run is then not private and says so.",
     )
-    accountant: Accountant = HfArg(default="prv", help="Which accountant bounds ε from above: prv, pld or rdp.")
     per_sample_max_grad_norm: float = HfArg(default=1.0, help="C, the norm to which each example's gradient is clipped.")
     privacy_unit_column: str | None = HfArg(
         default=None,

@@ -164,7 +164,6 @@ def train(point: Point, args: BenchArguments) -> Clock:
                 base_optimizer=point.base,
                 low_pass_filter=point.low_pass_filter, noise_shape=point.noise_shape, use_cpu=args.device == "cpu",
                 report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
-                accountant="rdp",
             ),
             train_dataset=rows,
             data_collator=default_data_collator,

@@ -26,7 +26,7 @@ from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.privacy import PoissonSampler
+from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
@@ -124,7 +124,7 @@ class Clock(TrainerCallback):
 def drawn(rows: int, args: BenchArguments, **options: Any) -> tuple[float, float]:
     """Make a sampler, draw from it, and return the seconds of the start and of a draw."""
     start = time.process_time()
-    sampler = PoissonSampler(num_examples=rows, expected_batch_size=args.batch_size, **options)
+    sampler = AllocationSampler(num_examples=rows, expected_batch_size=args.batch_size, **options)
     ready = time.process_time()
     for step in range(args.steps):
         sampler.draw(step)
@@ -183,7 +183,7 @@ def drawn_with_units(rows: int, path: Path, args: BenchArguments) -> tuple[float
 def digested(rows: int, path: Path, args: BenchArguments) -> tuple[float, float]:
     """Return the seconds of a digest."""
     data = Dataset.from_file(str(path))
-    sampler = PoissonSampler(num_examples=rows, expected_batch_size=args.batch_size, lengths=lengths_of(data))
+    sampler = AllocationSampler(num_examples=rows, expected_batch_size=args.batch_size, lengths=lengths_of(data))
     return timed(lambda: digest_of_data(data, sampler))
 
 

@@ -36,10 +36,10 @@ EPSILONS = (1.0, 3.0, 8.0)
 
 # Task → N, B and epochs.
 REGIMES = {
-    "SST-2": PlanRequest(num_examples=67_349, batch_size=1000, epochs=3, epsilon=1.0, accountant="pld"),
-    "MNIST": PlanRequest(num_examples=60_000, batch_size=1000, epochs=5, epsilon=1.0, accountant="pld"),
-    "MNLI": PlanRequest(num_examples=392_702, batch_size=6000, epochs=18, epsilon=1.0, accountant="pld"),
-    "CIFAR-10": PlanRequest(num_examples=50_000, batch_size=2000, epochs=60, epsilon=1.0, accountant="pld"),
+    "SST-2": PlanRequest(num_examples=67_349, batch_size=1000, epochs=3, epsilon=1.0),
+    "MNIST": PlanRequest(num_examples=60_000, batch_size=1000, epochs=5, epsilon=1.0),
+    "MNLI": PlanRequest(num_examples=392_702, batch_size=6000, epochs=18, epsilon=1.0),
+    "CIFAR-10": PlanRequest(num_examples=50_000, batch_size=2000, epochs=60, epsilon=1.0),
 }
 
 
@@ -92,9 +92,7 @@ def main() -> None:
         for epsilon in EPSILONS:
             run = dataclasses.replace(request, epsilon=epsilon).solve()
             loop = ClosedLoop.of_run(run.steps, [1 - step / run.steps for step in range(run.steps)])
-            shapes = shapes_of_equal_epsilon(
-                run, target_epsilon=epsilon, delta=delta, accountant="pld", low_pass_filter=FILTER
-            )
+            shapes = shapes_of_equal_epsilon(run, target_epsilon=epsilon, delta=delta, low_pass_filter=FILTER)
             sums, loops = zip(
                 *(noises(inverse_of(terms), run, loop, epsilon=epsilon, delta=delta) for terms in TERMS), strict=True
             )

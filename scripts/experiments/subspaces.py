@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.galore import PROJECTOR_SOURCES, find_basis
-from doppler_hf.privacy import ClippedGradients, GaussianMechanism, PoissonSampler, default_delta, get_noise_multiplier
+from doppler_hf.privacy import AllocationSampler, ClippedGradients, GaussianMechanism, default_delta, get_noise_multiplier
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.data_sources import load_images
 from scripts.bench.measure import append_json_line
@@ -80,7 +80,7 @@ def train(
     torch.manual_seed(seed)
     network = perceptron()
     matrix = network[0].weight
-    sampler = PoissonSampler(num_examples=len(labels), expected_batch_size=args.expected_batch_size)
+    sampler = AllocationSampler(num_examples=len(labels), expected_batch_size=args.expected_batch_size)
     sigma = get_noise_multiplier(
         target_epsilon=epsilon,
         target_delta=default_delta(len(labels)),

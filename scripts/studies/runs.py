@@ -86,7 +86,6 @@ def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) ->
             learning_rate=run.learning_rate,
             seed=run.seed,
             noise_seed=run.seed,
-            accountant="pld",
             per_device_eval_batch_size=100,
             save_strategy="no",
             logging_strategy="no",

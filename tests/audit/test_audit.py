@@ -26,7 +26,7 @@ from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, numbered_rows
 from doppler_hf.audit.dirac import Turns
 from doppler_hf.audit.result import lower_bounds
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import GaussianMechanism, PoissonSampler, get_epsilon
+from doppler_hf.privacy import AllocationSampler, GaussianMechanism, get_epsilon
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from tests.support.models import gpt2_lm
 from tests.support.tiers import thorough
@@ -73,7 +73,7 @@ def arguments(tmp_path, **overrides):
     # About half of the canaries are in: with B = 5,000 the sample rate is near 1, and the bound near its best. The larger δ,
     # the more canaries speak for a bound.
     options = dict(
-        output_dir=str(tmp_path), noise_multiplier=1.0, target_delta=1e-2, allow_large_delta=True, accountant="pld",
+        output_dir=str(tmp_path), noise_multiplier=1.0, target_delta=1e-2, allow_large_delta=True,
         clipping="vanilla", per_device_train_batch_size=5000, max_steps=1, report_to="none", disable_tqdm=True,
         save_strategy="no", logging_strategy="no", use_cpu=True, grad_sample_self_check=False,
     )  # fmt: skip
@@ -146,20 +146,21 @@ def test_scores_have_the_distribution_that_the_accountant_bounds(granularity, pa
 
 
 def test_turns_are_read_as_their_densities_say():
-    # T = 5, b = 3, one canary: the mean over groups of the densities over all patterns of coins.
-    shape, rate, sigma, steps = NoiseShape.banded(3), 0.3, 0.8, 5
+    # b = 3, rounds of two turns, the last one cut short: the mean over groups of the densities over all patterns of turns.
+    shape, rate, sigma, steps = NoiseShape.banded(3), 0.4, 0.8, 8
     strategy = scipy.linalg.toeplitz(np.pad(shape.c, (0, steps - 3)), np.zeros(steps))
     observed = np.random.default_rng(0).normal(size=(4, steps))
     ratio = np.zeros(4)
     for group in range(3):
         turns = range(group, steps, 3)
-        for coins in itertools.product([0, 1], repeat=len(turns)):
-            taken = np.zeros(steps)
-            taken[list(turns)] = coins
-            mean, chance = strategy @ taken, np.prod([rate if coin else 1 - rate for coin in coins]) / 3
+        rounds = [turns[start : start + 2] for start in range(0, len(turns), 2)]
+        for chosen in itertools.product(*([*turns_of, None] for turns_of in rounds)):
+            taken = np.isin(np.arange(steps), [step for step in chosen if step is not None])
+            chances = (1 - rate * len(of) if step is None else rate for step, of in zip(chosen, rounds, strict=True))
+            mean, chance = strategy @ taken, np.prod([*chances]) / 3
             white = observed @ strategy.T
             ratio += chance * np.exp((np.square(white) - np.square(white - mean)).sum(axis=1) / (2 * sigma**2))
-    attack = Turns(4, shape=shape, sample_rate=rate)
+    attack = Turns(4, shape=shape, sample_rate=rate, of_round=2)
     for step in range(steps):
         attack.see(observed[:, step], sigma=sigma)
     np.testing.assert_allclose(attack.scores(), np.log(ratio), rtol=1e-10)
@@ -195,7 +196,7 @@ def everything(self, step):
     ids=["a shuffle with repeats", "larger inclusion"],
 )
 def test_no_poisson_sampling_is_caught(draw, batch, steps, monkeypatch, tmp_path):
-    monkeypatch.setattr(PoissonSampler, "draw", draw)
+    monkeypatch.setattr(AllocationSampler, "draw", draw)
     assert audited(tmp_path, per_device_train_batch_size=batch, max_steps=steps).contradicts_claim
 
 
@@ -307,7 +308,7 @@ def one_canary(tmp_path):
 def test_repeated_runs_take_the_largest_claims_and_one_canary_each(one_canary):
     result = audit_repeatedly(lambda: one_canary(per_device_train_batch_size=50), runs=6)
     assert 0 < result.included.sum() < 6
-    without = get_epsilon(noise_multiplier=10.0, sample_rate=50 / 100, steps=1, delta=1e-2, accountant="pld")
+    without = get_epsilon(noise_multiplier=10.0, sample_rate=50 / 100, steps=1, delta=1e-2)
     assert result.claims["pld"] == pytest.approx(without, rel=1e-9)  # with the canary the rate is 50/101
     with pytest.raises(ValueError, match="num_canaries must be 1 in repeated runs, got 2"):
         audit_repeatedly(lambda: one_canary(num_canaries=2), runs=2)

@@ -68,7 +68,7 @@ def test_no_unit_comes_back_before_its_turn(tmp_path):
     assert apart(watched.taken) == 3
     run = trainer.private_run
     sigma, rate = run.statement.noise_multiplier, run.sampler.sample_rate
-    assert run.ledger.history == [Releases(sigma, 3 * rate, 4)]
+    assert run.ledger.history == [Releases(sigma, rate, 11, run.mechanism.shape.c)]
     assert watched.stds == [run.mechanism.noise_std(step) for step in range(11)]
     assert watched.stds[0] < watched.stds[2]
 
@@ -80,7 +80,7 @@ def test_a_resumed_run_begins_new_turns_which_add_up(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
     run = resumed.private_run
     sigma, rate = run.statement.noise_multiplier, run.sampler.sample_rate
-    assert run.ledger.history == [Releases(sigma, 3 * rate, 2 + 2)]  # of 5 and of 6 steps
+    assert run.ledger.history == [Releases(sigma, rate, steps, run.mechanism.shape.c) for steps in (5, 6)]
     assert watched.stds == [run.mechanism.noise_std(step) for step in range(5, 11)]
     assert watched.stds[0] == pytest.approx(run.mechanism.noise_multiplier / 4 * run.mechanism.shape.norm)
     assert apart(watched.taken[-6:]) in (None, 3)

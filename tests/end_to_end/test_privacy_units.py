@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doppler_hf.privacy import ClippedGradients, PoissonSampler, PrivacyLedger, get_epsilon
+from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.batching.columns import lengths_of
 from doppler_hf.privacy.batching.fetching import DrawnExamples
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, collate_piece
@@ -24,7 +24,7 @@ SIZES = np.bincount(UNITS)
 
 
 def sampler_of(**overrides):
-    return PoissonSampler(**(dict(num_examples=len(UNITS), expected_batch_size=2, units=UNITS) | overrides))
+    return AllocationSampler(**(dict(num_examples=len(UNITS), expected_batch_size=2, units=UNITS) | overrides))
 
 
 def users(num_examples=24, seed=0):
@@ -111,7 +111,7 @@ def test_shares_stay_with_their_examples(max_tokens):
 @pytest.mark.parametrize(("max_tokens", "views"), [(None, 1), (80, 2)])
 def test_a_unit_whose_mean_is_clipped_is_in_one_micro_batch(max_tokens, views):
     data, users_of = text_data(24).add_column("number", list(range(24))), np.array([*range(8), *range(8, 12), *range(12)])
-    sampler = PoissonSampler(
+    sampler = AllocationSampler(
         num_examples=24, expected_batch_size=12, micro_batches=2, lengths=lengths_of(data), units=users_of, seed=0,
         keeps_units_whole=True,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def test_adding_a_whole_user_changes_the_sum_by_at_most_c(data):
     x = scale * torch.randn(len(units), 3, generator=generator)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    sampler = PoissonSampler(num_examples=len(units), expected_batch_size=1, units=units, max_examples_per_unit=limit)
+    sampler = AllocationSampler(num_examples=len(units), expected_batch_size=1, units=units, max_examples_per_unit=limit)
 
     def total(examples):
         options = dict(max_grad_norm=0.7, clipping=clipping, granularity=granularity, engine=engine)
@@ -180,8 +180,8 @@ def test_weights_are_one_for_each_example_and_none_is_above_1():
 
 
 def everything_drawn(monkeypatch):
-    monkeypatch.setattr(PoissonSampler, "drawn_units", lambda self, step: np.arange(self.num_units))
-    monkeypatch.setattr(PoissonSampler, "coins", lambda self, count, *, step: np.zeros(count))
+    monkeypatch.setattr(AllocationSampler, "drawn_units", lambda self, step: np.arange(self.num_units))
+    monkeypatch.setattr(AllocationSampler, "coins", lambda self, count, *, step: np.zeros(count))
 
 
 @pytest.mark.parametrize("clip_unit_mean", [False, True])

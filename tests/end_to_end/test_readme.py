@@ -24,7 +24,7 @@ import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments, audit, filters, optim, privacy
 from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
-from doppler_hf.privacy import PoissonSampler, PrivacyStatement
+from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.training_args.checks import own_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from doppler_hf.workloads.arguments import parse_args
@@ -229,7 +229,7 @@ def test_notation_names_what_there_is():
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     statement = {field.name for field in dataclasses.fields(PrivacyStatement)}
     galore = {field.name for field in dataclasses.fields(GaloreArguments)}
-    code = {*DopplerOptimizer.__init__.__code__.co_varnames, *PoissonSampler.__init__.__code__.co_varnames}
+    code = {*DopplerOptimizer.__init__.__code__.co_varnames, *AllocationSampler.__init__.__code__.co_varnames}
     coefficients = {"a", "b", "max_grad_norm", "noise_std", OptimalFIR.__name__}
     assert len(named) > 25
     assert named <= RECIPE_FIELDS | statement | galore | code | coefficients | set(filter_names)

@@ -19,7 +19,7 @@ from transformers import (
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
+from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
 from doppler_hf.run.refusals import refuse_of_trainer
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.tolerances import RAISED
@@ -50,7 +50,7 @@ def test_without_noise_grad_is_the_clipped_sum_over_the_expected_batch(tmp_path)
         tmp_path, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", per_sample_max_grad_norm=1e-3,
         max_steps=1, noise_seed=5,
     )  # fmt: skip
-    drawn = PoissonSampler(num_examples=24, expected_batch_size=8, seed=5).draw(0)
+    drawn = AllocationSampler(num_examples=24, expected_batch_size=8, seed=5).draw(0)
     model, expected = tiny_bert().train(), 0.0
     for index in drawn:
         inputs = pad([trainer.train_dataset[int(index)]])
@@ -65,7 +65,7 @@ def test_without_noise_grad_is_the_clipped_sum_over_the_expected_batch(tmp_path)
 def test_an_empty_draw_is_a_noisy_step_that_never_reaches_the_model(tmp_path, monkeypatch):
     recorder = Recorder()
     trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=3)
-    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.zeros(0, dtype=int))
+    monkeypatch.setattr(AllocationSampler, "draw", lambda self, step: np.zeros(0, dtype=int))
     calls = []
 
     class Calls(TrainerCallback):
@@ -111,7 +111,7 @@ def test_pieces_of_a_draw_may_be_empty_within_a_budget_of_tokens(tmp_path, monke
         tmp_path, callbacks=[recorder], cls=MicroBatches, gradient_accumulation_steps=4, per_device_train_batch_size=1,
         max_tokens_per_micro_batch=8, max_steps=3,
     )  # fmt: skip
-    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(step))  # 0, 1 and 2 examples
+    monkeypatch.setattr(AllocationSampler, "draw", lambda self, step: np.arange(step))  # 0, 1 and 2 examples
     trainer.train()
     assert [rows for rows, _ in trainer.shapes] == [1, 1, 1]
     assert all(torch.all(gradient != 0) for gradient in recorder.gradients)

@@ -16,7 +16,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback, set_seed
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.privacy import PoissonSampler, PrivacyLedger, get_epsilon
+from doppler_hf.privacy import AllocationSampler, PrivacyLedger, get_epsilon
+from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.run.model_card import privacy_section
 from tests.support.tiny import numbered, pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, arguments, trained
@@ -47,7 +48,7 @@ def count(tmp_path, **overrides):
 
 def sizes(steps, **overrides):
     """What the sampler draws under the same test seed, without the trainer."""
-    sampler = PoissonSampler(**(dict(num_examples=24, expected_batch_size=8, seed=7) | overrides))
+    sampler = AllocationSampler(**(dict(num_examples=24, expected_batch_size=8, seed=7) | overrides))
     return [len(sampler.draw(step)) for step in range(steps)]
 
 
@@ -65,18 +66,18 @@ def test_trap_01_the_loader_never_passes_through_prepare_and_ranks_share_the_dat
         monkeypatch.setattr(type(trainer.args), "process_index", rank)
         monkeypatch.setattr(trainer, "_run", None)  # the next process begins its own
         sampler = trainer.get_train_dataloader().batch_sampler
-        assert (type(sampler), sampler.sample_rate) == (PoissonSampler, 1.0)  # B = 4 × 2 × 3 of 24
+        assert (type(sampler), sampler.sample_rate) == (AllocationSampler, 1.0)  # B = 4 × 2 × 3 of 24
         shards.append(sampler.draw(0).tolist())
     assert sorted(itertools.chain(*shards)) == list(range(24))  # all of it, and nothing twice
 
 
-def test_trap_02_what_the_accountant_is_told_is_read_off_the_sampler_and_the_sampler_is_poisson(tmp_path, monkeypatch):
+def test_trap_02_what_the_accountant_is_told_is_read_off_the_sampler_and_the_sampler_is_random(tmp_path, monkeypatch):
     _, counts = count(tmp_path / "a", max_steps=12)
     assert counts == pytest.approx(sizes(12), abs=1e-3)
     assert len(set(sizes(12))) > 3  # a shuffle would give eight each time
-    init = PoissonSampler.__init__
+    init = AllocationSampler.__init__
     monkeypatch.setattr(
-        PoissonSampler, "__init__", lambda self, **options: init(self, **options | {"expected_batch_size": 6})
+        AllocationSampler, "__init__", lambda self, **options: init(self, **options | {"expected_batch_size": 6})
     )
     trainer = trainer_of(tmp_path / "b", max_steps=2)  # arguments that say 8, and a sampler that does otherwise
     trainer.train()
@@ -128,8 +129,8 @@ def test_trap_06_resuming_draws_new_noise_and_keeps_the_account(tmp_path):
     assert len(second.gradients) == 2
     assert not torch.any(torch.stack(second.gradients) == torch.stack(first.gradients[2:]))
     assert resumed.privacy.ledger.steps_run == 6  # four of the first run, two once more
-    mechanism = dict(noise_multiplier=1.0, sample_rate=1 / 3, steps=6, delta=24**-1.1)
-    assert resumed.privacy.epsilon() == pytest.approx(get_epsilon(**mechanism), rel=1e-9)
+    spent = get_total_epsilon([Releases(1.0, 1 / 3, 4), Releases(1.0, 1 / 3, 2)], delta=24**-1.1)
+    assert resumed.privacy.epsilon() == pytest.approx(spent, rel=1e-9)
 
 
 def test_trap_07_training_stops_before_the_budget_is_overrun(tmp_path):

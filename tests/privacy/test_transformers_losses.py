@@ -177,7 +177,7 @@ def test_a_prompt_has_no_labels_and_trains(tmp_path, task, kind):
     rows, collate = (answer_rows(lengths), pad_answers) if task == "answers" else (token_rows(task, lengths), pad_tokens)
     config = PROMPTS[kind](peft_task)
     model = built(lambda: get_peft_model(builds[0](), config), torch.float32)
-    trainer = trainer_of(tmp_path, model, rows=rows, accountant="rdp")
+    trainer = trainer_of(tmp_path, model, rows=rows)
     trainer.data_collator = collate
     losses = trainer.compute_per_sample_loss(model, collate(rows[:3]))
     alone = torch.stack([model(**collate([row])).loss for row in rows[:3]])
@@ -267,7 +267,7 @@ def test_answers_and_choices_train(tmp_path, build, rows_of, collate):
     model = get_peft_model(build(), LoraConfig(r=2, target_modules=["query", "value"]))
     options = dict(max_tokens_per_micro_batch=40, gradient_accumulation_steps=2)
     rows = rows_of([(5, 3), (2, 4), (6, 2)] * 6 if rows_of is choice_rows else [4, 9, 6] * 6)
-    trainer = trainer_of(tmp_path, model, rows=rows, accountant="rdp", **options)
+    trainer = trainer_of(tmp_path, model, rows=rows, **options)
     trainer.data_collator = collate
     trainer.train()
     assert trainer.state.global_step == 2

@@ -4,16 +4,16 @@ import pytest
 
 from doppler_hf.filters import LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy import PoissonSampler, get_noise_multiplier
-from doppler_hf.privacy.accounting import Releases
+from doppler_hf.privacy import AllocationSampler
+from doppler_hf.privacy.accounting.calibration import noise_multiplier_if_any
 from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
 from tests.support.ledgers import statement
 from tests.support.trainers import Recorder, arguments, trained, trainer_of
 
-SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
+SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
 # A run in which shaping pays, and of whose target `noise_multiplier` is not asked.
-SHAPED = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=60, noise_shape="auto", accountant="rdp")
+SHAPED = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=60, noise_shape="auto")
 # HF's default schedule is linear.
 RATES = [1 - step / 60 for step in range(60)]
 
@@ -49,9 +49,8 @@ def test_a_named_shape_is_taken_as_it_is(tmp_path):
 @pytest.mark.parametrize("low_pass_filter", ["none", "auto"])
 def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter):
     def noise_multiplier_of(bands):
-        turns = Releases.in_turns(1.0, 0.05, 60, groups=bands)
-        terms = dict(target_epsilon=8.0, target_delta=1000**-1.1, accountant="pld")
-        return get_noise_multiplier(**terms, sample_rate=turns.sample_rate, steps=turns.steps)
+        terms = dict(target_epsilon=8.0, target_delta=1000**-1.1, sample_rate=0.05, steps=60)
+        return noise_multiplier_if_any(NoiseShape.banded(bands).c, **terms)
 
     args = arguments(tmp_path, **SHAPED, low_pass_filter=low_pass_filter)
     chosen = chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000)
@@ -75,7 +74,7 @@ def test_learning_rates_are_those_that_training_has(tmp_path):
     [
         ("banded:bands=3", SAMPLER, "banded:bands=3"),
         # A third of all units in a draw can take turns in no more than three steps.
-        ("banded:bands=4", PoissonSampler(num_examples=30, expected_batch_size=10), None),
+        ("banded:bands=4", AllocationSampler(num_examples=30, expected_batch_size=10), None),
     ],
 )
 def test_auto_keeps_the_shape_of_the_run_that_is_resumed(tmp_path, resumed, sampler, expected):
@@ -102,5 +101,5 @@ def test_what_shaped_noise_does_not_fit_gets_white_noise(tmp_path, overrides):
 @pytest.mark.parametrize(("num_trained", "expected"), [(2**27, 4), (2**29 + 1, 1)])
 def test_a_chosen_shape_keeps_at_most_two_gibibytes(tmp_path, num_trained, expected):
     args = arguments(tmp_path, **(SHAPED | dict(max_steps=4000)), low_pass_filter="auto")
-    sampler = PoissonSampler(num_examples=20_000, expected_batch_size=50)
+    sampler = AllocationSampler(num_examples=20_000, expected_batch_size=50)
     assert chosen_noise_shape(args, sampler=sampler, num_trained=num_trained).bands == expected

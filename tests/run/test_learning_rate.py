@@ -14,7 +14,7 @@ from transformers import get_scheduler
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import GaussianMechanism, PoissonSampler
+from doppler_hf.privacy import AllocationSampler, GaussianMechanism
 from doppler_hf.run.learning_rate import (
     LARGEST_CHANGE,
     LARGEST_OF_FEW,
@@ -31,7 +31,7 @@ from doppler_hf.run.plan import planned_statement
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of
 
-SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
+SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
 
 
 def rate_of(tmp_path, *, model=None, num_trained=0, shape=WHITE, **overrides):

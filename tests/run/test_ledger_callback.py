@@ -174,7 +174,7 @@ def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys,
 
 
 def test_a_notebook_cell_run_again_does_not_overrun_the_budget(tmp_path):
-    options = dict(noise_multiplier=None, target_epsilon=3.0, accountant="rdp")
+    options = dict(noise_multiplier=None, target_epsilon=3.0)
     first = trained(trainer_of(tmp_path, **options))
     before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
     with pytest.raises(ValueError, match=r"budget is spent.* or begin anew with an untrained model and a new trainer\."):
@@ -222,7 +222,7 @@ def test_the_ledger_of_a_finished_run_that_is_resumed_counts_no_step(tmp_path):
 
 
 def test_a_finished_run_is_not_resumed_under_a_target_that_it_has_overrun(tmp_path, capsys):
-    options = dict(noise_multiplier=None, save_strategy="steps", save_steps=4, accountant="rdp")
+    options = dict(noise_multiplier=None, save_strategy="steps", save_steps=4)
     trainer_of(tmp_path, target_epsilon=3.0, **options).train()
     before = (tmp_path / "out" / LEDGER_NAME).read_text()
     with pytest.raises(ValueError, match=r"^The privacy budget is spent: ε = 2\.99"):
@@ -275,7 +275,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 def test_a_refusal_loses_nothing(tmp_path):
-    options = dict(noise_multiplier=None, target_epsilon=3.0, accountant="rdp", save_strategy="steps", save_steps=4)
+    options = dict(noise_multiplier=None, target_epsilon=3.0, save_strategy="steps", save_steps=4)
     trainer = trained(trainer_of(tmp_path, **options))
     ledger, before = trainer.privacy.ledger, (tmp_path / "out" / LEDGER_NAME).read_bytes()
     with pytest.raises(ValueError, match="budget is spent"):
@@ -312,7 +312,7 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     ledger, (begin, end) = trainer.privacy.ledger, re.split("^{.*}$", capsys.readouterr().out, flags=re.M | re.S)
     statement, rate = ledger.statement, trainer.optimizer.optimizer.defaults["lr"]
     sigma = f"{statement.effective_noise_multiplier:.4g}"
-    spent = f"ε = {ledger.epsilon():.4g}, δ = {400**-1.1:.3g} for one record (accountant: prv)"
+    spent = f"ε = {ledger.epsilon():.4g}, δ = {400**-1.1:.3g} for one record (accountant: pld)"
     turns = f", from {statement.groups} groups in turn" if statement.groups > 1 else ""
     noise = changed.get("noise", "noise multiplier {sigma}, independent in each step (auto); filter: none (auto)")
     watch = "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it"

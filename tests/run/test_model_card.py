@@ -2,7 +2,8 @@
 
 import pytest
 
-from doppler_hf.privacy import PrivacyLedger, get_epsilon
+from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import gaussian_mu, percent, trade_off
 from doppler_hf.run.model_card import complete_card, privacy_section, renew_section
 from tests.support.ledgers import after, all_events, statement
@@ -22,13 +23,17 @@ def rows(section):
     return {name.strip(): value.strip() for name, value in cells}
 
 
+# Of a ledger of all events: the second begins a round of its own.
+TWO_RUNS = [Releases(1.0, 0.05, 7), Releases(1.0, 0.05, 3)]
+
+
 def test_the_section_says_what_the_ledger_says():
     ledger = all_events(train_loss="raw", target_epsilon=8.0)
     section = privacy_section(ledger)
     table = rows(section)
-    epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=10, delta=1e-5)
-    assert {name: row for name, row in table.items() if name.startswith("ε")} == {"ε by prv": f"{epsilon:.4g}"}
-    assert f"Trained with ({ledger.epsilon():.4g}, 1e-05)-differential privacy for one example, by the prv" in section
+    epsilon = get_total_epsilon(TWO_RUNS, delta=1e-5)
+    assert {name: row for name, row in table.items() if name.startswith("ε")} == {"ε by pld": f"{epsilon:.4g}"}
+    assert f"Trained with ({ledger.epsilon():.4g}, 1e-05)-differential privacy for one example, by the pld" in section
     best, delta = trade_off(ledger.history), 1e-5
     rates = ", ".join(percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
     assert table["no attack exceeds, at 1 %, 0.1 % false positives"] == f"{rates} true positives"
@@ -41,7 +46,8 @@ def test_the_section_says_what_the_ledger_says():
     assert table["restarts"] == "at step 6"
     assert table["steps"] == "10 run, 10 planned"
     assert table["noise multiplier σ"] == "1"
-    assert table["accounted: σ₀, sampling rate q of 10 steps"] == "1, 0.05"
+    for steps in (7, 3):
+        assert table[f"accounted: σ₀, sampling rate q in {steps} steps"] == "1, 0.05"
     assert table["clip norm C"] == "1 (automatic, flat)"
     assert table["noise source"] == "a test"
     assert "NOT PRIVATE" in table["training loss"]
@@ -62,7 +68,7 @@ def test_what_is_not_private_is_not_called_so(terms, why):
     assert f"**Not differentially private**: {why}" in section
     assert "Trained with" not in section
     assert "attack" not in section
-    assert (rows(section)["ε by prv"] == "inf") == (terms == dict(private=False))
+    assert (rows(section)["ε by pld"] == "inf") == (terms == dict(private=False))
 
 
 def test_the_section_ends_the_card_and_nothing_but_rate_and_optimizer_changes(tmp_path):

@@ -9,7 +9,7 @@ import scipy.signal
 from doppler_hf.cli import main
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy import LEDGER_NAME, PoissonSampler, PrivacyLedger
+from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.plan import averaged_noise, planned_statement
 from doppler_hf.run.summary import drowned
@@ -17,13 +17,13 @@ from tests.support.ledgers import after
 from tests.support.tiny import text_data
 from tests.support.trainers import arguments, trained, trainer_of
 
-SAMPLER = PoissonSampler(num_examples=1000, expected_batch_size=50)
+SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
 DELTA = 1000**-1.1
 
 
 def plan_of(tmp_path, *, earlier=None, first_step=0, **overrides):
     # RDP takes the least time, and is not what is taken by default.
-    options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100, accountant="rdp") | overrides
+    options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100) | overrides
     args = arguments(tmp_path, **options)
     shape = WHITE if args.noise_shape == "auto" else NoiseShape.parse(args.noise_shape)
     terms = dict(sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
@@ -37,7 +37,7 @@ def ledger_after(steps, plan, *, continues=None, from_step=0):
 
 def total(plan, earlier, steps):
     history = [*([] if earlier is None else earlier.history), plan.releases(steps)]
-    return get_total_epsilon(history, delta=DELTA, accountant="rdp")
+    return get_total_epsilon(history, delta=DELTA)
 
 
 def test_a_new_run_is_calibrated_to_its_target(tmp_path):
@@ -92,7 +92,7 @@ def test_a_delta_that_permits_publishing_an_example_is_refused(tmp_path, delta):
 
 @pytest.mark.parametrize("options", [dict(noise_multiplier=None, target_epsilon=8.0, noise_shape="auto"), dict()], ids=str)
 def test_it_is_refused_before_anything_is_spent_and_what_was_allowed_is_not_called_private(tmp_path, capsys, options):
-    options = dict(target_delta=0.2, accountant="rdp", max_steps=2, **options)
+    options = dict(target_delta=0.2, max_steps=2, **options)
     with pytest.raises(ValueError, match="set allow_large_delta=True"):
         trainer_of(tmp_path, **options).train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
@@ -111,7 +111,7 @@ def test_it_is_refused_before_anything_is_spent_and_what_was_allowed_is_not_call
 
 def test_one_example_is_refused_by_what_it_is(tmp_path):
     for options in (dict(), dict(target_delta=0.5), dict(target_delta=0.999, allow_large_delta=True)):
-        one = dict(per_device_train_batch_size=1, gradient_accumulation_steps=1, accountant="rdp", **options)
+        one = dict(per_device_train_batch_size=1, gradient_accumulation_steps=1, **options)
         with pytest.raises(ValueError, match=r"at least 2 records \(or users\), got 1: .*Give a thousand"):
             trainer_of(tmp_path, data=text_data(1), **one).train()
     trainer_of(tmp_path, data=text_data(2), **one | {"target_delta": None}).train()

@@ -192,7 +192,7 @@ class TryingAgain(DopplerTrainer):
 
 
 def test_no_piece_of_a_draw_is_added_twice(tmp_path):
-    sizes = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2, "accountant": "rdp"}
+    sizes = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2}
     trainer = trainer_of(tmp_path, cls=TryingAgain, max_tokens_per_micro_batch=30, **sizes)  # every example, in several
     with pytest.raises(ValueError, match="Each piece of a batch must be added once, got one more"):
         trainer.train()

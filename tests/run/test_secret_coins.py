@@ -65,7 +65,7 @@ def test_a_seed_reaches_no_forward_pass(tmp_path):
     states = []
     for run in range(2):
         whole = dict(per_device_train_batch_size=24, gradient_accumulation_steps=1)  # a piece is a micro-batch
-        options = dict(data=Seeding(), callbacks=[SeedingCallback()], grad_sample_self_check=False, accountant="rdp")
+        options = dict(data=Seeding(), callbacks=[SeedingCallback()], grad_sample_self_check=False)
         trainer = trainer_of(tmp_path / str(run), cls=Drawn, **options, **whole)
         trainer.data_collator = seeding_collator
         trainer.train()

@@ -631,7 +631,7 @@ class Labels(DopplerTrainer):
 def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
     """Transformers' default collator asks the first example alone whether labels are whole numbers."""
     data = [{"input_ids": [index + 1] * 4, "label": 0.5 if index else 3} for index in range(8)]
-    everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=1, accountant="pld")
+    everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=1)
     everyone |= dict(grad_sample_self_check=False)
     trainer = trainer_of(tmp_path, cls=Labels, model=tiny_bert(num_labels=1), data=data, **everyone)
     trainer.data_collator = default_data_collator

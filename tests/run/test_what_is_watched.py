@@ -29,7 +29,7 @@ class Tracker(TrainerCallback):
 def test_every_log_has_an_upper_bound_on_epsilon_which_at_the_end_is_epsilon(tmp_path, monkeypatch, points):
     monkeypatch.setattr(ledger_callback, "LOGGED_EPSILONS", points)
     tracker = Tracker()
-    trainer = trainer_of(tmp_path, callbacks=[tracker], max_steps=6, accountant="rdp", eval_strategy="steps", eval_steps=3)
+    trainer = trainer_of(tmp_path, callbacks=[tracker], max_steps=6, eval_strategy="steps", eval_steps=3)
     trainer.train()
     ledger = trainer.privacy.ledger
     history = [entry for entry in trainer.state.log_history if "epsilon" in entry]
@@ -46,7 +46,7 @@ def test_every_log_has_an_upper_bound_on_epsilon_which_at_the_end_is_epsilon(tmp
 
 def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
     tracker = Tracker()
-    trainer = trainer_of(tmp_path, callbacks=[tracker], noise_multiplier=None, target_epsilon=3.0, accountant="rdp")
+    trainer = trainer_of(tmp_path, callbacks=[tracker], noise_multiplier=None, target_epsilon=3.0)
     given = trainer.args.to_dict()
     trainer.train()
     statement = trainer.privacy.ledger.statement
@@ -59,7 +59,7 @@ def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
     assert tracker.config["privacy/noise_std"] == trainer.private_run.settled_noise_std
     # They are no arguments: what is written as arguments is read as such.
     assert trainer.args.to_dict() == given
-    DopplerTrainingArguments(**{name: given[name] for name in ("output_dir", "target_epsilon", "accountant")})
+    DopplerTrainingArguments(**{name: given[name] for name in ("output_dir", "target_epsilon")})
 
 
 def test_without_privacy_trackers_are_given_what_transformers_gives(tmp_path):

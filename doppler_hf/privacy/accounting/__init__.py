@@ -3,8 +3,8 @@
 - accounting: ε of what was released
 - attack: what that ε means, as the best rates of a membership attack
 - calibration: σ, or the number of steps, for a target ε
-- upper_bounds: the accountants' upper bounds
-- step_loss: the privacy loss of one step, for PRV
+- composition: rounds composed, by their privacy loss distributions
+- round_loss: the likelihood ratio of one round
 """
 
 from doppler_hf.privacy.accounting.accounting import (
@@ -13,9 +13,11 @@ from doppler_hf.privacy.accounting.accounting import (
     get_epsilon,
     get_total_epsilon,
     joint_noise_multiplier,
+    turns_of_round,
 )
 from doppler_hf.privacy.accounting.calibration import get_noise_multiplier
 
 __all__ = [
     "Releases", "default_delta", "get_epsilon", "get_noise_multiplier", "get_total_epsilon", "joint_noise_multiplier",
+    "turns_of_round",
 ]  # fmt: skip

@@ -1,42 +1,48 @@
-"""The ε of a run: the Poisson-subsampled Gaussian mechanism, composed over T steps, add/remove neighbours.
+"""The ε of a run: Gaussian mechanisms over batches of random allocation, add/remove neighbours.
 
-Filter, Adam and projection are post-processing and cost nothing. Three accountants bound the same ε from above: *prv*,
-*rdp* and *pld* (see `upper_bounds`).
+A unit belongs to one of b groups, which take turns at the steps. In a round of n turns of its group it takes part at most
+once, in a turn that is chosen uniformly and in secret (`batching.sampling`). Filter, Adam and projection are post-processing
+and cost nothing.
 """
 
 import functools
 import math
-from collections.abc import Iterable
-from typing import Literal, NamedTuple, get_args
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
-from doppler_hf.privacy.accounting.upper_bounds import (
-    SampledGaussian,
-    pld_epsilon,
-    prv_epsilon,
-    prv_estimate,
-    rdp_epsilon,
-    rdp_estimate,
-)
+from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, epsilon_of
 
-Accountant = Literal["prv", "rdp", "pld"]
-Method = Accountant | Literal["prv estimate", "rdp estimate"]
+Accountant = Literal["pld"]  # the name in a ledger: privacy loss distributions
 
 
 class Releases(NamedTuple):
-    """A number of steps run under the same mechanism."""
+    """A number of steps run under the same mechanism, from the first turn of a round on."""
 
     noise_multiplier: float  # σ, in units of the clip norm
-    sample_rate: float  # q, the probability with which a unit is drawn at a step
+    sample_rate: float  # q, the probability with which a unit takes part in a step
     steps: int  # T
+    strategy: tuple[float, ...] = (1.0,)  # c of the noise, whose length is the number b of groups
 
-    @classmethod
-    def in_turns(cls, noise_multiplier: float, sample_rate: float, steps: int, *, groups: int) -> "Releases":
-        """Return the releases of steps in which b groups of units take turns, as those of one group.
+    def rounds(self) -> Iterator[Rounds]:
+        """Yield the whole rounds, and the last one if it is cut short.
 
-        A unit is drawn in its turns only, ⌈T/b⌉ at most, each time with probability b·q (Choquette-Choo et al. 2023,
+        A unit takes part in each of a round's turns with probability b·q. Of a round that is cut short every group counts
+        as many turns as the first. Which group a unit belongs to counts as known (Choquette-Choo et al. 2023,
         https://arxiv.org/abs/2306.08153, Theorem 4).
         """
-        return cls(noise_multiplier, groups * sample_rate, math.ceil(steps / groups))
+        groups = len(self.strategy)
+        rate = min(groups * self.sample_rate, 1.0)
+        turns = turns_of_round(self.sample_rate, groups)
+        whole, rest = divmod(self.steps, turns * groups)
+        for count, of_round in ((whole, turns), (math.ceil(rest / groups) and 1, math.ceil(rest / groups))):
+            if count:
+                yield Rounds(self.noise_multiplier, rate, of_round, count)
+
+
+def turns_of_round(sample_rate: float, groups: int = 1) -> int:
+    """Return n, as many turns as a unit has on average before it takes part, rounded down: about an epoch."""
+    return max(1, math.floor(1.0 / (groups * sample_rate) + 1e-9))
 
 
 def default_delta(num_examples: int) -> float:
@@ -45,11 +51,11 @@ def default_delta(num_examples: int) -> float:
 
 
 def joint_noise_multiplier(*noise_multipliers: float) -> float:
-    """Return (Σ σᵢ⁻²)^(−1/2): the noise multiplier of several Gaussian releases from one Poisson draw, taken together.
+    """Return (Σ σᵢ⁻²)^(−1/2): the noise multiplier of several Gaussian releases of one batch, taken together.
 
-    Release i adds noise of standard deviation σᵢ·Cᵢ to a sum of sensitivity Cᵢ over the same sample. In units of its own
+    Release i adds noise of standard deviation σᵢ·Cᵢ to a sum of sensitivity Cᵢ over the same batch. In units of its own
     noise each output shifts by a vector of norm at most 1/σᵢ when an example joins, so all together by at most √Σ σᵢ⁻².
-    That is one Gaussian mechanism, drawn with the same probability.
+    That is one Gaussian mechanism, over the same batch.
     """
     if not noise_multipliers:
         raise ValueError("noise_multipliers must have at least one entry, got none.")
@@ -62,65 +68,55 @@ def joint_noise_multiplier(*noise_multipliers: float) -> float:
     return smallest / math.sqrt(sum((smallest / noise_multiplier) ** 2 for noise_multiplier in noise_multipliers))
 
 
-def get_epsilon(
-    *, noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: Accountant = "prv"
-) -> float:
+def get_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
     """Return an upper bound on ε after `steps` steps: infinity without noise, and 0 for no steps.
 
     Args:
         noise_multiplier: σ, the noise's standard deviation in units of the clip norm.
-        sample_rate: q, the probability with which an example is drawn at each step, in (0, 1].
+        sample_rate: q, the probability with which an example is in the batch of a step, in (0, 1].
         steps: T.
-        delta: δ, in (0, 1).
-        accountant: "prv", "rdp" or "pld".
+        delta: δ, from 1e-10 to below 1.
 
     Raises:
-        ValueError: If an argument is out of range, or the sample rate is 1 with "prv".
+        ValueError: If an argument is out of range.
 
     Example:
         >>> round(get_epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-5), 1)
         1.8
     """
-    return get_total_epsilon([Releases(noise_multiplier, sample_rate, steps)], delta=delta, accountant=accountant)
+    return get_total_epsilon([Releases(noise_multiplier, sample_rate, steps)], delta=delta)
 
 
-def get_total_epsilon(history: Iterable[Releases], *, delta: float, accountant: Accountant = "prv") -> float:
-    """Return `get_epsilon` of several runs on the same data; where PRV or PLD fails, another accountant's bound."""
-    mechanisms = composed(history, accountant=accountant)
-    if not 0.0 < delta < 1.0:
-        raise ValueError(f"delta must lie in (0, 1), got {delta}.")
-    if accountant not in get_args(Accountant):
-        raise ValueError(f"accountant must be one of {', '.join(get_args(Accountant))}, got {accountant!r}.")
-    if not mechanisms:
+def get_total_epsilon(history: Iterable[Releases], *, delta: float) -> float:
+    """Return `get_epsilon` of several runs on the same data."""
+    history = list(history)
+    rounds = composed(history)
+    if not SMALLEST_DELTA <= delta < 1.0:
+        raise ValueError(f"delta must lie in [{SMALLEST_DELTA:g}, 1), got {delta}.")
+    if not any(releases.steps for releases in history):
         return 0.0
-    if any(noise_multiplier == 0.0 for noise_multiplier, _, _ in mechanisms):
+    if any(each.noise_multiplier == 0.0 for each in rounds):
         return math.inf
-    return bound(mechanisms, delta=delta, by=accountant)
+    return bound(rounds, delta=delta)
 
 
-def composed(history: Iterable[Releases], *, accountant: Accountant) -> tuple[SampledGaussian, ...]:
-    """Return every mechanism once, with all of its steps; refuse numbers out of range."""
-    counts: dict[tuple[float, float], int] = {}
-    for noise_multiplier, sample_rate, steps in history:
+def composed(history: Iterable[Releases]) -> tuple[Rounds, ...]:
+    """Return every kind of round once, with their number; refuse numbers out of range."""
+    counts: Counter[Rounds] = Counter()
+    for releases in history:
+        noise_multiplier, sample_rate, steps, _ = releases
         if not 0.0 <= noise_multiplier < math.inf:
             raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
         if not 0.0 < sample_rate <= 1.0:
             raise ValueError(f"sample_rate must lie in (0, 1], got {sample_rate}.")
         if steps < 0:
             raise ValueError(f"steps must be at least 0, got {steps}.")
-        if sample_rate == 1.0 and accountant == "prv":
-            raise ValueError(
-                "sample_rate must be less than 1 with accountant='prv', got 1. Use accountant='pld' or 'rdp', or a smaller "
-                "batch."
-            )
-        if steps > 0:
-            counts[noise_multiplier, sample_rate] = counts.get((noise_multiplier, sample_rate), 0) + steps
-    return tuple((*mechanism, steps) for mechanism, steps in sorted(counts.items()))
+        for each in releases.rounds():
+            counts[each._replace(number=0)] += each.number
+    return tuple(kind._replace(number=number) for kind, number in sorted(counts.items()))
 
 
-@functools.lru_cache(maxsize=256)  # The log, the ledger and the guard ask for the same ε, and PRV and PLD take a while.
-def bound(mechanisms: tuple[SampledGaussian, ...], *, delta: float, by: Method) -> float:
-    """Return ε by a bound, or by an estimate of one, of at least one mechanism with noise."""
-    methods = {"prv": prv_epsilon, "rdp": rdp_epsilon, "pld": pld_epsilon}
-    methods |= {"prv estimate": prv_estimate, "rdp estimate": rdp_estimate}
-    return methods[by](mechanisms, delta=delta)
+@functools.lru_cache(maxsize=256)  # the log, the ledger and the guard ask for the same ε
+def bound(rounds: tuple[Rounds, ...], *, delta: float, coarsening: int = 1) -> float:
+    """Return ε of at least one round with noise."""
+    return epsilon_of(rounds, delta=delta, coarsening=coarsening)

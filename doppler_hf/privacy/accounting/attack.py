@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.stats import norm
 
 from doppler_hf.privacy.accounting.accounting import Releases, composed
-from doppler_hf.privacy.accounting.upper_bounds import SampledGaussian, delta_curve
+from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, gaussian_delta
 
 
 class TradeOff(NamedTuple):
@@ -47,15 +46,15 @@ def trade_off(history: Iterable[Releases]) -> TradeOff:
         >>> round(trade_off([Releases(1.0, 0.01, 1000)]).true_positive_rate(0.01), 3)
         0.029
     """
-    mechanisms = composed(history, accountant="pld")
-    if any(noise_multiplier == 0.0 for noise_multiplier, _, _ in mechanisms):
+    rounds = composed(history)
+    if any(each.noise_multiplier == 0.0 for each in rounds):
         return TradeOff(np.zeros(1), np.ones(1))
-    return _of_noisy(mechanisms) if mechanisms else TradeOff(np.zeros(1), np.zeros(1))
+    return _of_noisy(rounds) if rounds else TradeOff(np.zeros(1), np.zeros(1))
 
 
 @functools.lru_cache(maxsize=8)
-def _of_noisy(mechanisms: tuple[SampledGaussian, ...]) -> TradeOff:
-    return TradeOff(*delta_curve(mechanisms))
+def _of_noisy(rounds: tuple[Rounds, ...]) -> TradeOff:
+    return TradeOff(*delta_curve(rounds))
 
 
 def gaussian_mu(*, epsilon: float, delta: float) -> float:
@@ -67,8 +66,8 @@ def gaussian_mu(*, epsilon: float, delta: float) -> float:
     if epsilon == math.inf:
         return math.inf
 
-    def excess(mu: float) -> float:  # Balle & Wang 2018, https://arxiv.org/abs/1805.06530, Theorem 8
-        return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon + norm.logcdf(-mu / 2 - epsilon / mu)) - delta)
+    def excess(mu: float) -> float:
+        return float(gaussian_delta(mu, np.array(epsilon))) - delta
 
     return float(brentq(excess, 1e-9, math.sqrt(2.0 * epsilon) + 20.0))
 

@@ -3,10 +3,11 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.accounting import Accountant, Method, Releases, bound, composed, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, bound, composed, get_total_epsilon
 
 _CALIBRATION_TOLERANCE = 1e-3  # at most this share of the target is left unspent
 
@@ -17,20 +18,20 @@ def get_noise_multiplier(
     target_delta: float,
     sample_rate: float,
     steps: int,
-    accountant: Accountant = "prv",
+    strategy: tuple[float, ...] = (1.0,),
     spent: Sequence[Releases] = (),
-    unchecked: bool = False,
+    rough: bool = False,
 ) -> float:
     """Return a noise multiplier σ with which `steps` further steps bring ε to `target_epsilon` or slightly below.
 
     Args:
         target_epsilon: ε > 0, for everything together; met from below to one part in a thousand.
-        target_delta: δ, in (0, 1).
+        target_delta: δ, from 1e-10 to below 1.
         sample_rate: q, in (0, 1].
         steps: T ≥ 1.
-        accountant: "prv", "rdp" or "pld".
+        strategy: c of the noise, for whose b = len(c) groups b·q must be at most 1.
         spent: What was released earlier on the same data.
-        unchecked: Take PRV's result on a coarse grid, in half of the time, for tables. No run has such a σ.
+        rough: Take a coarse grid, in a third of the time. σ is then larger, by a thousandth or so.
 
     Raises:
         ValueError: If an argument is out of range, `spent` alone costs the target or more, or no noise multiplier up to
@@ -44,7 +45,12 @@ def get_noise_multiplier(
     _check_target(target_epsilon)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
-    already = get_total_epsilon(spent, delta=target_delta, accountant=accountant)
+    if len(strategy) * sample_rate > 1.0:
+        raise ValueError(
+            f"A strategy of {len(strategy)} coefficients needs a sample_rate of at most {1 / len(strategy):.4g}, got "
+            f"{sample_rate}. Take a shorter one, or a smaller batch."
+        )
+    already = get_total_epsilon(spent, delta=target_delta)
     if already >= target_epsilon:
         raise ValueError(
             f"What was released earlier costs ε = {already:.6g}, which leaves nothing of target_epsilon={target_epsilon}. "
@@ -52,23 +58,17 @@ def get_noise_multiplier(
         )
     aim = target_epsilon * math.exp(-_CALIBRATION_TOLERANCE / 2)
 
-    def excess(log_sigma: float, *, by: Method, tolerance: float) -> float:
-        mechanisms = composed([*spent, Releases(math.exp(log_sigma), sample_rate, steps)], accountant=accountant)
-        epsilon = bound(mechanisms, delta=target_delta, by=by)
+    def excess(log_sigma: float, *, coarsening: int, tolerance: float) -> float:
+        rounds = composed([*spent, Releases(math.exp(log_sigma), sample_rate, steps, strategy)])
+        epsilon = bound(rounds, delta=target_delta, coarsening=coarsening)
         difference = math.log(epsilon / aim) if epsilon > 0.0 else -math.inf  # ln ε against ln σ is nearly straight.
         return 0.0 if abs(difference) < tolerance else difference
 
-    # From fast and rough to the accountant itself, which usually has to be evaluated only once.
-    last: tuple[Method, float] = (accountant, 0.49 * _CALIBRATION_TOLERANCE)
-    stages: list[tuple[Method, float]] = [("rdp estimate", 0.1), ("prv estimate", 2e-4), last]
-    if accountant == "rdp" or sample_rate == 1.0 or any(entry.sample_rate == 1.0 for entry in spent):
-        del stages[1]
-    elif unchecked and accountant == "prv":
-        stages.remove(last)
+    # From fast and rough to the grid of the accountant itself.
     noise_multiplier: float | None = None
-    for by, tolerance in stages:
-        start = noise_multiplier or 1.0
-        noise_multiplier = _least_noise(functools.partial(excess, by=by, tolerance=tolerance), start=start)
+    for coarsening in (4,) if rough else (4, 1):
+        search = functools.partial(excess, coarsening=coarsening, tolerance=0.49 * _CALIBRATION_TOLERANCE)
+        noise_multiplier = _least_noise(search, start=noise_multiplier or 1.0)
     if noise_multiplier is None:
         raise ValueError(
             f"No noise multiplier up to 1e6 reaches target_epsilon={target_epsilon} at target_delta={target_delta}, "
@@ -77,29 +77,10 @@ def get_noise_multiplier(
     return noise_multiplier
 
 
-def noise_multiplier_in_turns(
-    groups: int,
-    *,
-    target_epsilon: float,
-    target_delta: float,
-    sample_rate: float,
-    steps: int,
-    accountant: Accountant,
-    unchecked: bool = True,
-) -> float:
-    """Return σ of a run in which b groups take turns; infinite where q·b ≥ 1 or no σ up to 10⁶ reaches ε."""
-    turns = Releases.in_turns(1.0, sample_rate, steps, groups=groups)
-    if groups > 1 and turns.sample_rate >= 1.0:
-        return math.inf
+def noise_multiplier_if_any(strategy: tuple[float, ...], **terms: Any) -> float:
+    """Return `get_noise_multiplier` of a strategy on a rough grid; infinite where no σ up to 10⁶ reaches ε."""
     try:
-        return get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=turns.sample_rate,
-            steps=turns.steps,
-            accountant=accountant,
-            unchecked=unchecked,
-        )
+        return get_noise_multiplier(strategy=strategy, rough=True, **terms)
     except ValueError:
         return math.inf
 
@@ -131,40 +112,18 @@ def _least_noise(excess: Callable[[float], float], *, start: float) -> float | N
     return math.exp(min(log_sigma for log_sigma, value in tried.items() if value <= 0.0))
 
 
-def get_steps(
-    *,
-    target_epsilon: float,
-    noise_multiplier: float,
-    sample_rate: float,
-    delta: float,
-    accountant: Accountant = "prv",
-    spent: Sequence[Releases] = (),
-    at_most: int,
-) -> int:
-    """Return how many further steps, at most `at_most`, keep ε of everything together within `target_epsilon`."""
+def most_steps(epsilon_of: Callable[[int], float], *, target_epsilon: float, at_most: int) -> int:
+    """Return the most steps, up to `at_most`, whose ε is within the target; ε must not fall with the steps."""
     _check_target(target_epsilon)
     if at_most < 0:
         raise ValueError(f"at_most must be at least 0, got {at_most}.")
-
-    @functools.cache
-    def total(steps: int) -> float:
-        history = [*spent, Releases(noise_multiplier, sample_rate, steps)]
-        return get_total_epsilon(history, delta=delta, accountant=accountant)
-
-    if total(at_most) <= target_epsilon:
+    if epsilon_of(at_most) <= target_epsilon:
         return at_most
-    if total(0) > target_epsilon:
-        return 0
-    tried = [0]
-
-    def excess(root: float) -> float:
-        tried.append(round(root**2))
-        # 0 would end the search, and one more step may cost nothing.
-        return min(total(tried[-1]), 1e3 * target_epsilon) - target_epsilon or -math.ulp(target_epsilon)
-
-    # ε against √T is nearly straight. Between two roots this close there is at most one step.
-    brentq(excess, 0.0, math.sqrt(at_most), xtol=0.25 / math.sqrt(at_most))
-    return max(steps for steps in tried if total(steps) <= target_epsilon)
+    fits, exceeds = 0, at_most
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        fits, exceeds = (middle, exceeds) if epsilon_of(middle) <= target_epsilon else (fits, middle)
+    return fits
 
 
 def _check_target(target_epsilon: float) -> None:

@@ -1,7 +1,6 @@
-"""The examples of a step: the Poisson draw, and its micro-batches.
+"""The examples of a step: the draw, and its micro-batches.
 
 - sampling: the draw, and its rate
-- gaps: heads among very many coins
 - columns: lengths, units of privacy and labels of all examples
 - repeats: whether a row stands in the data more than once
 - same_data: whether all processes have the same examples
@@ -12,6 +11,6 @@
 - token_budget: micro-batches within a budget of tokens
 """
 
-from doppler_hf.privacy.batching.sampling import PoissonSampler
+from doppler_hf.privacy.batching.sampling import AllocationSampler
 
-__all__ = ["PoissonSampler"]
+__all__ = ["AllocationSampler"]

@@ -1,4 +1,4 @@
-"""The private data loader: how a Poisson-sampled batch (a *draw*) is cut and collated.
+"""The private data loader: how a batch (a *draw*) is cut and collated.
 
 A draw is sorted by the size of the units and by length, and comes in `gradient_accumulation_steps` pieces, one for each item
 of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_train_batch_size` rows, so that a large draw
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import columns_of_numbers
 from doppler_hf.privacy.batching.fetching import DrawnExamples
-from doppler_hf.privacy.batching.sampling import OfStep, PoissonSampler, share_of
+from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
 from doppler_hf.privacy.batching.token_budget import check_token_budget, parts_of
 
 
@@ -66,7 +66,7 @@ class PrivateLoader(DataLoader[Any]):
         self,
         dataset: Any,
         *,
-        sampler: PoissonSampler,
+        sampler: AllocationSampler,
         collator: Collator,
         max_rows: int,
         max_tokens: int | None,

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from doppler_hf.privacy.batching.columns import labels_of
-from doppler_hf.privacy.batching.sampling import PoissonSampler
+from doppler_hf.privacy.batching.sampling import AllocationSampler
 
 
-def digest_of_data(dataset: Any, sampler: PoissonSampler) -> str:
+def digest_of_data(dataset: Any, sampler: AllocationSampler) -> str:
     """Return a digest of the number of examples, their lengths, units and labels, 8 hexadecimal digits."""
     digest = hashlib.sha256(f"{sampler.num_examples}".encode())
     for values in (sampler.lengths, sampler.units, labels_of(dataset)):

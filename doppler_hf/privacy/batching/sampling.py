@@ -1,24 +1,25 @@
-"""Poisson sampling: every step, every unit of privacy is drawn independently with probability q = B/N.
+"""Random allocation: in a round of steps, every unit of privacy takes part at most once, in a turn chosen in secret.
 
-A unit is one example, or all examples of one user. The accountant's theorem covers this sampling only: no shuffle, no
-fixed-size batches, and no sampler that another layer shards again. One draw belongs to one optimizer step. It is cut into
-micro-batches only to fit into memory.
+A unit is one example, or all examples of one user. With B of N units expected in a step, a round has n = ⌊N/B⌋ steps, about
+an epoch. In each round a unit draws one of n turns, each with probability q = B/N, or none. The accountant's theorem covers
+this sampling only: no shuffle, no fixed-size batches, and no sampler that another layer shards again. One draw belongs to
+one optimizer step. It is cut into micro-batches only to fit into memory.
 
-Noise that is shaped over b steps needs units that take part at most once in b steps (`filters.noise_shape`). Sampling is
-then cyclic: each unit belongs to one of b groups, the groups take turns, and in its turn a unit is drawn with probability
-b·q.
+Noise that is shaped over b steps needs units that take part at most once in b steps (`filters.noise_shape`). Each unit then
+belongs to one of b groups, which take turns at the steps. A round has n = ⌊N/(bB)⌋ turns of each, with probability b·q.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64, UInt32
 from torch.utils.data import Sampler
 
-from doppler_hf.privacy.batching.gaps import RareCoins
 from doppler_hf.privacy.bits import WordsByNumber, bit_stream
+
+_AT_ONCE = 1 << 20  # units whose words are in memory together
 
 
 class OfStep(list[Any]):
@@ -37,8 +38,8 @@ def share_of(count: int) -> float:
     return 1.0 if count == 1 else float(np.nextafter(np.float32(1.0 / count), np.float32(0.0)))
 
 
-class PoissonSampler(Sampler[list[int]]):
-    """A batch sampler whose every `micro_batches` consecutive batches are one Poisson draw over the whole data set.
+class AllocationSampler(Sampler[list[int]]):
+    """A batch sampler whose every `micro_batches` consecutive batches are one draw over the whole data set.
 
     The accountant reads `sample_rate` and `steps_per_epoch` off the sampler. Empty micro-batches are yielded as empty
     lists, and an empty draw is a step like any other: skipping it would make the number of steps depend on the data.
@@ -58,12 +59,15 @@ class PoissonSampler(Sampler[list[int]]):
         max_examples_per_unit: The most examples drawn with a unit; of more, each draw takes that many at random. None for
             no limit.
         keeps_units_whole: Whether the examples that are drawn with a unit stand together, in one of the batches.
-        groups: b of cyclic sampling, 1 for none. A unit takes part in step t only if its group is t mod b.
+        groups: b, how many groups of units take turns.
+        first_step: The optimizer step at which the first round begins. Steps before it are empty.
         seed: None for draws from the operating system's entropy. An integer makes them reproducible, for tests only.
 
     Attributes:
         num_units: N, the number of units.
-        groups, lengths, units, micro_batches, keeps_units_whole: As given, the arrays of shape (num_examples,) or None.
+        turns_of_round: n, the turns of a group in a round.
+        groups, first_step, micro_batches, keeps_units_whole: As given.
+        lengths, units: As given, of shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
         counts: How many examples are drawn with the unit of each, shape (num_examples,); None if every example is a unit.
 
@@ -73,7 +77,7 @@ class PoissonSampler(Sampler[list[int]]):
             are too few.
 
     Example:
-        >>> sampler = PoissonSampler(num_examples=1000, expected_batch_size=100, micro_batches=4)
+        >>> sampler = AllocationSampler(num_examples=1000, expected_batch_size=100, micro_batches=4)
         >>> sampler.sample_rate, sampler.steps_per_epoch, len(sampler)
         (0.1, 10, 40)
     """
@@ -92,6 +96,7 @@ class PoissonSampler(Sampler[list[int]]):
         max_examples_per_unit: int | None = None,
         keeps_units_whole: bool = False,
         groups: int = 1,
+        first_step: int = 0,
         seed: int | None = None,
     ) -> None:
         for name, count in (("micro_batches", micro_batches), ("groups", groups)):
@@ -126,7 +131,8 @@ class PoissonSampler(Sampler[list[int]]):
         self._rank, self._world_size = rank, world_size
         self._group_words = WordsByNumber(bit_stream(seed, purpose="groups", rank=rank))
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
-        self._next_step = 0
+        self.first_step = self._next_step = first_step
+        self._round, self._places = -1, np.zeros(0, dtype=np.uint32)
         self.take_turns(groups)
 
     def take_turns(self, groups: int) -> None:
@@ -136,10 +142,10 @@ class PoissonSampler(Sampler[list[int]]):
                 f"{groups} groups that take turns need {groups} × the expected batch size of {self.expected_batch_size} "
                 f"units, got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch."
             )
-        self.groups = groups
-        rate = Fraction(groups * self.expected_batch_size, self.num_units)
-        of_shard = len(range(self._rank, self.num_units, self._world_size))
-        self._coins = RareCoins(rate, count=of_shard, stream=self._stream)
+        self.groups, batch = groups, groups * self.expected_batch_size
+        self.turns_of_round = self.num_units // batch
+        bounds = (-(-(turn * batch << 64) // self.num_units) for turn in range(1, self.turns_of_round + 1))
+        self._bounds = np.array([bound for bound in bounds if bound < 1 << 64], dtype=np.uint64)
 
     def _grouped(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the number of examples of each unit, where each begins, and the examples, sorted by unit."""
@@ -152,7 +158,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     @property
     def sample_rate(self) -> float:
-        """Probability q = B/N with which a unit is drawn at a step, over its groups if there are several."""
+        """Probability q = B/N with which a unit is drawn at a step, whichever its group is."""
         return self.expected_batch_size / self.num_units
 
     @property
@@ -185,13 +191,37 @@ class PoissonSampler(Sampler[list[int]]):
             keys[0] = longest[unit_of]
         return drawn[np.lexsort(keys)] if keys else drawn
 
-    def drawn_units(self, step: int) -> np.ndarray:
-        """Return the units of one draw of this process's shard, shape (units,)."""
-        # Sensitivity: every unit has a coin of its own, heads with probability b·q, which in law depends neither on the
-        # other units nor on their number: exactly the independent inclusion that amplification by sampling assumes. The
-        # shards are disjoint, so a unit takes part at most once a step over all processes.
-        units = self._rank + self._world_size * self._coins.heads(step=step)
-        return units if self.groups == 1 else units[self.group_of(units) == step % self.groups]
+    def drawn_units(self, step: int) -> Int64[np.ndarray, " units"]:
+        """Return the units of one draw of this process's shard.
+
+        Raises:
+            RuntimeError: If the step's round is over. Its turns would be chosen once more.
+        """
+        number, place = divmod(step - self.first_step, self.turns_of_round * self.groups)
+        if number < 0:
+            return np.zeros(0, dtype=np.int64)
+        if number < self._round and self.is_secret:
+            raise RuntimeError(
+                f"Steps must be drawn in order, got step {step} after a later round. Make a new sampler to begin again."
+            )
+        if number != self._round:
+            self._round, self._places = number, self._drawn_places(number)
+        return self._rank + self._world_size * np.flatnonzero(self._places == place)
+
+    def _drawn_places(self, number: int) -> UInt32[np.ndarray, " units"]:
+        """Return the step within a round at which each unit of this process's shard takes part, or one after its end."""
+        # Sensitivity: the turn of a unit follows from words of its own, whose law depends neither on the other units nor on
+        # their number. So adding or removing a unit changes no other's turn, and a unit is in one draw of a round at most:
+        # in each turn of its group with probability b·q, but for the bounds' rounding by less than 2⁻⁶⁴. Over T turns that
+        # adds less than T·2⁻⁶³·e^ε to δ. Shards are disjoint.
+        count = len(range(self._rank, self.num_units, self._world_size))
+        places = np.empty(count, dtype=np.uint32)
+        for start in range(0, count, _AT_ONCE):
+            part = places[start : start + _AT_ONCE]
+            turns = np.searchsorted(self._bounds, self._stream.bits(len(part), step=number), side="right")
+            units = self._rank + self._world_size * np.arange(start, start + len(part))
+            part[:] = turns * self.groups + (self.group_of(units) if self.groups > 1 else 0)
+        return places
 
     def group_of(self, units: np.ndarray) -> np.ndarray:
         """Return the group of each of these units of this process's shard, the same whenever it is asked for."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
-from doppler_hf.privacy.accounting.calibration import get_steps
+from doppler_hf.privacy.accounting.calibration import most_steps
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run
@@ -162,30 +162,14 @@ class PrivacyLedger:
         """Return ε by the statement's accountant, so far or after `further_steps` more; infinity if not private."""
         if not self.private:
             return math.inf
-        return get_total_epsilon(
-            self._record.history(self.steps_run + further_steps),
-            delta=self.statement.target_delta,
-            accountant=self.statement.accountant,
-        )
+        return get_total_epsilon(self._record.history(self.steps_run + further_steps), delta=self.statement.target_delta)
 
     def affordable_steps(self, steps: int) -> int:
         """Return how many of `steps` more steps stay within `target_epsilon`: all of them if there is no target."""
-        statement = self.statement
-        if statement.target_epsilon is None or not self.private:
+        target = self.statement.target_epsilon
+        if target is None or not self.private:
             return steps
-        # Steps of a turn that has begun cost nothing more.
-        done = self.steps_run - self.runs[-1].steps_before
-        before, after = statement.releases(done), statement.releases(done + steps)
-        turns = get_steps(
-            target_epsilon=statement.target_epsilon,
-            noise_multiplier=after.noise_multiplier,
-            sample_rate=after.sample_rate,
-            delta=statement.target_delta,
-            accountant=statement.accountant,
-            spent=self.history,
-            at_most=after.steps - before.steps,
-        )
-        return min(steps, (before.steps + turns) * statement.groups - done)
+        return most_steps(lambda further: self.epsilon(further_steps=further), target_epsilon=target, at_most=steps)
 
     # --- the file -----------------------------------------------------------------------------------------------------
 

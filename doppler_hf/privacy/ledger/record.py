@@ -87,14 +87,12 @@ class LedgerRecord:
         self.entries.append(entry)
 
     def history(self, steps_run: int) -> list[Releases]:
-        """Return what was released, by mechanism, by the first `steps_run` steps of all runs."""
+        """Return what was released by the first `steps_run` steps of all runs, by run: each begins a round of its own."""
         counts = [min(run.steps_counted, steps_run) for run in self.runs[:-1]] + [steps_run]
         history: list[Releases] = []
         for run, counted in zip(self.runs, counts, strict=True):
             releases = run.statement.releases(max(0, counted - run.steps_before))
-            if history and history[-1][:2] == releases[:2]:
-                history[-1] = releases._replace(steps=history[-1].steps + releases.steps)
-            elif releases.steps > 0:
+            if releases.steps > 0:
                 history.append(releases)
         return history
 

@@ -1,9 +1,9 @@
 """The terms of a run's guarantee, fixed before its first step.
 
-A step draws each of N units with probability q = B/N, clips a unit's contribution to norm C, and adds noise σC. It may also
-release, from the same draw and with noise of their own, the sum of clipped losses and the count of gradients within the
-clip norm. Together these are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L² + 1/σ_b², of which the accountant bounds T
-steps for add/remove neighbours. If b groups of units take turns, it bounds ⌈T/b⌉ turns at b times the rate.
+Each of N units is in a step's batch with probability q = B/N. A step clips its contribution to norm C and adds noise σC. It
+may also release, from the same draw and with noise of their own, the sum of clipped losses and the count of gradients
+within the clip norm. Together these are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L² + 1/σ_b², of which the accountant
+bounds T steps for add/remove neighbours.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from typing import Final, Literal
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, joint_noise_multiplier
 
-MECHANISM: Final = "Poisson-subsampled Gaussian; filter, optimizer and projection are post-processing"
+MECHANISM: Final = "Gaussian mechanism with random allocation; filter, optimizer and projection are post-processing"
 MECHANISM_IN_TURNS: Final = (
-    "Banded matrix factorization with cyclic Poisson sampling; filter, optimizer and projection are post-processing"
+    "Banded matrix factorization with random allocation in turns; filter, optimizer and projection are post-processing"
 )
 NEIGHBOURING_RELATION: Final = "add or remove one unit"
 ROLE_OF_NUM_UNITS: Final = "public, not protected"
@@ -87,7 +87,7 @@ class PrivacyStatement:
     @property
     def effective_noise_multiplier(self) -> float:
         """σ₀ of everything that a step releases."""
-        # Privacy: gradient, loss and count are computed from the same Poisson draw, so they are one release, not three.
+        # Privacy: gradient, loss and count are computed from the same draw, so they are one release, not three.
         if not self._beside_gradient:
             return self.noise_multiplier
         return joint_noise_multiplier(self.noise_multiplier, *self._beside_gradient.values())
@@ -138,4 +138,4 @@ class PrivacyStatement:
 
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, in the accountant's terms."""
-        return Releases.in_turns(self.effective_noise_multiplier, self.sample_rate, steps, groups=self.groups)
+        return Releases(self.effective_noise_multiplier, self.sample_rate, steps, NoiseShape.parse(self.noise_shape).c)

@@ -7,7 +7,6 @@ from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return the mechanism and its numbers, each with its name."""
     statement, first = ledger.statement, ledger.entries[0]
-    what = "steps" if all(run.statement.groups == 1 for run in ledger.runs) else "turns of a unit"
     return [
         ("mechanism", first["mechanism"]),
         ("neighbouring data sets", first["neighbouring_relation"]),
@@ -16,8 +15,8 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("expected batch size B", f"{statement.expected_batch_size:,}"),
         ("noise multiplier σ", statement.noise_multiplier_in_words),
         *(
-            (f"accounted: σ₀, sampling rate q of {steps:,} {what}", f"{sigma:.6g}, {rate:.6g}")
-            for sigma, rate, steps in ledger.history
+            (f"accounted: σ₀, sampling rate q in {steps:,} steps", f"{sigma:.6g}, {rate:.6g}")
+            for sigma, rate, steps, _ in ledger.history
         ),
         ("noise over time", statement.noise_shape_in_words),
         ("clip norm C", statement.clipping_in_words),

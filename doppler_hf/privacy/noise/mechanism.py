@@ -193,7 +193,8 @@ class GaussianMechanism:
                 f"Noise of the shape {self.shape} needs units that take part at most once in {self.shape.bands} steps, got "
                 f"{groups} groups that take turns. Give the sampler as many groups as the shape has bands."
             )
-        return Releases.in_turns(self.noise_multiplier, sample_rate, steps, groups=groups)
+        strategy = self.shape.c + (0.0,) * (groups - self.shape.bands)
+        return Releases(self.noise_multiplier, sample_rate, steps, strategy)
 
     def describe(self) -> str:
         """Return the source of the noise in one line."""

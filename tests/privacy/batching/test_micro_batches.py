@@ -4,7 +4,7 @@ import pytest
 
 from doppler_hf.privacy.batching.columns import lengths_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
-from doppler_hf.privacy.batching.sampling import PoissonSampler
+from doppler_hf.privacy.batching.sampling import AllocationSampler
 from tests.support.tiny import pad_numbered, text_data
 
 
@@ -12,7 +12,7 @@ from tests.support.tiny import pad_numbered, text_data
 @pytest.mark.parametrize("units", [None, [0, 1, 1, *range(2, 9), 9, 9]], ids=["examples", "users"])
 def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max_tokens, units):
     data, views = text_data(12).add_column("number", list(range(12))), 3
-    sampler = PoissonSampler(
+    sampler = AllocationSampler(
         num_examples=12, expected_batch_size=8, micro_batches=2, lengths=lengths_of(data), units=units, seed=0
     )
     options = dict(collator=pad_numbered, max_rows=max_rows, max_tokens=max_tokens, views=views)
@@ -36,7 +36,7 @@ def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max
 def test_a_draw_comes_in_micro_batches_of_at_most_so_many_rows_and_in_as_few_as_that_allows(pieces, size):
     data = text_data(60).add_column("number", list(range(60)))
     options = dict(num_examples=60, expected_batch_size=pieces * size if size < 20 else 30, lengths=lengths_of(data))
-    sampler = PoissonSampler(**options, micro_batches=pieces, micro_batch_size=size, seed=0)
+    sampler = AllocationSampler(**options, micro_batches=pieces, micro_batch_size=size, seed=0)
     loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, max_rows=size, max_tokens=None)
     found = list(loader)
     assert len(found) == pieces * sampler.steps_per_epoch

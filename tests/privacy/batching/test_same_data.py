@@ -5,12 +5,12 @@ import pytest
 
 from doppler_hf.privacy.batching.columns import lengths_of
 from doppler_hf.privacy.batching.same_data import digest_of_data
-from doppler_hf.privacy.batching.sampling import PoissonSampler
+from doppler_hf.privacy.batching.sampling import AllocationSampler
 from tests.support.tiny import text_data
 
 
 def digest(data, *, units=None):
-    sampler = PoissonSampler(num_examples=len(data), expected_batch_size=2, lengths=lengths_of(data), units=units)
+    sampler = AllocationSampler(num_examples=len(data), expected_batch_size=2, lengths=lengths_of(data), units=units)
     return digest_of_data(data, sampler)
 
 

@@ -1,4 +1,4 @@
-"""The draws are Poisson, disjoint over processes, cut and never dropped. False-alarm rates are stated."""
+"""Units take one secret turn a round; draws are disjoint over processes, cut, never dropped. False alarms: as stated."""
 
 from collections import Counter
 from fractions import Fraction
@@ -7,27 +7,25 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from doppler_hf.privacy import PoissonSampler
+from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.batching.sampling import share_of
 
 
 def draws(sampler, steps):
     """Whole draws, put together from their micro-batches, over as many epochs as it takes."""
-    found, epoch = [], 0
+    found = []
     while len(found) < steps:
-        sampler.begin_at(epoch * sampler.steps_per_epoch)
         batches = list(sampler)
         found += [
             sum(batches[start : start + sampler.micro_batches], [])
             for start in range(0, len(batches), sampler.micro_batches)
         ]
-        epoch += 1
     return found[:steps]
 
 
 def test_batch_sizes_are_binomial():
     n, b = 200, 20
-    sizes = [len(draw) for draw in draws(PoissonSampler(num_examples=n, expected_batch_size=b), 4000)]
+    sizes = [len(draw) for draw in draws(AllocationSampler(num_examples=n, expected_batch_size=b), 4000)]
     support = np.arange(10, 31)
     expected = 4000 * scipy.stats.binom.pmf(support, n, b / n)
     observed = np.array([sizes.count(size) for size in support])
@@ -36,27 +34,60 @@ def test_batch_sizes_are_binomial():
     assert scipy.stats.chisquare([*observed, rest[1]], [*expected, rest[0]]).pvalue > 1e-6
 
 
-def test_every_example_is_as_likely_and_independent_of_its_neighbour():
-    n, b, steps = 50, 10, 5000
-    member = np.zeros((steps, n), dtype=bool)
-    for step, draw in enumerate(draws(PoissonSampler(num_examples=n, expected_batch_size=b), steps)):
-        member[step, draw] = True
-    counts = member.sum(axis=0)
-    # Each count is Binomial(5000, 0.2): z-scores beyond 6 have probability 2e-9, times 50 examples 1e-7.
-    assert np.all(np.abs(counts - steps * 0.2) < 6 * np.sqrt(steps * 0.2 * 0.8))
-    together = (member[:, :-1] & member[:, 1:]).mean()
-    assert abs(together - 0.04) < 6 * np.sqrt(0.04 * 0.96 / (steps * (n - 1) / 3))
-    again = (member[:-1] & member[1:]).mean()  # and independent of the step before
-    assert abs(again - 0.04) < 6 * np.sqrt(0.04 * 0.96 / (steps * n / 3))
+def membership(sampler, steps):
+    member = np.zeros((steps, sampler.num_units), dtype=bool)
+    for step in range(steps):
+        member[step, sampler.draw(step)] = True
+    return member
+
+
+@pytest.mark.parametrize(
+    ("units", "batch", "turns"),
+    [(50, 10, 5), (53, 10, 5), (53, 30, 1), (50, 50, 1)],  # all take part in each round, most of them; Poisson; all at once
+)
+def test_every_example_has_one_turn_a_round_each_as_likely_and_independent_of_its_neighbour(units, batch, turns):
+    rounds, rate = 4000 // turns, batch / units
+    sampler = AllocationSampler(num_examples=units, expected_batch_size=batch)
+    assert (sampler.turns_of_round, sampler.sample_rate) == (turns, rate)
+    member = membership(sampler, rounds * turns).reshape(rounds, turns, units)
+    assert member.sum(axis=1).max() <= 1
+    # χ² of how often a unit has each turn, or none: one false alarm in a million runs, of all units together.
+    expected = rounds * np.array([rate] * turns + [1 - turns * rate])
+    observed = np.concatenate([member.sum(axis=0), (~member.any(axis=1)).sum(axis=0)[None]])
+    possible = expected > 1e-9
+    assert not observed[~possible].any()
+    statistic = ((observed - expected[:, None])[possible] ** 2 / expected[possible, None]).sum()
+    assert scipy.stats.chi2.sf(statistic, max(1, (possible.sum() - 1) * units)) > 1e-6
+    # Turns of neighbours, and of a unit in the next round, are independent.
+    spread = np.sqrt(rate**2 * (1 - rate**2) / (member.size / 3))
+    assert abs((member[..., :-1] & member[..., 1:]).mean() - rate**2) <= 6 * spread
+    assert abs((member[:-1] & member[1:]).mean() - rate**2) <= 6 * spread
+
+
+def test_a_unit_more_moves_no_other():
+    few, many = (AllocationSampler(num_examples=n, expected_batch_size=10, groups=2, seed=1) for n in (100, 101))
+    # Their rates differ by a hundredth, so that a word in some hundred falls on the other side of a bound.
+    same = (membership(few, 50) == membership(many, 50)[:, :100]).all(axis=0)
+    assert same.mean() > 0.8
+
+
+def test_rounds_begin_at_the_first_step_and_are_drawn_once():
+    sampler = AllocationSampler(num_examples=40, expected_batch_size=10, first_step=6)
+    drawn = [sampler.draw(step).tolist() for step in range(14)]
+    assert drawn[:6] == [[]] * 6
+    assert sorted(sum(drawn[6:10], [])) == sorted(sum(drawn[10:], [])) == list(range(40))
+    assert sampler.draw(12).tolist() == drawn[12]
+    with pytest.raises(RuntimeError, match="in order, got step 9 after a later round"):
+        sampler.draw(9)
 
 
 def test_an_example_is_at_most_once_in_a_draw():
-    for draw in draws(PoissonSampler(num_examples=30, expected_batch_size=20, micro_batches=7), 200):
+    for draw in draws(AllocationSampler(num_examples=30, expected_batch_size=20, micro_batches=7), 200):
         assert max(Counter(draw).values(), default=1) == 1
 
 
 def test_empty_draws_and_micro_batches_are_kept():
-    sampler = PoissonSampler(num_examples=100, expected_batch_size=1, micro_batches=4)
+    sampler = AllocationSampler(num_examples=100, expected_batch_size=1, micro_batches=4)
     batches = list(sampler)
     assert len(batches) == len(sampler) == 400  # 100 draws, of which about 37 are empty
     assert any(not any(batches[start : start + 4]) for start in range(0, 400, 4))
@@ -66,7 +97,7 @@ def test_processes_draw_from_disjoint_shards_that_cover_everything():
     n, world = 103, 3
     seen = [set(), set(), set()]
     for rank in range(world):
-        sampler = PoissonSampler(num_examples=n, expected_batch_size=50, rank=rank, world_size=world)
+        sampler = AllocationSampler(num_examples=n, expected_batch_size=50, rank=rank, world_size=world)
         assert sampler.sample_rate == 50 / n
         for draw in draws(sampler, 60):  # an example is missed by all 60 draws with probability 1e-17
             seen[rank].update(draw)
@@ -75,14 +106,14 @@ def test_processes_draw_from_disjoint_shards_that_cover_everything():
 
 
 def test_steps_per_epoch_are_those_of_a_shuffling_loader():
-    sampler = PoissonSampler(num_examples=55_584, expected_batch_size=1024, micro_batches=32)
+    sampler = AllocationSampler(num_examples=55_584, expected_batch_size=1024, micro_batches=32)
     assert sampler.steps_per_epoch == 55
     assert len(sampler) == 55 * 32
 
 
 def test_two_samplers_draw_differently_and_a_seed_makes_them_equal():
     def first_draw(seed):
-        return tuple(PoissonSampler(num_examples=200, expected_batch_size=100, seed=seed).draw(0))
+        return tuple(AllocationSampler(num_examples=200, expected_batch_size=100, seed=seed).draw(0))
 
     assert first_draw(None) != first_draw(None)  # equal with probability 1e-40
     assert first_draw(3) == first_draw(3)
@@ -90,10 +121,9 @@ def test_two_samplers_draw_differently_and_a_seed_makes_them_equal():
 
 
 def test_no_epoch_repeats_a_draw_of_another():
-    sampler = PoissonSampler(num_examples=200, expected_batch_size=50, seed=0)
+    sampler = AllocationSampler(num_examples=200, expected_batch_size=50, seed=0)
     seen = []
-    for epoch in range(3):
-        sampler.begin_at(epoch * sampler.steps_per_epoch)
+    for _ in range(3):
         seen += [tuple(draw) for draw in sampler]
     assert len(set(seen)) == len(seen) == 12
 
@@ -101,7 +131,7 @@ def test_no_epoch_repeats_a_draw_of_another():
 def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
     lengths = np.random.default_rng(0).integers(1, 100, size=500).tolist()
     options = dict(num_examples=500, expected_batch_size=200, micro_batches=5, seed=0)
-    plain, by_length = PoissonSampler(**options), PoissonSampler(**options, lengths=lengths)
+    plain, by_length = AllocationSampler(**options), AllocationSampler(**options, lengths=lengths)
     for left, right in zip(draws(plain, 9), draws(by_length, 9), strict=True):
         assert sorted(left) == sorted(right)
         assert [lengths[index] for index in right] == sorted(lengths[index] for index in left)
@@ -121,7 +151,7 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        PoissonSampler(**(dict(num_examples=10, expected_batch_size=5) | arguments))
+        AllocationSampler(**(dict(num_examples=10, expected_batch_size=5) | arguments))
 
 
 # --- groups that take turns -----------------------------------------------------------------------------------------------
@@ -129,7 +159,7 @@ def test_bad_arguments_are_refused(arguments, message):
 
 @pytest.mark.parametrize("groups", [2, 3, 8])
 def test_a_unit_takes_part_in_the_turns_of_its_group_only(groups):
-    sampler = PoissonSampler(num_examples=200, expected_batch_size=20, groups=groups)
+    sampler = AllocationSampler(num_examples=200, expected_batch_size=20, groups=groups)
     turns = [set() for _ in range(200)]
     for step in range(40 * groups):
         for unit in sampler.draw(step):
@@ -140,7 +170,7 @@ def test_a_unit_takes_part_in_the_turns_of_its_group_only(groups):
 
 def test_groups_are_even_and_the_rate_is_that_of_all_steps():
     groups, units, batch = 4, 100_000, 5000
-    sampler = PoissonSampler(num_examples=units, expected_batch_size=batch, groups=groups)
+    sampler = AllocationSampler(num_examples=units, expected_batch_size=batch, groups=groups)
     sizes = np.bincount(sampler.group_of(np.arange(units)), minlength=groups)
     assert scipy.stats.chisquare(sizes).pvalue > 1e-6
     for step in range(groups):
@@ -150,28 +180,28 @@ def test_groups_are_even_and_the_rate_is_that_of_all_steps():
 
 
 def test_a_units_group_is_its_own_coin():
-    few, many = (PoissonSampler(num_examples=n, expected_batch_size=10, groups=4, seed=1) for n in (100, 101))
+    few, many = (AllocationSampler(num_examples=n, expected_batch_size=10, groups=4, seed=1) for n in (100, 101))
     units = np.arange(100)
     assert np.array_equal(few.group_of(units), many.group_of(units))  # counted off, one unit more in front would move all
     few.take_turns(2)
     assert np.array_equal(few.group_of(units), many.group_of(units) % 2)  # the same coins, of a sampler that is asked anew
-    secret = [PoissonSampler(num_examples=100, expected_batch_size=10, groups=4) for _ in range(2)]
+    secret = [AllocationSampler(num_examples=100, expected_batch_size=10, groups=4) for _ in range(2)]
     groups = [sampler.group_of(units).tolist() for sampler in secret]
     assert groups[0] != groups[1]  # equal with probability 1e-60
     assert groups[0] == secret[0].group_of(units).tolist()
 
 
 def test_steps_go_on_from_epoch_to_epoch_though_groups_do_not_divide_them():
-    sampler = PoissonSampler(num_examples=100, expected_batch_size=15, micro_batches=2, groups=4)  # 7 steps an epoch
+    sampler = AllocationSampler(num_examples=100, expected_batch_size=15, micro_batches=2, groups=4)  # 7 steps an epoch
     steps = [piece.step for _ in range(3) for piece in sampler]
     assert steps == [step for step in range(21) for _ in range(2)]
-    sampler.begin_at(5)
-    assert next(iter(sampler)).step == 5
+    sampler.begin_at(25)
+    assert next(iter(sampler)).step == 25
 
 
 def test_units_and_groups_go_together():
     units = np.repeat(np.arange(50), 4)
-    sampler = PoissonSampler(num_examples=200, expected_batch_size=10, groups=5, units=units, max_examples_per_unit=3)
+    sampler = AllocationSampler(num_examples=200, expected_batch_size=10, groups=5, units=units, max_examples_per_unit=3)
     drawn = [sampler.draw(step) for step in range(50)]
     for step, examples in enumerate(drawn):
         assert {*sampler.group_of(units[examples])} <= {step % 5}

@@ -1,7 +1,6 @@
 """The ledger adds up what was spent through crashes and restarts, and can be read back only as it was written."""
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -31,9 +30,8 @@ def test_epsilon_is_the_accountants():
     assert ledger.history == [Releases(1.0, 0.05, 40)]
     assert ledger.epsilon() == get_epsilon(**mechanism, steps=40)
     assert ledger.epsilon(further_steps=20) == get_epsilon(**mechanism, steps=60)
-    by_rdp = after(PrivacyLedger.open(statement(accountant="rdp")), 40)
-    by_rdp.close()
-    assert by_rdp.claims[-1].epsilons == {"rdp": get_epsilon(**mechanism, steps=40, accountant="rdp")}
+    ledger.close()
+    assert ledger.claims[-1].epsilons == {"pld": get_epsilon(**mechanism, steps=40)}
 
 
 def test_what_is_not_private_has_no_epsilon(tmp_path):
@@ -42,7 +40,7 @@ def test_what_is_not_private_has_no_epsilon(tmp_path):
     ledger.close()
     ledger.save(tmp_path)
     assert ledger.epsilon() == math.inf
-    assert [entry["epsilon"] for entry in ledger.entries[-2:]] == [None, {"prv": None}]
+    assert [entry["epsilon"] for entry in ledger.entries[-2:]] == [None, {"pld": None}]
     assert [set(claim.epsilons.values()) for claim in PrivacyLedger.load(tmp_path).claims] == [{math.inf}] * 2
 
 
@@ -107,7 +105,7 @@ def test_a_clean_end_gives_back_what_was_not_run(tmp_path):
     loaded = PrivacyLedger.load(tmp_path)
     assert loaded.steps_run == ledger.steps_run == 1
     assert loaded.claims[-1].history == loaded.history == [Releases(1.0, 0.05, 1)]
-    assert loaded.claims[-1].epsilons == {"prv": ledger.epsilon()}
+    assert loaded.claims[-1].epsilons == {"pld": ledger.epsilon()}
 
 
 class Killed(Exception):
@@ -186,7 +184,6 @@ def test_no_crash_undercounts_and_a_clean_end_is_exact(tmp_path_factory, launche
         if counted is not None:
             assert ledger.steps_run == counted
         assert sum(entry.steps for entry in ledger.history) == ledger.steps_run
-        assert all(one[:2] != next_one[:2] for one, next_one in itertools.pairwise(ledger.history))
     assert ledger.steps_run == training.released or slack > 0
 
 
@@ -197,7 +194,7 @@ def test_resuming_counts_the_steps_that_a_crash_undid():
     resumed = after(PrivacyLedger.open(statement()), 30).resume(statement(), from_step=20)
     assert resumed.restarts == [20]
     assert after(resumed, 40).steps_run == 70
-    assert resumed.history == [Releases(1.0, 0.05, 70)]
+    assert resumed.history == [Releases(1.0, 0.05, 30), Releases(1.0, 0.05, 40)]
 
 
 @pytest.mark.parametrize(
@@ -324,9 +321,9 @@ def test_the_schema_knows_the_statement():
     [
         ("{", "not the JSON"),
         ("[]", r"at \$, \[\] is not of type 'object'"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:6", "format_version": 6, "entries": []}', r"at \$.entries"),
-        ('{"format_version": 1, "num_examples": 24, "history": []}', "not a privacy ledger of format 6"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:6", "format_version": 6, "format_version": 6}', "Names must be unique"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:7", "format_version": 7, "entries": []}', r"at \$.entries"),
+        ('{"format_version": 1, "num_examples": 24, "history": []}', "not a privacy ledger of format 7"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:7", "format_version": 7, "format_version": 7}', "Names must be unique"),
         ('{"$schema": NaN}', "null, got NaN"),
         (b"\xff", "not the JSON"),
     ],

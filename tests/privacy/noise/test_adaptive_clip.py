@@ -127,7 +127,7 @@ def test_its_count_has_the_promised_noise(tmp_path, monkeypatch):
         monkeypatch.setattr(adaptive_clip, name, value)  # where C stops, the noise does not show
     trainer = trained(trainer_of(
         tmp_path, cls=NoSignal, model=head_alone(), data=text_data(8), per_device_train_batch_size=8, max_steps=100,
-        gradient_accumulation_steps=1, noise_multiplier=3.0, accountant="pld", **ADAPTIVE,
+        gradient_accumulation_steps=1, noise_multiplier=3.0, **ADAPTIVE,
     ))  # fmt: skip
     run = trainer.private_run
     norms = np.array([1.0] + [logs["clip_norm"] for logs in trainer.state.log_history if "clip_norm" in logs])

@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.privacy import GaussianMechanism, PoissonSampler, PrivacyLedger, get_epsilon, get_noise_multiplier
+from doppler_hf.privacy import AllocationSampler, GaussianMechanism, PrivacyLedger, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.noise import PrivateLoss
 from tests.support.tiny import head_alone, numbered
 from tests.support.trainers import trained, trainer_of
@@ -52,7 +52,7 @@ def test_without_noise_it_is_the_clipped_sum_over_the_expected_batch(tmp_path, a
         tmp_path, losses=values, data=numbered(), noise_multiplier=0.0, noise_seed=3, per_sample_max_loss=2.0, max_steps=3,
         per_device_train_batch_size=8 // accumulation, gradient_accumulation_steps=accumulation,
     )  # fmt: skip
-    sampler = PoissonSampler(num_examples=24, expected_batch_size=8, seed=3)
+    sampler = AllocationSampler(num_examples=24, expected_batch_size=8, seed=3)
     expected = [sum(np.clip(0.3 * sampler.draw(step) - 1.0, -2, 2)) / 8 for step in range(3)]
     assert losses_of(trainer) == pytest.approx(expected, abs=1e-4)  # Transformers' log has four digits
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(np.mean(expected), abs=1e-6)
@@ -63,7 +63,7 @@ def test_a_loss_that_is_no_number_counts_as_the_bound(tmp_path):
         tmp_path, losses={5: math.nan, 6: math.inf, 7: -math.inf, 8: 1e30}, data=numbered(8), noise_multiplier=0.0,
         noise_seed=0, per_sample_max_loss=2.0, max_steps=1,
     )  # fmt: skip
-    drawn = set(PoissonSampler(num_examples=8, expected_batch_size=8, seed=0).draw(0).tolist())
+    drawn = set(AllocationSampler(num_examples=8, expected_batch_size=8, seed=0).draw(0).tolist())
     assert drawn == set(range(8))
     assert losses_of(trainer) == pytest.approx([(2.0 + 2.0 - 2.0 + 2.0 + 4 * 1.0) / 8], abs=1e-4)
 
@@ -127,6 +127,6 @@ def test_users_contribute_their_mean(tmp_path, clip_unit_mean):
 
 
 def test_an_empty_draw_reports_noise(tmp_path, monkeypatch):
-    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.array([], dtype=int))
+    monkeypatch.setattr(AllocationSampler, "draw", lambda self, step: np.array([], dtype=int))
     trainer = train(tmp_path, max_steps=3)
     assert np.all(losses_of(trainer) != 0.0)

@@ -78,7 +78,7 @@ def test_a_step_that_is_repeated_or_left_out_is_refused_before_noise_is_drawn(st
 
 def test_units_that_come_back_too_early_are_refused_by_the_account():
     mechanism = mechanism_of(NoiseShape.banded(4))
-    assert mechanism.releases(10, sample_rate=0.01, groups=4) == Releases(SIGMA, 0.04, 3)
-    assert mechanism.releases(8, sample_rate=0.01, groups=8) == Releases(SIGMA, 0.08, 1)
+    assert mechanism.releases(10, sample_rate=0.01, groups=4) == Releases(SIGMA, 0.01, 10, mechanism.shape.c)
+    assert mechanism.releases(8, sample_rate=0.01, groups=8) == Releases(SIGMA, 0.01, 8, mechanism.shape.c + (0.0,) * 4)
     with pytest.raises(ValueError, match="at most once in 4 steps, got 3 groups"):
         mechanism.releases(10, sample_rate=0.01, groups=3)

@@ -22,8 +22,8 @@ def test_a_run_has_the_privacy_that_it_says(sources, small, name, parameters):
     run = Run.of(name, task, data, STUDIES["noise-shaping"].methods["auto, auto"], 4.0, 0.01, 0)
     result = train(run, data=data)
     shape = NoiseShape.parse(result["noise_shape"])
-    turns = Releases.in_turns(result["noise_multiplier"], 10 / 40, 3, groups=shape.bands)
-    assert 3.99 < get_total_epsilon([turns], delta=default_delta(40), accountant="pld") <= 4.0
+    releases = Releases(result["noise_multiplier"], 10 / 40, 3, shape.c)
+    assert 3.99 < get_total_epsilon([releases], delta=default_delta(40)) <= 4.0
     assert result["parameters"] == parameters
     assert result["num_examples"] == 40
     assert LowPassFilter.parse(result["low_pass_filter"])
