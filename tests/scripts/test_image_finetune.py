@@ -1,0 +1,71 @@
+"""Pretrained weights on images, at a tiny size: BatchNorm folded into convolutions, features that are kept, and a table."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from scripts.experiments import image_finetune
+from scripts.studies.images import Images
+from tests.support.folders import write_mnist
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Weights of two stages, with a BatchNorm behind each convolution."""
+    monkeypatch.setattr(image_finetune, "STAGES", ((1, 3, 1, 1, 4), (2, 5, 2, 2, 6)))
+    torch.manual_seed(0)
+    weights = {}
+    for name, module in image_finetune.Backbone().named_modules():
+        if isinstance(module, nn.Conv2d):
+            owner, _, layer = name.rpartition(".")
+            norm = f"{owner}.{image_finetune.NORMS[layer]}".removeprefix(".")
+            weights[f"{name}.weight"] = module.weight.detach()
+            moments = {"weight": 1.0, "bias": 0.5, "running_mean": -0.5, "running_var": 0.5}
+            weights |= {f"{norm}.{key}": least + torch.rand(len(module.weight)) for key, least in moments.items()}
+    return weights
+
+
+def test_batch_norm_as_in_evaluation_is_in_the_convolution(tiny):
+    folded = image_finetune.without_batch_norm(tiny)
+    x = torch.randn(2, 4, 8, 8)
+    norm = nn.BatchNorm2d(8, eps=image_finetune.NORM_EPS).eval()
+    norm.load_state_dict(
+        {key: tiny[f"_blocks.1._bn0.{key}"] for key in ("weight", "bias", "running_mean", "running_var")}, strict=False
+    )
+    names = [f"_blocks.1._expand_conv.{key}" for key in ("weight", "bias")]
+    expected = norm(nn.functional.conv2d(x, tiny[names[0]]))
+    torch.testing.assert_close(nn.functional.conv2d(x, *(folded[name] for name in names)), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("own_caches")
+def test_features_are_kept_and_of_one_image_each(tiny, tmp_path):
+    images = Images("cifar10", str(write_mnist(tmp_path / "data", train=6, test=3, shape=(32, 32, 3))))
+    found = image_finetune.features_of(images, tiny, tmp_path / "kept")
+    torch.testing.assert_close(found["train"].norm(dim=1), torch.full((6,), 6**0.5))
+    files = sorted((tmp_path / "kept").iterdir())
+    assert [file.name for file in files] == ["test-00000.pt", "train-00000.pt"]
+    torch.save(2 * torch.load(files[1]), files[1])
+    again = image_finetune.features_of(images, tiny, tmp_path / "kept")
+    assert torch.equal(again["test"], found["test"])
+    assert not torch.equal(again["train"], found["train"])
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("own_caches")
+def test_a_table_of_private_runs_and_one_without(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(image_finetune.SETTINGS, "per_device_train_batch_size", 10)
+    monkeypatch.setitem(image_finetune.SETTINGS, "max_steps", 3)
+    monkeypatch.setattr(image_finetune, "head", lambda: nn.Linear(6, 10))
+    write_mnist(tmp_path / "data", train=60, test=20, shape=(32, 32, 3))
+    torch.save(tiny, tmp_path / "weights.pth")
+    folders = [f"--data-dir={tmp_path / 'data'}", f"--weights={tmp_path / 'weights.pth'}", f"--features={tmp_path / 'kept'}"]
+    flags = [f"--output={tmp_path / 'out.jsonl'}", "--epsilons", "3", "--seeds", "0", "1", "--held-out", "20"]
+    image_finetune.main([*folders, *flags])
+    printed = capsys.readouterr().out
+    assert [line.split(" | ")[0] for line in printed.splitlines()[2:]] == ["| 3", "| ∞"]
+    image_finetune.main([*folders, *flags])  # what the files hold is not trained again
+    assert capsys.readouterr().out == printed
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["epsilon"], row["seed"], row["num_examples"]) for row in rows] == [(3.0, 0, 40), (3.0, 1, 40)]
