@@ -1,6 +1,6 @@
 """`DopplerTrainer`: Transformers' `Trainer` with an optimizer that sees only private gradients.
 
-One training step from top to bottom: `get_train_dataloader` cuts the Poisson-sampled batch into
+One training step from top to bottom: `get_train_dataloader` cuts the random batch into
 `gradient_accumulation_steps` pieces, each a list of micro-batches. Each micro-batch's per-sample gradients are clipped and
 summed, and after the last piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary.
 `Trainer`'s loop then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves
@@ -182,7 +182,7 @@ class DopplerTrainer(AroundSteps):
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of Poisson-sampled batches, each as `gradient_accumulation_steps` lists of micro-batches."""
+        """Return a loader of random batches, each as `gradient_accumulation_steps` lists of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
         refusals.refuse_own_generators(self.train_dataset, self.data_collator)

@@ -24,7 +24,7 @@ from doppler_hf.training_args.checks import refuse_what_breaks_privacy
 
 # A method of Transformers → when an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
-    "_get_train_sampler": (" on a private training, whose ε needs Poisson-sampled batches", "Leave it out"),
+    "_get_train_sampler": (" on a private training, whose ε needs its own random batches", "Leave it out"),
     "get_optimizer_cls_and_kwargs": (
         " on a private training, whose optimizer is a DopplerOptimizer", "Leave it out, and set base_optimizer",
     ),
@@ -174,7 +174,7 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
 def _refuse_stream(train_dataset: Any) -> None:
     if train_dataset is not None and not has_length(train_dataset):
         raise ValueError(
-            f"{type(train_dataset).__name__} has no length, so it cannot be Poisson-sampled. Load it without "
+            f"{type(train_dataset).__name__} has no length, so it cannot be sampled at random. Load it without "
             "streaming=True, or make a table of it: datasets.Dataset.from_list(list(train_dataset))."
         )
 

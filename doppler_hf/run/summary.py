@@ -49,7 +49,7 @@ def print_start(
         ("privacy", f"at the end {spent_in_words(ledger, args, further_steps=run.affordable_steps)}"),
         (
             "data",
-            f"{statement.num_units:,} {who}s; {steps:,} Poisson-sampled batches of {batch:,} on average{turns}{resumed}",
+            f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{turns}{resumed}",
         ),
         ("noise", f"noise multiplier {statement.effective_noise_multiplier:.4g}, {shape}{chosen}; filter: {filter_words}"),
         ("learning rate", f"{rate_words}; optimizer: {optimizer_in_words(args)}"),

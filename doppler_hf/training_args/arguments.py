@@ -34,7 +34,7 @@ class DopplerTrainingArguments(TrainingArguments):
 
     Exactly one of `target_epsilon` and `noise_multiplier` sets the privacy, unless `disable_dp` is set. The batch size of
     the guarantee is per_device_train_batch_size × gradient_accumulation_steps × processes. It is the *expected* size of one
-    Poisson-sampled batch: in examples, or with `privacy_unit_column` in users.
+    random batch: in examples, or with `privacy_unit_column` in users.
 
     Raises:
         ValueError: If a value is out of range, or a combination breaks privacy or would have no effect. The message has

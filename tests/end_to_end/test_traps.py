@@ -207,10 +207,10 @@ def test_trap_15_what_has_no_per_sample_gradient_is_refused_by_name_and_adapters
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (dict(train_sampling_strategy="group_by_length"), "the accountant assumes Poisson sampling"),
+        (dict(train_sampling_strategy="group_by_length"), "the accountant assumes random allocation"),
         (dict(label_smoothing_factor=0.1), "averages over the batch's tokens"),
         (dict(neftune_noise_alpha=5.0), "hooks the embeddings"),
-        (dict(dataloader_drop_last=True), "Poisson sampling has no last batch"),
+        (dict(dataloader_drop_last=True), "random allocation has no last batch"),
         (dict(auto_find_batch_size=True), "repeats steps"),
         (dict(torch_compile=True), "do not survive compilation"),
     ],

@@ -318,7 +318,7 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     watch = "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it"
     lines = {
         "privacy": f"at the end {spent}",
-        "data": f"400 records; 4 Poisson-sampled batches of 128 on average{turns}",
+        "data": f"400 records; 4 random batches of 128 on average{turns}",
         "noise": noise.format(sigma=sigma),
         "learning rate": f"{rate:.3g}{changed.get('rate', ' (as given)')}; optimizer: adam_bc",
         "trained": "{0:,} of {0:,} parameters".format(trainer.model.num_parameters()),
