@@ -106,7 +106,7 @@ class DiracAuditTrainer(AuditTrainer):
         self._contribution = float(norm * clip_factors(norm, max_grad_norm=bound, clipping=self.args.clipping))
         shape, sampler = self.private_run.mechanism.shape, self.private_run.sampler
         rate = shape.bands * sampler.sample_rate
-        self._turns = Turns(len(self.included), shape=shape, sample_rate=rate, of_round=sampler.turns_of_round)
+        self._turns = Turns(len(self.included), shape=shape, sample_rate=rate, turns_per_round=sampler.turns_of_round)
 
     def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
         """Read every canary's coordinate."""
@@ -131,17 +131,17 @@ class Turns:
 
     The attacker takes the shaping back: C·(gradients) has white noise, and a contribution in step t stands in its rows t to
     t + b − 1, in proportion to c. Which group a canary is in is secret, so the ratio is the mean over all groups. For white
-    noise b is 1, and every step is a turn. `sample_rate` is that of a canary in its turn, `of_round` how many turns a group
-    has in a round.
+    noise b is 1, and every step is a turn. `sample_rate` is that of a canary in its turn, and `turns_per_round` that of its
+    group.
     """
 
-    def __init__(self, canaries: int, *, shape: NoiseShape, sample_rate: float, of_round: int) -> None:
-        self._c, self._sample_rate, self._of_round = shape.c, sample_rate, of_round
+    def __init__(self, canaries: int, *, shape: NoiseShape, sample_rate: float, turns_per_round: int) -> None:
+        self._c, self._sample_rate, self._turns_per_round = shape.c, sample_rate, turns_per_round
         self._seen: list[Float[np.ndarray, " canaries"]] = []  # as far as the next row needs them, the last one first
         # Of the turns that have more rows to come ⟨μ, y⟩ and ‖μ‖², the oldest first.
         self._open: list[tuple[Float[np.ndarray, " canaries"], float]] = []
-        self._of_rounds = np.zeros((shape.bands, canaries))  # the ratio of the rounds that are over, by group
-        self._of_turns = np.full((shape.bands, canaries), -np.inf)  # log Σ exp(⟨μ, y⟩ − ‖μ‖²/2) over the round's turns
+        self._finished_rounds = np.zeros((shape.bands, canaries))  # the ratio of the rounds that are over, by group
+        self._current_round = np.full((shape.bands, canaries), -np.inf)  # log Σ exp(⟨μ, y⟩ − ‖μ‖²/2) over the round's turns
         self._closed = 0
 
     def see(self, x: Float[np.ndarray, " canaries"], *, sigma: float) -> None:
@@ -161,20 +161,22 @@ class Turns:
         while self._open:
             self._close()
         for group in range(len(self._c)):
-            self._end_round(group, turns=len(range(group, self._closed, len(self._c))) % self._of_round)
-        return np.asarray(scipy.special.logsumexp(self._of_rounds, axis=0) - np.log(len(self._of_rounds)))
+            self._end_round(group, turns=len(range(group, self._closed, len(self._c))) % self._turns_per_round)
+        return np.asarray(scipy.special.logsumexp(self._finished_rounds, axis=0) - np.log(len(self._finished_rounds)))
 
     def _close(self) -> None:
         matched, squares = self._open.pop(0)
         turn, group = divmod(self._closed, len(self._c))
         self._closed += 1
-        self._of_turns[group] = np.logaddexp(self._of_turns[group], matched - squares / 2)
-        if (turn + 1) % self._of_round == 0:
-            self._end_round(group, turns=self._of_round)
+        self._current_round[group] = np.logaddexp(self._current_round[group], matched - squares / 2)
+        if (turn + 1) % self._turns_per_round == 0:
+            self._end_round(group, turns=self._turns_per_round)
 
     def _end_round(self, group: int, *, turns: int) -> None:
-        self._of_rounds[group] += log_likelihood_ratio(self._of_turns[group], sample_rate=self._sample_rate, turns=turns)
-        self._of_turns[group] = -np.inf
+        self._finished_rounds[group] += log_likelihood_ratio(
+            self._current_round[group], sample_rate=self._sample_rate, turns=turns
+        )
+        self._current_round[group] = -np.inf
 
 
 def log_likelihood_ratio(

@@ -31,7 +31,7 @@ from doppler_hf.reports.run_report import (
 from doppler_hf.run.checkpoints import filter_of_checkpoint, is_whole, kept_evaluations
 
 REPORT_NAME: Final = "privacy_report.html"
-# Points of the curve of ε; an account by PRV takes a tenth of a second or more.
+# Points of the curve of ε; an account takes up to a tenth of a second.
 _POINTS: Final = 16
 _STATE: Final = "trainer_state.json"
 

@@ -1,8 +1,8 @@
 """The filter and the noise shape with the least loss in `closed_loop`, from public numbers alone.
 
 The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, of delay D = β / (1 - β). Its real pole keeps the loop of filter and
-weights stable wherever SGD is; the paper's filters of second order do not. Each number of bands has its own σ, since cyclic
-sampling takes a record in its turn with b times the probability. Bands double while the loss falls.
+weights stable wherever SGD is; the paper's filters of second order do not. Each number of bands has its own σ, since a
+record is in the batch of its turn with b times the probability. Bands double while the loss falls.
 """
 
 import math

@@ -1,7 +1,7 @@
 """What a shape of the noise buys at equal ε: less noise that stays in the weights, for more in each step.
 
-Each number of bands b needs a σ of its own: a unit takes part in ⌈T/b⌉ turns, at b times the rate, so that sampling hides
-less of it.
+Each number of bands b needs a σ of its own: a unit has one step in b as its turn, at b times the rate, so that sampling
+hides less of it.
 """
 
 import functools

@@ -75,7 +75,7 @@ class PlannedRun:
 
     @property
     def releases(self) -> Releases:
-        """The run in the accountants' terms."""
+        """The run in the accountant's terms."""
         return Releases(self.noise_multiplier, self.sample_rate, self.steps)
 
 

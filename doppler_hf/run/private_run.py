@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
-from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
+from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier, turns_of_round
 from doppler_hf.privacy.autograd_check.as_in_training import without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.batching.collators import Collator
@@ -280,6 +280,7 @@ class PrivateRun:
         # The statement and the account must describe what the sampler and the mechanism do.
         assert statement.noise_source == self.mechanism.describe()
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
+        assert self.sampler.turns_of_round == turns_of_round(statement.sample_rate, statement.groups)
         ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
         remaining = max(0, statement.steps_planned - step)
         affordable = ledger.affordable_steps(remaining)

@@ -4,7 +4,7 @@
 
 Both train a RoBERTa of random weights (6 layers of 384, unless said otherwise) with their own samplers, collation,
 optimizers and schedules, and the private one with noise and a filter. `Trainer` shuffles and pads batches of
-`batch_size`; `DopplerTrainer` makes Poisson draws, sorts each by length and cuts it into pieces of that size on average.
+`batch_size`; `DopplerTrainer` makes random draws, sorts each by length and cuts it into pieces of that size on average.
 Draws differ in size, so that what is compared is seconds per example. Every run gets further examples, the same ones for
 both; its first step is not timed. The result is the median of the ratios, with its quartiles. Noise and optimizer cost the
 same for a step of any size, so that `accumulation` matters; the time that a step waits for its noise is also given

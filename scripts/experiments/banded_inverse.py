@@ -1,14 +1,14 @@
-"""What banded-inverse strategies would buy, for which no amplification by sampling is proven: the noise of the sum.
+"""What banded-inverse strategies would buy, for which no amplification by sampling is counted: the noise of the sum.
 
     python -m scripts.experiments.banded_inverse
 
 There the *inverse* of the strategy is banded: y_t = Σ_{k<p} g_k z_{t-k}, g the series of (1 - x)^(1/2) cut to p terms, so
 that p draws that can be made again from their keys stand in the place of b - 1 buffers (Kalinin et al. 2025,
 https://arxiv.org/abs/2505.12128). But C = G⁻¹ is not banded: what a unit contributed once is met by all later steps, and the
-amplification that cyclic sampling gives to banded strategies does not apply. Its privacy is that of one Gaussian mechanism
+amplification that sampling in turns gives to banded strategies does not apply. Its privacy is that of one Gaussian mechanism
 for all the run, whose sensitivity is ‖Σ_j C_{·, jN/B}‖ if batches take turns and a unit is in one of each epoch.
 
-Compared at equal (ε, δ), relative to white noise with Poisson sampling: the noise of the sum of all gradients, and that of
+Compared at equal (ε, δ), relative to white noise: the noise of the sum of all gradients, and that of
 the weights once the gradient pulls back behind `momentum` (`doppler_hf.filters.closed_loop`), each with its best strategy.
 """
 
@@ -92,7 +92,7 @@ def main() -> None:
         for epsilon in EPSILONS:
             run = dataclasses.replace(request, epsilon=epsilon).solve()
             loop = ClosedLoop.of_run(run.steps, [1 - step / run.steps for step in range(run.steps)])
-            shapes = shapes_of_equal_epsilon(run, target_epsilon=epsilon, delta=delta, low_pass_filter=FILTER)
+            shapes = shapes_of_equal_epsilon(run, Target(epsilon, delta), low_pass_filter=FILTER)
             sums, loops = zip(
                 *(noises(inverse_of(terms), run, loop, epsilon=epsilon, delta=delta) for terms in TERMS), strict=True
             )

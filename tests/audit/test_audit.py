@@ -160,7 +160,7 @@ def test_turns_are_read_as_their_densities_say():
             mean, chance = strategy @ taken, np.prod([*chances]) / 3
             white = observed @ strategy.T
             ratio += chance * np.exp((np.square(white) - np.square(white - mean)).sum(axis=1) / (2 * sigma**2))
-    attack = Turns(4, shape=shape, sample_rate=rate, of_round=2)
+    attack = Turns(4, shape=shape, sample_rate=rate, turns_per_round=2)
     for step in range(steps):
         attack.see(observed[:, step], sigma=sigma)
     np.testing.assert_allclose(attack.scores(), np.log(ratio), rtol=1e-10)

@@ -28,16 +28,16 @@ class Releases(NamedTuple):
         """Yield the whole rounds, and the last one if it is cut short.
 
         A unit takes part in each of a round's turns with probability b·q. Of a round that is cut short every group counts
-        as many turns as the first. Which group a unit belongs to counts as known (Choquette-Choo et al. 2023,
-        https://arxiv.org/abs/2306.08153, Theorem 4).
+        as many turns as the first. Which group a unit belongs to counts as known (docs/method/accounting.md).
         """
         groups = len(self.strategy)
         rate = min(groups * self.sample_rate, 1.0)
         turns = turns_of_round(self.sample_rate, groups)
         whole, rest = divmod(self.steps, turns * groups)
-        for count, of_round in ((whole, turns), (math.ceil(rest / groups) and 1, math.ceil(rest / groups))):
-            if count:
-                yield Rounds(self.noise_multiplier, rate, of_round, count)
+        if whole:
+            yield Rounds(self.noise_multiplier, rate, turns, whole)
+        if rest:
+            yield Rounds(self.noise_multiplier, rate, math.ceil(rest / groups), 1)
 
 
 def turns_of_round(sample_rate: float, groups: int = 1) -> int:
@@ -70,6 +70,8 @@ def joint_noise_multiplier(*noise_multipliers: float) -> float:
 
 def get_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
     """Return an upper bound on ε after `steps` steps: infinity without noise, and 0 for no steps.
+
+    It holds for random allocation, as of `AllocationSampler`. Poisson sampling, as of other libraries, costs more.
 
     Args:
         noise_multiplier: σ, the noise's standard deviation in units of the clip norm.

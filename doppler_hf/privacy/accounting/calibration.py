@@ -24,6 +24,8 @@ def get_noise_multiplier(
 ) -> float:
     """Return a noise multiplier σ with which `steps` further steps bring ε to `target_epsilon` or slightly below.
 
+    It holds for random allocation, as of `AllocationSampler`. Poisson sampling, as of other libraries, needs more noise.
+
     Args:
         target_epsilon: ε > 0, for everything together; met from below to one part in a thousand.
         target_delta: δ, from 1e-10 to below 1.

@@ -81,7 +81,11 @@ class PrivacyStatement:
     @property
     def noise_shape_in_words(self) -> str:
         """The shape of the noise, and what it asks of the sampling."""
-        once = "independent from step to step" if self.groups == 1 else f"each unit takes part once in {self.groups} steps"
+        once = (
+            "independent from step to step"
+            if self.groups == 1
+            else f"each unit takes part at most once in {self.groups} steps"
+        )
         return f"{self.noise_shape}: {once}"
 
     @property

@@ -178,7 +178,7 @@ class GaussianMechanism:
         self.max_grad_norm = max_grad_norm
 
     def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
-        """Return what `steps` steps release: a Gaussian of noise multiplier σ for each turn of a unit.
+        """Return what `steps` steps release, in the accountant's terms.
 
         Args:
             steps: How many steps.
