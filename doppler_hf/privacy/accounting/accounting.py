@@ -92,7 +92,7 @@ def get_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delt
 def get_total_epsilon(history: Iterable[Releases], *, delta: float) -> float:
     """Return `get_epsilon` of several runs on the same data."""
     history = list(history)
-    rounds = composed(history)
+    rounds = merged_rounds(history)
     if not SMALLEST_DELTA <= delta < 1.0:
         raise ValueError(f"delta must lie in [{SMALLEST_DELTA:g}, 1), got {delta}.")
     if not any(releases.steps for releases in history):
@@ -102,7 +102,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float) -> float:
     return bound(rounds, delta=delta)
 
 
-def composed(history: Iterable[Releases]) -> tuple[Rounds, ...]:
+def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
     """Return every kind of round once, with their number; refuse numbers out of range."""
     counts: Counter[Rounds] = Counter()
     for releases in history:

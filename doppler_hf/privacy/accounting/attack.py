@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.accounting import Releases, composed
+from doppler_hf.privacy.accounting.accounting import Releases, merged_rounds
 from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, gaussian_delta
 
 
@@ -46,7 +46,7 @@ def trade_off(history: Iterable[Releases]) -> TradeOff:
         >>> round(trade_off([Releases(1.0, 0.01, 1000)]).true_positive_rate(0.01), 3)
         0.029
     """
-    rounds = composed(history)
+    rounds = merged_rounds(history)
     if any(each.noise_multiplier == 0.0 for each in rounds):
         return TradeOff(np.zeros(1), np.ones(1))
     return _of_noisy(rounds) if rounds else TradeOff(np.zeros(1), np.zeros(1))

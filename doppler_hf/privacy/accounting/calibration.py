@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.accounting import Releases, bound, composed, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_epsilon
 
 _CALIBRATION_TOLERANCE = 1e-3  # at most this share of the target is left unspent
 
@@ -61,7 +61,7 @@ def get_noise_multiplier(
     aim = target_epsilon * math.exp(-_CALIBRATION_TOLERANCE / 2)
 
     def excess(log_sigma: float, *, coarsening: int, tolerance: float) -> float:
-        rounds = composed([*spent, Releases(math.exp(log_sigma), sample_rate, steps, strategy)])
+        rounds = merged_rounds([*spent, Releases(math.exp(log_sigma), sample_rate, steps, strategy)])
         epsilon = bound(rounds, delta=target_delta, coarsening=coarsening)
         difference = math.log(epsilon / aim) if epsilon > 0.0 else -math.inf  # ln ε against ln σ is nearly straight.
         return 0.0 if abs(difference) < tolerance else difference
