@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_epsilon, merged_rounds
 
 _CALIBRATION_TOLERANCE = 1e-3  # at most this share of the target is left unspent
 
