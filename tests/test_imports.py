@@ -89,6 +89,4 @@ def test_a_ledger_is_checked_without_transformers(tmp_path):
     ledger.speak_for(hashes(tmp_path), model=MODEL)
     ledger.save(tmp_path)
     (modules,) = modules_after({"": [command(f"verify {tmp_path}")]}).values()
-    # Opacus computes two of the bounds, and brings torch.
-    assert "opacus" in modules
-    assert not modules & (OPTIONAL | {"transformers", "accelerate"})
+    assert not modules & TRAINING

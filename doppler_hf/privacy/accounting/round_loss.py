@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import scipy.fft
 from numpy.typing import NDArray
-from scipy.special import ndtr
+from scipy.special import ndtr, ndtri
 
 Array = NDArray[np.floating]
 
@@ -33,8 +33,9 @@ _OF_SHIFT: Final = 0.02  # the spacing of ln Y, at least, in standard deviations
 # The spacing of a sum, at most: in the spacing of its mean, and in a term's standard deviation and variance.
 _OF_SPACING, _OF_STD, _OF_VARIANCE = 0.5, 0.04, 0.005
 _LARGEST_SUM: Final = 2**18  # points
+_CAPPED: Final = 0.02  # of the rounds, in which a term is cut for addition
 _BESIDE_A_LARGE_TERM: Final = 128  # points of the sum of the small ones
-# A Fourier transform of _LARGEST_SUM points errs by less in all of its values together.
+# By this a power of a Fourier transform errs in all of its values together, for each thousand terms.
 _ROUNDING: Final = 1e-12
 _LARGEST_GRID: Final = 2**18  # points to either side of ln R = 0
 
@@ -80,7 +81,35 @@ def round_ratio(noise_multiplier: float, rate: float, turns: int, *, spacing: fl
         values, without, with_unit = np.append(values, 0.0), np.append(without, at_zero), np.append(with_unit, 0.0)
         values, with_unit = 1.0 - share + share * values, (1.0 - share) * without + share * with_unit
         at_zero, at_infinity = 0.0, share * at_infinity
-    return _on_log_grid(_Masses(values, without, with_unit), at_zero, at_infinity, spacing=spacing, lost=lost)
+    ratio = _on_log_grid(_Masses(values, without, with_unit), at_zero, at_infinity, spacing=spacing, lost=lost)
+    if turns == 1 or ratio.at_zero <= 2.0 * lost:
+        return ratio
+    # Terms are often so small that they fall between 0 and the first point of a grid that reaches to the largest.
+    return _with_addition_of(_of_capped(term, shift, turns, share, spacing=spacing, lost=lost), ratio)
+
+
+def _of_capped(term: _Masses, shift: float, count: int, share: float, *, spacing: float, lost: float) -> Ratio:
+    """Return R without the unit, with terms above a cap lowered to it, which raises δ of addition, on a fine grid."""
+    cap = math.exp(-float(ndtri(_CAPPED / count)) * shift - shift**2 / 2)
+    step = count * cap / (_LARGEST_SUM - 2)
+    capped = _Masses(np.minimum(term.values, cap), term.without, np.zeros_like(term.values))
+    without, _ = _on_multiples(capped, step, _LARGEST_SUM)
+    without[0] += max(0.0, 1.0 - float(without.sum()))
+    sums = np.maximum(scipy.fft.irfft(scipy.fft.rfft(without) ** count, _LARGEST_SUM), 0.0)
+    values = 1.0 - share + share / count * step * np.arange(_LARGEST_SUM)
+    return _on_log_grid(
+        _Masses(values, sums, np.zeros_like(sums)), _ROUNDING * max(1.0, count / 1000.0), 0.0, spacing=spacing, lost=lost
+    )
+
+
+def _with_addition_of(lower: Ratio, ratio: Ratio) -> Ratio:
+    """Return the masses without the unit of one ratio, and those with it of another, on one grid."""
+    first = min(lower.first, ratio.first)
+    size = max(lower.first + len(lower.without), ratio.first + len(ratio.without)) - first
+    without, with_unit = np.zeros(size), np.zeros(size)
+    without[lower.first - first : lower.first - first + len(lower.without)] = lower.without
+    with_unit[ratio.first - first : ratio.first - first + len(ratio.with_unit)] = ratio.with_unit
+    return Ratio(first, without, with_unit, lower.at_zero, ratio.at_infinity)
 
 
 def _lognormal(shift: float, spacing: float) -> _Masses:
@@ -125,7 +154,7 @@ def _means(term: _Masses, count: int, *, spacing: float, lost: float) -> tuple[l
         without = count * np.outer(large.without, beside.without)
         with_unit = np.outer(large.with_unit, beside.without) + (count - 1) * np.outer(large.without, beside.with_unit)
         parts.append(_Masses(values.ravel(), without.ravel(), with_unit.ravel()))
-    return parts, wrapped + _ROUNDING
+    return parts, wrapped + _ROUNDING * max(1.0, count / 1000.0)
 
 
 def _sums(term: _Masses, at_zero: float, count: int, *, step: float, size: int) -> tuple[_Masses, _Masses, float]:

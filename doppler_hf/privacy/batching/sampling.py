@@ -210,10 +210,10 @@ class AllocationSampler(Sampler[list[int]]):
 
     def _drawn_places(self, number: int) -> UInt32[np.ndarray, " units"]:
         """Return the step within a round at which each unit of this process's shard takes part, or one after its end."""
-        # Sensitivity: the turn of a unit follows from words of its own, whose law depends neither on the other units nor on
-        # their number. So adding or removing a unit changes no other's turn, and a unit is in one draw of a round at most:
-        # in each turn of its group with probability b·q, but for the bounds' rounding by less than 2⁻⁶⁴. Over T turns that
-        # adds less than T·2⁻⁶³·e^ε to δ. Shards are disjoint.
+        # Sensitivity: the turn of a unit follows from words of its own, whose law depends on no other unit; N is public. So
+        # a unit that is added or removed changes no other's turn. It is in one draw of a round at most, in each turn of its
+        # group with probability b·q, but for the bounds' rounding by less than 2⁻⁶⁴. Over T turns that adds less than
+        # T·2⁻⁶³·e^ε to δ. Shards are disjoint.
         count = len(range(self._rank, self.num_units, self._world_size))
         places = np.empty(count, dtype=np.uint32)
         for start in range(0, count, _AT_ONCE):

@@ -9,6 +9,7 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
+from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, epsilon_of, gaussian_epsilon
 
 
@@ -90,6 +91,14 @@ def test_random_allocation_against_estimates(turns, number, epsilon, delta, nois
     assert found == pytest.approx(epsilon, rel=0.015)
     # Poisson sampling at the same rate costs more.
     assert found < epsilon_of([Rounds(noise, 1 / turns, 1, number * turns)], delta=delta)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps"), [(0.5, 0.1, 100), (0.4, 0.05, 20), (0.3, 1 / 68, 204), (0.5, 0.5, 40), (3.0, 0.3, 257)]
+)
+def test_poisson_sampling_costs_more_with_little_noise_too(sigma, rate, steps):
+    allocated = epsilon_of([*Releases(sigma, rate, steps).rounds()], delta=1e-5)
+    assert allocated < epsilon_of([Rounds(sigma, rate, 1, steps)], delta=1e-5)
 
 
 def test_different_rounds_add_up():
