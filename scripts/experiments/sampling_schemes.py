@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting import Releases, default_delta
-from doppler_hf.privacy.accounting.composition import Rounds, epsilon_of
+from doppler_hf.privacy.accounting.composition import Rounds, epsilons_of
 
 RUNS = {  # N, B, epochs
     "SST-2, 3 epochs": (67_349, 1000, 3),
@@ -30,7 +30,7 @@ def least_noise(rounds_of: Callable[[float], Sequence[Rounds]], *, epsilon: floa
     """Return the σ whose rounds cost ε, to some parts in 10⁵."""
 
     def excess(log_sigma: float) -> float:
-        return math.log(epsilon_of(rounds_of(math.exp(log_sigma)), delta=delta) / epsilon)
+        return math.log(max(epsilons_of(rounds_of(math.exp(log_sigma)), delta=delta)) / epsilon)
 
     return math.exp(brentq(excess, math.log(0.3), math.log(100.0), xtol=1e-5))
 

@@ -3,13 +3,20 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_epsilon, merged_rounds
+from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_epsilon
 
-_CALIBRATION_TOLERANCE = 1e-3  # at most this share of the target is left unspent
+
+class _Precision(NamedTuple):
+    unspent: float  # the largest share of the target that is left
+    spacing: float  # of ln σ, between values that are tried
+
+
+_EXACT: Final = _Precision(1e-3, 1e-7)
+_OF_GROUPS: Final = _Precision(4e-3, 1e-3)  # a simulation moves ε by some thousandths from one σ to the next
 
 
 def get_noise_multiplier(
@@ -27,13 +34,14 @@ def get_noise_multiplier(
     It holds for random allocation, as of `AllocationSampler`. Poisson sampling, as of other libraries, needs more noise.
 
     Args:
-        target_epsilon: ε > 0, for everything together; met from below to one part in a thousand.
+        target_epsilon: ε > 0, for everything together; met from below to one part in a thousand, with
+            groups to four.
         target_delta: δ, from 1e-10 to below 1.
         sample_rate: q, in (0, 1].
         steps: T ≥ 1.
         strategy: c of the noise, for whose b = len(c) groups b·q must be at most 1.
         spent: What was released earlier on the same data.
-        rough: Take a coarse grid, in a third of the time. σ is then larger, by a thousandth or so.
+        rough: Take a third of the time or less. σ may then differ by a hundredth or so.
 
     Raises:
         ValueError: If an argument is out of range, `spent` alone costs the target or more, or no noise multiplier up to
@@ -58,19 +66,24 @@ def get_noise_multiplier(
             f"What was released earlier costs ε = {already:.6g}, which leaves nothing of target_epsilon={target_epsilon}. "
             "Raise target_epsilon."
         )
-    aim = target_epsilon * math.exp(-_CALIBRATION_TOLERANCE / 2)
+    precision = _OF_GROUPS if any(len(each) > 1 for each in (strategy, *(past.strategy for past in spent))) else _EXACT
+    aim = target_epsilon * math.exp(-precision.unspent / 2)
 
-    def excess(log_sigma: float, *, coarsening: int, tolerance: float) -> float:
-        rounds = merged_rounds([*spent, Releases(math.exp(log_sigma), sample_rate, steps, strategy)])
-        epsilon = bound(rounds, delta=target_delta, coarsening=coarsening)
+    def excess(log_sigma: float, *, is_rough: bool, aim: float = aim) -> float:
+        further = Releases(math.exp(log_sigma), sample_rate, steps, strategy)
+        epsilon = bound((*spent, further), delta=target_delta, is_rough=is_rough)
         difference = math.log(epsilon / aim) if epsilon > 0.0 else -math.inf  # ln ε against ln σ is nearly straight.
-        return 0.0 if abs(difference) < tolerance else difference
+        return 0.0 if abs(difference) < 0.49 * precision.unspent else difference
 
-    # From fast and rough to the grid of the accountant itself.
-    noise_multiplier: float | None = None
-    for coarsening in (4,) if rough else (4, 1):
-        search = functools.partial(excess, coarsening=coarsening, tolerance=0.49 * _CALIBRATION_TOLERANCE)
-        noise_multiplier = _least_noise(search, start=noise_multiplier or 1.0)
+    least = functools.partial(_least_noise, spacing=precision.spacing)
+    noise_multiplier = least(functools.partial(excess, is_rough=True), start=1.0)
+    if not rough and noise_multiplier is not None:
+        # Where the accountant itself is above the aim by as much as here, a rough search aims below it.
+        above = excess(math.log(noise_multiplier), is_rough=False)
+        if 0.0 < above < 0.3:
+            near = functools.partial(excess, is_rough=True, aim=aim * math.exp(-above))
+            noise_multiplier = least(near, start=noise_multiplier) or noise_multiplier
+        noise_multiplier = least(functools.partial(excess, is_rough=False), start=noise_multiplier)
     if noise_multiplier is None:
         raise ValueError(
             f"No noise multiplier up to 1e6 reaches target_epsilon={target_epsilon} at target_delta={target_delta}, "
@@ -87,10 +100,10 @@ def noise_multiplier_if_any(strategy: tuple[float, ...], **terms: Any) -> float:
         return math.inf
 
 
-def _least_noise(excess: Callable[[float], float], *, start: float) -> float | None:
+def _least_noise(excess: Callable[[float], float], *, start: float, spacing: float) -> float | None:
     """Return the least σ tried at which a falling function of ln σ is not above 0; None if there is none up to 10⁶.
 
-    Zero ends the search. If the function jumps over zero, σ is above the jump by at most a part in 10⁷.
+    Zero ends the search. If the function jumps over zero, ln σ is above the jump by at most the spacing.
     """
     tried: dict[float, float] = {}
 
@@ -110,7 +123,7 @@ def _least_noise(excess: Callable[[float], float], *, start: float) -> float | N
     while at(low) < 0.0:
         low, high, stride = low - stride, low, min(2.0 * stride, 4.0)
     if at(low) > 0.0 > at(high):
-        brentq(at, low, high, xtol=1e-7)
+        brentq(at, low, high, xtol=spacing)
     return math.exp(min(log_sigma for log_sigma, value in tried.items() if value <= 0.0))
 
 

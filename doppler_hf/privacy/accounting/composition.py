@@ -35,8 +35,15 @@ class Rounds(NamedTuple):
     number: int
 
 
-def epsilon_of(rounds: Sequence[Rounds], *, delta: float, coarsening: int = 1) -> float:
-    """Return a bound on ε at `delta` of at least one round.
+class Epsilons(NamedTuple):
+    """Bounds on ε for removing and for adding a unit."""
+
+    removal: float
+    addition: float
+
+
+def epsilons_of(rounds: Sequence[Rounds], *, delta: float, coarsening: int = 1) -> Epsilons:
+    """Return bounds on ε at `delta` of at least one round.
 
     Args:
         rounds: What was released.
@@ -45,7 +52,9 @@ def epsilon_of(rounds: Sequence[Rounds], *, delta: float, coarsening: int = 1) -
     """
     gaussian = gaussian_epsilon(_joint_mu(rounds), delta=delta)
     composed = _composed(rounds, lost=1e-4 * delta, coarsening=coarsening)
-    return gaussian if composed is None else min(float(composed.get_epsilon_for_delta(delta)), gaussian)
+    if composed is None:
+        return Epsilons(gaussian, gaussian)
+    return Epsilons(*(min(float(each.get_epsilon_for_delta(delta)), gaussian) for each in composed))
 
 
 def delta_curve(rounds: Sequence[Rounds]) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +62,7 @@ def delta_curve(rounds: Sequence[Rounds]) -> tuple[np.ndarray, np.ndarray]:
     deltas = gaussian_delta(_joint_mu(rounds), _CURVE_EPSILONS)
     composed = _composed(rounds, lost=_LOST_OF_A_CURVE, coarsening=4)
     if composed is not None:
-        deltas = np.minimum(deltas, composed.get_delta_for_epsilon(_CURVE_EPSILONS))
+        deltas = np.minimum(deltas, np.max([each.get_delta_for_epsilon(_CURVE_EPSILONS) for each in composed], axis=0))
     return _CURVE_EPSILONS, np.clip(deltas, 0.0, 1.0)
 
 
@@ -81,8 +90,11 @@ def _joint_mu(rounds: Sequence[Rounds]) -> float:
     return math.sqrt(sum(each.number / each.noise_multiplier**2 for each in rounds))
 
 
-def _composed(rounds: Sequence[Rounds], *, lost: float, coarsening: int) -> PrivacyLossDistribution | None:
-    """Return the distribution of all rounds, about the mass `lost` beyond its grid; None if the noise is too small."""
+def _composed(rounds: Sequence[Rounds], *, lost: float, coarsening: int) -> list[PrivacyLossDistribution] | None:
+    """Return the distributions of all rounds, of removal and of addition; None if the noise is too small.
+
+    About the mass `lost` is beyond their grid.
+    """
     if any(each.noise_multiplier * LARGEST_SHIFT < 1.0 for each in rounds):
         return None
     total = sum(each.number for each in rounds)
@@ -94,12 +106,15 @@ def _composed(rounds: Sequence[Rounds], *, lost: float, coarsening: int) -> Priv
         min(spread, farthest / 40.0) ** 2 * each.number for (spread, farthest), each in zip(scales, rounds, strict=True)
     )
     spacing = coarsening * max(math.sqrt(variance / total) / 25.0, max(far for _, far in scales) / _LARGEST_GRID)
-    composed = identity(spacing)
+    composed = [identity(spacing)] * len(Epsilons._fields)
     for each in rounds:
-        distribution, beyond = _of_round(*each[:3], spacing, lost_of_each)
+        *distributions, beyond = _of_round(*each[:3], spacing, lost_of_each)
         if beyond * each.number > _MOST_BEYOND:
             return None
-        composed = composed.compose(distribution.self_compose(each.number))
+        composed = [
+            so_far.compose(distribution.self_compose(each.number))
+            for so_far, distribution in zip(composed, distributions, strict=True)
+        ]
     return composed
 
 
@@ -115,10 +130,10 @@ def _scales(of: Rounds, lost: float) -> tuple[float, float]:
 @functools.lru_cache(maxsize=8)  # the same round is composed over many numbers of rounds
 def _of_round(
     noise_multiplier: float, rate: float, turns: int, spacing: float, lost: float
-) -> tuple[PrivacyLossDistribution, float]:
-    """Return the distribution of one round, and the mass beyond its grid."""
+) -> tuple[PrivacyLossDistribution, PrivacyLossDistribution, float]:
+    """Return the distributions of one round, of removal and of addition, and the mass beyond their grid."""
     ratio = round_ratio(noise_multiplier, rate, turns, spacing=spacing, lost=lost)
     last = ratio.first + len(ratio.without) - 1
     removal = DensePLDPmf(spacing, ratio.first, ratio.with_unit, ratio.at_infinity, pessimistic_estimate=True)
     addition = DensePLDPmf(spacing, -last, ratio.without[::-1], ratio.at_zero, pessimistic_estimate=True)
-    return PrivacyLossDistribution(removal, addition), max(ratio.at_zero, ratio.at_infinity)
+    return PrivacyLossDistribution(removal), PrivacyLossDistribution(addition), max(ratio.at_zero, ratio.at_infinity)

@@ -156,20 +156,25 @@ class PrivacyLedger:
     @property
     def history(self) -> list[Releases]:
         """The releases so far: `steps_run` by mechanism."""
-        return self._record.history(self.steps_run)
+        return self._record.history_within_plan(self.steps_run)
 
     def epsilon(self, *, further_steps: int = 0) -> float:
-        """Return ε by the statement's accountant, so far or after `further_steps` more; infinity if not private."""
-        if not self.private:
-            return math.inf
-        return get_total_epsilon(self._record.history(self.steps_run + further_steps), delta=self.statement.target_delta)
+        """Return ε so far or after `further_steps` more; infinity if not private."""
+        return self._epsilon_of(self._record.history_within_plan(self.steps_run + further_steps))
+
+    def _epsilon_of(self, history: Sequence[Releases]) -> float:
+        return get_total_epsilon(history, delta=self.statement.target_delta) if self.private else math.inf
 
     def affordable_steps(self, steps: int) -> int:
         """Return how many of `steps` more steps stay within `target_epsilon`: all of them if there is no target."""
         target = self.statement.target_epsilon
         if target is None or not self.private:
             return steps
-        return most_steps(lambda further: self.epsilon(further_steps=further), target_epsilon=target, at_most=steps)
+
+        def epsilon_after(further: int) -> float:
+            return self._epsilon_of(self._record.history(self.steps_run + further))
+
+        return most_steps(epsilon_after, target_epsilon=target, at_most=steps)
 
     # --- the file -----------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,14 @@ class LedgerRecord:
                 history.append(releases)
         return history
 
+    def history_within_plan(self, steps_run: int) -> list[Releases]:
+        """Return that history, with the steps that are planned: a run that ends early costs no more than all of them."""
+        history, run = self.history(steps_run), self.runs[-1]
+        if history:
+            planned = run.statement.steps_planned - (run.from_step or 0)
+            history[-1] = history[-1]._replace(planned=planned)
+        return history
+
     def _begin(self, entry: chain.Entry) -> None:
         statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
         if not math.isclose(statement.sample_rate, statement.expected_batch_size / statement.num_units, rel_tol=1e-12):
@@ -142,7 +150,7 @@ class LedgerRecord:
         stated = entry["epsilon"] if is_end else {run.statement.accountant: entry["epsilon"]}
         epsilons = {name: math.inf if epsilon is None else epsilon for name, epsilon in stated.items()}
         private = all(run.statement.private for run in self.runs)
-        self.claims.append(Claim(entry["index"], self.history(steps_run), epsilons, private, run.versions))
+        self.claims.append(Claim(entry["index"], self.history_within_plan(steps_run), epsilons, private, run.versions))
 
 
 def _refuse(entry: chain.Entry, reason: str) -> None:

@@ -16,7 +16,7 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("noise multiplier σ", statement.noise_multiplier_in_words),
         *(
             (f"accounted: σ₀, sampling rate q in {steps:,} steps", f"{sigma:.6g}, {rate:.6g}")
-            for sigma, rate, steps, _ in ledger.history
+            for sigma, rate, steps, *_ in ledger.history
         ),
         ("noise over time", statement.noise_shape_in_words),
         ("clip norm C", statement.clipping_in_words),

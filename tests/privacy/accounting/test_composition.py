@@ -10,7 +10,11 @@ from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
 from doppler_hf.privacy.accounting.accounting import Releases
-from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, epsilon_of, gaussian_epsilon
+from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, epsilons_of, gaussian_epsilon
+
+
+def epsilon_of(rounds, **terms):
+    return max(epsilons_of(rounds, **terms))
 
 
 def gaussian_delta(mu, epsilon):

@@ -9,23 +9,24 @@ import scipy.linalg
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
+from doppler_hf.privacy.accounting.composition import epsilons_of
 from tests.support.pairwise import pairwise
 
 
-def patterns(*, rate, bands, steps, groups_known):
+def patterns(*, rate, bands, steps):
     """Yield every set of steps in which a unit can take part, with its probability: one turn of each round, or none."""
     turns = max(1, math.floor(1 / rate))
-    for group in [0] if groups_known else range(bands):
+    for group in range(bands):
         own = list(range(group, steps, bands))
         rounds = [own[start : start + turns] for start in range(0, len(own), turns)]
         choices = [[(rate, (step,)) for step in each] + [(1 - rate * len(each), ())] for each in rounds]
         for chosen in itertools.product(*choices):
-            chance = math.prod(chance for chance, _ in chosen) / (1 if groups_known else bands)
+            chance = math.prod(chance for chance, _ in chosen) / bands
             if chance > 0:
                 yield chance, sum((steps_of for _, steps_of in chosen), ())
 
 
-def log_densities(points, gradients, *, rate, shape, sigma, steps, groups_known):
+def log_densities(points, gradients, *, rate, shape, sigma, steps):
     """Log density of what is released, C·sums + noise, at points of shape (points, steps), over all patterns of coins."""
     strategy = scipy.linalg.toeplitz(np.pad(shape.c, (0, steps - shape.bands)), np.zeros(steps))
     of_each = []
@@ -33,7 +34,7 @@ def log_densities(points, gradients, *, rate, shape, sigma, steps, groups_known)
         of_each.append(
             [
                 (math.log(chance), strategy @ (gradient * np.isin(np.arange(steps), pattern)))
-                for chance, pattern in patterns(rate=rate, bands=shape.bands, steps=steps, groups_known=groups_known)
+                for chance, pattern in patterns(rate=rate, bands=shape.bands, steps=steps)
             ]
         )
     std, total = sigma * shape.norm, np.full(len(points), -np.inf)
@@ -44,10 +45,10 @@ def log_densities(points, gradients, *, rate, shape, sigma, steps, groups_known)
     return total
 
 
-def sampled(gradients, *, rate, shape, sigma, steps, groups_known, size, generator):
+def sampled(gradients, *, rate, shape, sigma, steps, size, generator):
     strategy = scipy.linalg.toeplitz(np.pad(shape.c, (0, steps - shape.bands)), np.zeros(steps))
     sums = np.zeros((size, steps))
-    chances, members = zip(*patterns(rate=rate, bands=shape.bands, steps=steps, groups_known=groups_known), strict=True)
+    chances, members = zip(*patterns(rate=rate, bands=shape.bands, steps=steps), strict=True)
     takes_part = np.array([np.isin(np.arange(steps), pattern) for pattern in members])
     for gradient in gradients:
         sums += gradient * takes_part[generator.choice(len(chances), size=size, p=chances)]
@@ -72,20 +73,21 @@ CASES = [
     (0.2, 0.7, 1, 7),
 ]
 # Which the bound is about, so that it is met.
-MET = [((), True, True, case) for case in CASES]
+MET = [((), True, case) for case in CASES]
 
 
 @pytest.mark.parametrize(
-    ("others", "removed", "groups_known", "case"),
-    dict.fromkeys([*MET, *pairwise([(), (1.0,), (-0.5,)], [True, False], [True, False], CASES)]),
+    ("others", "removed", "case"), dict.fromkeys([*MET, *pairwise([(), (1.0,), (-0.5,)], [True, False], CASES)])
 )
-def test_no_small_mechanism_is_worse_than_accounted(others, removed, groups_known, case):
+def test_no_small_mechanism_is_worse_than_accounted(others, removed, case):
     (rate, sigma, bands, steps), delta = case, 0.02
     shape = NoiseShape.banded(bands)
-    mechanism = dict(rate=rate, shape=shape, sigma=sigma, steps=steps, groups_known=groups_known)
+    mechanism = dict(rate=rate, shape=shape, sigma=sigma, steps=steps)
     data = [(*others, 1.0), others] if removed else [others, (*others, 1.0)]
-    claimed = get_total_epsilon([Releases(sigma, rate / bands, steps, shape.c)], delta=delta)
+    releases = Releases(sigma, rate / bands, steps, shape.c)
+    claimed = get_total_epsilon([releases], delta=delta)
     found, error = true_delta(*data, claimed, **mechanism)
     assert found - 5 * error < delta
-    if (others, removed, groups_known, case) in MET:
-        assert found == pytest.approx(delta, abs=5 * error + 2e-4)
+    if (others, removed, case) in MET and claimed > epsilons_of([*releases.rounds()], delta=delta).addition:
+        # A hundredth is for a simulation to fail, and some more are its margin.
+        assert found == pytest.approx(delta, rel=0.0 if bands == 1 else 0.05, abs=5 * error + 2e-4)

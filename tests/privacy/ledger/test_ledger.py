@@ -27,7 +27,7 @@ def test_epsilon_is_the_accountants():
     ledger = after(PrivacyLedger.open(statement()), 40)
     mechanism = dict(noise_multiplier=1.0, sample_rate=0.05, delta=1e-5)
     assert ledger.steps_run == 40
-    assert ledger.history == [Releases(1.0, 0.05, 40)]
+    assert ledger.history == [Releases(1.0, 0.05, 40, planned=60)]
     assert ledger.epsilon() == get_epsilon(**mechanism, steps=40)
     assert ledger.epsilon(further_steps=20) == get_epsilon(**mechanism, steps=60)
     ledger.close()
@@ -104,7 +104,7 @@ def test_a_clean_end_gives_back_what_was_not_run(tmp_path):
     ledger.save(tmp_path)
     loaded = PrivacyLedger.load(tmp_path)
     assert loaded.steps_run == ledger.steps_run == 1
-    assert loaded.claims[-1].history == loaded.history == [Releases(1.0, 0.05, 1)]
+    assert loaded.claims[-1].history == loaded.history == [Releases(1.0, 0.05, 1, planned=1000)]
     assert loaded.claims[-1].epsilons == {"pld": ledger.epsilon()}
 
 
@@ -194,7 +194,7 @@ def test_resuming_counts_the_steps_that_a_crash_undid():
     resumed = after(PrivacyLedger.open(statement()), 30).resume(statement(), from_step=20)
     assert resumed.restarts == [20]
     assert after(resumed, 40).steps_run == 70
-    assert resumed.history == [Releases(1.0, 0.05, 30), Releases(1.0, 0.05, 40)]
+    assert resumed.history == [Releases(1.0, 0.05, 30), Releases(1.0, 0.05, 40, planned=40)]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_resuming_counts_the_steps_that_a_crash_undid():
 )
 def test_another_mechanism_opens_another_entry(change, mechanism):
     ledger = after(PrivacyLedger.open(statement()), 30).resume(statement(**change), from_step=30)
-    assert after(ledger, 5).history == [Releases(1.0, 0.05, 30), Releases(*mechanism, 5)]
+    assert after(ledger, 5).history == [Releases(1.0, 0.05, 30), Releases(*mechanism, 5, planned=30)]
     assert ledger.statement == statement(**change)
 
 
