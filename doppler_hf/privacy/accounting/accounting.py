@@ -9,10 +9,10 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, epsilons_of
-from doppler_hf.privacy.accounting.secret_groups import Run, epsilon_of_removal
+from doppler_hf.privacy.accounting.secret_groups import epsilon_of_runs
 
 Accountant = Literal["pld"]  # the name in a ledger: privacy loss distributions
 
@@ -92,7 +92,10 @@ def get_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delt
 
 
 def get_total_epsilon(history: Iterable[Releases], *, delta: float) -> float:
-    """Return `get_epsilon` of several runs on the same data. With groups it may fail with probability δ/100, counted in δ."""
+    """Return `get_epsilon` of several runs on the same data.
+
+    With groups the bound fails with a probability of at most δ/100, which δ contains.
+    """
     history = tuple(releases for releases in history if releases.steps)
     rounds = merged_rounds(history)
     if not SMALLEST_DELTA <= delta < 1.0:
@@ -124,11 +127,17 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
 def bound(history: tuple[Releases, ...], *, delta: float, is_rough: bool = False) -> float:
     """Return ε of at least one step, all with noise. A rough one takes a third of the time or less, and is no bound."""
     known = epsilons_of(merged_rounds(history), delta=delta, coarsening=4 if is_rough else 1)
-    if known.removal <= known.addition or all(len(releases.strategy) == 1 for releases in history):
+    if all(len(releases.strategy) == 1 for releases in history):
         return max(known)
     # What follows from all steps that were planned costs no less than its beginning, and is computed once in a run.
     *_, last = history
     if last.steps < last.planned:
         return min(max(known), bound((*history[:-1], last._replace(steps=last.planned)), delta=delta, is_rough=is_rough))
-    runs = [Run([*releases.rounds()], releases.strategy) for releases in history]
-    return max(known.addition, epsilon_of_removal(runs, delta=delta, known=known.removal, is_rough=is_rough))
+    runs = [([*releases.rounds()], releases.strategy) for releases in history]
+    # The larger one first: it may stay the larger one.
+    (larger, is_removal), (smaller, _) = sorted(zip(known, (True, False), strict=True), reverse=True)
+    terms: dict[str, Any] = {"delta": delta, "is_rough": is_rough}
+    larger = epsilon_of_runs(runs, is_removal=is_removal, known=larger, **terms)
+    if smaller <= larger:
+        return larger
+    return max(larger, epsilon_of_runs(runs, is_removal=not is_removal, known=smaller, **terms))

@@ -99,8 +99,8 @@ class LedgerRecord:
     def history_within_plan(self, steps_run: int) -> list[Releases]:
         """Return that history, with the steps that are planned: a run that ends early costs no more than all of them."""
         history, run = self.history(steps_run), self.runs[-1]
-        if history:
-            planned = run.statement.steps_planned - (run.from_step or 0)
+        planned = run.statement.steps_planned - (run.from_step or 0)
+        if history and history[-1].steps < planned:
             history[-1] = history[-1]._replace(planned=planned)
         return history
 

@@ -1,0 +1,109 @@
+"""Rounds of random allocation under densities that make a privacy loss likely: moments of the ratio, and samples.
+
+    ρ = 1 − nq + q·(Y_1 + … + Y_n),    Y_i = exp(x_i/σ − 1/2σ²),    x_i independent standard normals without the unit.
+
+`Removal` has the densities ρ^(k+1)/E ρ^(k+1), and `Addition` ρ^(−k)/E ρ^(−k), by the order k from 1.
+"""
+
+import math
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import gammaln, logsumexp
+
+from doppler_hf.privacy.accounting.composition import Rounds
+
+Array = NDArray[np.floating]
+
+ORDERS: Final = np.arange(1, 96)  # k
+_LEAST_ACCEPTED: Final = 0.05  # share of proposals
+_REACH: Final = 8.5  # standard deviations of a normal, beyond which 10⁻¹⁷ is left
+_POINTS: Final = 400
+
+
+class Removal:
+    """Powers of ρ, multiplied out: each term shifts every x_i by its power of Y_i, over σ."""
+
+    def __init__(self, of: Rounds) -> None:
+        self.of = of
+        powers = np.arange(ORDERS[-1] + 2)
+        left = 1.0 - of.turns * of.rate
+        nobody = powers * math.log(left) if left > 1e-12 else np.where(powers == 0, 0.0, -np.inf)
+        # ln q^a·E Y^a / a! by a, with E Y^a = exp(a(a − 1)/2σ²).
+        self._turn = powers * math.log(of.rate) + powers * (powers - 1) / (2 * of.noise_multiplier**2) - gammaln(powers + 1)
+        lags = powers[:, None] - powers
+        kernel = np.where(lags >= 0, self._turn[np.maximum(lags, 0)], -np.inf)
+        # ln of the coefficients of x^r in e^((1 − nq)x)·(Σ_a q^a·E Y^a·x^a / a!)^j, by j and r.
+        self._shares = np.empty((of.turns + 1, len(powers)))
+        self._shares[0] = nobody - gammaln(powers + 1)
+        for number in range(of.turns):
+            self._shares[number + 1] = logsumexp(kernel + self._shares[number], axis=1)
+        self.log_moments = (self._shares[-1] + gammaln(powers + 1))[2:]
+
+    def can_sample(self, order: int) -> bool:
+        """Return True."""
+        return True
+
+    def sample(self, count: int, order: int, random: np.random.Generator) -> Array:
+        """Return x of so many rounds, shape (count, n)."""
+        some = np.arange(order + 2)
+        powers = np.zeros((count, self.of.turns))
+        left = np.full(count, order + 1)
+        for place in range(self.of.turns):
+            # The probability of at most so many factors, in columns, of those left, in rows.
+            later = self._shares[self.of.turns - place - 1, some[:, None] - some]
+            logs = self._turn[some] + later - self._shares[self.of.turns - place, some, None]
+            at_most = np.cumsum(np.exp(np.where(some <= some[:, None], logs, -np.inf)), axis=1)
+            uniform = random.random(count)
+            taking = np.flatnonzero(uniform >= at_most[left, 0])
+            taken = np.minimum((uniform[taking, None] >= at_most[left[taking]]).sum(axis=1), left[taking])
+            powers[taking, place] = taken
+            left[taking] -= taken
+        return random.standard_normal(powers.shape) + powers / self.of.noise_multiplier
+
+
+class Addition:
+    """Negative powers of ρ, by rejection from those of the weighted geometric mean of 1 and Y_i, which is never larger."""
+
+    def __init__(self, of: Rounds) -> None:
+        self.of = of
+        self.log_moments = _log_negative_moments(of)
+        # ln E of the geometric mean's power −k: its logarithm is normal.
+        spread = of.turns * of.rate / of.noise_multiplier**2
+        self._log_accepted = self.log_moments - spread * ORDERS * (1.0 + of.rate * ORDERS) / 2
+
+    def can_sample(self, order: int) -> bool:
+        """Return whether enough proposals are accepted."""
+        return bool(self._log_accepted[order - 1] > math.log(_LEAST_ACCEPTED))
+
+    def sample(self, count: int, order: int, random: np.random.Generator) -> Array:
+        """Return x of so many rounds, shape (count, n)."""
+        found = np.empty((0, self.of.turns))
+        shift, rate = 1.0 / self.of.noise_multiplier, self.of.rate
+        left = max(1.0 - self.of.turns * rate, 0.0)
+        while len(found) < count:
+            size = math.ceil(1.1 * (count - len(found)) / math.exp(self._log_accepted[order - 1])) + 16
+            proposed = random.standard_normal((size, self.of.turns)) - order * rate * shift
+            logs = shift * proposed - shift**2 / 2
+            above = np.log(left + rate * np.exp(logs).sum(axis=1)) - rate * logs.sum(axis=1)
+            found = np.concatenate([found, proposed[random.random(size) < np.exp(-order * above)]])
+        return found[:count]
+
+
+def _log_negative_moments(of: Rounds) -> Array:
+    """Return ln E ρ^(−k) by k.
+
+    ρ^(−k) = ∫ t^(k−1) e^(−tρ) dt / (k − 1)!, so that the mean over n independent turns is a power. Both integrals have
+    analytic integrands that decay at both ends, for which the trapezoidal rule errs exponentially little.
+    """
+    shift, left = 1.0 / of.noise_multiplier, max(1.0 - of.turns * of.rate, 0.0)
+    normals = np.linspace(-_REACH - shift, _REACH + shift, _POINTS)
+    weights = np.exp(-np.square(normals) / 2) * (normals[1] - normals[0]) / math.sqrt(2 * math.pi)
+    terms = np.exp(shift * normals - shift**2 / 2)
+    # t at which the integrand is of any size, up to some k / ρ for the smallest ρ.
+    logs = np.linspace(-40.0, math.log(ORDERS[-1]) + _REACH * shift + shift**2 / 2 + 6.0, 4 * _POINTS)
+    with np.errstate(divide="ignore", under="ignore"):
+        transform = np.log(np.exp(-of.rate * np.exp(logs)[:, None] * terms) @ weights)
+    integrand = ORDERS[:, None] * logs - left * np.exp(logs) + of.turns * transform
+    return np.asarray(logsumexp(integrand, axis=1) + math.log(logs[1] - logs[0]) - gammaln(ORDERS))
