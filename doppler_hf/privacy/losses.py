@@ -9,7 +9,6 @@ The model determines the loss. As Transformers does, this file finds it by `loss
 (`PreTrainedModel.__init__`, `loss/loss_utils.py`), and for older names by the tables of auto classes.
 """
 
-import contextlib
 import inspect
 import sys
 from collections.abc import Mapping
@@ -135,9 +134,9 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         return ctc_losses(model, inputs, labels, base_model=base_model)
     if task is not None and labels is not None:
         labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
-    is_causal = task == "causal_lm" and labels is not None
+    of_next = labels if task == "causal_lm" else None
     try:
-        with head_in_chunks(base_model, labels) if is_causal else contextlib.nullcontext([]) as in_chunks:
+        with head_in_chunks(base_model, of_next) as in_chunks:
             outputs = model(**inputs)
     except (TypeError, AttributeError) as error:
         if labels is None or "labels" not in inspect.signature(base_model.forward).parameters:
@@ -162,8 +161,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             f"{type(base_model).__name__} has output_router_logits=True: its router's balancing loss covers the whole "
             "batch. Set output_router_logits=False in its config."
         )
-    if is_causal:
-        return mean_over_tokens(summed_next_token_losses(in_chunks, logits, labels), labels, shift=True)
+    if of_next is not None:
+        return mean_over_tokens(summed_next_token_losses(in_chunks, logits, of_next), of_next, shift=True)
     if task is not None:
         return token_losses(logits, labels, shift=False)
     if has_choices(base_model):

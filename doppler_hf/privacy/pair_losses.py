@@ -52,9 +52,9 @@ PAIR_LOSSES: Final[dict[str, Callable[[_Pairs], Float[Tensor, " pairs"]]]] = {
     "robust": lambda p: (
         (p.share * F.logsigmoid(-p.beta * p.margin) - (1 - p.share) * F.logsigmoid(p.beta * p.margin)) / (1 - 2 * p.share)
     ),
-    "exo_pair": lambda p: sum(
-        torch.sigmoid(score) * (F.logsigmoid(score) - math.log(share))
-        for score, share in ((p.beta * p.margin, 1 - p.share), (-p.beta * p.margin, p.share))
+    "exo_pair": lambda p: (
+        torch.sigmoid(p.beta * p.margin) * (F.logsigmoid(p.beta * p.margin) - math.log(1 - p.share))
+        + torch.sigmoid(-p.beta * p.margin) * (F.logsigmoid(-p.beta * p.margin) - math.log(p.share))
     ),
     "nca_pair": lambda p: (
         -F.logsigmoid(p.beta * p.chosen) - (F.logsigmoid(-p.beta * p.chosen) + F.logsigmoid(-p.beta * p.rejected)) / 2

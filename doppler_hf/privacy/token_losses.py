@@ -1,17 +1,16 @@
-"""The losses of an example's tokens, without the logits of a whole micro-batch where the head is frozen.
+"""The losses of an example's tokens, without the logits of a whole micro-batch.
 
-Logits of 4,096 tokens of 151,936 classes take 2.5 GB, their losses and gradients three times that. With LoRA a causal model
-needs them for a few tokens at a time: the gradient of a token's loss by the last hidden states is all that is kept.
-
-A trained head stays as it is. Its ghost norm compares all pairs of an example's tokens, so that chunks would compute
-their logits once for each other chunk, and once more for the weighted sum; the alternative, the gradient of the head's
-weight for each example, takes as much memory as the logits up to some 900 tokens.
+Logits of 4,096 tokens of 151,936 classes take 2.5 GB, their losses and gradients three times that. A causal model needs them
+for a few tokens at a time. With a frozen head, as in LoRA, the gradient of each token's loss by its last hidden state is
+kept instead. With a trained one the backward pass computes the logits again, and the engine adds up the head's gradient of
+each example; where that is larger than the logits, all stays as it is.
 
 Sensitivity. The loss of a token depends on the logits of its example alone, and these on the hidden state at one place.
 Chunks are cut along time, and how many there are follows from shapes.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy.dense_losses import cross_entropies
@@ -30,7 +30,7 @@ IGNORED_LABEL: Final = -100  # of transformers' collators and losses, and of tor
 # Logits at a time, 128 MiB in float32: 220 tokens of 151,936 classes. A product of matrices so large is as fast as a whole.
 CHUNK: Final = 2**25
 
-_Logits = Callable[[Float[Tensor, "batch time hidden"]], Float[Tensor, "batch time classes"]]
+_Losses = Callable[[Float[Tensor, "batch time hidden"], Int[Tensor, "batch time"]], Float[Tensor, "batch time"]]
 
 
 def token_losses(
@@ -87,46 +87,67 @@ def _of_each(logits: Float[Tensor, "batch time classes"], labels: Int[Tensor, "b
 
 @contextlib.contextmanager
 def head_in_chunks(
-    base_model: PreTrainedModel, labels: Int[Tensor, "batch length"]
+    base_model: PreTrainedModel, labels: Int[Tensor, "batch length"] | None
 ) -> Iterator[list[Float[Tensor, "batch length"]]]:
-    """Let a causal model, if its logits are many and its head is frozen, compute in the block what it yields.
+    """Let a causal model, if its logits are many, compute in the block what it yields.
 
     The model's body is called as ever, and its head on the first place alone. The head's own forward, with all that it does
-    to logits, is called for a few places at a time. `summed_next_token_losses` takes what is yielded.
+    to logits, is called for a few places at a time. `summed_next_token_losses` takes what is yielded. Without labels, those
+    of each place's own token, nothing changes.
     """
     found: list[Float[Tensor, "batch length"]] = []
-    body, length = base_model.base_model, labels.shape[-1]
-    time = max(1, CHUNK // (len(labels) * base_model.config.get_text_config().vocab_size))
-    # Without gradients it is an evaluation, whose logits are wanted.
-    if time >= length or not torch.is_grad_enabled() or body is base_model or not _is_head_frozen(base_model, body):
+    if labels is None:
         yield found
         return
-    forward, own = body.forward, vars(body).get("forward")
+    body, length = base_model.base_model, labels.shape[-1]
+    time = max(1, CHUNK // (len(labels) * base_model.config.get_text_config().vocab_size))
+    outside = _weights_outside(base_model, body)
+    # Without gradients it is an evaluation, whose logits are wanted. FSDP would gather a head anew for each chunk.
+    if (
+        time >= length
+        or not torch.is_grad_enabled()
+        or body is base_model
+        or any(isinstance(parameter, DTensor) for parameter in outside)
+    ):
+        yield found
+        return
+    is_trained, forward = any(parameter.requires_grad for parameter in outside), body.forward
 
     def in_chunks(*args: Any, **kwargs: Any) -> Any:
         outputs = forward(*args, **kwargs)
         hidden = outputs.get("last_hidden_state") if isinstance(outputs, dict) else None
-        if hidden is None or hidden.shape[:2] != labels.shape or not hidden.requires_grad:
+        if hidden is None or hidden.shape[:2] != labels.shape or (is_trained and length < hidden.shape[2]):
             return outputs
 
-        def logits_of(part: Float[Tensor, "batch time hidden"]) -> Float[Tensor, "batch time classes"]:
+        def losses_of(part: Float[Tensor, "batch time hidden"], own: Int[Tensor, "batch time"]) -> Tensor:
             outputs["last_hidden_state"] = part
-            logits: Tensor = type(base_model).forward(base_model, input_ids=labels[:, : part.shape[1]]).logits
-            return logits
+            with _forward_of(body, lambda *args, **kwargs: outputs):
+                return _of_each(type(base_model).forward(base_model, input_ids=own).logits, own)
 
-        vars(body)["forward"] = lambda *args, **kwargs: outputs
         # Here and not behind the model's forward, which autocast may surround.
-        found.append(_InChunks.apply(hidden, _moved(labels), logits_of, time))
+        if is_trained:
+            parts = zip(hidden.split(time, dim=1), _moved(labels).split(time, dim=1), strict=True)
+            again = functools.partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
+            found.append(torch.cat([again(*part) for part in parts], dim=1))
+        else:
+            found.append(_InChunks.apply(hidden, _moved(labels), losses_of, time))
         outputs["last_hidden_state"] = hidden[:, :1]
         return outputs
 
-    vars(body)["forward"] = in_chunks
-    try:
+    with _forward_of(body, in_chunks):
         yield found
+
+
+@contextlib.contextmanager
+def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    before = vars(module).get("forward")
+    vars(module)["forward"] = function
+    try:
+        yield
     finally:
-        vars(body).pop("forward")
-        if own is not None:
-            vars(body)["forward"] = own
+        vars(module).pop("forward")
+        if before is not None:
+            vars(module)["forward"] = before
 
 
 def summed_next_token_losses(
@@ -141,12 +162,10 @@ def summed_next_token_losses(
     return summed_token_losses(logits, labels, shift=True)
 
 
-def _is_head_frozen(model: PreTrainedModel, body: nn.Module) -> bool:
-    """Return whether all weights outside of a model's body are whole and frozen, those of a tied head too."""
+def _weights_outside(model: PreTrainedModel, body: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a model's head, those that it shares with the body too."""
     layers = itertools.chain.from_iterable(child.parameters() for child in model.children() if child is not body)
-    outside = [*layers, *model.parameters(recurse=False)]
-    # FSDP would gather a head anew for each chunk.
-    return not any(parameter.requires_grad or isinstance(parameter, DTensor) for parameter in outside)
+    return [*layers, *model.parameters(recurse=False)]
 
 
 class _InChunks(torch.autograd.Function):
@@ -157,14 +176,14 @@ class _InChunks(torch.autograd.Function):
         ctx: Any,
         hidden: Float[Tensor, "batch length hidden"],
         labels: Int[Tensor, "batch length"],
-        logits_of: _Logits,
+        losses_of: _Losses,
         time: int,
     ) -> Float[Tensor, "batch length"]:
         losses, slopes = [], torch.empty_like(hidden)
         for part, own, slope in zip(*(each.split(time, dim=1) for each in (hidden, labels, slopes)), strict=True):
             leaf = part.detach().requires_grad_()
             with torch.enable_grad():
-                of_part = _of_each(logits_of(leaf), own)
+                of_part = losses_of(leaf, own)
                 slope.copy_(torch.autograd.grad(of_part.sum(), leaf)[0])
             losses.append(of_part.detach())
         ctx.save_for_backward(slopes)
