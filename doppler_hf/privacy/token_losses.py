@@ -92,11 +92,13 @@ def head_in_chunks(
     """Let a causal model, if its logits are many, compute in the block what it yields.
 
     The model's body is called as ever, and its head on the first place alone. The head's own forward, with all that it does
-    to logits, is called for a few places at a time. `summed_next_token_losses` takes what is yielded. Without labels, those
-    of each place's own token, nothing changes.
+    to logits, is called for a few places at a time. `summed_next_token_losses` takes what is yielded. Without labels, or a
+    known number of classes, nothing changes.
+
+    Sensitivity: the body reads whole examples, as before; a chunk has the same places of each, and no loss another's.
     """
     found: list[Float[Tensor, "batch length"]] = []
-    if labels is None:
+    if labels is None or not hasattr(base_model.config.get_text_config(), "vocab_size"):
         yield found
         return
     body, length = base_model.base_model, labels.shape[-1]
