@@ -19,10 +19,17 @@ from doppler_hf import trl_checks
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.clipping.refused_layers import modes_kept
-from doppler_hf.privacy.pair_losses import PAIR_LOSSES, collate_pairs, lengths_of_answers, log_ratios, pair_losses
+from doppler_hf.privacy.pair_losses import (
+    PAIR_LOSSES,
+    collate_pairs,
+    lengths_of_answers,
+    log_ratios,
+    pair_losses,
+    references_of,
+)
 from doppler_hf.run.around import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
-from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args import DopplerTrainingArguments, checks
 from doppler_hf.training_args.checks import with_near_names
 
 _ANSWERS: Final = ("chosen_ids", "rejected_ids")  # TRL's columns
@@ -33,11 +40,12 @@ _NOT_PRIVATE: Final = {
     "ld_alpha": "the log-probability of an answer is the sum over all of its tokens",
     "f_divergence_type": "the loss of a pair is a function of its two log-ratios",
     "f_alpha_divergence_coef": _OF_ANOTHER,
-    "discopop_tau": _OF_ANOTHER,
     "ref_model_mixup_alpha": _OF_ANOTHER,
     "ref_model_sync_steps": _OF_ANOTHER,
     **trl_checks.NOT_PRIVATE,
 }
+# An argument → the losses that read it.
+_OF_LOSSES: Final = {"label_smoothing": ("robust", "exo_pair"), "discopop_tau": ("discopop",)}
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
@@ -73,17 +81,19 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         if others or not self.loss_type:
             raise ValueError(
                 f"The loss_type must be of {', '.join(PAIR_LOSSES)} with differential privacy, got "
-                f"{', '.join(others) or 'none'}. Set one of these, or several."
+                f"{', '.join(others) or 'none'}. TRL's others sort the log-ratios of a batch, so that no pair has a loss of "
+                "its own. Set one of these, or several."
             )
         if not self.beta > 0:
             raise ValueError(f"beta must be > 0, got {self.beta}. Usual is 0.1.")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}. Usual is 0.1.")
-        if self.label_smoothing and "robust" not in self.loss_type:
-            raise ValueError(
-                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Set 'robust', or "
-                "leave it out."
-            )
+        for name, readers in _OF_LOSSES.items():
+            value = getattr(self, name)
+            if value != checks.default_of(self, name) and {*readers}.isdisjoint(self.loss_type):
+                raise ValueError(
+                    f"{name}={value} has no effect with loss_type={self.loss_type}. Set {readers[0]!r}, or leave it out."
+                )
 
 
 class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
@@ -160,10 +170,12 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         """Return the loss of each pair; see `privacy.pair_losses`."""
         return pair_losses(
             log_ratios(model, inputs),
+            references_of(inputs),
             lengths_of_answers(inputs),
             weights=list(zip(self.loss_types, self.loss_weights, strict=True)),
             beta=self.beta,
             label_smoothing=self.label_smoothing,
+            discopop_tau=self.args.discopop_tau,
         )
 
     default_per_sample_loss = compute_per_sample_loss

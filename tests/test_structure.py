@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "privacy/accounting": ("", "scipy numpy dp_accounting"),
     "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),
     "privacy/clipping/transformers_layers": ("privacy", "jaxtyping torch transformers peft"),
-    "privacy/losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
+    "privacy/losses": ("privacy.dense_losses privacy.token_losses", "jaxtyping torch transformers"),
+    "privacy/token_losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),
     "run": (

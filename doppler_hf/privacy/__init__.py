@@ -3,6 +3,7 @@
 - batching: the examples of a step
 - losses: one loss per example
 - dense_losses: one loss per example of segmentation and of speech
+- token_losses: one loss per example of tokens, whose logits are many
 - pair_losses: one loss per pair of answers
 - clipping: per-sample gradients, clipped and summed
 - autograd_check: these gradients, compared with plain autograd

@@ -23,11 +23,17 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaske
 from transformers.models.auto import modeling_auto
 
 from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored_pixel, pixel_losses
+from doppler_hf.privacy.token_losses import (
+    IGNORED_LABEL,
+    head_in_chunks,
+    mean_over_tokens,
+    summed_next_token_losses,
+    token_losses,
+)
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
 
-IGNORED_LABEL = -100  # of transformers' collators and losses, and of torch's cross_entropy
 OWN_LOSS: Final = (
     "Override compute_per_sample_loss to return one loss per example, such as F.cross_entropy(model(**inputs)['logits'], "
     "inputs['labels'], reduction='none')"
@@ -126,8 +132,12 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             inputs["labels"] = labels
     if has_ctc(base_model) and labels is not None:
         return ctc_losses(model, inputs, labels, base_model=base_model)
+    if task is not None and labels is not None:
+        labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
+    of_next = labels if task == "causal_lm" else None
     try:
-        outputs = model(**inputs)
+        with head_in_chunks(base_model, of_next) as in_chunks:
+            outputs = model(**inputs)
     except (TypeError, AttributeError) as error:
         if labels is None or "labels" not in inspect.signature(base_model.forward).parameters:
             raise
@@ -151,9 +161,10 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             f"{type(base_model).__name__} has output_router_logits=True: its router's balancing loss covers the whole "
             "batch. Set output_router_logits=False in its config."
         )
+    if of_next is not None:
+        return mean_over_tokens(summed_next_token_losses(in_chunks, logits, of_next), of_next, shift=True)
     if task is not None:
-        labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
-        return token_losses(logits, labels, shift=task == "causal_lm")
+        return token_losses(logits, labels, shift=False)
     if has_choices(base_model):
         return classification_losses(logits, labels, problem_type="single_label_classification")
     if has_pixels(base_model):
@@ -233,46 +244,6 @@ def classification_losses(
     if problem_type == "single_label_classification":
         return cross_entropies(logits, labels, ignored=IGNORED_LABEL)
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
-
-
-def token_losses(
-    logits: Float[Tensor, "batch length classes"], labels: Int[Tensor, "batch length"], *, shift: bool
-) -> Float[Tensor, " batch"]:
-    """Return the loss of each example of a task with one label per token: language models and token classifiers.
-
-        loss_i = Σ_t [y_it ≠ −100] · CE(logits_it, y_it) / Σ_t [y_it ≠ −100]
-
-    The mean is over the example's own labelled tokens, so neither its neighbours nor the length to which they are padded
-    change it. An example without a labelled token has loss 0 and a zero gradient. With `shift`, as for causal language
-    models, the logits at t are compared with the label at t + 1.
-
-    Example:
-        >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]]), shift=True)
-        tensor([1.3863, 0.0000])
-    """
-    total = summed_token_losses(logits, labels, shift=shift)
-    number = (labels[:, int(shift) :] != IGNORED_LABEL).sum(dim=1)
-    # At least one: 0/0 would be NaN, and make the clipped sum of all examples NaN.
-    return total / number.clamp(min=1)
-
-
-def summed_token_losses(
-    logits: Float[Tensor, "batch length classes"], labels: Int[Tensor, "batch length"], *, shift: bool
-) -> Float[Tensor, " batch"]:
-    """Return the sum over each row's labelled tokens, of which `token_losses` is the mean; it has the same arguments."""
-    if logits.ndim != 3 or labels.shape != logits.shape[:2]:
-        raise ValueError(
-            "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
-            f"{logits.ndim} and {labels.ndim} dimensions or other sizes. Let the collator pad labels as it pads the inputs, "
-            f"with {IGNORED_LABEL}."
-        )
-    if labels.is_floating_point():
-        raise ValueError(f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.")
-    if shift:  # The labels move and not the logits, which are too large to be copied.
-        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    flat = cross_entropies(logits.flatten(0, 1), labels.flatten().long(), ignored=IGNORED_LABEL)
-    return flat.view(labels.shape).sum(dim=1)
 
 
 def answer_losses(

@@ -8,7 +8,9 @@ Sensitivity. A row's log-probability is the sum over that row's own labelled tok
 two rows, and on two numbers that the reference computed from that pair alone. Nothing is divided by a count of the batch.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -17,20 +19,54 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from doppler_hf.privacy.batching.collators import Collator
-from doppler_hf.privacy.losses import IGNORED_LABEL, places_of_prompt, summed_token_losses
+from doppler_hf.privacy.losses import places_of_prompt, without_adapters
+from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, summed_next_token_losses
 
 REFERENCES: Final = ("ref_chosen_logps", "ref_rejected_logps")  # as TRL names the reference's log-probabilities
 _COMPLETION: Final = "completion_mask"  # 1 for the tokens of the answer
 
-_Rule = Callable[[Tensor, Tensor, float, float], Tensor]
-# Of the margin m, and of its mean over the tokens of each answer, with β and the share ε of pairs that are labelled wrongly.
-PAIR_LOSSES: Final[dict[str, _Rule]] = {
-    "sigmoid": lambda margin, _, beta, __: -F.logsigmoid(beta * margin),
-    "hinge": lambda margin, _, beta, __: torch.relu(1 - beta * margin),
-    "robust": lambda margin, _, beta, share: (
-        (share * F.logsigmoid(-beta * margin) - (1 - share) * F.logsigmoid(beta * margin)) / (1 - 2 * share)
+
+@dataclass(frozen=True)
+class _Pairs:
+    """What the loss of a pair is a function of."""
+
+    chosen: Float[Tensor, " pairs"]  # log π − log ref of an answer
+    rejected: Float[Tensor, " pairs"]
+    mean: Float[Tensor, " pairs"]  # the difference of both, each divided by the tokens of its answer
+    likelihood: Float[Tensor, " pairs"]  # log π of the chosen answer, divided by its tokens
+    beta: float
+    share: float  # of pairs that are labelled wrongly
+    tau: float
+
+    @property
+    def margin(self) -> Float[Tensor, " pairs"]:
+        return self.chosen - self.rejected
+
+
+# By TRL's names, as in its `DPOTrainer`; those that it lists beside sort the log-ratios of a batch.
+PAIR_LOSSES: Final[dict[str, Callable[[_Pairs], Float[Tensor, " pairs"]]]] = {
+    "sigmoid": lambda p: -F.logsigmoid(p.beta * p.margin),
+    "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.mean),
+    "hinge": lambda p: torch.relu(1 - p.beta * p.margin),
+    "ipo": lambda p: (p.mean - 1 / (2 * p.beta)).square(),
+    "robust": lambda p: (
+        (p.share * F.logsigmoid(-p.beta * p.margin) - (1 - p.share) * F.logsigmoid(p.beta * p.margin)) / (1 - 2 * p.share)
     ),
-    "ipo": lambda _, mean, beta, __: (mean - 1 / (2 * beta)).square(),
+    "exo_pair": lambda p: (
+        torch.sigmoid(p.beta * p.margin) * (F.logsigmoid(p.beta * p.margin) - math.log(1 - p.share))
+        + torch.sigmoid(-p.beta * p.margin) * (F.logsigmoid(-p.beta * p.margin) - math.log(p.share))
+    ),
+    "nca_pair": lambda p: (
+        -F.logsigmoid(p.beta * p.chosen) - (F.logsigmoid(-p.beta * p.chosen) + F.logsigmoid(-p.beta * p.rejected)) / 2
+    ),
+    "bco_pair": lambda p: -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected),
+    "sppo_hard": lambda p: (p.chosen - 1 / (2 * p.beta)).square() + (p.rejected + 1 / (2 * p.beta)).square(),
+    "apo_zero": lambda p: torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected),
+    "apo_down": lambda p: torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.beta * p.margin),
+    "discopop": lambda p: torch.lerp(
+        -F.logsigmoid(p.beta * p.margin), torch.exp(-p.beta * p.margin), torch.sigmoid(p.beta * p.margin / p.tau)
+    ),
+    "sft": lambda p: -p.likelihood,
 }
 
 
@@ -47,9 +83,15 @@ def log_ratios(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "pa
     rows = {name: value.flatten(0, 1) for name, value in inputs.items() if name not in REFERENCES}
     labels = rows["input_ids"].masked_fill(rows.pop(_COMPLETION) == 0, IGNORED_LABEL)
     labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
-    log_probabilities = -summed_token_losses(model(**rows).logits, labels, shift=True)
-    references = torch.stack([inputs[name] for name in REFERENCES], dim=1)
-    return log_probabilities.unflatten(0, (-1, 2)) - references
+    with head_in_chunks(without_adapters(model), labels) as in_chunks:
+        logits = model(**rows).logits
+    log_probabilities = -summed_next_token_losses(in_chunks, logits, labels)
+    return log_probabilities.unflatten(0, (-1, 2)) - references_of(inputs)
+
+
+def references_of(inputs: Mapping[str, Any]) -> Float[Tensor, "pairs 2"]:
+    """Return log ref of both answers of each pair, as it was computed before the training."""
+    return torch.stack([inputs[name] for name in REFERENCES], dim=1)
 
 
 def lengths_of_answers(inputs: Mapping[str, Any]) -> Int[Tensor, "pairs 2"]:
@@ -60,20 +102,27 @@ def lengths_of_answers(inputs: Mapping[str, Any]) -> Int[Tensor, "pairs 2"]:
 
 def pair_losses(
     ratios: Float[Tensor, "pairs 2"],
+    references: Float[Tensor, "pairs 2"],
     lengths: Int[Tensor, "pairs 2"],
     *,
     weights: Sequence[tuple[str, float]],
     beta: float,
     label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
 ) -> Float[Tensor, " pairs"]:
     """Return the loss of each pair: the weighted sum of the given `PAIR_LOSSES`.
 
-    `label_smoothing` is for "robust": the share of pairs whose labels are taken to be the wrong way round, below ½.
+    `label_smoothing` is for "robust" and "exo_pair": the share of pairs whose labels are taken to be the wrong way round,
+    below ½. `discopop_tau` is for "discopop". An answer's `references` are for "sft" alone, which has none in it.
 
     Example:
-        >>> pair_losses(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.long), weights=[("sigmoid", 1.0)], beta=0.1)
+        >>> zeros = torch.zeros(1, 2)
+        >>> pair_losses(zeros, zeros, torch.ones(1, 2, dtype=torch.long), weights=[("sigmoid", 1.0)], beta=0.1)
         tensor([0.6931])
     """
-    margin, mean = (of_answers[:, 0] - of_answers[:, 1] for of_answers in (ratios, ratios / lengths))
-    parts = [weight * PAIR_LOSSES[name](margin, mean, beta, label_smoothing) for name, weight in weights]
-    return torch.stack(parts).sum(dim=0)
+    # Sensitivity: every term is of one pair's two rows, and of what the reference said of these.
+    chosen, rejected = ratios.unbind(dim=1)
+    of_tokens = ratios / lengths
+    mean, likelihood = of_tokens[:, 0] - of_tokens[:, 1], (chosen + references[:, 0]) / lengths[:, 0]
+    pairs = _Pairs(chosen, rejected, mean, likelihood, beta=beta, share=label_smoothing, tau=discopop_tau)
+    return torch.stack([weight * PAIR_LOSSES[name](pairs) for name, weight in weights]).sum(dim=0)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from doppler_hf.privacy import losses
 from doppler_hf.privacy.batching.columns import LABELS
+from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 # How transformers' models name a table of positions, which stands beside that of the tokens.
 _POSITIONS: Final = ("embed_positions", "position_embedding", "position_embeddings", "positions_embed", "wpe")
@@ -31,7 +32,7 @@ class Limit(NamedTuple):
             return bool(self.kind == "no booleans" and found.dtype.kind == "b")
         if found.max() >= self.end:
             return True
-        return bool(found.min() < 0 and not (self.is_ignoring and not ((found < 0) & (found != losses.IGNORED_LABEL)).any()))
+        return bool(found.min() < 0 and not (self.is_ignoring and not ((found < 0) & (found != IGNORED_LABEL)).any()))
 
     def is_exceeded_in(self, row: Any) -> bool:
         """Return whether it is in a row, or in a batch of one, in which labels may have the model's name for them."""
@@ -49,7 +50,7 @@ class Limit(NamedTuple):
     def refusal(self) -> ValueError:
         """Return the error, without any number or position of an example: messages end in logs."""
         words, got = {
-            "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {losses.IGNORED_LABEL}" * self.is_ignoring, "others"),
+            "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
             "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
             "no booleans": ("numbers of classes", "True or False"),
         }[self.kind]

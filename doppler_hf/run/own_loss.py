@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from doppler_hf.privacy import losses as rules
 from doppler_hf.privacy.dense_losses import ignored_pixel
 from doppler_hf.privacy.generators import filled_generators
+from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 
 def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
@@ -52,14 +53,14 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     task = rules.token_task(base_model)
     # The first token is no target of a causal model, except behind a prompt.
     first = int(task == "causal_lm" and not rules.places_of_prompt(model))
-    labelled = (inputs["labels"] != rules.IGNORED_LABEL)[:, first:].sum(dim=1) if task else None
+    labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if task else None
     if rules.has_pixels(base_model):
         labelled = (inputs["labels"] != ignored_pixel(base_model)).flatten(1).sum(dim=1)
     if rules.has_ctc(base_model) and base_model.config.ctc_loss_reduction == "sum":
         own = own / len(losses)
     labels = inputs.get("labels")
     if labelled is None and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
-        labelled = labels != rules.IGNORED_LABEL  # Transformers' mean leaves out what has no class
+        labelled = labels != IGNORED_LABEL  # Transformers' mean leaves out what has no class
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
         raise ValueError(

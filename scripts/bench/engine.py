@@ -32,7 +32,8 @@ from transformers import (
 )
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.losses import classification_losses, token_losses
+from doppler_hf.privacy.losses import classification_losses
+from doppler_hf.privacy.token_losses import token_losses
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from scripts.bench.measure import (

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from doppler_hf.privacy.losses import IGNORED_LABEL, has_ctc, has_pixels, token_task
+from doppler_hf.privacy.losses import has_ctc, has_pixels, token_task
+from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 TASK_NAMES = re.compile(
     r"^(?!Auto|DataCollator|.*PreTrainedModel).*(For(Sequence|Image|Video|Audio|Token)Classification\w*|For(CausalLM|MaskedLM|ConditionalGeneration)"

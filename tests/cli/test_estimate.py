@@ -2,16 +2,23 @@
 
 import functools
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, GPT2Config, ViTConfig
+from transformers import BertConfig, GPT2Config, Qwen2Config, ViTConfig
 
 from doppler_hf.cli import main
 from doppler_hf.filters import LowPassFilter, NoiseShape
+from doppler_hf.privacy import ClippedGradients, token_losses
+from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.run import estimate as module
 from doppler_hf.run.estimate import Setting, estimate
+from doppler_hf.workloads.lora import LoraArguments
+from doppler_hf.workloads.random_model import RandomModel
+from tests.support.devices import Peak
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 CONFIGS = {
@@ -95,3 +102,40 @@ def test_parts_add_up_to_a_step(base, kept, monkeypatch):
     assert found.bytes == {
         "weights": 80, "optimizer": 80 * kept, "earlier noise": 80, "clipped sums": 80, "a pass, or the gradient": 140
     }  # fmt: skip
+
+
+IN_CHUNKS = """
+import sys
+from doppler_hf.cli import main
+from doppler_hf.privacy import token_losses
+from doppler_hf.run.estimate import Meter
+
+token_losses.CHUNK = int(sys.argv[1])
+Meter.seconds = lambda self, work: 1.0
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_a_pass_of_a_language_model_takes_what_its_tensors_do(lora_r, tmp_path, monkeypatch):
+    # 205 MB of logits, of which 67 MB are there at a time: less than 32 MB do not go back to the system at once.
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=64)
+    Qwen2Config(vocab_size=50_000, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes).save_pretrained(tmp_path)
+    monkeypatch.setattr(token_losses, "CHUNK", 2**24)
+    adapters = ["--lora-r", str(lora_r), "--lora-target-modules", "q_proj"] if lora_r else []
+    line = ["estimate", "--model", str(tmp_path), "--task", "causal-lm", "--length", "512", "--batch-size", "8", "--json"]
+    # A process whose memory nothing has used before.
+    line = [sys.executable, "-c", IN_CHUNKS, str(token_losses.CHUNK), *line, "--micro-batch", "2", *adapters]
+    found = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+    lora = LoraArguments(lora_r=lora_r, lora_target_modules="q_proj" if lora_r else None)
+    random = RandomModel(str(tmp_path), task="causal-lm", length=512, lora=lora, device="cpu")
+    inputs = random.batch(2)
+    with ClippedGradients(random.model, clipping="automatic") as clipped:
+        losses_of = functools.partial(per_sample_losses, random.model, base_model=random.base)
+        clipped.backward(losses_of(inputs))
+        with Peak() as peak:
+            clipped.backward(losses_of(inputs))
+    # The system counts what the allocator holds, in pages, and libraries.
+    assert found["bytes"]["a pass, or the gradient"] == pytest.approx(peak.most, rel=0.2)
+    assert peak.most < 1.5 * 2 * 512 * 50_000 * 4  # all logits at once, and what is made of them, are more than three times

@@ -11,6 +11,7 @@ from datasets import Dataset
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.pair_losses import PAIR_LOSSES
 from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
 from tests.support.tiers import further
@@ -74,7 +75,7 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("prompt", dict(loss_type="hinge", beta=0.5)),
+        ("prompt", dict(loss_type="discopop", beta=0.5, discopop_tau=0.3)),
         ("implicit", dict(loss_type="robust", label_smoothing=0.1)),
         ("conversation", dict(loss_type=["sigmoid", "ipo"], loss_weights=[0.5, 2.0])),
     ],
@@ -93,6 +94,18 @@ def test_losses_are_trls_of_each_pair_alone(tmp_path, name, options):
     # TRL's layer that makes log-probabilities computes in float32.
     torch.testing.assert_close(together, alone.double(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(without_longest, together[:-5], rtol=1e-9, atol=1e-9)
+
+
+def test_each_loss_of_a_pair_is_trls(tmp_path):
+    trainer = in_double(tmp_path, max_length=40, loss_type=[*PAIR_LOSSES], label_smoothing=0.1, discopop_tau=0.3)
+    model, rows = trainer.model.eval(), [*trainer._remove_unused_columns(trainer.train_dataset)][:4]
+    trainer.loss_weights = [1.0]
+    for kind in PAIR_LOSSES:
+        trainer.loss_types = [kind]
+        ours = trainer.compute_per_sample_loss(model, trainer._training_collator()(rows))
+        trls = torch.stack([trainer.compute_loss(model, trainer.data_collator([row])) for row in rows])
+        assert ours.unique().numel() > 1, kind
+        torch.testing.assert_close(ours, trls.double(), rtol=1e-4, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -201,13 +214,14 @@ CANNOT = " cannot be used with differential privacy: "
 REFUSED = {
     "sync_ref_model=True": dict(sync_ref_model=True),
     "ld_alpha=0.5": dict(ld_alpha=0.5),
-    "discopop_tau=0.1": dict(discopop_tau=0.1),
 }
 OTHERS = {
     "precompute_ref_log_probs must be True": dict(precompute_ref_log_probs=False),
-    "The loss_type must be of sigmoid, hinge, robust, ipo with differential privacy, got aot, sft.": dict(
-        loss_type=["aot", "sigmoid", "sft"]
+    "The loss_type must be of sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
+    "apo_zero, apo_down, discopop, sft with differential privacy, got aot, aot_unpaired. TRL's others sort": (
+        dict(loss_type=["aot", "sigmoid", "aot_unpaired"])
     ),
+    "discopop_tau=0.1 has no effect with loss_type=['sigmoid']. Set 'discopop'": dict(discopop_tau=0.1),
     "gradient_checkpointing_kwargs must not have 'selective'": dict(gradient_checkpointing_kwargs={"selective": True}),
     "label_smoothing=0.1 has no effect with loss_type=['sigmoid']": dict(label_smoothing=0.1),
     "label_smoothing must lie in [0, 0.5), got 0.5": dict(loss_type="robust", label_smoothing=0.5),

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
-from doppler_hf.privacy.losses import answer_losses, classification_losses, token_losses
+from doppler_hf.privacy.losses import answer_losses, classification_losses
+from doppler_hf.privacy.token_losses import token_losses
 from tests.support.tiny import pad, text_data, tiny_bert
 
 

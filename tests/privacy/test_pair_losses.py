@@ -7,7 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.pair_losses import PAIR_LOSSES, collate_pairs, lengths_of_answers, log_ratios, pair_losses
+from doppler_hf.privacy.pair_losses import (
+    PAIR_LOSSES,
+    collate_pairs,
+    lengths_of_answers,
+    log_ratios,
+    pair_losses,
+    references_of,
+)
 from tests.support.models import VOCABULARY, build
 from tests.support.pairwise import pairwise
 from tests.support.per_example import (
@@ -51,8 +58,9 @@ collate = functools.partial(collate_pairs, collator=DataCollatorForPreference(pa
 def losses_of(model, rows, *, kind="sigmoid"):
     inputs = collate(rows)
     return pair_losses(
-        log_ratios(model, inputs), lengths_of_answers(inputs), weights=[(kind, 1.0)], beta=BETA, label_smoothing=0.2
-    )
+        log_ratios(model, inputs), references_of(inputs), lengths_of_answers(inputs), weights=[(kind, 1.0)], beta=BETA,
+        label_smoothing=0.2,
+    )  # fmt: skip
 
 
 def plainly(model, row):
@@ -127,7 +135,7 @@ def test_rows_of_a_pair_that_do_not_stand_side_by_side_are_refused():
 
 def test_ipo_divides_by_the_lengths_and_robust_flips_its_share():
     ratios, lengths = torch.tensor([[3.0, 1.0], [-4.0, 2.0]]), torch.tensor([[3, 2], [1, 4]])
-    one = functools.partial(pair_losses, ratios, lengths, beta=0.5, label_smoothing=0.25)
+    one = functools.partial(pair_losses, ratios, torch.zeros(2, 2), lengths, beta=0.5, label_smoothing=0.25)
     torch.testing.assert_close(one(weights=[("ipo", 1.0)]), torch.tensor([(1 - 0.5 - 1) ** 2, (-4 - 0.5 - 1) ** 2]))
     torch.testing.assert_close(one(weights=[("hinge", 1.0)]), torch.tensor([0.0, 4.0]))
     as_told, other = F.logsigmoid(torch.tensor([1.0, -3.0])), F.logsigmoid(torch.tensor([-1.0, 3.0]))

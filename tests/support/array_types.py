@@ -38,6 +38,7 @@ CHECKED = (
     "doppler_hf.privacy.losses",
     "doppler_hf.privacy.noise",
     "doppler_hf.privacy.pair_losses",
+    "doppler_hf.privacy.token_losses",
     "doppler_hf.run",
     "doppler_hf.trainer",
     "doppler_hf.workloads",

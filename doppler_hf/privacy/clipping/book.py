@@ -89,7 +89,11 @@ class Book:
     def note(self, parameter: Tensor, gradient: Dense | Product | Lookup) -> None:
         """Note one use of a parameter, or in a check look for others than those that have a loss."""
         if self.examined is None:
-            self.uses.setdefault(parameter, []).append(gradient)
+            uses = self.uses.setdefault(parameter, [])
+            if isinstance(gradient, Dense) and (dense := [use for use in uses if isinstance(use, Dense)]):
+                uses.remove(dense[0])
+                gradient = Dense(gradient.values + dense[0].values)
+            uses.append(gradient)
             return
         if has_terms(gradient)[~self.examined.to(parameter.device)].any():
             self.coupled.add(parameter)
@@ -99,14 +103,27 @@ class Book:
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
         # Of each row, if that is worth it already: to join the patches of images would take longer than to add products.
-        if is_formed(left, right, rule=self._norm_rule):
+        if is_formed(left.shape[1], left.shape[2], right.shape[2], rule=self._norm_rule):
             self.note_in_full(parameter, formed, left, right)
             return
         left, right = self._joined(left), self._joined(right)
-        if is_formed(left, right, rule=self._norm_rule):
+        # A language model's head is called for a part of an example's tokens at a time.
+        uses = self.uses.get(parameter, [])
+        products = [use for use in uses if isinstance(use, Product)]
+        dense = [use for use in uses if isinstance(use, Dense)]
+        time = left.shape[1] + sum(use.left.shape[1] for use in products)
+        if not dense and not is_formed(time, left.shape[2], right.shape[2], rule=self._norm_rule):
+            self.note(parameter, Product(left, right))
+        elif not uses:
             self.note_in_full(parameter, formed, left, right)
         else:
-            self.note(parameter, Product(left, right))
+            total = formed(left, right)
+            for product in products:
+                total.baddbmm_(in_float32(product.left).mT, in_float32(product.right))
+            for full in dense:
+                total.flatten(1).add_(full.values)
+            uses[:] = [use for use in uses if isinstance(use, Lookup)]
+            self.note(parameter, Dense(total.flatten(1)))
 
     def note_lookup(self, parameter: Tensor, ids: Int[Tensor, "rows time"], values: Float[Tensor, "rows time dim"]) -> None:
         """Note a use that looks up rows of a table, whose gradients are `values`."""

@@ -164,8 +164,8 @@ def normalized_sum(
     return summed((in_float32(x) - mean).mul_(rstd).mul_(grad))
 
 
-def is_formed(left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"], *, rule: NormRule) -> bool:
-    """Return whether the matrix of each example is to be formed.
+def is_formed(time: int, p: int, q: int, *, rule: NormRule) -> bool:
+    """Return whether the matrix of each example is to be formed, of p·q elements from so many positions.
 
     Per example, with p·q elements and T positions: the ghost norm costs T²(p + q) multiply-adds on top of the one product
     that the sum needs. The direct gradient *is* that product; writing and reading it costs MEMORY_COST·pq, and it takes pq
@@ -173,7 +173,6 @@ def is_formed(left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows tim
     """
     if rule != "auto":
         return rule == "direct"
-    time, p, q = left.shape[1], left.shape[2], right.shape[2]
     return MEMORY_COST * p * q <= time * time * (p + q) and p * q <= time * (p + q)
 
 
@@ -181,7 +180,7 @@ def combined(uses: Sequence[PerSampleGradient], *, shape: torch.Size) -> PerSamp
     """Return one gradient for all uses of a parameter in one forward pass.
 
     The norm is that of the sum, so uses are never treated separately: products and look-ups of several calls are joined
-    along time, which includes the cross terms between the calls.
+    along time, which includes the cross terms between the calls. Those in full have been added up.
     """
     if len(uses) == 1:
         return uses[0]
@@ -189,9 +188,12 @@ def combined(uses: Sequence[PerSampleGradient], *, shape: torch.Size) -> PerSamp
     lookups = [(use.ids, use.values) for use in uses if isinstance(use, Lookup)]
     dense = [use.values for use in uses if isinstance(use, Dense)]
     if dense:
-        dense += [Product(*pair).densified().values for pair in products]
-        dense += [Lookup(*pair).densified(shape).values for pair in lookups]
-        return Dense(torch.stack(dense).sum(dim=0))
+        (total,) = dense
+        for other in [Product(*pair).densified() for pair in products] + [
+            Lookup(*pair).densified(shape) for pair in lookups
+        ]:
+            total = other.values.add_(total)
+        return Dense(total)
     product = Product(*joined(products)) if products else None
     lookup = Lookup(*joined(lookups)) if lookups else None
     if product is not None and lookup is not None:

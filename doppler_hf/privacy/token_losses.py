@@ -1,0 +1,198 @@
+"""The losses of an example's tokens, without the logits of a whole micro-batch.
+
+Logits of 4,096 tokens of 151,936 classes take 2.5 GB, their losses and gradients three times that. A causal model needs them
+for a few tokens at a time. With a frozen head, as in LoRA, the gradient of each token's loss by its last hidden state is
+kept instead. With a trained one the backward pass computes the logits again, and the engine adds up the head's gradient of
+each example; where that is larger than the logits, all stays as it is.
+
+Sensitivity. The loss of a token depends on the logits of its example alone, and these on the hidden state at one place.
+Chunks are cut along time, and how many there are follows from shapes.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from doppler_hf.privacy.dense_losses import cross_entropies
+
+IGNORED_LABEL: Final = -100  # of transformers' collators and losses, and of torch's cross_entropy
+# Logits at a time, 128 MiB in float32: 220 tokens of 151,936 classes. A product of matrices so large is as fast as a whole.
+CHUNK: Final = 2**25
+
+_Losses = Callable[[Float[Tensor, "batch time hidden"], Int[Tensor, "batch time"]], Float[Tensor, "batch time"]]
+
+
+def token_losses(
+    logits: Float[Tensor, "batch length classes"], labels: Int[Tensor, "batch length"], *, shift: bool
+) -> Float[Tensor, " batch"]:
+    """Return the loss of each example of a task with one label per token: language models and token classifiers.
+
+        loss_i = Σ_t [y_it ≠ −100] · CE(logits_it, y_it) / Σ_t [y_it ≠ −100]
+
+    The mean is over the example's own labelled tokens, so neither its neighbours nor the length to which they are padded
+    change it. An example without a labelled token has loss 0 and a zero gradient. With `shift`, as for causal language
+    models, the logits at t are compared with the label at t + 1.
+
+    Example:
+        >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]]), shift=True)
+        tensor([1.3863, 0.0000])
+    """
+    return mean_over_tokens(summed_token_losses(logits, labels, shift=shift), labels, shift=shift)
+
+
+def mean_over_tokens(
+    total: Float[Tensor, " batch"], labels: Int[Tensor, "batch length"], *, shift: bool
+) -> Float[Tensor, " batch"]:
+    """Return sums over the labelled tokens of each example as means."""
+    number = (labels[:, int(shift) :] != IGNORED_LABEL).sum(dim=1)
+    # At least one: 0/0 would be NaN, and make the clipped sum of all examples NaN.
+    return total / number.clamp(min=1)
+
+
+def summed_token_losses(
+    logits: Float[Tensor, "batch length classes"], labels: Int[Tensor, "batch length"], *, shift: bool
+) -> Float[Tensor, " batch"]:
+    """Return the sum over each row's labelled tokens, of which `token_losses` is the mean; it has the same arguments."""
+    if logits.ndim != 3 or labels.shape != logits.shape[:2]:
+        raise ValueError(
+            "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
+            f"{logits.ndim} and {labels.ndim} dimensions or other sizes. Let the collator pad labels as it pads the inputs, "
+            f"with {IGNORED_LABEL}."
+        )
+    if labels.is_floating_point():
+        raise ValueError(f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.")
+    return _of_each(logits, _moved(labels) if shift else labels).sum(dim=1)
+
+
+def _moved(labels: Int[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
+    # The labels move and not the logits, which are too large to be copied.
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def _of_each(logits: Float[Tensor, "batch time classes"], labels: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropies(logits.flatten(0, 1), labels.flatten().long(), ignored=IGNORED_LABEL).view(labels.shape)
+
+
+@contextlib.contextmanager
+def head_in_chunks(
+    base_model: PreTrainedModel, labels: Int[Tensor, "batch length"] | None
+) -> Iterator[list[Float[Tensor, "batch length"]]]:
+    """Let a causal model, if its logits are many, compute in the block what it yields.
+
+    The model's body is called as ever, and its head on the first place alone. The head's own forward, with all that it does
+    to logits, is called for a few places at a time. `summed_next_token_losses` takes what is yielded. Without labels, or a
+    known number of classes, nothing changes.
+
+    Sensitivity: the body reads whole examples, as before; a chunk has the same places of each, and no loss another's.
+    """
+    found: list[Float[Tensor, "batch length"]] = []
+    if labels is None or not hasattr(base_model.config.get_text_config(), "vocab_size"):
+        yield found
+        return
+    body, length = base_model.base_model, labels.shape[-1]
+    time = max(1, CHUNK // (len(labels) * base_model.config.get_text_config().vocab_size))
+    outside = _weights_outside(base_model, body)
+    # Without gradients it is an evaluation, whose logits are wanted. FSDP would gather a head anew for each chunk.
+    if (
+        time >= length
+        or not torch.is_grad_enabled()
+        or body is base_model
+        or any(isinstance(parameter, DTensor) for parameter in outside)
+    ):
+        yield found
+        return
+    is_trained, forward = any(parameter.requires_grad for parameter in outside), body.forward
+
+    def in_chunks(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        hidden = outputs.get("last_hidden_state") if isinstance(outputs, dict) else None
+        if hidden is None or hidden.shape[:2] != labels.shape or (is_trained and length < hidden.shape[2]):
+            return outputs
+
+        def losses_of(part: Float[Tensor, "batch time hidden"], own: Int[Tensor, "batch time"]) -> Tensor:
+            outputs["last_hidden_state"] = part
+            with _forward_of(body, lambda *args, **kwargs: outputs):
+                return _of_each(type(base_model).forward(base_model, input_ids=own).logits, own)
+
+        # Here and not behind the model's forward, which autocast may surround.
+        if is_trained:
+            parts = zip(hidden.split(time, dim=1), _moved(labels).split(time, dim=1), strict=True)
+            again = functools.partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
+            found.append(torch.cat([again(*part) for part in parts], dim=1))
+        else:
+            found.append(_InChunks.apply(hidden, _moved(labels), losses_of, time))
+        outputs["last_hidden_state"] = hidden[:, :1]
+        return outputs
+
+    with _forward_of(body, in_chunks):
+        yield found
+
+
+@contextlib.contextmanager
+def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    before = vars(module).get("forward")
+    vars(module)["forward"] = function
+    try:
+        yield
+    finally:
+        vars(module).pop("forward")
+        if before is not None:
+            vars(module)["forward"] = before
+
+
+def summed_next_token_losses(
+    found: list[Float[Tensor, "batch length"]],
+    logits: Float[Tensor, "batch time classes"],
+    labels: Int[Tensor, "batch length"],
+) -> Float[Tensor, " batch"]:
+    """Return the sum over each row's labelled tokens, from what `head_in_chunks` has found or else from the logits."""
+    # Otherwise the head has read something else.
+    if len(found) == 1 and logits.shape[1] == 1:
+        return found[0].sum(dim=1)
+    return summed_token_losses(logits, labels, shift=True)
+
+
+def _weights_outside(model: PreTrainedModel, body: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a model's head, those that it shares with the body too."""
+    layers = itertools.chain.from_iterable(child.parameters() for child in model.children() if child is not body)
+    return [*layers, *model.parameters(recurse=False)]
+
+
+class _InChunks(torch.autograd.Function):
+    """The losses of tokens, and their gradients by the hidden states in the same pass: each loss has one of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "batch length hidden"],
+        labels: Int[Tensor, "batch length"],
+        losses_of: _Losses,
+        time: int,
+    ) -> Float[Tensor, "batch length"]:
+        losses, slopes = [], torch.empty_like(hidden)
+        for part, own, slope in zip(*(each.split(time, dim=1) for each in (hidden, labels, slopes)), strict=True):
+            leaf = part.detach().requires_grad_()
+            with torch.enable_grad():
+                of_part = losses_of(leaf, own)
+                slope.copy_(torch.autograd.grad(of_part.sum(), leaf)[0])
+            losses.append(of_part.detach())
+        ctx.save_for_backward(slopes)
+        return torch.cat(losses, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, "batch length"]) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return (slopes * grad.unsqueeze(2)).to(slopes.dtype), None, None, None
