@@ -122,7 +122,7 @@ class Watched(DopplerTrainer):
 
         def counted(*args, **options):
             begin_draw(*args, **options)
-            self.idle += run._idle_passes
+            self.idle += run._dummies
 
         run.begin_draw = counted
         return values
