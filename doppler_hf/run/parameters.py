@@ -102,7 +102,7 @@ def look_again(parameters: Iterable[Tensor]) -> None:
     """
     shards = [value for value in parameters if isinstance(value, DTensor)]
     if shards:
-        sums = torch.stack([_sums_of_rows(value) for value in shards])
+        sums = torch.stack([sums_of_rows(value) for value in shards])
         dist.all_reduce(sums)
         for shard, whole in zip(shards, sums.tolist(), strict=True):
             _WHOLE[shard] = (*_kind(shard), whole), sums_of_bytes(part_here(shard)).tolist()
@@ -128,7 +128,7 @@ def _kind(value: Tensor) -> tuple[Any, ...]:
     return str(value.dtype), list(value.shape)
 
 
-def _sums_of_rows(shard: DTensor) -> Tensor:
+def sums_of_rows(shard: Tensor) -> Tensor:
     """Return this part's share of the two sums of the whole (`sums_of_bytes`); a word in two parts is in both."""
     flat = part_here(shard).contiguous().view(-1).view(torch.uint8)
     size = shard.numel() * shard.itemsize
