@@ -1,9 +1,9 @@
 """Weights in shards on all processes: FSDP2 of torch (`fully_shard`), as accelerate applies it.
 
-Frozen weights are always cut. A small trained part, such as adapters and heads, stays whole on every process. A large one is
-cut too, with its noise and optimizer. Clipped sums are whole in both cases, as gradients are that FSDP2 accumulates, and each
-process gets its rows of the noisy total. FSDP reduces no gradient itself, and `Trainer` is not told of it: there FSDP means
-that the backward pass averages gradients.
+Frozen weights are always cut. A small trained part, such as adapters and heads, stays whole on every process. A large one
+is cut too, with its noise and optimizer. Clipped sums are whole in both cases, as gradients are that FSDP2 accumulates, and
+each process gets its rows of the noisy total. FSDP reduces no gradient itself, and `Trainer` is not told of it: there FSDP
+means that the backward pass averages gradients.
 
 All processes must gather equally often. Before a step they agree on the most passes of one, and that is all: the others make
 up for it with passes of weight 0 (`PrivateRun.release`), and the gatherings are FSDP2's own.

@@ -92,7 +92,7 @@ def test_parts_add_up_to_the_whole_wherever_rows_end(shape, number, dtype, monke
     rows = -(-len(whole) // number)
     found = torch.zeros(2, dtype=torch.int64)
     for rank in range(number):
-        monkeypatch.setattr(parameters, "first_row", lambda value: min(rank * rows, len(value)))
-        monkeypatch.setattr(parameters, "part_here", lambda value: value[rank * rows : (rank + 1) * rows])
+        monkeypatch.setattr(parameters, "first_row", lambda value, rank=rank: min(rank * rows, len(value)))
+        monkeypatch.setattr(parameters, "part_here", lambda value, rank=rank: value[rank * rows : (rank + 1) * rows])
         found += parameters.sums_of_rows(whole)
     assert torch.equal(found, sums_of_bytes(whole))
