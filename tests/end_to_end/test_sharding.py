@@ -482,11 +482,17 @@ def test_however_all_weights_are_trained(case, all_trained):
 
 
 @pytest.mark.slow
-def test_four_processes_with_shards_of_what_is_trained(tmp_path):
+def test_four_processes(tmp_path):
     """Of two labels, and of five rows, some processes have none."""
-    cases = ["full-cut", "small-full", "small-full-cut", "law", "neighbours-full"]
+    cases = ["ddp", "fsdp", "full", "full-cut", "small-full", "small-full-cut", "law", "neighbours-full"]
     four = processes.launch(__file__, tmp_path, 4, *cases, timeout=900)
-    assert_as_one(four["full-cut"], run(tmp_path, 1, name="one", model=full_model, **ADAM))
+    assert_equal(four["fsdp"], four["ddp"])
+    one = run(tmp_path, 1, name="one")
+    for found in four["ddp"]:
+        assert_close(found, one)
+    assert_as_one(four["full-cut"], one := run(tmp_path, 1, name="one-full", model=full_model, **ADAM))
+    for found in four["full"]:
+        assert_close(found, one)
     assert_small_draws(four["small-full"], four["small-full-cut"])
     assert_law(four["law"])
     assert_neighbours(four["neighbours-full"])
