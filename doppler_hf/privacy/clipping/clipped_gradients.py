@@ -95,8 +95,8 @@ class ClippedGradients:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
         self.parameters = trainable
-        # The coarsest in which something is summed.
-        self._dtype = max((self._sum_dtype(name) for name in trainable), key=lambda dtype: torch.finfo(dtype).eps)
+        dtypes = sorted({self._sum_dtype(name) for name in trainable}, key=lambda dtype: torch.finfo(dtype).eps)
+        self._finest, self._coarsest = dtypes[0], dtypes[-1]  # in which something is summed
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._engine: BookKeepingEngine | None = None
         self.on_accelerator = all(parameter.device.type != "cpu" for parameter in trainable.values())
@@ -216,7 +216,8 @@ class ClippedGradients:
         """Set the sums to zero, for the next draw."""
         self._sums: dict[str, Tensor] = {}
         device = next(iter(self.parameters.values())).device
-        self.num_non_finite, self.num_within = torch.zeros(2, device=device).unbind()
+        # Of one dtype on all processes, even on one without examples: they are added up.
+        self.num_non_finite, self.num_within = torch.zeros(2, dtype=self._finest, device=device).unbind()
 
     def _refuse_other_parameters(self) -> None:
         # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
@@ -249,7 +250,8 @@ class ClippedGradients:
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
         norms = torch.linalg.vector_norm(torch.stack([*norms_of.values()]), dim=0)
         self._add_sums(found, self._weights(norms_of, norms.isfinite(), weights))
-        self.num_within = self.num_within + num_within(norms, weights, max_grad_norm=self.max_grad_norm)
+        within = num_within(norms, weights, max_grad_norm=self.max_grad_norm)
+        self.num_within = self.num_within + within.to(self._finest)
         left_out = ~norms.isfinite() if weights is None else ~norms.isfinite() & (weights > 0)
         self.num_non_finite = self.num_non_finite + left_out.sum()
         return norms
@@ -268,7 +270,7 @@ class ClippedGradients:
         are_all = not self.on_accelerator and bool(finite.all())
         found = {}
         for group, norms in norms_of.items():
-            factors = clip_factors(raised(norms, self._dtype), max_grad_norm=bound, clipping=self._clipping)
+            factors = clip_factors(raised(norms, self._coarsest), max_grad_norm=bound, clipping=self._clipping)
             factors = factors if weights is None else factors * weights.to(factors).nan_to_num(nan=0.0).clamp(0.0, 1.0)
             found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
         return found

@@ -43,6 +43,16 @@ def test_an_example_of_weight_zero_adds_nothing(of_zero, granularity):
         assert changed.keys() >= ({"0.weight"} if of_zero <= 1e9 else {"non-finite"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_counts_have_one_dtype_with_examples_and_without(dtype):
+    """Processes add them up, and one may have an empty draw."""
+    model = nn.Linear(3, 1).to(dtype)
+    with ClippedGradients(model) as clipped:
+        of_none = clipped.num_within.dtype, clipped.num_non_finite.dtype
+        clipped.backward(model(torch.randn(4, 3, dtype=dtype))[:, 0])
+        assert (clipped.num_within.dtype, clipped.num_non_finite.dtype) == of_none
+
+
 class Hungry(nn.Module):
     """Scales its input by a matrix of its own, and may find no memory: a layer for functorch."""
 
