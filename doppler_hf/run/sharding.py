@@ -24,6 +24,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy.losses import without_adapters
@@ -117,22 +118,23 @@ class Sharding:
         """Give each process its part of process 0's weights, and the whole trained part if it is small."""
         if self._plugin is None:
             return
-        trained = {name for name, value in model.named_parameters() if value.requires_grad}
-        if isinstance(model, FSDPModule) and (thawed := sorted(trained - self._trained)):
+        trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        thawed = [name for name, value in trained.items() if isinstance(value, DTensor) and name not in self._trained]
+        if thawed:
             raise ValueError(
                 f"Under FSDP, parameters must be trainable before the first training or evaluation, got {thawed[0]!r} "
                 "unfrozen since, when each process has only a part. Set requires_grad before, or make a new trainer."
             )
         if isinstance(model, FSDPModule):
             return
-        self._trained = trained
+        self._trained = {*trained}
         # The model is on the processor still, where it fits as a whole.
         self._group = dist.new_group(backend="gloo")
         give_all_the_weights_of_process_0(model, group=self._group)
         uncut = {*shared_by_layers(model), *(value for value in model.parameters() if value.ndim == 0)}
         if not is_much_trained(model):
-            uncut |= {value for value in model.parameters() if value.requires_grad}
-        types = {str(value.dtype) for value in model.parameters() if value.requires_grad and value not in uncut}
+            uncut |= {*trained.values()}
+        types = {str(value.dtype) for value in trained.values() if value not in uncut}
         if len(types) > 1:
             raise ValueError(
                 f"Trained weights must be of one type under FSDP, which gathers several of them together, got "
