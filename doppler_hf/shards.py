@@ -63,7 +63,7 @@ def whole_of(part: Tensor, *, like: Tensor) -> Tensor:
 
 def rows_here(whole: Tensor, *, like: Tensor) -> Tensor:
     """Return a view of this process's rows of a whole tensor, cut like another one."""
-    return whole[first_row(like) :][: len(part_here(like))]
+    return whole[first_row(like) :][: len(part_here(like))] if isinstance(like, DTensor) else whole
 
 
 def added_up(own: Tensor, *, like: DTensor) -> Tensor:
