@@ -1,23 +1,46 @@
 """Tensors in shards (FSDP2): each process has a run of rows; the last run may be shorter or empty."""
 
-from typing import NamedTuple
+import weakref
+from typing import Any, Final
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils.weak import WeakIdKeyDictionary
+
+# By the weight in shards, a reference to torch's own keeper of it, an `FSDPParam`, which has the weight.
+_KEEPERS: Final = WeakIdKeyDictionary()
 
 
-class Place(NamedTuple):
-    """Where in a whole tensor of `numel` coordinates the rows of this process begin."""
-
-    begin: int
-    numel: int
+def remember_keeper(parameter: Tensor, keeper: Any) -> None:
+    """Let `gathered` find the whole of a weight in shards."""
+    _KEEPERS[parameter] = weakref.ref(keeper)
 
 
-def place_of(tensor: DTensor) -> Place:
-    """Return where in it the rows of this process are."""
+def gathered(parameter: Tensor) -> Tensor:
+    """Return what layers compute with, and so what has their notes and ordinary gradients.
+
+    For a weight in shards this is the gathered one: the same object in every pass, even while its memory is freed.
+
+    Raises:
+        ValueError: If somebody else has cut it.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter not in _KEEPERS:
+        # Sensitivity: of rows that are taken for a whole the norm would be too small.
+        raise ValueError(
+            "Trained parameters must be whole, or cut by DopplerTrainer, got one in shards of another origin. Give the "
+            "trainer the whole model, and set fsdp=True."
+        )
+    return _KEEPERS[parameter]()._unsharded_param
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return where in it the rows of this process begin: 0 of a whole one, the length if this process has none."""
+    if not isinstance(tensor, DTensor):
+        return 0
     rows = -(-len(tensor) // tensor.device_mesh.size())
-    begin = min(rows * tensor.device_mesh.get_local_rank(), len(tensor))
-    return Place(begin * (tensor.numel() // len(tensor)), tensor.numel())
+    return min(rows * tensor.device_mesh.get_local_rank(), len(tensor))
 
 
 def part_here(tensor: Tensor) -> Tensor:
@@ -39,8 +62,11 @@ def whole_of(part: Tensor, *, like: Tensor) -> Tensor:
 
 
 def rows_here(whole: Tensor, *, like: Tensor) -> Tensor:
-    """Return this process's rows of a whole tensor, cut like another one."""
-    if not isinstance(like, DTensor):
-        return whole
-    # Cut by each process for itself, since all have the whole.
-    return part_here(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
+    """Return a view of this process's rows of a whole tensor, cut like another one."""
+    return whole[first_row(like) :][: len(part_here(like))] if isinstance(like, DTensor) else whole
+
+
+def added_up(own: Tensor, *, like: DTensor) -> Tensor:
+    """Return this process's rows of the sum of every process's whole tensor (reduce-scatter); all processes must call it."""
+    of_all = DTensor.from_local(own, like.device_mesh, [Partial()])
+    return of_all.redistribute(placements=like.placements).to_local()

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -42,7 +43,7 @@ from doppler_hf.privacy.generators import fill_generators, filled_generators
 from doppler_hf.privacy.noise import Mechanism
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.shards import Place
+from doppler_hf.shards import part_here
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -231,13 +232,10 @@ class Witness:
         sums: Mapping[str, Float[Tensor, "..."]],
         *,
         step: int,
-        places: Mapping[str, Place] = {},
+        shards: Mapping[str, DTensor] = {},
     ) -> dict[str, Float[Tensor, "..."]]:
         """Keep the sums over all processes, and return zeros."""
         kept = {name: total.detach().clone() for name, total in sums.items()}
-        for name, (begin, numel) in places.items():  # what is of this process alone, among zeros
-            kept[name] = kept[name].new_zeros(numel)
-            kept[name][begin : begin + sums[name].numel()] = sums[name].flatten()
         if dist.is_initialized():
             for total in kept.values():
                 dist.all_reduce(total)
@@ -248,7 +246,7 @@ class Witness:
             change = {name: both[name].double() - others[name] for name in both}
             rest = {name: change[name] - alone[name] for name in both}
             self.moved.append((norm_of(change.values()) / self._max_norm, norm_of(rest.values()) / self._max_norm))
-        return {name: torch.zeros_like(total) for name, total in sums.items()}
+        return {name: torch.zeros_like(part_here(shards.get(name, total))) for name, total in sums.items()}
 
     def __getattr__(self, name: str) -> Any:
         """Answer everything else as the mechanism does."""

@@ -194,8 +194,7 @@ class AroundSteps(Trainer, ABC):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # Checkpoints are those of a plain run, and resume on any number of processes.
-        is_cut = self._sharding.sharded_sums is not None
-        with with_whole_states(self.optimizer.optimizer) if is_cut else contextlib.nullcontext():
+        with with_whole_states(self.optimizer.optimizer) if self._sharding.is_cut else contextlib.nullcontext():
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -15,12 +15,15 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from doppler_hf.linalg import sums_of_bytes
 from doppler_hf.privacy.ledger.record import ModelDigests
+from doppler_hf.shards import first_row, part_here
 
 # By the part of a weight that is on this process: a description of the whole, and the sum of the part when it was cut.
 _WHOLE: Final = WeakIdKeyDictionary()
@@ -58,6 +61,12 @@ def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def replicas_digest(model: nn.Module) -> str:
+    """Return the digest of what all processes have alike: all but trained weights in shards. Nothing is gathered."""
+    alike = ((n, p) for n, p in model.named_parameters() if not (isinstance(p, DTensor) and p.requires_grad))
+    return _digest(alike)
+
+
 def untrained_digest(model: nn.Module) -> str:
     """Return the digest of everything saved but not trained: frozen parameters, buffers and other state."""
     frozen = ((name, value) for name, value in model.named_parameters() if not value.requires_grad)
@@ -86,19 +95,17 @@ def converted(value: Any, dtype: torch.dtype | None) -> Any:
     return value.detach().to(dtype)
 
 
-def remember_whole(shard: DTensor, whole: tuple[Any, ...]) -> None:
-    """Describe a part of a weight as the whole was when all processes looked at it, until it changes.
-
-    Gathering needs all processes; one that asks alone would wait for the others.
-    """
-    _WHOLE[shard] = whole, sums_of_bytes(shard.to_local()).tolist()
-
-
 def look_again(parameters: Iterable[Tensor]) -> None:
-    """Describe parts of weights as the whole is now, whatever has changed it; called by every process."""
-    for value in parameters:
-        if isinstance(value, DTensor):
-            remember_whole(value, described(value.full_tensor()))
+    """Describe parts of weights as the whole is now, until a part changes; called by every process.
+
+    One that asked alone would wait for the others. Sums of parts are added up, so that no weight is gathered.
+    """
+    shards = [value for value in parameters if isinstance(value, DTensor)]
+    if shards:
+        sums = torch.stack([sums_of_rows(value) for value in shards])
+        dist.all_reduce(sums)
+        for shard, whole in zip(shards, sums.tolist(), strict=True):
+            _WHOLE[shard] = (*_kind(shard), whole), sums_of_bytes(part_here(shard)).tolist()
 
 
 def look_again_at_what_is_trained(model: nn.Module) -> None:
@@ -112,6 +119,20 @@ def described(value: Any) -> tuple[Any, ...]:
         return (repr(value),)
     if isinstance(value, DTensor):
         whole, before = _WHOLE[value]
-        now = sums_of_bytes(value.to_local().detach()).tolist()
+        now = sums_of_bytes(part_here(value)).tolist()
         return whole if now == before else (*whole, *now)
-    return str(value.dtype), list(value.shape), sums_of_bytes(value.detach()).tolist()
+    return *_kind(value), sums_of_bytes(value.detach()).tolist()
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    return str(value.dtype), list(value.shape)
+
+
+def sums_of_rows(shard: Tensor) -> Tensor:
+    """Return this part's share of the two sums of the whole (`sums_of_bytes`); a word in two parts is in both."""
+    flat = part_here(shard).contiguous().view(-1).view(torch.uint8)
+    size = shard.numel() * shard.itemsize
+    begin = first_row(shard) * (size // len(shard))
+    cut = min(max(0, size // 8 * 8 - begin), len(flat))
+    words = F.pad(flat[:cut], (begin % 8, -(begin + cut) % 8))
+    return torch.stack([words.view(torch.int64).sum(), flat[cut:].sum(dtype=torch.int64)])

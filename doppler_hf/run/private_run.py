@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from doppler_hf.optim import DopplerOptimizer
@@ -100,10 +101,10 @@ class PrivateRun:
         self._clipped: ClippedGradients | None = None
         self._losses_of: Losses | None = None
         self._sharding: Sharding | None = None
-        self._spare: dict[str, Any] = {}
+        self._dummy: MicroBatch | None = None
         self._loader: PrivateLoader | None = None
         self._is_released = self._is_warned = False
-        self._pieces_left = self._idle_passes = self._fillings = 0
+        self._pieces_left = self._dummies = self._fillings = 0
         self._num_non_finite: int | Tensor = 0
         self._first_step = step_of_checkpoint(checkpoint)
         column = args.privacy_unit_column
@@ -223,11 +224,10 @@ class PrivateRun:
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,
-            sharded_sums=sharding.sharded_sums,
         )
         self._clipped = self._resources.enter_context(clipped)
         self._losses_of, self._sharding = losses_of, sharding
-        self._spare = probe.collated([probe.longest])
+        self._dummy = MicroBatch(probe.collated([probe.longest]), size=1, weight=0.0)
         in_bf16 = computes_in_bf16(model, args)
         if args.grad_sample_self_check:
             reached = check_before_training(clipped, model, losses_of, probe, in_bf16=in_bf16)
@@ -359,7 +359,7 @@ class PrivateRun:
             )
         passes = sum(map(len, pieces))
         self._pieces_left = len(pieces)
-        self._idle_passes = self._sharding.most_passes(passes) - passes
+        self._dummies = self._sharding.most_passes(passes) - passes
         self._clipped.reset()
         self._is_released = False
         if self.private_loss is not None:
@@ -424,15 +424,17 @@ class PrivateRun:
             The private training loss of the step, or None if there is none.
         """
         assert self._clipped is not None
-        assert self._losses_of is not None
-        for _ in range(self._idle_passes):  # others have more micro-batches, and all gather the weights
-            # Sensitivity: this example is in no draw. Its gradient is dropped before it is clipped, and no sum is touched.
-            self._clipped.drop(self._losses_of(dict(self._spare)))
+        for _ in range(self._dummies):  # another process has more micro-batches, and all gather the weights
+            # Sensitivity: of weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums, loss nor count
+            # change, and what is released is the same, in every bit, whether the pass is made or not.
+            assert self._dummy is not None
+            self._add(self._dummy)
         # Sensitivity: the noise covers contributions of norm C, of the same C.
         assert self._clipped.max_grad_norm == self.mechanism.max_grad_norm
         for recorder in self._raw_recorders:  # The statement then says that nothing is private.
             recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
-        private = self.mechanism.privatize(self._clipped.sums, step=step, places=self._clipped.places)
+        shards = {name: value for name, value in self._clipped.parameters.items() if isinstance(value, DTensor)}
+        private = self.mechanism.privatize(self._clipped.sums, step=step, shards=shards)
         for name, gradient in private.items():
             parameter = self._clipped.parameters[name]
             parameter.grad = in_shards(gradient.to(parameter.dtype), like=parameter)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.privacy import PrivacyStatement
-from doppler_hf.run.parameters import look_again_at_what_is_trained, parameters_digest
+from doppler_hf.run.parameters import replicas_digest
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # The digest takes a thousandth of a step or less, and waits for all.
@@ -127,9 +127,8 @@ def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGr
 
 def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
     """Refuse, on every process, to continue if weights differ in any bit."""
-    look_again_at_what_is_trained(model)
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, parameters_digest(model))
+    dist.all_gather_object(digests, replicas_digest(model))
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.

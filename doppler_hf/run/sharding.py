@@ -1,9 +1,12 @@
 """Weights in shards on all processes: FSDP2 of torch (`fully_shard`), as accelerate applies it.
 
-Frozen weights are always cut. A small trained part, such as adapters and heads, stays whole on every process: clipped sums,
-noise, optimizer and checkpoints then work as without shards. A large trained part is cut too, with its clipped sums, noise
-and optimizer: see `ShardedSums`. Per-sample norms are of whole gradients in both cases. FSDP reduces no gradient itself, and
-`Trainer` is not told of it: there FSDP means that the backward pass reduces and averages gradients.
+Frozen weights are always cut. A small trained part, such as adapters and heads, stays whole on every process. A large one
+is cut too, with its noise and optimizer. Clipped sums are whole in both cases, as gradients are that FSDP2 accumulates, and
+each process gets its rows of the noisy total. FSDP reduces no gradient itself, and `Trainer` is not told of it: there FSDP
+means that the backward pass averages gradients.
+
+All processes must gather equally often. Before a step they agree on the most passes of one, and that is all: the others make
+up for it with passes of weight 0 (`PrivateRun.release`), and the gatherings are FSDP2's own.
 
 Sensitivity: a gathered weight has the same bits as before it was cut, and contains nothing of an example.
 """
@@ -24,16 +27,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from doppler_hf.privacy.clipping.sharded_sums import ShardedSums, remember_keeper
 from doppler_hf.privacy.losses import without_adapters
-from doppler_hf.run.parameters import described, remember_whole
+from doppler_hf.run.parameters import look_again
 from doppler_hf.run.replicas import give_all_the_weights_of_process_0
 from doppler_hf.run.sharded_states import cut_what_is_loaded, embeddings_of
+from doppler_hf.shards import remember_keeper
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _BY_LAUNCHER: Final = "ACCELERATE_USE_FSDP"
-# The share of the weights above which what is trained is cut too. Weights, sums, noise and the states of an optimizer take
-# four to five times the memory of frozen weights; to add up many small sums takes time.
+# The share of the weights above which what is trained is cut too: weights, noise and the states of an optimizer take three
+# to four times the memory of frozen weights.
 LARGEST_WHOLE: Final = 0.1
 _DDP: Final = "take recipes/accelerate/ddp.yaml, with which each process has all weights"
 # Setting of FSDP → the only value that a private run can have, why, and the fix.
@@ -104,7 +107,7 @@ class Sharding:
     def __init__(self, plugin: FullyShardedDataParallelPlugin | None, *, device: torch.device) -> None:
         self._plugin, self._device, self.is_asked_for = plugin, device, plugin is not None
         self._group: dist.ProcessGroup | None = None
-        self.sharded_sums: ShardedSums | None = None  # none if what is trained is whole
+        self._trained: set[str] = set()
 
     @property
     def is_cut(self) -> bool:
@@ -115,9 +118,8 @@ class Sharding:
         """Give each process its part of process 0's weights, and the whole trained part if it is small."""
         if self._plugin is None:
             return
-        cut = {name: value for name, value in model.named_parameters() if isinstance(value, DTensor)}
-        trained = () if self.sharded_sums is None else self.sharded_sums.places
-        thawed = [name for name, value in cut.items() if value.requires_grad and name not in trained]
+        trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        thawed = [name for name, value in trained.items() if isinstance(value, DTensor) and name not in self._trained]
         if thawed:
             raise ValueError(
                 f"Under FSDP, parameters must be trainable before the first training or evaluation, got {thawed[0]!r} "
@@ -125,13 +127,14 @@ class Sharding:
             )
         if isinstance(model, FSDPModule):
             return
+        self._trained = {*trained}
         # The model is on the processor still, where it fits as a whole.
         self._group = dist.new_group(backend="gloo")
         give_all_the_weights_of_process_0(model, group=self._group)
         uncut = {*shared_by_layers(model), *(value for value in model.parameters() if value.ndim == 0)}
         if not is_much_trained(model):
-            uncut |= {value for value in model.parameters() if value.requires_grad}
-        types = {str(value.dtype) for value in model.parameters() if value.requires_grad and value not in uncut}
+            uncut |= {*trained.values()}
+        types = {str(value.dtype) for value in trained.values() if value not in uncut}
         if len(types) > 1:
             raise ValueError(
                 f"Trained weights must be of one type under FSDP, which gathers several of them together, got "
@@ -139,7 +142,6 @@ class Sharding:
             )
         for parameter in uncut:
             parameter.data = parameter.data.to(self._device)
-        whole = {name: described(value) for name, value in model.named_parameters()}
         # Only parameters count of a module to be ignored, so that one made for them will do.
         self._plugin.ignored_modules = [nn.ParameterList([*uncut])]
         # Casts are autocast's, as with one process.
@@ -147,16 +149,15 @@ class Sharding:
         if self._plugin.transformer_cls_names_to_wrap is None:
             self._plugin.transformer_cls_names_to_wrap = kinds_of_layers(model)
         fsdp2_prepare_model(self._as_accelerator(), model)
-        for name, value in model.named_parameters():
-            if isinstance(value, DTensor):
-                remember_whole(value, whole[name])
         assert isinstance(model, FSDPModule)
         # So that between two passes all weights are in pieces, and none is taken for a whole one.
         model.set_reshard_after_forward(True)
         # Sensitivity: ordinary gradients are neither clipped nor noised. They stay on their process, where they are dropped.
         model.set_requires_gradient_sync(False)
-        if layers := trained_layers(model, groups_of(model)):
-            self.sharded_sums = ShardedSums(layers)
+        for group in groups_of(model):
+            for keeper in group.fsdp_params:
+                remember_keeper(keeper.sharded_param, keeper)
+        look_again(model.parameters())
         model.register_load_state_dict_pre_hook(cut_what_is_loaded)
         if hasattr(model, "generate"):  # of adapters, whose own `generate` calls the model inside of them
             register_fsdp_forward_method(model, "generate")
@@ -222,21 +223,7 @@ def kinds_of_layers(model: nn.Module) -> list[str]:
 
 
 def groups_of(model: Any) -> list[Any]:
-    """Return the groups of weights that are gathered together, in a fixed order."""
-    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """Return the groups of weights that are gathered together."""
     model._get_fsdp_state()._lazy_init()
-    return [group for unit in reversed(units) for group in unit._get_fsdp_state()._fsdp_param_groups]
-
-
-def trained_layers(model: nn.Module, groups: list[Any]) -> list[dict[str, DTensor]]:
-    """Return by name the trained weights in shards of each group that has some, and let `gathered` find them."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    layers = []
-    for group in groups:
-        keepers = [keeper for keeper in group.fsdp_params if keeper.sharded_param.requires_grad]
-        for keeper in keepers:
-            remember_keeper(keeper.sharded_param, keeper)
-        layer = {names[keeper.sharded_param]: keeper.sharded_param for keeper in keepers}
-        if layer:
-            layers.append(layer)
-    return layers
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertForSequenceClassification,
     TrainerCallback,
@@ -122,7 +125,7 @@ class Watched(DopplerTrainer):
 
         def counted(*args, **options):
             begin_draw(*args, **options)
-            self.idle += run._idle_passes
+            self.idle += run._dummies
 
         run.begin_draw = counted
         return values
@@ -212,6 +215,39 @@ def law(folder, world):
     }
 
 
+class Collectives(TorchDispatchMode):
+    """Counts what processes do together, by name and by whether it is about floating-point numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition("::")[2]
+        if "c10d" in func.namespace and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            (first, *_) = pytree.tree_leaves(args)
+            self.counts[name, first.is_floating_point()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def meetings(folder, world, *, name, model=lora_model, **options):
+    """Return what processes did together in the second step."""
+    trainer = trainer_of(Path(folder) / f"{name}-{world}", world=world, model=model(), **(SMALL | options))
+    mode = Collectives()
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                mode.__enter__()
+            if state.global_step == 2:
+                mode.__exit__(None, None, None)
+
+    trainer.add_callback(Count())
+    trainer.train()
+    cut = [isinstance(p, DTensor) for p in trainer.model.parameters() if p.requires_grad]
+    return {"counts": dict(mode.counts), "whole": cut.count(False), "cut": cut.count(True)}
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +303,9 @@ ALL_TRAINED = {
 }  # fmt: skip
 CASES = {
     "law": law,
+    "meetings-ddp": functools.partial(meetings, name="meetings-ddp"),
+    "meetings-lora": functools.partial(meetings, name="meetings-lora", **FSDP),
+    "meetings-full": functools.partial(meetings, name="meetings-full", model=full_model, **FSDP),
     "neighbours-full": functools.partial(neighbours, model=full_model),
     "small": functools.partial(small_draws, name="small"),
     "small-fsdp": functools.partial(small_draws, name="small-fsdp", **FSDP),
@@ -297,7 +336,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_processes(folder):
     whole = "ddp", "fsdp", "small", "small-fsdp"
-    return processes.launch(__file__, folder, 2, *whole, "full-cut", "law", timeout=600)
+    meetings = "meetings-ddp", "meetings-lora", "meetings-full"
+    return processes.launch(__file__, folder, 2, *whole, *meetings, "full-cut", "law", timeout=600)
 
 
 def assert_equal(runs, others):
@@ -338,6 +378,22 @@ def test_a_process_without_examples_waits_for_nobody(two_processes):
     assert all(found["idle"] > 0 for found in with_shards)
     assert len({found["passes"] for found in with_shards}) == 1
     assert [found["passes"] - found["idle"] for found in with_shards] == own
+
+
+MEETING, SUM, SUM_OF_ROWS, GATHERING = ("allreduce_", False), ("allreduce_", True), ("reduce_scatter_tensor", True), (
+    "_allgather_base_", True,
+)  # fmt: skip
+
+
+def test_processes_meet_once_a_step_beside_their_gatherings_and_one_reduction(two_processes):
+    for found in two_processes["meetings-ddp"]:
+        assert found["counts"] == {SUM: found["whole"]}
+    for case, reduction, kind in (("lora", SUM, "whole"), ("full", SUM_OF_ROWS, "cut")):
+        first, second = two_processes[f"meetings-{case}"]
+        assert first == second
+        assert first["counts"].pop(GATHERING) > 0
+        assert first["counts"] == {MEETING: 1, reduction: first[kind]}
+        assert first[kind] == first["whole"] + first["cut"]
 
 
 # --- trained weights in shards --------------------------------------------------------------------------------------------
@@ -426,11 +482,17 @@ def test_however_all_weights_are_trained(case, all_trained):
 
 
 @pytest.mark.slow
-def test_four_processes_with_shards_of_what_is_trained(tmp_path):
+def test_four_processes(tmp_path):
     """Of two labels, and of five rows, some processes have none."""
-    cases = ["full-cut", "small-full", "small-full-cut", "law", "neighbours-full"]
+    cases = ["ddp", "fsdp", "full", "full-cut", "small-full", "small-full-cut", "law", "neighbours-full"]
     four = processes.launch(__file__, tmp_path, 4, *cases, timeout=900)
-    assert_as_one(four["full-cut"], run(tmp_path, 1, name="one", model=full_model, **ADAM))
+    assert_equal(four["fsdp"], four["ddp"])
+    one = run(tmp_path, 1, name="one")
+    for found in four["ddp"]:
+        assert_close(found, one)
+    assert_as_one(four["full-cut"], one := run(tmp_path, 1, name="one-full", model=full_model, **ADAM))
+    for found in four["full"]:
+        assert_close(found, one)
     assert_small_draws(four["small-full"], four["small-full-cut"])
     assert_law(four["law"])
     assert_neighbours(four["neighbours-full"])

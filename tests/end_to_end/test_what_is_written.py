@@ -50,7 +50,7 @@ def examples(kind):
     return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * length, "labels": kind} for row in rows])
 
 
-def fixed(self, sums, *, step, places=None):
+def fixed(self, sums, *, step, shards=None):
     """A private gradient of which nothing is known but its step and its shapes."""
     generator = torch.Generator().manual_seed(step)
     return {name: torch.randn(value.shape, generator=generator) for name, value in sums.items()}

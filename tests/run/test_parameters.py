@@ -7,6 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from torch import nn
 
+from doppler_hf.linalg import sums_of_bytes
+from doppler_hf.run import parameters
 from doppler_hf.run.parameters import parameters_digest
 from tests.support.tiny import tiny_bert
 
@@ -79,3 +81,18 @@ def test_every_shape_and_dtype_and_place_in_memory_is_read_to_its_end(dtype, sha
     if values.numel():
         values.view(-1)[-1] = 0
         assert parameters_digest(Values(values)) != digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("shape", [(13, 3), (13,), (1, 5)])
+def test_parts_add_up_to_the_whole_wherever_rows_end(shape, number, dtype, monkeypatch):
+    """In the midst of a word of eight bytes too, and where a process has no row."""
+    whole = torch.randint(-99, 99, shape).to(dtype)
+    rows = -(-len(whole) // number)
+    found = torch.zeros(2, dtype=torch.int64)
+    for rank in range(number):
+        monkeypatch.setattr(parameters, "first_row", lambda value, rank=rank: min(rank * rows, len(value)))
+        monkeypatch.setattr(parameters, "part_here", lambda value, rank=rank: value[rank * rows : (rank + 1) * rows])
+        found += parameters.sums_of_rows(whole)
+    assert torch.equal(found, sums_of_bytes(whole))

@@ -57,6 +57,42 @@ def test_the_engine_leaves_the_model_whatever_happens(tmp_path):
     assert {name: module.forward for name, module in model.named_modules()} == before
 
 
+def released(folder, *, passes, **overrides):
+    """Return all that a training publishes, and how often it called its model, with further passes of weight zero."""
+    trainer, recorder = trainer_of(folder, noise_seed=3, max_steps=3, **overrides), Recorder()
+    trainer.add_callback(recorder)
+    calls = []
+
+    class With(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            trainer.private_run._sharding.most_passes = lambda number: number + passes
+            trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    trainer.add_callback(With())
+    trainer.train()
+    published = [{name: value for name, value in entry.items() if "second" not in name and "runtime" not in name}
+                 for entry in trainer.state.log_history]  # fmt: skip
+    return torch.stack(recorder.gradients), published, len(calls)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(report_train_loss="private"),
+        dict(clipping="vanilla", clipping_quantile=0.5),
+        dict(noise_shape="banded:bands=3", per_device_train_batch_size=2),
+        dict(augmentation_multiplicity=2),
+    ],
+    ids=str,
+)
+def test_a_pass_of_weight_zero_adds_nothing(tmp_path, overrides):
+    """Whether it is made shows in nothing that is released, not even in the last bit."""
+    gradients, published, calls = released(tmp_path / "without", passes=0, **overrides)
+    with_more = released(tmp_path / "with", passes=2, **overrides)
+    assert torch.equal(with_more[0], gradients)
+    assert with_more[1:] == (published, calls + 3 * 2)
+
+
 def test_the_signature_is_that_of_trainer():
     ours, theirs = (inspect.signature(cls.__init__).parameters.values() for cls in (DopplerTrainer, Trainer))
     assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]

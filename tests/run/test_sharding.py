@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
@@ -122,7 +122,7 @@ def test_much_that_is_trained_is_cut_too(rank):
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     is_cut = {isinstance(value, DTensor) for value in trained.values()}
     assert is_cut == {rank == 8}
-    assert sharding.sharded_sums is None if rank == 2 else sharding.sharded_sums.places.keys() == trained.keys()
+    assert sharding.is_cut
     assert not any(group.reduce_grads for group in groups_of(model))  # no gradient leaves its process unclipped
 
 
@@ -132,27 +132,26 @@ def tokens():
 
 @pytest.mark.usefixtures("group")
 def test_clipped_sums_of_gathered_weights_are_those_of_whole_ones():
-    def found(model, **options):
-        with ClippedGradients(model, max_grad_norm=0.1, **options) as clipped:
+    def found(model):
+        with ClippedGradients(model, max_grad_norm=0.1) as clipped:
             clipped.hold_apart()
             for rows in (slice(None), slice(1), slice(1, None)):  # added to what is there
                 inputs = {name: value[rows] for name, value in tokens().items()}
                 norms = clipped.backward(model(**inputs).logits.square().sum(dim=1))
-            clipped.drop(model(**tokens()).logits.sum(dim=1))
             return norms, clipped.sums
 
     model = tiny_bert().double()
     expected = found(model)
-    torch.testing.assert_close(found(model, sharded_sums=cut(model).sharded_sums), expected, rtol=1e-12, atol=1e-15)
+    cut(model)
+    torch.testing.assert_close(found(model), expected, rtol=1e-12, atol=1e-15)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.usefixtures("group")
-def test_trained_shards_without_sharded_sums_are_refused():
-    model = tiny_bert()
-    cut(model)
-    with pytest.raises(ValueError, match=r"Trained parameters in shards must have sums in shards, got 'bert\.embeddings"):
-        ClippedGradients(model)
+def test_trained_shards_that_something_else_has_cut_are_refused():
+    model = fully_shard(tiny_bert())
+    with ClippedGradients(model) as clipped, pytest.raises(ValueError, match=r"cut by DopplerTrainer, got one in shards"):
+        clipped.backward(model(**tokens()).logits.sum(dim=1))
 
 
 @pytest.mark.usefixtures("group")

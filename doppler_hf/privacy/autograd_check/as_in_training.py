@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from doppler_hf.privacy.clipping.refused_layers import modes_kept
-from doppler_hf.shards import part_here
+from doppler_hf.shards import first_row, part_here
 
 # dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.
 _PROBABILITY: Final = re.compile(r"drop|jitter|mask_\w*prob")
@@ -69,9 +69,11 @@ def moved(model: nn.Module) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     trained = (part_here(parameter).detach() for parameter in model.parameters() if parameter.requires_grad)
     zeros: list[Tensor] = [p for p in trained if not p.flatten()[:64].any() and not p.any()]  # of most the first ones tell
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.padding_idx is not None]
-    rows = [part_here(table.weight).detach()[table.padding_idx] for table in tables if table.weight.requires_grad]
-    zeros += [row for row in rows if not row.any()]
+    for table in (module for module in model.modules() if isinstance(module, nn.Embedding)):
+        if table.padding_idx is not None and table.weight.requires_grad:
+            place = table.padding_idx - first_row(table.weight)  # of a table in shards one process has it
+            row = part_here(table.weight).detach()[max(0, place) : max(0, place + 1)]
+            zeros += [] if row.any() else [row]
     for parameter in zeros:
         parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
     try:

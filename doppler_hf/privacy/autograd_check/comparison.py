@@ -93,14 +93,14 @@ def compare(
                 # In place, since fresh memory for a large model takes longer than what is computed in it.
                 expected[name] = expected[name].add_(gradient) if name in expected else in_float32(gradient)
                 sizes[name] += norms[name]
-    with clipped.unclipped({name: total for name, total in expected.items() if name not in clipped.places}):
+    with clipped.unclipped(expected):
         losses = losses_of(dict(together))
         refuse_number_of_losses(losses, len(alone))
         refuse_changed_losses(
             model, losses_of, losses.detach(), losses_alone, parts=alone, together=together, tolerance=tolerance
         )
         of_batch = clipped.backward(losses, weights=torch.tensor(weights, device=losses.device)).tolist()
-        difference = {name: norm_of([total]) for name, total in clipped.sums.items() if name not in clipped.places}
+        difference = {name: norm_of([total]) for name, total in clipped.sums.items()}
     largest = max([NEXT_TO_NOTHING, *filter(math.isfinite, norms_alone)])
     wrong = {name: off for name, off in difference.items() if not off <= tolerance * (sizes[name] + OF_THE_WHOLE * largest)}
     # Sensitivity: with a norm that is too small an example would contribute more than the bound. Where terms cancel, norms

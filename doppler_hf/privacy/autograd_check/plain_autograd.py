@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from doppler_hf.privacy.clipping.sharded_sums import gathered
+from doppler_hf.shards import gathered
 
 # A function that calls the model with inputs and returns one loss per example.
 Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]

@@ -2,7 +2,6 @@
 
 - clipped_gradients: `ClippedGradients`: sums of what norms and factors leave
 - clip_factors: the factors by which gradients are clipped
-- sharded_sums: each process keeps its own rows of the sums
 - engine: stand-ins for the layers' forward passes, and one backward pass
 - book: the notes of the layers for it
 - per_sample_gradient: the forms of a per-sample gradient, and its sums

@@ -12,7 +12,6 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from doppler_hf.linalg import highest_matmul_precision
 from doppler_hf.privacy.clipping.clip_factors import Clipping, clip_factors, num_within, raised
@@ -20,8 +19,6 @@ from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.groups import Names, in_groups
 from doppler_hf.privacy.clipping.norms import Squares
 from doppler_hf.privacy.clipping.per_sample_gradient import Lookup, NormRule, PerSampleGradient, Tied, Weights
-from doppler_hf.privacy.clipping.sharded_sums import ShardedSums
-from doppler_hf.shards import Place, part_here
 
 Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]
@@ -45,7 +42,6 @@ class ClippedGradients:
             the matrix itself, "auto" the cheaper way for each layer and length; see `per_sample_gradient.is_formed`.
         rows_per_loss: With how many rows, one after another, the model is called for each loss, such as the two answers of
             a pair.
-        sharded_sums: How the sums of trained weights in shards are added up over the processes; None if none are.
 
     Attributes:
         engine_name: `engine`.
@@ -59,8 +55,8 @@ class ClippedGradients:
             as ‖gᵢ‖ passes C: how many are not clipped, less half of all. Not private.
 
     Raises:
-        ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, a layer has no
-            per-sample gradient, or a parameter is in shards and its sum is not, by name.
+        ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, or a layer has no
+            per-sample gradient, by name.
 
     Example:
         >>> with ClippedGradients(model, max_grad_norm=1.0, clipping="vanilla") as clipped:
@@ -78,7 +74,6 @@ class ClippedGradients:
         engine: Engine = "book_keeping",
         norm_rule: NormRule = "auto",
         rows_per_loss: int = 1,
-        sharded_sums: ShardedSums | None = None,
     ) -> None:
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
             raise ValueError(f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, got {max_grad_norm}.")
@@ -99,16 +94,9 @@ class ClippedGradients:
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
-        self.parameters, self._sharded_sums = trainable, sharded_sums
-        # Sensitivity: of rows that are taken for a whole the norm would be too small, and the noise elsewhere.
-        cut = [name for name, parameter in trainable.items() if isinstance(parameter, DTensor) and name not in self.places]
-        if cut:
-            raise ValueError(
-                f"Trained parameters in shards must have sums in shards, got {cut[0]!r} without. Let DopplerTrainer cut the "
-                "model (fsdp=True)."
-            )
-        # The coarsest in which something is summed.
-        self._dtype = max((self._sum_dtype(name) for name in trainable), key=lambda dtype: torch.finfo(dtype).eps)
+        self.parameters = trainable
+        dtypes = sorted({self._sum_dtype(name) for name in trainable}, key=lambda dtype: torch.finfo(dtype).eps)
+        self._finest, self._coarsest = dtypes[0], dtypes[-1]  # in which something is summed
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._engine: BookKeepingEngine | None = None
         self.on_accelerator = all(parameter.device.type != "cpu" for parameter in trainable.values())
@@ -118,16 +106,11 @@ class ClippedGradients:
     def sums(self) -> dict[str, Float[Tensor, "..."]]:
         """Parameter name → Σ clip(gᵢ) since the last `reset`, in float32 or better. Not private: it has no noise yet.
 
-        Of this process's examples; of parameters in `places` the rows that are here, of those of all processes.
+        Of this process's examples, and of whole parameters, even if weights lie in shards.
         """
         for name in self.parameters.keys() - self._sums.keys():
             self._sums[name] = self._zeros(name)
         return {name: self._sums[name] for name in self.parameters}
-
-    @property
-    def places(self) -> dict[str, Place]:
-        """Parameter name → where in it the rows are that `sums` has; of parameters in shards alone."""
-        return {} if self._sharded_sums is None else self._sharded_sums.places
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -165,6 +148,7 @@ class ClippedGradients:
                 depend on that row alone: no mean over the batch's tokens, no term over the batch.
             weights: Factors of the clipped gradients, shape (batch,), which are cut to [0, 1]; by default 1. If several
                 examples belong to one unit of privacy and their weights add up to 1 or less, the unit contributes at most C.
+                An example of weight 0 adds nothing, whatever its gradient.
             views: K, how many rows each example has; by default an example is one row.
 
         Returns:
@@ -197,17 +181,6 @@ class ClippedGradients:
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             gradients = self._engine.per_sample_gradients(losses, self.parameters, views=views)
             return self._add_clipped(gradients, weights)
-
-    def drop(self, losses: Float[Tensor, " rows"]) -> None:
-        """Back-propagate one loss per row as `backward` does, and keep nothing of it.
-
-        For a process that must compute as many layers as others do, with weights that all gather.
-        """
-        assert self._engine is not None
-        with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
-            self._engine.per_sample_gradients(losses, self.parameters)
-        if (shared := self._sharded_sums) is not None:
-            shared.add_up(lambda name: None, names=(), sums=self._sums)
 
     @contextlib.contextmanager
     def unclipped(self, sums: Mapping[str, Tensor]) -> Iterator[None]:
@@ -243,7 +216,8 @@ class ClippedGradients:
         """Set the sums to zero, for the next draw."""
         self._sums: dict[str, Tensor] = {}
         device = next(iter(self.parameters.values())).device
-        self.num_non_finite, self.num_within = torch.zeros(2, device=device).unbind()
+        # Of one dtype on all processes, even on one without examples: they are added up.
+        self.num_non_finite, self.num_within = torch.zeros(2, dtype=self._finest, device=device).unbind()
 
     def _refuse_other_parameters(self) -> None:
         # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
@@ -258,10 +232,9 @@ class ClippedGradients:
     def _sum_dtype(self, name: str) -> torch.dtype:
         return torch.promote_types(self.parameters[name].dtype, torch.float32)
 
-    def _zeros(self, name: str, *, is_whole: bool = False) -> Tensor:
+    def _zeros(self, name: str) -> Tensor:
         parameter = self.parameters[name]
-        shape = parameter.shape if is_whole else part_here(parameter).shape
-        return torch.zeros(shape, dtype=self._sum_dtype(name), device=parameter.device)
+        return torch.zeros(parameter.shape, dtype=self._sum_dtype(name), device=parameter.device)
 
     @torch.no_grad()
     def _add_clipped(
@@ -269,10 +242,7 @@ class ClippedGradients:
     ) -> Float[Tensor, " batch"]:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same numbers,
         # and a layer that this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        if self._sharded_sums is None:
-            found = in_groups(gradients, self._group_of, stacks=self.on_accelerator)
-        else:
-            found = {(name,): gradient for name, gradient in gradients.items()}
+        found = in_groups(gradients, self._group_of, stacks=self.on_accelerator)
         gradients.clear()  # so that the memory of each is freed once it is in the sum
         squares = Squares(on_accelerator=self.on_accelerator)
         for names, gradient in found.items():
@@ -280,8 +250,10 @@ class ClippedGradients:
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
         norms = torch.linalg.vector_norm(torch.stack([*norms_of.values()]), dim=0)
         self._add_sums(found, self._weights(norms_of, norms.isfinite(), weights))
-        self.num_within = self.num_within + num_within(norms, weights, max_grad_norm=self.max_grad_norm)
-        self.num_non_finite = self.num_non_finite + (~norms.isfinite()).sum()
+        within = num_within(norms, weights, max_grad_norm=self.max_grad_norm)
+        self.num_within = self.num_within + within.to(self._finest)
+        left_out = ~norms.isfinite() if weights is None else ~norms.isfinite() & (weights > 0)
+        self.num_non_finite = self.num_non_finite + left_out.sum()
         return norms
 
     def _weights(
@@ -298,34 +270,22 @@ class ClippedGradients:
         are_all = not self.on_accelerator and bool(finite.all())
         found = {}
         for group, norms in norms_of.items():
-            factors = clip_factors(raised(norms, self._dtype), max_grad_norm=bound, clipping=self._clipping)
+            factors = clip_factors(raised(norms, self._coarsest), max_grad_norm=bound, clipping=self._clipping)
             factors = factors if weights is None else factors * weights.to(factors).nan_to_num(nan=0.0).clamp(0.0, 1.0)
             found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
         return found
 
     def _add_sums(self, found: dict[Names, PerSampleGradient], weights_of: Mapping[str, Weights]) -> None:
-        def add_to(sums: dict[str, Tensor], names: Names) -> None:
-            self._add_to(sums, names, found.pop(names), weights_of[self._group_of[names[0]]])
+        # Tables last: theirs are the largest sums, for which the other notes make room.
+        for names in sorted(found, key=lambda names: isinstance(found[names], Lookup)):
+            self._add_to(names, found.pop(names), weights_of[self._group_of[names[0]]])
 
-        if self._sharded_sums is None:
-            # Tables last: theirs are the largest sums, for which the other notes make room.
-            for names in sorted(found, key=lambda names: isinstance(found[names], Lookup)):
-                add_to(self._sums, names)
-            return
-
-        def own(name: str) -> Tensor | None:
-            whole: dict[str, Tensor] = {}
-            if (name,) in found:
-                add_to(whole, (name,))
-            return whole.get(name)
-
-        self._sharded_sums.add_up(own, names=self.parameters, sums=self._sums)
-
-    def _add_to(self, sums: dict[str, Tensor], names: Names, gradient: PerSampleGradient, weights: Weights) -> None:
-        """Add the weighted sum of the gradients of some parameters to theirs in `sums`."""
+    def _add_to(self, names: Names, gradient: PerSampleGradient, weights: Weights) -> None:
+        """Add the weighted sum of the gradients of some parameters to theirs."""
+        sums = self._sums
         known = sums.get(names[0]) if len(names) == 1 else None
         if known is None and isinstance(gradient, Lookup | Tied):
-            known = self._zeros(names[0], is_whole=True)
+            known = self._zeros(names[0])
         total = gradient.weighted(weights, known)
         if known is not None:
             sums[names[0]] = known

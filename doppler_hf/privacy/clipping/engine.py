@@ -28,9 +28,9 @@ from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_f
 from doppler_hf.privacy.clipping.per_sample_gradient import NormRule, PerSampleGradient
 from doppler_hf.privacy.clipping.recurrence import recurrence
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
-from doppler_hf.privacy.clipping.sharded_sums import gathered
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_choices, without_adapters
+from doppler_hf.shards import gathered
 
 # Layers that may be told which dimension is the batch: torch's transformers tell it the attention within them.
 _WITH_BATCH_FIRST = (nn.MultiheadAttention, nn.RNNBase)

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.ahead import NoiseAhead
 from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
 from doppler_hf.privacy.noise.shaped import ShapedNoise
-from doppler_hf.shards import Place
+from doppler_hf.shards import added_up, rows_here
 
 
 class Mechanism(Protocol):
@@ -41,7 +42,7 @@ class Mechanism(Protocol):
         """Return the standard deviation of the noise per coordinate of the mean gradient of step `step`, taken alone."""
 
     def privatize(
-        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, places: Mapping[str, Place] = {}
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, shards: Mapping[str, DTensor] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
 
@@ -202,7 +203,7 @@ class GaussianMechanism:
 
     @torch.no_grad()
     def privatize(
-        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, places: Mapping[str, Place] = {}
+        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, shards: Mapping[str, DTensor] = {}
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`.
 
@@ -211,8 +212,7 @@ class GaussianMechanism:
                 is held). With several processes each passes its own, and all add some of the noise; they must agree in
                 names, shapes and order.
             step: Optimizer step, counted from 0.
-            places: By name, where in a parameter in shards the rows of this process are: its sum is of these rows alone, and
-                over all processes already. Each coordinate must be on one process.
+            shards: By name the parameters that lie in shards. Their sums are of whole parameters like all others.
 
         Returns:
             The private mean gradient by parameter name, in the tensors that were passed. It is the same on every process;
@@ -238,44 +238,48 @@ class GaussianMechanism:
         # Sensitivity: adding or removing one example changes the sum over all processes by at most C in the joint ℓ₂ norm,
         # because each example is on one process only and contributes one clipped gradient.
         #
-        # Of a whole parameter each process adds the noise of its own run of coordinates to its own sum, before these are
-        # reduced; of one in shards, of the rows that it alone has. Each from a stream under a key of its own: σC for every
-        # coordinate, once, however many processes there are, and independent between them. So no total without noise of a
-        # whole parameter exists anywhere, and every replica receives the same bits.
+        # Each process adds the noise of its own run of coordinates to its own sum, before these are reduced; of a parameter
+        # in shards these are the rows that it keeps. Each from a stream under a key of its own: σC for every coordinate,
+        # once, however many processes there are, and independent between them. So no total without noise exists anywhere,
+        # and every replica receives the same bits.
         distributed = dist.is_available() and dist.is_initialized()
         rank, processes = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         own = {
-            name: total.view(-1) if name in places else total.view(-1).tensor_split(processes)[rank]
+            name: rows_here(total, like=shards[name]).view(-1)
+            if name in shards
+            else total.view(-1).tensor_split(processes)[rank]
             for name, total in sums.items()
         }
         if self._ahead is not None:
             self._ahead.expect(sum(map(len, own.values())), pinned=any(part.is_cuda for part in own.values()))
-        reductions = []
+        private, reductions = dict(sums), []
         for name, total in sums.items():
             if self.noise_multiplier > 0.0:
                 part = own[name]
-                place = places.get(name, Place(int(part.storage_offset() - total.storage_offset()), total.numel()))
-                add_white = functools.partial(self._add_white_noise, step=step, place=place)
+                begin = int(part.storage_offset() - total.storage_offset())
+                add_white = functools.partial(self._add_white_noise, step=step, begin=begin, numel=total.numel())
                 if self._shaped is None:
                     add_white(part)
                 else:
                     part.add_(self._shaped.next(name, like=part, add_white=add_white))
-            if distributed and name not in places:  # while the noise of the next ones is made
+            if name in shards:
+                private[name] = added_up(total, like=shards[name])
+            elif distributed:  # while the noise of the next ones is made
                 reductions.append(dist.all_reduce(total, async_op=True))
         for reduction in reductions:
             reduction.wait()
-        for total in sums.values():
-            total.div_(self.expected_batch_size)
+        for gradient in private.values():
+            gradient.div_(self.expected_batch_size)
         self._next_step = step + 1
-        return dict(sums)
+        return private
 
-    def _add_white_noise(self, part: Float[Tensor, " n"], *, step: int, place: Place) -> None:
-        """Add 𝒩(0, (σC‖c‖)²) to every one of a parameter's coordinates that are at a place (modified in place)."""
-        if self._seed is not None and part.numel() < place.numel:
+    def _add_white_noise(self, part: Float[Tensor, " n"], *, step: int, begin: int, numel: int) -> None:
+        """Add 𝒩(0, (σC‖c‖)²) to those of a parameter's `numel` coordinates that begin at one (modified in place)."""
+        if self._seed is not None and part.numel() < numel:
             # For tests: the noise that one process would add, of which each takes what is of its coordinates.
-            whole = part.new_zeros(place.numel)
-            self._add_white_noise(whole, step=step, place=Place(0, place.numel))
-            part.add_(whole[place.begin : place.begin + part.numel()])
+            whole = part.new_zeros(numel)
+            self._add_white_noise(whole, step=step, begin=0, numel=numel)
+            part.add_(whole[begin : begin + part.numel()])
             return
         # Sensitivity: C is that of this step, whatever it was when the noise was prepared.
         std, safe = self._white_std, self._floating_point_safe

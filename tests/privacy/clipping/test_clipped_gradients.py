@@ -20,6 +20,39 @@ def test_factors_at_zero_and_at_the_bound():
     )
 
 
+@pytest.mark.parametrize("of_zero", [1.0, 1e9, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
+def test_an_example_of_weight_zero_adds_nothing(of_zero, granularity):
+    """As with the passes of a process that has fewer micro-batches than others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+
+    def losses(*rows):
+        return model(torch.tensor(rows)).sum(dim=(1, 2))
+
+    def found(clipped):
+        return {**clipped.sums, "within": clipped.num_within, "non-finite": clipped.num_non_finite}
+
+    with ClippedGradients(model, granularity=granularity) as clipped:
+        clipped.backward(losses([0, 1], [2, 3]))
+        expected = {name: total.clone() for name, total in found(clipped).items()}
+        clipped.backward(of_zero * losses([1, 4]), weights=torch.zeros(1))
+        torch.testing.assert_close(found(clipped), expected, rtol=0, atol=0)
+        clipped.backward(of_zero * losses([1, 4]), weights=torch.ones(1))
+        changed = {name: total for name, total in found(clipped).items() if not torch.equal(total, expected[name])}
+        assert changed.keys() >= ({"0.weight"} if of_zero <= 1e9 else {"non-finite"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_counts_have_one_dtype_with_examples_and_without(dtype):
+    """Processes add them up, and one may have an empty draw."""
+    model = nn.Linear(3, 1).to(dtype)
+    with ClippedGradients(model) as clipped:
+        of_none = clipped.num_within.dtype, clipped.num_non_finite.dtype
+        clipped.backward(model(torch.randn(4, 3, dtype=dtype))[:, 0])
+        assert (clipped.num_within.dtype, clipped.num_non_finite.dtype) == of_none
+
+
 class Hungry(nn.Module):
     """Scales its input by a matrix of its own, and may find no memory: a layer for functorch."""
 

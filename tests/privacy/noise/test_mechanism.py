@@ -3,17 +3,18 @@
 import copy
 import pickle
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
+from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.bits import RekeyedBits, SecretBits
 from doppler_hf.privacy.noise import mechanism as mechanism_module
-from doppler_hf.shards import Place
 
 SIGMA, C, B, D = 1.3, 0.7, 50, 100_000
 
@@ -136,40 +137,54 @@ def put_between(processes, monkeypatch):
     monkeypatch.setattr(mechanism_module, "dist", processes)
 
 
-# Of seven rows of three two processes have four and three, and five processes two each, one, and none.
-SHARDED = {2: [(0, 12), (12, 9)], 5: [(0, 6), (6, 6), (12, 6), (18, 3), (21, 0)]}
+def put_in_shards(rank, processes, monkeypatch):
+    """Have rows of parameters on processes that are not there, and return what this one sends to add them up."""
+    sent = []
+
+    def rows_here(whole, *, like):
+        rows = -(-len(whole) // processes)
+        return whole[rows * rank : rows * (rank + 1)]
+
+    def added_up(own, *, like):
+        sent.append(own.clone())
+        return rows_here(own, like=like)
+
+    monkeypatch.setattr(mechanism_module, "rows_here", rows_here)
+    monkeypatch.setattr(mechanism_module, "added_up", added_up)
+    return sent
 
 
-def of_shards(parts, monkeypatch, *, steps=1, **options):
-    """Return what each process releases of a parameter in shards, between two whole ones, and what it sends."""
+def of_shards(number, monkeypatch, *, steps=1, **options):
+    """Return what each process releases of a parameter in shards, between two whole ones, and what it sends last."""
     found = []
-    for rank, (begin, numel) in enumerate(parts):
-        put_between(processes := TwoProcesses(rank, processes=len(parts)), monkeypatch)
+    for rank in range(number):
+        put_between(processes := TwoProcesses(rank, processes=number), monkeypatch)
+        in_shards = put_in_shards(rank, number, monkeypatch)
         mechanism = gaussian(**options)
         for step in range(steps):
-            sums = {"a": torch.ones(5).double(), "w": torch.full((numel,), 2.0).double(), "b": torch.ones(4).double()}
-            private = mechanism.privatize(sums, step=step, places={"w": Place(begin, 21)})
+            sums = {"a": torch.ones(5).double(), "w": torch.ones(7, 3).double(), "b": torch.ones(4).double()}
+            private = mechanism.privatize(sums, step=step, shards={"w": Mock(spec=DTensor)})
         assert not processes.under_way
-        found.append((private, processes.sent))
+        found.append((private, {"a": processes.sent[-2], "w": in_shards[-1], "b": processes.sent[-1]}))
     return found
 
 
 @pytest.mark.parametrize(
-    ("parts", "options"),
-    [(SHARDED[2], {"floating_point_safe": True}), (SHARDED[5], {"shape": NoiseShape.banded(3)})],
+    ("number", "options"),
+    [(2, {"floating_point_safe": True}), (5, {"shape": NoiseShape.banded(3)})],  # of five the last has none of seven rows
     ids=str,
 )
-def test_reproducible_noise_is_the_same_in_shards(parts, options, monkeypatch):
+def test_reproducible_noise_is_the_same_in_shards(number, options, monkeypatch):
     steps = 1 if "shape" not in options else 4
     one = gaussian(seed=0, **options)
     for step in range(steps):
-        sums = {"a": torch.ones(5).double(), "w": torch.full((7, 3), 2.0).double(), "b": torch.ones(4).double()}
+        sums = {"a": torch.ones(5).double(), "w": torch.ones(7, 3).double(), "b": torch.ones(4).double()}
         expected = one.privatize(sums, step=step)
-    found = of_shards(parts, monkeypatch, steps=steps, seed=0, **options)
+    found = of_shards(number, monkeypatch, steps=steps, seed=0, **options)
     in_full = torch.cat([private["w"] for private, _ in found])
-    torch.testing.assert_close(in_full, expected["w"].flatten(), rtol=0, atol=1e-15)
-    for place, name in enumerate(("a", "b")):  # of which each has the noise of some coordinates, and sends all
-        sent = torch.stack([processes[len(processes) - 2 + place] for _, processes in found])
+    torch.testing.assert_close(in_full, expected["w"], rtol=0, atol=1e-15)
+    for name in ("a", "w", "b"):  # of which each has the noise of some coordinates, and sends all
+        sent = torch.stack([of_process[name] for _, of_process in found])
         torch.testing.assert_close((sent - 1).sum(dim=0) / B, expected[name] - 1 / B, rtol=0, atol=1e-15)
         assert ((sent != 1).sum(dim=0) == 1).all()
 
@@ -183,19 +198,20 @@ def test_a_process_remembers_the_shaped_noise_of_its_coordinates_alone(monkeypat
         assert [past.shape for past in mechanism._shaped._past["w"]] == [(numel,)] * 2
 
 
-def test_whoever_has_a_shard_adds_its_noise_and_sends_none_of_it(monkeypatch):
-    parts = [(0, 4000), (4000, 4000), (8000, 999)]
+def test_whoever_has_a_shard_adds_its_noise(monkeypatch):
     found = []
-    for rank, (begin, numel) in enumerate(parts):
+    for rank, numel in enumerate([3000, 3000, 2999]):
         put_between(processes := TwoProcesses(rank, processes=3), monkeypatch)
-        mechanism, sums = gaussian(), {"w": torch.zeros(numel), "b": torch.zeros(51)}
-        private = mechanism.privatize(sums, step=0, places={"w": Place(begin, 8999)})
+        in_shards = put_in_shards(rank, 3, monkeypatch)
+        mechanism = gaussian()
+        sums = {"w": torch.zeros(8999), "b": torch.zeros(51)}
+        private = mechanism.privatize(sums, step=0, shards={"w": Mock(spec=DTensor)})
         (whole,) = processes.sent
         assert whole.nonzero().flatten().tolist() == [*range(17 * rank, 17 * rank + 17)]
+        assert in_shards[0].nonzero().flatten().tolist() == [*range(3000 * rank, 3000 * rank + numel)]
         noise = private["w"].double().numpy() / mechanism.noise_std(0)
-        assert np.count_nonzero(noise) == numel
         low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], numel)
         assert low < np.sum(noise**2) < high
         found.append(noise)
-    assert abs(np.corrcoef(found[0], found[1])[0, 1]) < 5.5 / np.sqrt(4000)
+    assert abs(np.corrcoef(found[0], found[1])[0, 1]) < 5.5 / np.sqrt(3000)
     assert len(np.unique(np.concatenate(found))) > 8990  # no process has drawn what another one has
