@@ -5,6 +5,8 @@
 - calibration: σ, or the number of steps, for a target ε
 - composition: rounds composed, by their privacy loss distributions
 - round_loss: the likelihood ratio of one round
+- secret_groups: bounds on ε by simulation, where a unit's group is secret
+- tilted_rounds: rounds whose losses are likely, for it
 """
 
 from doppler_hf.privacy.accounting.accounting import (

@@ -2,7 +2,8 @@
 
 A unit belongs to one of b groups, which take turns at the steps. In a round of n turns of its group it takes part at most
 once, in a turn that is chosen uniformly and in secret (`batching.sampling`). Filter, Adam and projection are post-processing
-and cost nothing.
+and cost nothing. Where groups are known ε is exact (`composition`). That they are secret counts by simulation
+(`secret_groups`).
 """
 
 import functools
@@ -30,7 +31,7 @@ class Releases(NamedTuple):
         """Yield the whole rounds, and the last one if it is cut short.
 
         A unit takes part in each of a round's turns with probability b·q. Of a round that is cut short every group counts
-        as many turns as the first. Which group a unit belongs to counts as known (docs/method/accounting.md).
+        as many turns as the first.
         """
         groups = len(self.strategy)
         rate = min(groups * self.sample_rate, 1.0)

@@ -226,8 +226,8 @@ class AllocationSampler(Sampler[list[int]]):
     def group_of(self, units: np.ndarray) -> np.ndarray:
         """Return the group of each of these units of this process's shard, the same whenever it is asked for."""
         # Sensitivity: a unit's group is its own secret coin, so that one unit more or less does not move the others to other
-        # groups, as it would if they were counted off. Whatever the group, the accountant's bound is the same; so it holds
-        # for the mixture of all of them.
+        # groups, as it would if they were counted off. The accountant counts on the secret: nothing that is published may
+        # depend on a group but through the draws.
         return (self._group_words.of(units) % np.uint64(self.groups)).astype(np.int64)
 
     def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
