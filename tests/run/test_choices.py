@@ -56,7 +56,7 @@ def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter)
     chosen = chosen_noise_shape(args, sampler=SAMPLER, num_trained=1000)
     named = None if low_pass_filter == "auto" else LowPassFilter.parse(low_pass_filter)
     assert chosen == auto_noise_shape(noise_multiplier_of, 60, learning_rates=RATES, low_pass_filter=named)
-    assert chosen.is_white is (low_pass_filter == "none")
+    assert (chosen.bands > 2) is (low_pass_filter == "auto")
 
 
 def test_learning_rates_are_those_that_training_has(tmp_path):

@@ -55,10 +55,7 @@ class Run:
         self.steps = self.groups * sum(each.turns * each.number for each in rounds)
         # ln E R_g^p, by k
         self.log_moments: Array = np.sum([each.of.number * each.log_moments for each in self._rounds], axis=0)
-
-    def can_sample(self, order: int) -> bool:
-        """Return whether samples are cheap enough."""
-        return all(each.can_sample(order) for each in self._rounds)
+        self.is_cheap: NDArray[np.bool_] = np.all([each.is_cheap for each in self._rounds], axis=0)
 
     def sample(self, count: int, order: int, power: int, random: np.random.Generator) -> tuple[Array, Array]:
         """Return ln R, and ln of the mean of R_g^p, of so many samples."""
@@ -122,9 +119,10 @@ def epsilon_of_runs(
     count = usual // _ROUGHER if is_rough else usual
     made = [Run(rounds, strategy, Removal if is_removal else Addition) for rounds, strategy in runs]
     log_moments: Array = np.sum([run.log_moments for run in made], axis=0)
-    order = int(ORDERS[np.argmin(log_moments + _log_peak(known, ORDERS))])
-    if not all(run.can_sample(order) for run in made):
+    is_cheap = np.all([run.is_cheap for run in made], axis=0)
+    if not is_cheap.any():
         return known
+    order = int(ORDERS[np.argmin(np.where(is_cheap, log_moments + _log_peak(known, ORDERS), np.inf))])
     random, power = np.random.default_rng(_SEED), order + 1 if is_removal else -order
     samples = [run.sample(count, order, power, random) for run in made]
     log_ratio, log_weight = np.sum(samples, axis=0)

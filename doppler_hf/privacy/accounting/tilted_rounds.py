@@ -2,7 +2,8 @@
 
     ρ = 1 − nq + q·(Y_1 + … + Y_n),    Y_i = exp(x_i/σ − 1/2σ²),    x_i independent standard normals without the unit.
 
-`Removal` has the densities ρ^(k+1)/E ρ^(k+1), and `Addition` ρ^(−k)/E ρ^(−k), by the order k from 1.
+`Removal` has the densities ρ^(k+1)/E ρ^(k+1), and `Addition` ρ^(−k)/E ρ^(−k), by the order k from 1. `log_moments` are these
+means, and `is_cheap` says whether samples are, by k.
 """
 
 import math
@@ -40,10 +41,7 @@ class Removal:
         for number in range(of.turns):
             self._shares[number + 1] = logsumexp(kernel + self._shares[number], axis=1)
         self.log_moments = (self._shares[-1] + gammaln(powers + 1))[2:]
-
-    def can_sample(self, order: int) -> bool:
-        """Return True."""
-        return True
+        self.is_cheap = np.ones(len(ORDERS), dtype=bool)
 
     def sample(self, count: int, order: int, random: np.random.Generator) -> Array:
         """Return x of so many rounds, shape (count, n)."""
@@ -72,10 +70,7 @@ class Addition:
         # ln E of the geometric mean's power −k: its logarithm is normal.
         spread = of.turns * of.rate / of.noise_multiplier**2
         self._log_accepted = self.log_moments - spread * ORDERS * (1.0 + of.rate * ORDERS) / 2
-
-    def can_sample(self, order: int) -> bool:
-        """Return whether enough proposals are accepted."""
-        return bool(self._log_accepted[order - 1] > math.log(_LEAST_ACCEPTED))
+        self.is_cheap = self._log_accepted > math.log(_LEAST_ACCEPTED)
 
     def sample(self, count: int, order: int, random: np.random.Generator) -> Array:
         """Return x of so many rounds, shape (count, n)."""
