@@ -18,6 +18,7 @@ from doppler_hf.privacy.accounting.composition import Rounds
 Array = NDArray[np.floating]
 
 ORDERS: Final = np.arange(1, 96)  # k
+_LARGEST_EXPONENT: Final = 600.0
 _LEAST_ACCEPTED: Final = 0.05  # share of proposals
 _REACH: Final = 8.5  # standard deviations of a normal, beyond which 10⁻¹⁷ is left
 _POINTS: Final = 400
@@ -29,19 +30,18 @@ class Removal:
     def __init__(self, of: Rounds) -> None:
         self.of = of
         powers = np.arange(ORDERS[-1] + 2)
-        left = 1.0 - of.turns * of.rate
-        nobody = powers * math.log(left) if left > 1e-12 else np.where(powers == 0, 0.0, -np.inf)
-        # ln q^a·E Y^a / a! by a, with E Y^a = exp(a(a − 1)/2σ²).
-        self._turn = powers * math.log(of.rate) + powers * (powers - 1) / (2 * of.noise_multiplier**2) - gammaln(powers + 1)
-        lags = powers[:, None] - powers
-        kernel = np.where(lags >= 0, self._turn[np.maximum(lags, 0)], -np.inf)
-        # ln of the coefficients of x^r in e^((1 − nq)x)·(Σ_a q^a·E Y^a·x^a / a!)^j, by j and r.
-        self._shares = np.empty((of.turns + 1, len(powers)))
-        self._shares[0] = nobody - gammaln(powers + 1)
+        logs = powers * math.log(of.rate) + powers * (powers - 1) / (2 * of.noise_multiplier**2) - gammaln(powers + 1)
+        most = int(np.searchsorted(np.cumsum(logs > _LARGEST_EXPONENT), 1))
+        # q^a·E Y^a / a! by a, with E Y^a = exp(a(a − 1)/2σ²).
+        self._turn = np.exp(logs[:most])
+        # The coefficients of x^r in e^((1 − nq)x)·(Σ_a q^a·E Y^a·x^a / a!)^j, by j and r.
+        self._shares = np.empty((of.turns + 1, most))
+        self._shares[0] = max(1.0 - of.turns * of.rate, 0.0) ** powers[:most] * np.exp(-gammaln(powers[:most] + 1))
         for number in range(of.turns):
-            self._shares[number + 1] = logsumexp(kernel + self._shares[number], axis=1)
-        self.log_moments = (self._shares[-1] + gammaln(powers + 1))[2:]
-        self.is_cheap = np.ones(len(ORDERS), dtype=bool)
+            self._shares[number + 1] = np.convolve(self._shares[number], self._turn)[:most]
+        self.log_moments = np.full(len(ORDERS), np.inf)
+        self.log_moments[: most - 2] = np.log(self._shares[-1, 2:]) + gammaln(powers[2:most] + 1)
+        self.is_cheap = np.isfinite(self.log_moments)
 
     def sample(self, count: int, order: int, random: np.random.Generator) -> Array:
         """Return x of so many rounds, shape (count, n)."""
@@ -50,9 +50,8 @@ class Removal:
         left = np.full(count, order + 1)
         for place in range(self.of.turns):
             # The probability of at most so many factors, in columns, of those left, in rows.
-            later = self._shares[self.of.turns - place - 1, some[:, None] - some]
-            logs = self._turn[some] + later - self._shares[self.of.turns - place, some, None]
-            at_most = np.cumsum(np.exp(np.where(some <= some[:, None], logs, -np.inf)), axis=1)
+            later = np.where(some <= some[:, None], self._shares[self.of.turns - place - 1, some[:, None] - some], 0.0)
+            at_most = np.cumsum(self._turn[some] * later / self._shares[self.of.turns - place, some, None], axis=1)
             uniform = random.random(count)
             taking = np.flatnonzero(uniform >= at_most[left, 0])
             taken = np.minimum((uniform[taking, None] >= at_most[left[taking]]).sum(axis=1), left[taking])
