@@ -35,7 +35,7 @@ _SAME_VERSIONS_TOLERANCE: Final = 1e-6
 # Another version may bound ε on another grid. Such bounds are within a percent of the true ε (the accountant's tests check
 # that), so that versions do not explain a larger difference.
 _OTHER_VERSIONS_TOLERANCE: Final = 1e-2
-_ACCOUNTING_PACKAGES: Final = ("doppler_hf", "dp-accounting")
+_ACCOUNTING_PACKAGES: Final = ("doppler_hf", "dp-accounting", "numpy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,9 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
     found = []
     for claim in ledger.claims:
         for name, stated in claim.epsilons.items():
-            recomputed = recompute(claim.history, private=claim.private, delta=ledger.statement.target_delta)
+            recomputed = recompute(
+                claim.history, private=claim.private, delta=ledger.statement.target_delta, target=claim.target
+            )
             if not math.isclose(stated, recomputed, rel_tol=tolerance(claim.versions)):
                 found.append(
                     f"Entry {claim.entry} ({ledger.entries[claim.entry]['event']}) states ε = {stated:.8g} by {name}, but "
@@ -102,12 +104,12 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
     return found
 
 
-def recompute(history: list[Releases], *, private: bool, delta: float) -> float:
+def recompute(history: list[Releases], *, private: bool, delta: float, target: float | None) -> float:
     """Return ε of `history`: infinity if something was not private, NaN if its numbers are out of range."""
     if not private:
         return math.inf
     try:
-        return get_total_epsilon(history, delta=delta)
+        return get_total_epsilon(history, delta=delta, target=target)
     except ValueError:  # The numbers are of a ledger that no run writes.
         return math.nan
 
@@ -124,7 +126,7 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     if ledger.why_not_private is not None:
         return [f"NOT PRIVATE: {ledger.why_not_private}."]
     statement = ledger.statement
-    spent = recompute(ledger.history, private=True, delta=statement.target_delta)
+    spent = recompute(ledger.history, private=True, delta=statement.target_delta, target=statement.target_epsilon)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)
     if statement.target_epsilon is not None and not spent <= slack * statement.target_epsilon:
         return [f"The target was ε = {statement.target_epsilon:g}, but what was released costs {spent:.8g}."]
@@ -165,8 +167,8 @@ def other_trainings(ledger: PrivacyLedger, folder: Path) -> list[str]:
     for path, other in ledgers_in(folder).items():
         if other.is_prefix_of(ledger) or ledger.is_prefix_of(other):
             continue
-        name, delta = other.statement.accountant, other.statement.target_delta
-        epsilon = recompute(other.history, private=other.private, delta=delta)
+        name, delta, target = other.statement.accountant, other.statement.target_delta, other.statement.target_epsilon
+        epsilon = recompute(other.history, private=other.private, delta=delta, target=target)
         lines.append(f"{path.name} is of another training: ε = {epsilon:.4g} at δ = {delta:.3g}, by {name}.")
     return [*lines, "If they used the same data, ε of all of them add up, and so do their δ."] if lines else []
 
@@ -183,7 +185,8 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
 def terms_table(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> Table:
     """Lay out the terms of the guarantee, what was run, and what that means."""
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
-    spent = recompute(ledger.history, private=ledger.private, delta=statement.target_delta)
+    delta, target = statement.target_delta, statement.target_epsilon
+    spent = recompute(ledger.history, private=ledger.private, delta=delta, target=target)
     end = "closed" if last.is_closed else f"not closed: at least {last.steps_released:,} of them were run"
     table = Table(title="Privacy ledger", show_header=False)
     for row in (

@@ -92,10 +92,11 @@ def get_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delt
     return get_total_epsilon([Releases(noise_multiplier, sample_rate, steps)], delta=delta)
 
 
-def get_total_epsilon(history: Iterable[Releases], *, delta: float) -> float:
+def get_total_epsilon(history: Iterable[Releases], *, delta: float, target: float | None = None) -> float:
     """Return `get_epsilon` of several runs on the same data.
 
-    With groups the bound fails with a probability of at most δ/100, which δ contains.
+    With groups the bound fails with a probability of at most δ/100, which δ contains. All steps that are planned bound what
+    their beginning costs, if they are within the target; otherwise the run ends earlier.
     """
     history = tuple(releases for releases in history if releases.steps)
     rounds = merged_rounds(history)
@@ -105,7 +106,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float) -> float:
         return 0.0
     if any(each.noise_multiplier == 0.0 for each in rounds):
         return math.inf
-    return bound(history, delta=delta)
+    return bound(history, delta=delta, target=math.inf if target is None else target)
 
 
 def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
@@ -125,15 +126,17 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
 
 
 @functools.lru_cache(maxsize=256)  # the log, the ledger and the guard ask for the same ε
-def bound(history: tuple[Releases, ...], *, delta: float, is_rough: bool = False) -> float:
+def bound(history: tuple[Releases, ...], *, delta: float, target: float = math.inf, is_rough: bool = False) -> float:
     """Return ε of at least one step, all with noise. A rough one takes a third of the time or less, and is no bound."""
     known = epsilons_of(merged_rounds(history), delta=delta, coarsening=4 if is_rough else 1)
     if all(len(releases.strategy) == 1 for releases in history):
         return max(known)
     # What follows from all steps that were planned costs no less than its beginning, and is computed once in a run.
-    *_, last = history
+    *earlier, last = history
     if last.steps < last.planned:
-        return min(max(known), bound((*history[:-1], last._replace(steps=last.planned)), delta=delta, is_rough=is_rough))
+        whole = bound((*earlier, last._replace(steps=last.planned)), delta=delta, is_rough=is_rough)
+        if whole <= target:
+            return min(max(known), whole)
     runs = [([*releases.rounds()], releases.strategy) for releases in history]
     # The larger one first: it may stay the larger one.
     (larger, is_removal), (smaller, _) = sorted(zip(known, (True, False), strict=True), reverse=True)

@@ -11,9 +11,11 @@ Bernstein bound (Maurer and Pontil 2009, https://arxiv.org/abs/0907.3740, Theore
 which fails with a probability that is added to δ. Mean, second moment and range of w fall with ε. So a wrong ε needs the
 bound to fail at the true one: one event, whatever ε is tried.
 
-The seed is fixed, so that everybody who repeats the computation has the same ε.
+The seed is a hash of what is asked, so that everybody who repeats the computation has the same ε, and a search for σ has
+as many chances to fail as values that it tries.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -27,9 +29,8 @@ from doppler_hf.privacy.accounting.tilted_rounds import ORDERS, Addition, Remova
 
 Array = NDArray[np.floating]
 
-FAILURE: Final = 1e-3  # the probability that a bound fails, as a share of δ. A calibration looks at some ten of them
+FAILURE: Final = 5e-4  # the probability that a bound fails, as a share of δ. A calibration looks at up to some twenty
 _FAILURES: Final = 0.01  # what is left for them of δ
-_SEED: Final = 0
 _NUMBERS: Final = 5_000_000  # normal random numbers of one bound
 _MOST_SAMPLES: Final = 50_000
 _LEAST_SAMPLES: Final = 800  # of which 6,250 steps are left; fewer show nothing at such a probability
@@ -114,7 +115,11 @@ def epsilon_of_runs(
         is_rough: Whether to estimate the bound from fewer samples.
     """
     usual = min(_MOST_SAMPLES, _NUMBERS // sum(len(c) * each.turns * each.number for rounds, c in runs for each in rounds))
-    if usual < _LEAST_SAMPLES or any(each.noise_multiplier < _LEAST_NOISE for rounds, _ in runs for each in rounds):
+    if (
+        known > _LARGEST_EXPONENT
+        or usual < _LEAST_SAMPLES
+        or any(each.noise_multiplier < _LEAST_NOISE for rounds, _ in runs for each in rounds)
+    ):
         return known
     count = usual // _ROUGHER if is_rough else usual
     made = [Run(rounds, strategy, Removal if is_removal else Addition) for rounds, strategy in runs]
@@ -123,7 +128,7 @@ def epsilon_of_runs(
     if not is_cheap.any():
         return known
     order = int(ORDERS[np.argmin(np.where(is_cheap, log_moments + _log_peak(known, ORDERS), np.inf))])
-    random, power = np.random.default_rng(_SEED), order + 1 if is_removal else -order
+    random, power = _generator(runs, is_removal=is_removal), order + 1 if is_removal else -order
     samples = [run.sample(count, order, power, random) for run in made]
     log_ratio, log_weight = np.sum(samples, axis=0)
     log_weight -= log_moments[order - 1]
@@ -134,7 +139,7 @@ def epsilon_of_runs(
 
     def bound(epsilon: float) -> float:
         values = np.maximum(first - math.exp(epsilon) * second, 0.0)
-        largest = math.exp(log_moments[order - 1] + _log_peak(epsilon, order))
+        largest = math.exp(min(log_moments[order - 1] + _log_peak(epsilon, order), _LARGEST_EXPONENT))
         spread = math.sqrt(2.0 * float(values @ values) / (count - 1) * log_failure / usual)
         return float(values.sum()) / count + spread + 7.0 * largest * log_failure / (3.0 * (usual - 1))
 
@@ -143,6 +148,11 @@ def epsilon_of_runs(
         middle = (low + high) / 2
         low, high = (low, middle) if bound(middle) <= (1.0 - _FAILURES) * delta else (middle, high)
     return high
+
+
+def _generator(runs: Sequence[tuple[Sequence[Rounds], Sequence[float]]], *, is_removal: bool) -> np.random.Generator:
+    digest = hashlib.sha256(repr((runs, is_removal)).encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
 def _log_peak(epsilon: float, order: NDArray[np.int64] | int) -> Array:

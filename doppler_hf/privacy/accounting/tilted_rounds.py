@@ -21,7 +21,8 @@ ORDERS: Final = np.arange(1, 96)  # k
 _LARGEST_EXPONENT: Final = 600.0
 _LEAST_ACCEPTED: Final = 0.05  # share of proposals
 _REACH: Final = 8.5  # standard deviations of a normal, beyond which 10⁻¹⁷ is left
-_POINTS: Final = 400
+_OF_NORMAL: Final = 0.04  # spacings of the trapezoidal rule
+_OF_LOG: Final = 0.06
 
 
 class Removal:
@@ -51,7 +52,8 @@ class Removal:
         for place in range(self.of.turns):
             # The probability of at most so many factors, in columns, of those left, in rows.
             later = np.where(some <= some[:, None], self._shares[self.of.turns - place - 1, some[:, None] - some], 0.0)
-            at_most = np.cumsum(self._turn[some] * later / self._shares[self.of.turns - place, some, None], axis=1)
+            total = self._shares[self.of.turns - place, some, None]  # 0 where it is too small to be met
+            at_most = np.cumsum(self._turn[some] * later / np.maximum(total, np.finfo(np.float64).tiny), axis=1)
             uniform = random.random(count)
             taking = np.flatnonzero(uniform >= at_most[left, 0])
             taken = np.minimum((uniform[taking, None] >= at_most[left[taking]]).sum(axis=1), left[taking])
@@ -69,7 +71,9 @@ class Addition:
         # ln E of the geometric mean's power −k: its logarithm is normal.
         spread = of.turns * of.rate / of.noise_multiplier**2
         self._log_accepted = self.log_moments - spread * ORDERS * (1.0 + of.rate * ORDERS) / 2
-        self.is_cheap = self._log_accepted > math.log(_LEAST_ACCEPTED)
+        # A power shifts the turns by up to k·q/σ, within the reach of the integral.
+        is_near = ORDERS * of.rate / of.noise_multiplier < _REACH
+        self.is_cheap = (self._log_accepted > math.log(_LEAST_ACCEPTED)) & is_near
 
     def sample(self, count: int, order: int, random: np.random.Generator) -> Array:
         """Return x of so many rounds, shape (count, n)."""
@@ -92,12 +96,13 @@ def _log_negative_moments(of: Rounds) -> Array:
     analytic integrands that decay at both ends, for which the trapezoidal rule errs exponentially little.
     """
     shift, left = 1.0 / of.noise_multiplier, max(1.0 - of.turns * of.rate, 0.0)
-    normals = np.linspace(-_REACH - shift, _REACH + shift, _POINTS)
-    weights = np.exp(-np.square(normals) / 2) * (normals[1] - normals[0]) / math.sqrt(2 * math.pi)
+    farthest = 2.0 * _REACH + shift
+    normals = np.arange(-farthest, _REACH + shift, _OF_NORMAL)
+    weights = np.exp(-np.square(normals) / 2) * _OF_NORMAL / math.sqrt(2 * math.pi)
     terms = np.exp(shift * normals - shift**2 / 2)
     # t at which the integrand is of any size, up to some k / ρ for the smallest ρ.
-    logs = np.linspace(-40.0, math.log(ORDERS[-1]) + _REACH * shift + shift**2 / 2 + 6.0, 4 * _POINTS)
+    logs = np.arange(-40.0, math.log(ORDERS[-1]) + farthest * shift + 6.0, _OF_LOG)
     with np.errstate(divide="ignore", under="ignore"):
         transform = np.log(np.exp(-of.rate * np.exp(logs)[:, None] * terms) @ weights)
     integrand = ORDERS[:, None] * logs - left * np.exp(logs) + of.turns * transform
-    return np.asarray(logsumexp(integrand, axis=1) + math.log(logs[1] - logs[0]) - gammaln(ORDERS))
+    return np.asarray(logsumexp(integrand, axis=1) + math.log(_OF_LOG) - gammaln(ORDERS))

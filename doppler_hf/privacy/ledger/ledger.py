@@ -163,7 +163,9 @@ class PrivacyLedger:
         return self._epsilon_of(self._record.history_within_plan(self.steps_run + further_steps))
 
     def _epsilon_of(self, history: Sequence[Releases]) -> float:
-        return get_total_epsilon(history, delta=self.statement.target_delta) if self.private else math.inf
+        if not self.private:
+            return math.inf
+        return get_total_epsilon(history, delta=self.statement.target_delta, target=self.statement.target_epsilon)
 
     def affordable_steps(self, steps: int) -> int:
         """Return how many of `steps` more steps stay within `target_epsilon`: all of them if there is no target."""

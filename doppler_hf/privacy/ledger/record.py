@@ -27,6 +27,7 @@ class Claim(NamedTuple):
 
     entry: int
     history: list[Releases]
+    target: float | None
     epsilons: dict[Accountant, float]
     private: bool
     versions: Mapping[str, str]
@@ -100,7 +101,7 @@ class LedgerRecord:
         """Return that history, with the steps that are planned: a run that ends early costs no more than all of them."""
         history, run = self.history(steps_run), self.runs[-1]
         planned = run.statement.steps_planned - (run.from_step or 0)
-        if history and history[-1].steps < planned:
+        if steps_run > run.steps_before and history[-1].steps < planned:
             history[-1] = history[-1]._replace(planned=planned)
         return history
 
@@ -150,7 +151,8 @@ class LedgerRecord:
         stated = entry["epsilon"] if is_end else {run.statement.accountant: entry["epsilon"]}
         epsilons = {name: math.inf if epsilon is None else epsilon for name, epsilon in stated.items()}
         private = all(run.statement.private for run in self.runs)
-        self.claims.append(Claim(entry["index"], self.history_within_plan(steps_run), epsilons, private, run.versions))
+        history, target = self.history_within_plan(steps_run), run.statement.target_epsilon
+        self.claims.append(Claim(entry["index"], history, target, epsilons, private, run.versions))
 
 
 def _refuse(entry: chain.Entry, reason: str) -> None:

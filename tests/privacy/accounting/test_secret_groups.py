@@ -113,6 +113,12 @@ def test_a_secret_group_saves_noise(epsilon, saved):
     assert max(epsilons_of([*releases.rounds()], delta=6e-6)) > epsilon * (1 + saved)
 
 
+@pytest.mark.parametrize("releases", [Releases(0.25, 0.25, 400, (1.0, 0.5)), Releases(20.0, 1 / 2000, 2000, (1.0, 0.5))])
+def test_very_little_and_very_much_noise(releases):
+    found = get_total_epsilon([releases], delta=1e-5)
+    assert 0.0 < found <= max(epsilons_of([*releases.rounds()], delta=1e-5))
+
+
 def test_the_same_history_has_the_same_epsilon():
     rounds = [Rounds(1.0, 1 / 20, 20, 2)]
     assert bound(rounds, FOUR, delta=1e-5) == bound(rounds, FOUR, delta=1e-5)

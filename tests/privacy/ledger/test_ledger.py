@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement, get_epsilon
+from doppler_hf.cli.verify import budget_mismatches, epsilon_mismatches
+from doppler_hf.filters import NoiseShape
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.file import schema_validator
@@ -197,6 +199,22 @@ def test_resuming_counts_the_steps_that_a_crash_undid():
     assert resumed.history == [Releases(1.0, 0.05, 30), Releases(1.0, 0.05, 40)]
 
 
+def test_a_run_that_its_budget_ends_early_stays_within_it():
+    """Where all planned steps cost too much, ε is that of the steps that were run, and `verify` finds the same."""
+    terms = dict(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.05, steps=60)
+    sigma = get_noise_multiplier(**terms, strategy=NoiseShape.banded(4).c)
+    whole = statement(noise_shape="banded:bands=4", noise_multiplier=sigma, target_epsilon=3.0)
+    ledger = after(PrivacyLedger.open(whole), 40).resume(whole, from_step=30)
+    affordable = ledger.affordable_steps(30)
+    assert 10 < affordable < 30
+    after(ledger, affordable - 3)
+    assert 2.5 < ledger.epsilon() <= 3.0
+    after(ledger, 3)
+    ledger.close()
+    assert 2.8 < ledger.epsilon() <= 3.0
+    assert (budget_mismatches(ledger), epsilon_mismatches(ledger)) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("change", "mechanism"),
     [(dict(noise_multiplier=2.0), (2.0, 0.05)), (dict(expected_batch_size=100, sample_rate=0.1), (1.0, 0.1))],
@@ -253,7 +271,7 @@ def test_the_file_reads_back(tmp_path):
     events = [entry["event"] for entry in written["entries"]]
     assert events == ["opened", *["steps"] * 6, "checkpoint", "steps", "resumed", *["steps"] * 3, "closed", "left", "saved"]
     assert written["entries"][0]["versions"].keys() == {
-        "doppler_hf", "torch", "transformers", "opacus", "dp-accounting", "python",
+        "doppler_hf", "torch", "transformers", "opacus", "dp-accounting", "numpy", "python",
     }  # fmt: skip
     assert any("training loss" in line for line in written["entries"][0]["not_covered"])
 
@@ -321,9 +339,9 @@ def test_the_schema_knows_the_statement():
     [
         ("{", "not the JSON"),
         ("[]", r"at \$, \[\] is not of type 'object'"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:7", "format_version": 7, "entries": []}', r"at \$.entries"),
-        ('{"format_version": 1, "num_examples": 24, "history": []}', "not a privacy ledger of format 7"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:7", "format_version": 7, "format_version": 7}', "Names must be unique"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:8", "format_version": 8, "entries": []}', r"at \$.entries"),
+        ('{"format_version": 1, "num_examples": 24, "history": []}', "not a privacy ledger of format 8"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:8", "format_version": 8, "format_version": 8}', "Names must be unique"),
         ('{"$schema": NaN}', "null, got NaN"),
         (b"\xff", "not the JSON"),
     ],
