@@ -11,21 +11,17 @@ timed: a per_device_train_batch_size is proposed for a CUDA card of that memory,
 """
 
 import argparse
+import functools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
-import torch
-from jaxtyping import Float
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim.state import BASES
 from doppler_hf.privacy.clipping.clipped_gradients import Engine
-from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.run.estimate import Setting, bytes_of_step, largest_micro_batch, seconds_of_step
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.random_model import TASKS, RandomModel
@@ -70,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     seconds, proposed = {}, None
     if args.memory is None:
         random = _random_model(args, args.device)
-        seconds = seconds_of_step(random.model, batch=random.batch, losses_of=_losses_of(random, args), setting=setting)
+        losses_of = functools.partial(random.losses_of, in_bf16=args.bf16)
+        seconds = seconds_of_step(random.model, batch=random.batch, losses_of=losses_of, setting=setting)
     else:
         proposed = largest_micro_batch(
             lambda size: sum(_bytes(args, replace(setting, micro_batch=size)).values()),
@@ -97,18 +94,10 @@ def _random_model(args: argparse.Namespace, device: str) -> RandomModel:
     return RandomModel(args.model, task=args.task, length=args.length, lora=lora, device=device)
 
 
-def _losses_of(random: RandomModel, args: argparse.Namespace) -> Callable[[dict[str, Tensor]], Float[Tensor, " batch"]]:
-    def losses_of(inputs: dict[str, Tensor]) -> Float[Tensor, " batch"]:
-        with torch.autocast(random.base.device.type, dtype=torch.bfloat16, enabled=args.bf16):
-            return per_sample_losses(random.model, inputs, base_model=random.base)
-
-    return losses_of
-
-
 def _bytes(args: argparse.Namespace, setting: Setting) -> dict[str, float]:
     random = _random_model(args, "meta")
     on_cuda = args.device == "cuda" or args.memory is not None
-    losses_of = _losses_of(random, args)
+    losses_of = functools.partial(random.losses_of, in_bf16=args.bf16)
     return bytes_of_step(random.model, batch=random.batch, losses_of=losses_of, setting=setting, on_cuda=on_cuda)
 
 

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -13,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 
 # Task → Transformers' class, and PEFT's name.
@@ -64,3 +66,8 @@ class RandomModel:
             of_task = tokens if self._is_lm else labels
             inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": of_task}
         return {name: values.to(self.base.device) for name, values in inputs.items()}
+
+    def losses_of(self, inputs: dict[str, Tensor], *, in_bf16: bool = False) -> Float[Tensor, " batch"]:
+        """Return the loss of each example of a batch, computed in bfloat16 as a training with `bf16` does."""
+        with torch.autocast(self.base.device.type, dtype=torch.bfloat16, enabled=in_bf16):
+            return per_sample_losses(self.model, inputs, base_model=self.base)

@@ -12,7 +12,6 @@ between them in a second of a processor is measured before. The two variables le
 of the check before the first step.
 """
 
-import functools
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from transformers import AutoConfig, TrainerCallback, default_data_collator, set
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.filters import LowPassFilter, NoiseShape
-from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.lora import LoraArguments
@@ -133,8 +131,7 @@ def estimated(point: Point, args: BenchArguments, between: float | None) -> tupl
     for device in (args.device, "meta"):
         with tempfile.TemporaryDirectory() as folder:
             random = made(point, folder, device)
-        losses_of = functools.partial(per_sample_losses, random.model, base_model=random.base)
-        common = {"batch": random.batch, "losses_of": losses_of, "setting": setting}
+        common = {"batch": random.batch, "losses_of": random.losses_of, "setting": setting}
         if device == "meta":
             found.append(bytes_of_step(random.model, **common, on_cuda=args.device == "cuda"))
         else:

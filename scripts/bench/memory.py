@@ -67,7 +67,8 @@ def build(name: str, way: str, *, layers: int, **changes: Any) -> nn.Module:
         model = head.from_config(config, dtype=torch.bfloat16 if in_bf16 and way == "lora" else torch.float32)
         if way == "lora":
             task = "SEQ_CLS" if model_type == "roberta" else "CAUSAL_LM"
-            model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type=task))
+            lora = LoraConfig(r=16, target_modules="all-linear", task_type=task, fan_in_fan_out=model_type == "gpt2")
+            model = get_peft_model(model, lora)
     return model.train()
 
 

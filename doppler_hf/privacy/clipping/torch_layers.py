@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
     ) -> Float[Tensor, "batch *time p"]:
         ctx.weight, ctx.bias, ctx.book, ctx.transposed = weight, bias, book, transposed
-        # Of a narrow matrix, as LoRA's, kept as it is multiplied. Others share their input, and its Gram matrix, with each other.
+        # Of a narrow matrix, as LoRA's, as it is multiplied. Others share their input, and its Gram matrix, with each other.
         if weight.requires_grad and book.is_formed(x.shape[1:-1].numel(), *weight.shape):
             x = as_multiplied(x)
         ctx.save_for_backward(x if weight.requires_grad else None)
