@@ -1,16 +1,19 @@
 """Estimate a private run's peak memory and time per step before training.
 
-The model gets random weights. Passes are measured at two sizes of micro-batch, noise and optimizer on some millions of
-weights; the rest is counted. The estimate is for this machine's device, or with --processes for several such devices that
-exchange --bandwidth bytes a second. Data loading, padding and waiting for others are left out.
+The model gets random weights. Passes are timed at two sizes of micro-batch, noise and optimizer on some millions of weights.
+Memory is counted without using it. The estimate is for this machine's device, or with --processes for several such devices
+that exchange --bandwidth bytes a second. Data loading, padding and waiting for others are left out. With --memory nothing is
+timed: a per_device_train_batch_size is proposed for a CUDA card of that memory, which need not be there.
 
   doppler-hf estimate --model roberta-base --task text-classification --length 64 --batch-size 1024 --micro-batch 16
   doppler-hf estimate --model gpt2 --task causal-lm --length 512 --batch-size 512 --lora-r 8 --processes 8 --bandwidth 2e10
+  doppler-hf estimate --model Qwen/Qwen2.5-7B --task causal-lm --length 512 --batch-size 512 --lora-r 16 --bf16 --memory 80
 """
 
 import argparse
+import functools
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from typing import get_args
 
 from rich.console import Console
@@ -19,12 +22,12 @@ from rich.table import Table
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim.state import BASES
 from doppler_hf.privacy.clipping.clipped_gradients import Engine
-from doppler_hf.privacy.losses import per_sample_losses
-from doppler_hf.run.estimate import Estimate, Setting, estimate
+from doppler_hf.run.estimate import Setting, bytes_of_step, largest_micro_batch, seconds_of_step
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.random_model import TASKS, RandomModel
 
-_MIB = 2**20
+_MIB, _GIB = 2**20, 2**30
+_USABLE = 0.9  # of a card's memory: libraries and the gaps between an allocator's blocks take the rest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-target-modules", metavar="NAMES", help="layers with adapters, comma separated")
     parser.add_argument("--processes", type=int, default=1, metavar="P", help="devices of this kind (default: %(default)s)")
     parser.add_argument("--bandwidth", type=float, metavar="BYTES", help="a second between processes; needed for several")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, as --bf16 of a training")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of a card, for which a micro-batch is proposed")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
@@ -58,30 +63,53 @@ def run(args: argparse.Namespace) -> int:
         low_pass_filter=LowPassFilter.parse(args.low_pass_filter),
         noise_shape=NoiseShape.parse(args.noise_shape),
     )
-    lora = LoraArguments(lora_r=args.lora_r, lora_target_modules=args.lora_target_modules)
-    random = RandomModel(args.model, task=args.task, length=args.length, lora=lora, device=args.device)
-    found = estimate(
-        random.model,
-        batch=random.batch,
-        losses_of=lambda inputs: per_sample_losses(random.model, inputs, base_model=random.base),
-        setting=setting,
-    )
-    if args.json:
-        totals = {"step_seconds": sum(found.seconds.values()), "peak_bytes": sum(found.bytes.values())}
-        print(json.dumps({**totals, **asdict(found), "passes": setting.passes}, indent=2))
+    seconds, proposed = {}, None
+    if args.memory is None:
+        random = _random_model(args, args.device)
+        losses_of = functools.partial(random.losses_of, in_bf16=args.bf16)
+        seconds = seconds_of_step(random.model, batch=random.batch, losses_of=losses_of, setting=setting)
     else:
-        Console().print(table_of(found, setting))
+        proposed = largest_micro_batch(
+            lambda size: sum(_bytes(args, replace(setting, micro_batch=size)).values()),
+            most=args.batch_size,
+            memory=_USABLE * args.memory * _GIB,
+        )
+        setting = replace(setting, micro_batch=proposed or 1)
+    found = _bytes(args, setting)
+    if args.json:
+        totals = {"step_seconds": sum(seconds.values()), "peak_bytes": sum(found.values())}
+        print(json.dumps({**totals, "seconds": seconds, "bytes": found, "passes": setting.passes, "proposed": proposed}))
+    else:
+        Console().print(table_of(seconds, found, setting))
+        if args.memory is not None:
+            print(
+                f"The largest power of two that leaves a tenth of {args.memory:g} GiB free: "
+                f"{proposed or 'none, not even 1. Try --lora-r 16, --bf16 or a shorter --length.'}"
+            )
     return 0
 
 
-def table_of(found: Estimate, setting: Setting) -> Table:
+def _random_model(args: argparse.Namespace, device: str) -> RandomModel:
+    lora = LoraArguments(lora_r=args.lora_r, lora_target_modules=args.lora_target_modules)
+    return RandomModel(args.model, task=args.task, length=args.length, lora=lora, device=device)
+
+
+def _bytes(args: argparse.Namespace, setting: Setting) -> dict[str, float]:
+    random = _random_model(args, "meta")
+    on_cuda = args.device == "cuda" or args.memory is not None
+    losses_of = functools.partial(random.losses_of, in_bf16=args.bf16)
+    return bytes_of_step(random.model, batch=random.batch, losses_of=losses_of, setting=setting, on_cuda=on_cuda)
+
+
+def table_of(seconds: dict[str, float], bytes: dict[str, float], setting: Setting) -> Table:
     """Return the estimate as a table."""
     assumed = "" if setting.bandwidth is None else f", with {setting.bandwidth:g} bytes a second between them, as assumed"
-    title = f"Of one step and each of {setting.processes} processes{assumed}"
+    title = f"Of one step and each of {setting.processes} processes{assumed}, {setting.micro_batch} examples a micro-batch"
     table = Table("part", "", title=title, caption="Not included: libraries, data loading, padding, waiting for others.")
-    for name, seconds in (*found.seconds.items(), ("a step", sum(found.seconds.values()))):
-        table.add_row(name, f"{seconds:.3g} s")
-    table.add_section()
-    for name, number in (*found.bytes.items(), ("at its peak", sum(found.bytes.values()))):
+    if seconds:
+        for name, number in (*seconds.items(), ("a step", sum(seconds.values()))):
+            table.add_row(name, f"{number:.3g} s")
+        table.add_section()
+    for name, number in (*bytes.items(), ("at its peak", sum(bytes.values()))):
         table.add_row(name, f"{number / _MIB:,.0f} MiB")
     return table

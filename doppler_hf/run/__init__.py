@@ -10,6 +10,7 @@
 - plan: every number of the mechanism, computed once
 - mechanisms: what a step releases, each beneath its noise
 - estimate: time and memory of a step, before there is one
+- memory: the bytes that a pass has in use, on tensors without memory
 - sharding: weights in shards on several processes
 - sharded_states: saving and loading them
 - replicas: the same terms, weights and outcomes on every process

@@ -1,10 +1,11 @@
-"""Time and memory of a private step, before training: a linear model, whose constants are measured on the spot.
+"""Time and memory of a private step, before training: time is measured on the spot, memory is counted.
 
     time   = passes·t₀ + examples·t₁ + trained weights·(noise/P + optimizer) + 4·trained·2(P − 1)/P / bandwidth
-    memory = weights + states of the optimizer + noise of earlier steps/P + clipped sums + max(m₀ + examples·m₁, a gradient)
+    memory = weights + states of the optimizer + noise of earlier steps/P + clipped sums + a pass
 
-for each of P processes. t and m come from two sizes of micro-batch, noise and optimizer from some millions of weights. Data
-loading, padding, evaluation, the start check, libraries, and waiting for the slowest process are not included.
+for each of P processes. t comes from two sizes of micro-batch, noise and optimizer from some millions of weights, and the
+bytes of a pass from `memory`. Data loading, padding, evaluation, the start check, libraries, and waiting for the slowest
+process are not included.
 """
 
 import functools
@@ -12,8 +13,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,11 +25,11 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.clipping.clipped_gradients import Engine
+from doppler_hf.run.memory import bytes_of_pass
 
 _TIMES: Final = 3
 _SAMPLED: Final = 4_000_000  # weights: enough that a step is not all overhead, and done in a moment
 _FLOAT: Final = 4
-_FORGET_PEAK: Final = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,11 @@ class Setting:
         return -(-self.batch_size // (self.processes * self.micro_batch))
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds of a step, and bytes of a process at its peak, each by part."""
-
-    seconds: dict[str, float]
-    bytes: dict[str, float]
-
-
-class Meter:
-    """Seconds and memory of work on a device; on a CPU of one process, and the seconds are its processor's."""
+class Stopwatch:
+    """Seconds of work on a device; on a CPU the processor's."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        if not self._is_cuda and not _FORGET_PEAK.exists():
-            raise ValueError(
-                f"The peak memory on a CPU is read from Linux's {_FORGET_PEAK}, which must be there, got none. Run it on "
-                "Linux, or with --device cuda."
-            )
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Return the median seconds of some work, once it is warm."""
@@ -91,19 +78,6 @@ class Meter:
             found.append(self._now() - start)
         return float(np.median(found[1:]))
 
-    def peak(self, work: Callable[[], object]) -> float:
-        """Return how many bytes more than before are in use at most."""
-        if self._is_cuda:
-            self._wait()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            work()
-            return torch.cuda.max_memory_allocated() - before
-        _FORGET_PEAK.write_text("5")
-        before = _resident("VmRSS")
-        work()
-        return _resident("VmHWM") - before
-
     def _now(self) -> float:
         return time.perf_counter() if self._is_cuda else time.process_time() / torch.get_num_threads()
 
@@ -112,65 +86,85 @@ class Meter:
             torch.cuda.synchronize()
 
 
-def _resident(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
-
-
-def estimate(
+def seconds_of_step(
     model: nn.Module,
     *,
     batch: Callable[[int], dict[str, Tensor]],
     losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]],
     setting: Setting,
-) -> Estimate:
-    """Return what a private step takes on this machine's device, and on `setting.processes` such ones.
+) -> dict[str, float]:
+    """Return the seconds of a private step by part, on the model's device and `setting.processes` such ones.
 
     `batch` makes a batch of a number of examples, `losses_of` returns the loss of each.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device, number = trained[0].device, sum(parameter.numel() for parameter in trained)
-    meter = Meter(device)
+    stopwatch = Stopwatch(device)
     sizes = (max(1, setting.micro_batch // 2), max(2, setting.micro_batch))
     found = []
     with ClippedGradients(model, engine=setting.engine, clipping="automatic") as clipped:
         for size in sizes:
-            one_pass = functools.partial(lambda inputs: clipped.backward(losses_of(inputs)), batch(size))
-            one_pass()  # so that the sums are there, which are counted
-            found.append((meter.peak(one_pass), meter.seconds(one_pass)))
-    (low, per_example) = _line(sizes, found)
-    noise, step, kept = _of_a_weight(setting, device=device, sampled=min(number, _SAMPLED), meter=meter)
-    examples, passes = setting.batch_size / setting.processes, setting.passes
+            found.append(
+                stopwatch.seconds(functools.partial(lambda inputs: clipped.backward(losses_of(inputs)), batch(size)))
+            )
+    per_example = max((found[1] - found[0]) / (sizes[1] - sizes[0]), 0.0)
+    a_pass = max(found[1] - per_example * sizes[1], 0.0)
+    noise, step = _seconds_of_a_weight(setting, device=device, sampled=min(number, _SAMPLED), stopwatch=stopwatch)
     between = 0.0
     if setting.bandwidth is not None:
         between = _FLOAT * number * 2 * (setting.processes - 1) / setting.processes / setting.bandwidth
-    activations = low[0] + per_example[0] * setting.micro_batch
-    return Estimate(
-        seconds={
-            "passes": passes * low[1] + examples * per_example[1],
-            "between processes": between,
-            "noise": noise * number / setting.processes,  # each makes that of its share
-            "optimizer": step * number,
-        },
-        bytes={
-            "weights": float(sum(parameter.nbytes for parameter in model.parameters())),
-            "optimizer": kept * number,
-            "earlier noise": _FLOAT * number * (setting.noise_shape.bands - 1) / setting.processes,
-            "clipped sums": float(_FLOAT * number),
-            "a pass, or the gradient": max(activations, float(_FLOAT * number)),
-        },
+    return {
+        "passes": setting.passes * a_pass + setting.batch_size / setting.processes * per_example,
+        "between processes": between,
+        "noise": noise * number / setting.processes,  # each makes that of its share
+        "optimizer": step * number,
+    }
+
+
+def bytes_of_step(
+    model: nn.Module,
+    *,
+    batch: Callable[[int], dict[str, Tensor]],
+    losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]],
+    setting: Setting,
+    on_cuda: bool,
+) -> dict[str, float]:
+    """Return the bytes of a process at the peak of a private step by part; the model is made on the "meta" device."""
+    number = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    states = setting.low_pass_filter.order + (setting.base != "sgd")
+    found = bytes_of_pass(
+        model,
+        batch=functools.partial(batch, setting.micro_batch),
+        losses_of=losses_of,
+        engine=setting.engine,
+        on_cuda=on_cuda,
     )
+    return {
+        "weights": found["weights"],
+        "optimizer": _FLOAT * number * states,
+        "earlier noise": _FLOAT * number * (setting.noise_shape.bands - 1) / setting.processes,
+        "clipped sums": found["clipped sums"],
+        "a pass": found["a pass"],
+    }
 
 
-def _line(sizes: tuple[int, int], found: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return bytes and seconds of a pass of no examples, and of an example; none is negative."""
-    first, second = np.array(found)
-    slope = np.maximum((second - first) / (sizes[1] - sizes[0]), 0.0)
-    return np.maximum(second - slope * sizes[1], 0.0), slope
+def largest_micro_batch(bytes_of: Callable[[int], float], *, most: int, memory: float) -> int | None:
+    """Return the largest power of two of at most `most` examples whose step takes at most `memory` bytes; None if none.
+
+    Example:
+        >>> largest_micro_batch(lambda size: 10 * size, most=64, memory=100)
+        8
+    """
+    size = None
+    while (following := 2 * size if size else 1) <= most and bytes_of(following) <= memory:
+        size = following
+    return size
 
 
-def _of_a_weight(setting: Setting, *, device: torch.device, sampled: int, meter: Meter) -> tuple[float, float, float]:
-    """Return the seconds of noise and of the optimizer's step, and the bytes of its state, for one weight."""
+def _seconds_of_a_weight(
+    setting: Setting, *, device: torch.device, sampled: int, stopwatch: Stopwatch
+) -> tuple[float, float]:
+    """Return the seconds of noise and of the optimizer's step for one weight."""
     weight = nn.Parameter(torch.zeros(sampled, device=device))
     steps = itertools.count()
     with GaussianMechanism(
@@ -178,14 +172,7 @@ def _of_a_weight(setting: Setting, *, device: torch.device, sampled: int, meter:
     ) as mechanism:
         for _ in range(setting.noise_shape.bands - 1):  # so that all earlier noise is there
             mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps))
-        noise = meter.seconds(lambda: mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps)))
+        noise = stopwatch.seconds(lambda: mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps)))
     optimizer = DopplerOptimizer([weight], 1e-3, low_pass_filter=setting.low_pass_filter, base=setting.base, noise_std=1.0)
     weight.grad = torch.ones_like(weight)
-    step = meter.seconds(optimizer.step)
-    return noise / sampled, step / sampled, sum(map(_bytes_in, optimizer.state[weight].values())) / sampled
-
-
-def _bytes_in(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(_bytes_in, value)) if isinstance(value, list | tuple) else 0
+    return noise / sampled, stopwatch.seconds(optimizer.step) / sampled

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -13,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 
 # Task → Transformers' class, and PEFT's name.
@@ -43,11 +45,12 @@ class RandomModel:
             config = AutoConfig.from_pretrained(name)
         except OSError as error:
             raise ValueError(f"--model must be a hub name or a folder with a config.json, got {name!r}: {error}") from error
-        self._config, self._length, self._device = config, length, device
+        self._config, self._length = config, length
         self._generator = torch.Generator().manual_seed(0)
         head, task_type = TASKS[task]
-        self.base: PreTrainedModel = head.from_config(config)
-        self.model: nn.Module = add_lora(self.base, lora, task_type=task_type).to(device).train()
+        with torch.device(device):
+            self.base: PreTrainedModel = head.from_config(config)
+            self.model: nn.Module = add_lora(self.base, lora, task_type=task_type).train()
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Return a random batch of that many examples, all of the same length."""
@@ -62,4 +65,9 @@ class RandomModel:
             tokens = words[torch.randint(len(words), (size, self._length), generator=self._generator)]
             of_task = tokens if self._is_lm else labels
             inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": of_task}
-        return {name: values.to(self._device) for name, values in inputs.items()}
+        return {name: values.to(self.base.device) for name, values in inputs.items()}
+
+    def losses_of(self, inputs: dict[str, Tensor], *, in_bf16: bool = False) -> Float[Tensor, " batch"]:
+        """Return the loss of each example of a batch, computed in bfloat16 as a training with `bf16` does."""
+        with torch.autocast(self.base.device.type, dtype=torch.bfloat16, enabled=in_bf16):
+            return per_sample_losses(self.model, inputs, base_model=self.base)

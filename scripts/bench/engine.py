@@ -66,6 +66,7 @@ class Work:
     length: int
     batch: int
     lora_r: int = 0
+    lora_target_modules: str | None = None  # by default PEFT's own choice, queries and values
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -85,15 +86,18 @@ WORKS = {
 BASE = Work("roberta", TEXT, layers=12, hidden=768, heads=12, vocabulary=50_265, length=128, batch=32)
 LARGE = replace(BASE, layers=24, hidden=1024, heads=16, batch=16)
 LLAMA_1B = (("num_key_value_heads", 8), ("tie_word_embeddings", True))
+QWEN_7B = (("num_key_value_heads", 4), ("intermediate_size", 18_944), ("dtype", torch.bfloat16))
 # Of the sizes that people fine-tune, for a GPU: left out unless named.
 LARGE_WORKS = {
     "roberta-base": BASE,
     "roberta-base-lora": replace(BASE, lora_r=8),
     "roberta-large": LARGE,
     "roberta-large-lora": replace(LARGE, lora_r=8),
+    "bert-base": replace(BASE, model_type="bert", vocabulary=30_522),
     "vit-base": Work("vit", IMAGE, layers=12, hidden=768, heads=12, vocabulary=0, length=224, batch=32),
     "gpt2": Work("gpt2", LM, layers=12, hidden=768, heads=12, vocabulary=50_257, length=512, batch=8),
     "llama-1b-lora": Work("llama", LM, 16, 2048, 32, 128_256, length=512, batch=4, lora_r=8, options=LLAMA_1B),
+    "qwen-7b-lora": Work("qwen2", LM, 28, 3584, 28, 152_064, 512, 16, 16, "all-linear", QWEN_7B),
 }
 ALL_WORKS = WORKS | LARGE_WORKS
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 64, "length": 32, "batch": 4, "options": ()}
@@ -135,14 +139,11 @@ def build(work: Work, *, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
         num_hidden_layers=work.layers,
         hidden_size=work.hidden,
         num_attention_heads=work.heads,
-        intermediate_size=4 * work.hidden,
-        **inputs,
-        **dict(work.options),
+        **{"intermediate_size": 4 * work.hidden} | inputs | dict(work.options),
     )
     model = work.head.from_config(config)
-    # On queries and values, by PEFT's own choice.
-    task_type = "CAUSAL_LM" if work.head is LM else "SEQ_CLS"
-    model = add_lora(model, LoraArguments(lora_r=work.lora_r), task_type=task_type).to(device).train()
+    lora = LoraArguments(lora_r=work.lora_r, lora_target_modules=work.lora_target_modules)
+    model = add_lora(model, lora, task_type="CAUSAL_LM" if work.head is LM else "SEQ_CLS").to(device).train()
     if work.head is IMAGE:
         batch = {"pixel_values": torch.randn(work.batch, 3, work.length, work.length)}
     else:

@@ -25,8 +25,7 @@ from transformers import AutoConfig, TrainerCallback, default_data_collator, set
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.filters import LowPassFilter, NoiseShape
-from doppler_hf.privacy.losses import per_sample_losses
-from doppler_hf.run.estimate import Setting, estimate
+from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.random_model import RandomModel
@@ -128,15 +127,17 @@ def estimated(point: Point, args: BenchArguments, between: float | None) -> tupl
         engine="book_keeping", base=point.base, low_pass_filter=LowPassFilter.parse(point.low_pass_filter),
         noise_shape=NoiseShape.parse(point.noise_shape),
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        random = made(point, folder, args.device)
-    found = estimate(
-        random.model,
-        batch=random.batch,
-        losses_of=lambda inputs: per_sample_losses(random.model, inputs, base_model=random.base),
-        setting=setting,
-    )
-    return sum(found.seconds.values()), sum(found.bytes.values())
+    found = []
+    for device in (args.device, "meta"):
+        with tempfile.TemporaryDirectory() as folder:
+            random = made(point, folder, device)
+        common = {"batch": random.batch, "losses_of": random.losses_of, "setting": setting}
+        if device == "meta":
+            found.append(bytes_of_step(random.model, **common, on_cuda=args.device == "cuda"))
+        else:
+            found.append(seconds_of_step(random.model, **common))
+    seconds, most = (sum(each.values()) for each in found)
+    return seconds, most
 
 
 def trained(point: Point, args: BenchArguments) -> tuple[float, float]:

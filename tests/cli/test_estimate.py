@@ -2,23 +2,19 @@
 
 import functools
 import json
-import subprocess
-import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, GPT2Config, Qwen2Config, ViTConfig
+from transformers import BertConfig, GPT2Config, ViTConfig
 
 from doppler_hf.cli import main
 from doppler_hf.filters import LowPassFilter, NoiseShape
-from doppler_hf.privacy import ClippedGradients, token_losses
-from doppler_hf.privacy.losses import per_sample_losses
 from doppler_hf.run import estimate as module
-from doppler_hf.run.estimate import Setting, estimate
-from doppler_hf.workloads.lora import LoraArguments
-from doppler_hf.workloads.random_model import RandomModel
-from tests.support.devices import Peak
+from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
+from doppler_hf.run.memory import Peak
+from scripts.bench import estimates
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 CONFIGS = {
@@ -45,10 +41,16 @@ def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
     assert found["seconds"]["between processes"] == found["bytes"]["earlier noise"] == 0
 
 
-def test_it_says_where_it_can_read_the_peak_of_memory(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "_FORGET_PEAK", tmp_path / "none")
-    assert main(words(tmp_path, "causal-lm")) == 2
-    assert "must be there, got none. Run it on Linux, or with --device cuda." in capsys.readouterr().err.replace("\n", " ")
+def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
+    found = []
+    for gib in (1, 5e-4, 1e-6):
+        assert main(words(tmp_path, "causal-lm", "--json", f"--memory={gib}")) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert [each["proposed"] for each in found] == [8, 4, None]  # of a batch of 8
+    assert found[1]["peak_bytes"] <= 0.9 * 5e-4 * 2**30 < found[0]["peak_bytes"]
+    assert found[0]["seconds"] == {}
+    assert main(words(tmp_path, "causal-lm", "--memory=1e-6")) == 0
+    assert "none, not even 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -66,76 +68,48 @@ def test_what_cannot_be_estimated_is_refused(more, message, tmp_path, capsys):
 
 
 class Stopwatch:
-    """Passes of 1 s and 3 s an example, 100 bytes and 10 an example; noise and steps of 2 s."""
+    """Passes of 1 s and 3 s an example; noise and steps of 2 s."""
 
     def __init__(self, device):
-        self._size = 0
-
-    def peak(self, work):
-        self._size = len(work.args[0]["x"])
-        return 100 + 10 * self._size
+        pass
 
     def seconds(self, work):
-        is_pass = isinstance(work, functools.partial)
-        None if is_pass else work()
-        return 1.0 + 3.0 * self._size if is_pass else 2.0
+        return 1.0 + 3.0 * len(work.args[0]["x"]) if isinstance(work, functools.partial) else 2.0
 
 
 @pytest.mark.parametrize(("base", "kept"), [("sgd", 1), ("adam_bc", 2)])
 def test_parts_add_up_to_a_step(base, kept, monkeypatch):
-    monkeypatch.setattr(module, "Meter", Stopwatch)
+    monkeypatch.setattr(module, "Stopwatch", Stopwatch)
     monkeypatch.setattr(module, "_SAMPLED", 5)
+    with torch.device("meta"):
+        hollow = nn.Linear(4, 5, bias=False)
     model = nn.Linear(4, 5, bias=False)
-    found = estimate(
-        model,
-        batch=lambda size: {"x": torch.ones(size, 4)},
-        losses_of=lambda inputs: model(inputs["x"]).sum(dim=1),
-        setting=Setting(
-            batch_size=40, micro_batch=4, processes=2, bandwidth=160.0, engine="book_keeping", base=base,
-            low_pass_filter=LowPassFilter.parse("momentum"), noise_shape=NoiseShape.parse("banded:bands=3"),
-        ),
+    setting = Setting(
+        batch_size=40, micro_batch=4, processes=2, bandwidth=160.0, engine="book_keeping", base=base,
+        low_pass_filter=LowPassFilter.parse("momentum"), noise_shape=NoiseShape.parse("banded:bands=3"),
     )  # fmt: skip
+
+    def common(model):
+        losses_of = lambda inputs: model(inputs["x"]).sum(dim=1)  # noqa: E731
+        return dict(batch=lambda size: {"x": torch.ones(size, 4)}, losses_of=losses_of, setting=setting)
+
     # 20 examples of a process in 5 passes; 20 weights, of which 5 were timed, with the noise of half of them; all gradients
     # pass once, 80 bytes in 0.5 s.
-    assert found.seconds == pytest.approx({"passes": 65.0, "between processes": 0.5, "noise": 4.0, "optimizer": 8.0})
-    # Bytes: 20 weights of 4; the filter's state, and Adam's; half of two earlier noises; the sums; a pass of 4 examples.
-    assert found.bytes == {
-        "weights": 80, "optimizer": 80 * kept, "earlier noise": 80, "clipped sums": 80, "a pass, or the gradient": 140
-    }  # fmt: skip
+    seconds = seconds_of_step(model, **common(model))
+    assert seconds == pytest.approx({"passes": 65.0, "between processes": 0.5, "noise": 4.0, "optimizer": 8.0})
+    # Bytes: 20 weights of 4; the filter's state, and Adam's; half of two earlier noises; the sums.
+    found = bytes_of_step(hollow, **common(hollow), on_cuda=False)
+    assert found.pop("a pass") >= 4 * 4 * (4 + 5)  # inputs and outputs
+    assert found == {"weights": 80, "optimizer": 80 * kept, "earlier noise": 80, "clipped sums": 80}
 
 
-IN_CHUNKS = """
-import sys
-from doppler_hf.cli import main
-from doppler_hf.privacy import token_losses
-from doppler_hf.run.estimate import Meter
-
-token_losses.CHUNK = int(sys.argv[1])
-Meter.seconds = lambda self, work: 1.0
-main(sys.argv[2:])
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("lora_r", [0, 4])
-def test_a_pass_of_a_language_model_takes_what_its_tensors_do(lora_r, tmp_path, monkeypatch):
-    # 205 MB of logits, of which 67 MB are there at a time: less than 32 MB do not go back to the system at once.
-    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=64)
-    Qwen2Config(vocab_size=50_000, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes).save_pretrained(tmp_path)
-    monkeypatch.setattr(token_losses, "CHUNK", 2**24)
-    adapters = ["--lora-r", str(lora_r), "--lora-target-modules", "q_proj"] if lora_r else []
-    line = ["estimate", "--model", str(tmp_path), "--task", "causal-lm", "--length", "512", "--batch-size", "8", "--json"]
-    # A process whose memory nothing has used before.
-    line = [sys.executable, "-c", IN_CHUNKS, str(token_losses.CHUNK), *line, "--micro-batch", "2", *adapters]
-    found = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
-    lora = LoraArguments(lora_r=lora_r, lora_target_modules="q_proj" if lora_r else None)
-    random = RandomModel(str(tmp_path), task="causal-lm", length=512, lora=lora, device="cpu")
-    inputs = random.batch(2)
-    with ClippedGradients(random.model, clipping="automatic") as clipped:
-        losses_of = functools.partial(per_sample_losses, random.model, base_model=random.base)
-        clipped.backward(losses_of(inputs))
-        with Peak() as peak:
-            clipped.backward(losses_of(inputs))
-    # The system counts what the allocator holds, in pages, and libraries.
-    assert found["bytes"]["a pass, or the gradient"] == pytest.approx(peak.most, rel=0.2)
-    assert peak.most < 1.5 * 2 * 512 * 50_000 * 4  # all logits at once, and what is made of them, are more than three times
+@pytest.mark.parametrize("point", ["bert-lora", "vit", "gpt2", "bert"])
+def test_the_peak_of_a_training_is_what_was_estimated(point, monkeypatch):
+    args = estimates.BenchArguments(steps=1)
+    point = replace(estimates.POINTS[point], batch_size=16, micro_batch=8)
+    monkeypatch.setattr(estimates, "seconds_of_step", lambda *args, **kwargs: {})
+    _, estimated = estimates.estimated(point, args, None)
+    with Peak() as peak:
+        monkeypatch.setattr(estimates, "forget_peak", lambda device: peak.forget())  # behind the first step
+        estimates.train(point, args)
+    assert estimated == pytest.approx(peak.most, rel=0.1)

@@ -21,7 +21,8 @@ from transformers import (
 from doppler_hf.privacy import token_losses as module
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.privacy.pair_losses import REFERENCES, log_ratios
-from tests.support.devices import Asked, Peak, far_away
+from doppler_hf.run.memory import Peak
+from tests.support.devices import Asked, far_away
 from tests.support.models import IGNORED, VOCABULARY, decoder_options, gpt2_lm, llama_lm, qwen2_lm
 from tests.support.per_example import (
     NORM_RULES,

@@ -11,14 +11,13 @@ torch's for backends that are written in Python, with which autograd needs no dr
 
 import contextlib
 import functools
-import weakref
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from doppler_hf.privacy import bits
 from doppler_hf.privacy.noise import ahead
@@ -54,31 +53,6 @@ class Asked(TorchDispatchMode):
         if would_wait(operator.overloadpacket, args, kwargs or {}, result):
             self.waits.append(str(operator))
         return result
-
-
-class Peak(TorchDispatchMode):
-    """Follows the bytes of all tensors that are made in the block: those that are in use, and the most that were at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = self.most = 0
-        self._sizes = {}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        given = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)
-        }
-        result = operator(*args, **(kwargs or {}))
-        for storage in {tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}:
-            if storage._cdata not in given | self._sizes.keys():
-                self._sizes[storage._cdata] = storage.nbytes()
-                self.bytes += storage.nbytes()
-                self.most = max(self.most, self.bytes)
-                weakref.finalize(storage, self._freed, storage._cdata)
-        return result
-
-    def _freed(self, address):
-        self.bytes -= self._sizes.pop(address)
 
 
 def would_wait(packet, args, kwargs, result):

@@ -98,12 +98,16 @@ class Book:
         if has_terms(gradient)[~self.examined.to(parameter.device)].any():
             self.coupled.add(parameter)
 
+    def is_formed(self, time: int, p: int, q: int) -> bool:
+        """Return whether a matrix's gradient is formed for each row; see `per_sample_gradient.is_formed`."""
+        return is_formed(time, p, q, rule=self._norm_rule)
+
     def note_product(
         self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
         # Of each row, if that is worth it already: to join the patches of images would take longer than to add products.
-        if is_formed(left.shape[1], left.shape[2], right.shape[2], rule=self._norm_rule):
+        if self.is_formed(left.shape[1], left.shape[2], right.shape[2]):
             self.note_in_full(parameter, formed, left, right)
             return
         left, right = self._joined(left), self._joined(right)
@@ -112,7 +116,7 @@ class Book:
         products = [use for use in uses if isinstance(use, Product)]
         dense = [use for use in uses if isinstance(use, Dense)]
         time = left.shape[1] + sum(use.left.shape[1] for use in products)
-        if not dense and not is_formed(time, left.shape[2], right.shape[2], rule=self._norm_rule):
+        if not dense and not self.is_formed(time, left.shape[2], right.shape[2]):
             self.note(parameter, Product(left, right))
         elif not uses:
             self.note_in_full(parameter, formed, left, right)

@@ -60,6 +60,9 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
     ) -> Float[Tensor, "batch *time p"]:
         ctx.weight, ctx.bias, ctx.book, ctx.transposed = weight, bias, book, transposed
+        # Of a narrow matrix, as LoRA's, as it is multiplied. Others share their input, and its Gram matrix, with each other.
+        if weight.requires_grad and book.is_formed(x.shape[1:-1].numel(), *weight.shape):
+            x = as_multiplied(x)
         ctx.save_for_backward(x if weight.requires_grad else None)
         output = F.linear(x, weight.t() if transposed else weight, bias)
         # A view of the product could not be changed in place by a later layer.
@@ -104,6 +107,12 @@ class _Embedding(torch.autograd.Function):
             values = values.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0.0)
         ctx.book.note_lookup(ctx.weight, ids, values)
         return (None,) * 4
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """Return a product's input in the dtype that autocast gives it: kept in float32 it would take twice the memory."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else x
 
 
 def as_autocast(x: Tensor) -> Tensor:

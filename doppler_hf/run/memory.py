@@ -1,0 +1,123 @@
+"""The most bytes that a private step has in use, without using them: on tensors that have a shape and no memory.
+
+A model that is made on torch's "meta" device computes a pass, whose tensors only say what they would take. So neither
+weights nor the device are needed. Of CUDA the kernels of dropout and attention are followed; libraries, the gaps between an
+allocator's blocks, and the temporary tensors of noise and optimizer, some MiB, are not included.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.clipping.clipped_gradients import Engine
+
+_READING: Final = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default}
+
+
+class Peak(TorchDispatchMode):
+    """Follows the bytes of all tensors that are made in the block: those that are in use, and the most that were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.most = 0
+        self._sizes: dict[int, int] = {}
+
+    def forget(self) -> None:
+        """Begin anew with what is in use now."""
+        self.most = self.bytes
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = operator(*args, **(kwargs or {}))
+        for storage in {tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, Tensor)}:
+            if storage._cdata not in given | self._sizes.keys():
+                self._sizes[storage._cdata] = storage.nbytes()
+                self.bytes += storage.nbytes()
+                self.most = max(self.most, self.bytes)
+                weakref.finalize(storage, self._freed, storage._cdata)
+        return result
+
+    def _freed(self, address: int) -> None:
+        self.bytes -= self._sizes.pop(address)
+
+
+class _ReadsOnes(TorchDispatchMode):
+    """Lets Python read a one where a tensor has no numbers: what is compared is equal, and all gradients are finite."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return True if operator in _READING else operator(*args, **(kwargs or {}))
+
+
+class _AsOnCuda(TorchFunctionMode):
+    """Lets a CPU's dropout keep one byte a number, and its attention no probabilities, as CUDA's kernels do."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            kwargs |= {"dropout_p": 0.0}
+        if function is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0.0:
+            return torch.native_dropout(args[0], kwargs.get("p", 0.5), True)[0]
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_memory(*, on_cuda: bool) -> Iterator[Peak]:
+    """Let tensors have no memory in the block, and follow what they would take; on CUDA, of kernels like CUDA's."""
+    with FakeTensorMode(), _ReadsOnes(), Peak() as peak, _AsOnCuda() if on_cuda else contextlib.nullcontext():
+        yield peak
+
+
+def move_in(model: nn.Module) -> None:
+    """Give a model of the "meta" device, made before the block, the block's tensors; what is tied stays so."""
+    moved: dict[Tensor, Tensor] = {}
+    tables: list[dict[str, Any]] = [own for each in model.modules() for own in (each._parameters, each._buffers)]
+    for own in tables:
+        for name, value in own.items():
+            if value is not None and value not in moved:
+                empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                is_parameter = isinstance(value, nn.Parameter)
+                moved[value] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
+            own[name] = None if value is None else moved[value]
+
+
+def bytes_of_pass(
+    model: nn.Module,
+    *,
+    batch: Callable[[], dict[str, Tensor]],
+    losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]],
+    engine: Engine,
+    on_cuda: bool,
+) -> dict[str, int]:
+    """Return what weights, clipped sums, and a further pass of a draw take, of which all are in use at the peak.
+
+    Args:
+        model: The model, made on the "meta" device.
+        batch: A function that makes a micro-batch.
+        losses_of: A function that returns the loss of each of its examples.
+        engine: As in `ClippedGradients`.
+        on_cuda: Whether on CUDA, where layers of one shape are computed together.
+    """
+    with without_memory(on_cuda=on_cuda) as peak:
+        move_in(model)
+        weights = peak.bytes
+        clipped = ClippedGradients(model, engine=engine, clipping="automatic")
+        clipped.on_accelerator = on_cuda
+        with clipped:
+            clipped.hold_apart()
+            sums = sum(total.nbytes for total in clipped.sums.values())
+            peak.forget()
+            clipped.backward(losses_of(batch()))
+        # Of weights in half precision the gradient is a copy, when the pass is over.
+        copied = sum(weight.nbytes for weight in clipped.parameters.values() if weight.itemsize < 4)
+        return {"weights": weights, "clipped sums": sums, "a pass": max(peak.most - weights - sums, copied)}

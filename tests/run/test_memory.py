@@ -1,0 +1,25 @@
+"""Memory is a contract: what a private step has in use at most, against a plain one of the same micro-batches."""
+
+import itertools
+
+import pytest
+
+from scripts.bench.memory import CONTRACT, SIZES, WAYS, WORKS, peak_bytes
+
+# The largest ones take a minute each.
+CASES = [
+    pytest.param(name, way, size, marks=pytest.mark.thorough if size != SIZES[0] or name == "qwen-7b" else ())
+    for name, way, size in itertools.product(WORKS, WAYS, SIZES)
+]
+
+
+@pytest.mark.usefixtures("unchecked_arrays")
+@pytest.mark.parametrize("vocabulary", [1000, None], ids=["small", "own"])  # a small head hides nothing
+@pytest.mark.parametrize(("name", "way", "size"), CASES)
+def test_a_private_step_takes_little_more_memory_than_a_plain_one(name, way, size, vocabulary):
+    changes = {} if vocabulary is None else {"vocab_size": vocabulary}
+    plain, private = (
+        peak_bytes(name, way, size=size[0], length=size[1], is_private=each, layers=2, **changes)[0]
+        for each in (False, True)
+    )
+    assert private <= CONTRACT[way] * plain, private / plain
