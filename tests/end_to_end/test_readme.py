@@ -107,6 +107,9 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         pytest.importorskip("trl", reason="the extra trl is not installed")
         rows_of = preferences if "DPO" in snippet else conversations
         names |= {"model": tiny_llama(), "train": rows_of(600), "dev": rows_of(8), "tokenizer": chat_tokenizer()}
+    if "BitsAndBytesConfig" in snippet:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+        tiny_llama().save_pretrained("base")
     exec(snippet, names)
     if "trainer" in names:
         assert (tmp_path / "out" / "privacy_ledger.json").exists()
