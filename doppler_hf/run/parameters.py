@@ -38,10 +38,24 @@ def parameters_digest(model: nn.Module, *, dtype: torch.dtype | None = None) -> 
     """
     unused = _layers_in_no_file(model)
     used: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in _named_parameters(model, remove_duplicate=False):
         if not name.startswith(unused):
             used.setdefault(parameter, name)
     return _digest(((name, parameter) for parameter, name in used.items()), dtype=dtype)
+
+
+def adapted_parameters(model: nn.Module) -> list[Tensor]:
+    """Return what PEFT's `target_parameters` adapt: a forward pass takes them out of their layer, and writes them back."""
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return []
+    return [module.get_param() for module in model.modules() if isinstance(module, peft.tuners.lora.ParamWrapper)]
+
+
+def _named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
+    """Return parameters in their order, or by name where a forward pass changes that."""
+    named = [*model.named_parameters(remove_duplicate=remove_duplicate)]
+    return sorted(named, key=lambda pair: pair[0]) if adapted_parameters(model) else named
 
 
 def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
@@ -63,13 +77,13 @@ def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
 
 def replicas_digest(model: nn.Module) -> str:
     """Return the digest of what all processes have alike: all but trained weights in shards. Nothing is gathered."""
-    alike = ((n, p) for n, p in model.named_parameters() if not (isinstance(p, DTensor) and p.requires_grad))
+    alike = ((n, p) for n, p in _named_parameters(model) if not (isinstance(p, DTensor) and p.requires_grad))
     return _digest(alike)
 
 
 def untrained_digest(model: nn.Module) -> str:
     """Return the digest of everything saved but not trained: frozen parameters, buffers and other state."""
-    frozen = ((name, value) for name, value in model.named_parameters() if not value.requires_grad)
+    frozen = ((name, value) for name, value in _named_parameters(model) if not value.requires_grad)
     return _digest((*frozen, *_state_besides_parameters(model)))
 
 

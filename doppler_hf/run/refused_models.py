@@ -1,6 +1,7 @@
 """Models that a private run refuses before its engine is attached, from their settings."""
 
 import re
+import sys
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,7 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
     """
     _refuse_trainable(model, args)
     _refuse_changing_positions(model, probe)
+    _refuse_quantized(model)
     # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
     small: list[Any] = [module for module in model.modules() if "moe_eval_capacity_token_fraction" in vars(module)]
     if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
@@ -68,6 +70,33 @@ def _refuse_shared_coins(model: nn.Module) -> None:
             "[setattr(m, 'p', 0.0) for n, m in model.named_modules() "
             "if n.endswith(('pos_dropout', 'sin_dropout', 'cos_dropout'))]."
         )
+
+
+def _refuse_quantized(model: nn.Module) -> None:
+    quantized = sys.modules.get("bitsandbytes")
+    if quantized is None:
+        return
+    modules = dict(model.named_modules())
+    # Sensitivity: a number above the threshold takes its column out of the 8 bits for the rows of all examples.
+    mixing = [
+        module for module in modules.values() if isinstance(module, quantized.nn.Linear8bitLt) and module.state.threshold
+    ]
+    if mixing:
+        raise ValueError(
+            f"The llm_int8_threshold must be 0 in a private run, got {mixing[0].state.threshold}: a large activation of one "
+            "example changes how those of others are rounded. Load the model with "
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)."
+        )
+    # On some CPUs an evaluation stores such weights anew, with other scales, and no gradient passes them from then on.
+    for name, module in modules.items():
+        if isinstance(module, quantized.nn.Linear4bit) and module.weight.device.type == "cpu":
+            is_packed = bool(vars(module.weight.quant_state).get("packing_format_for_cpu"))
+            if is_packed or module.support_avx512bf16_for_cpu:
+                raise ValueError(
+                    f"The 4-bit weights of {name!r} must stay as they were loaded, got a layer that rewrites them in "
+                    "evaluations on this CPU. Load the model again, and set before it is used: for module in "
+                    "model.modules(): module.support_avx512bf16_for_cpu = False."
+                )
 
 
 def _refuse_changing_positions(model: nn.Module, probe: Probe) -> None:
@@ -120,6 +149,11 @@ def _refuse_trainable(model: nn.Module, args: DopplerTrainingArguments) -> None:
 
 
 def computes_in_bf16(model: nn.Module, args: DopplerTrainingArguments) -> bool:
-    """Return whether a model computes in bfloat16, by autocast or by its first weights."""
-    first: Any = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    return args.bf16 or first == torch.bfloat16
+    """Return whether a model computes in bfloat16, by autocast or with some weights, or rounds as coarsely.
+
+    So do 8-bit layers, which round a row of activations to multiples of 1/127 of its largest. Weights in 4 bits are
+    constants, the same for all examples; what rounds is the dtype in which they compute.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes |= {vars(module)["compute_dtype"] for module in model.modules() if "compute_dtype" in vars(module)}
+    return args.bf16 or not dtypes.isdisjoint({torch.bfloat16, torch.float16, torch.int8})

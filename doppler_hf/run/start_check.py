@@ -16,13 +16,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same
+from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins, without_dropout
 from doppler_hf.privacy.autograd_check.at_fault import refuse_changed_losses
 from doppler_hf.privacy.autograd_check.comparison import compare
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses, refuse_number_of_losses
 from doppler_hf.privacy.batching.probe import Probe
+from doppler_hf.run.parameters import adapted_parameters
 from doppler_hf.run.unreached import reached_by
 
 # Relative, of losses and gradients: batches of one and of several are rounded differently.
@@ -110,6 +111,7 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
     """
     layers, buffers = dict(model.named_modules()), _copies(model)
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
+    rewritten = {parameter: sums_of_bytes(parameter.detach()).tolist() for parameter in adapted_parameters(model)}
     yield
     replaced = [name for name, module in model.named_modules() if layers.get(name) is not module]
     if replaced:
@@ -117,7 +119,12 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
             f"A forward pass must leave the layers of a model in place, got one that replaces {replaced[0]!r} for all later "
             "batches. Choose a setting with which it does not (for BigBird: attention_type='original_full')."
         )
-    written = [name for name, parameter in model.named_parameters() if versions.get(name) != parameter._version]
+    written = [
+        name
+        for name, parameter in model.named_parameters()
+        if versions.get(name) != parameter._version
+        and rewritten.get(parameter) != sums_of_bytes(parameter.detach()).tolist()
+    ]
     changed = _changed(model, buffers)
     if changed:
         # A table that grows with the longest example, such as one of positions, stays as it is the next time.

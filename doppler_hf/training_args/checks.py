@@ -69,7 +69,7 @@ _BREAKS_PRIVACY: Final = {
     "fp16": "its gradient scaler skips steps depending on the data",
     "deepspeed": "it keeps gradients out of the engine's reach",
     "parallelism_config": "one process must see an example whole",
-    "torch_compile": "per-sample gradient hooks do not survive compilation",
+    "torch_compile": "torch compiles no layer that notes per-sample gradients (frozen modules you may compile yourself)",
     "use_liger_kernel": "its fused layers have no per-sample gradients",
     "train_sampling_strategy": "the accountant assumes random allocation (batches are sorted by length already)",
     "label_smoothing_factor": "Trainer's smoother averages over the batch's tokens",

@@ -78,8 +78,14 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-# Opacus says that its own noise is not from a secure generator, and that its hooks see no gradient of the inputs.
-@pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook is firing:UserWarning")
+# Opacus says that its own noise is not from a secure generator, and that its hooks see no gradient of the inputs. What torch
+# traces, it also looks at in ways against which it warns.
+@pytest.mark.filterwarnings(
+    "ignore:Secure RNG turned off:UserWarning",
+    "ignore:Full backward hook is firing:UserWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.* should not be instantiated:DeprecationWarning",
+)
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -107,6 +113,9 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         pytest.importorskip("trl", reason="the extra trl is not installed")
         rows_of = preferences if "DPO" in snippet else conversations
         names |= {"model": tiny_llama(), "train": rows_of(600), "dev": rows_of(8), "tokenizer": chat_tokenizer()}
+    if "BitsAndBytesConfig" in snippet:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+        tiny_llama().save_pretrained("base")
     exec(snippet, names)
     if "trainer" in names:
         assert (tmp_path / "out" / "privacy_ledger.json").exists()

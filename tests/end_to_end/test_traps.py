@@ -212,7 +212,7 @@ def test_trap_15_what_has_no_per_sample_gradient_is_refused_by_name_and_adapters
         (dict(neftune_noise_alpha=5.0), "hooks the embeddings"),
         (dict(dataloader_drop_last=True), "random allocation has no last batch"),
         (dict(auto_find_batch_size=True), "repeats steps"),
-        (dict(torch_compile=True), "do not survive compilation"),
+        (dict(torch_compile=True), "torch compiles no layer that notes per-sample gradients"),
     ],
 )
 def test_trap_16_arguments_that_couple_examples_are_refused_with_the_reason(tmp_path, overrides, reason):

@@ -8,6 +8,7 @@
 - groups: gradients of several parameters together
 - norms: norms of all forms, from their factors where they have some
 - torch_layers, attention, recurrence: rules for the layers of torch
+- experts: mixtures of experts, one example after another
 - transformers_layers, other_layers: rules for layers of Transformers and PEFT, and for all others
 - refused_layers: layers that mix examples
 """

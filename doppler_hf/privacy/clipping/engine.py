@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.per_sample_gradient import NormRule, PerSampleGradient
 from doppler_hf.privacy.clipping.recurrence import recurrence
@@ -46,7 +47,7 @@ class BookKeepingEngine:
         refuse_layers(model)
         self._model = model
         self._book = Book(norm_rule=norm_rule, stacks=stacks)
-        self._without_rule: dict[str, LayerWithoutRule] = {}
+        self._without_rule: dict[str, LayerWithoutRule | ExpertBlock] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
         self.is_compared = False  # whether gradients are being compared with autograd's, which shows that examples are apart
@@ -80,6 +81,9 @@ class BookKeepingEngine:
             else:
                 watched = functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
+        for name, module in expert_blocks(model):
+            block = self._without_rule[name] = ExpertBlock(module, self._book, forward=module.forward)
+            self._replace(module, "forward", self._unless_unwatched(module.forward, block, name=name))
         # Around the stand-ins of these layers, or of their adapters.
         for layer in itertools.chain.from_iterable(map(of_transformers.parts_in_rows, model.modules())):
             self._replace(layer, "forward", functools.partial(of_transformers.in_rows, self._book, layer.forward))

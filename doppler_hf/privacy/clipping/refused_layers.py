@@ -101,10 +101,11 @@ def refuse_layers(model: nn.Module) -> None:
                     f"The parameters of '{name}.{child_name}' must belong to one layer, got {owners[child]!r} too: shared "
                     f"parameters have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}."
                 )
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+        is_compiled = isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+        if is_compiled and any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError(
-                f"The module {name or 'itself'!r} is compiled, but per-sample gradients are computed in the layers' own "
-                "forwards. Pass the model without torch.compile."
+                f"The module {name or 'itself'!r} is compiled and trained, but torch compiles no layer that notes "
+                "per-sample gradients. Pass the model without torch.compile, or compile frozen modules alone."
             )
         # Frozen or not: in training mode such a layer normalizes one example by the others, or stores their statistics.
         if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):

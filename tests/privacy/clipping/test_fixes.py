@@ -114,9 +114,9 @@ CASES = {
         (train_adapters,),
     ),
     "a compiled layer": (
-        lambda: net_of(calls_its_layer, torch.compile(nn.Linear(3, 3))),
+        lambda: net_of(calls_its_layer, torch.compile(nn.Linear(3, 3), backend="aot_eager")),
         "without torch.compile",
-        (not_compiled,),
+        (not_compiled, freeze),
     ),
     "batch norm": (lambda: net_of(calls_its_layer, nn.BatchNorm1d(3)), "BatchNorm1d", (fix, set_submodule)),
     "max norm": (lambda: net_of(looks_up, nn.Embedding(2, 3, max_norm=1.0)), "max_norm", (without_max_norm,)),
