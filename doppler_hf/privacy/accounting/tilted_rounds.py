@@ -19,7 +19,7 @@ Array = NDArray[np.floating]
 
 ORDERS: Final = np.arange(1, 96)  # k
 _LARGEST_EXPONENT: Final = 600.0
-_LEAST_ACCEPTED: Final = 0.05  # share of proposals
+_LEAST_ACCEPTED: Final = 0.1  # share of proposals
 _REACH: Final = 8.5  # standard deviations of a normal, beyond which 10⁻¹⁷ is left
 _OF_NORMAL: Final = 0.04  # spacings of the trapezoidal rule
 _OF_LOG: Final = 0.06

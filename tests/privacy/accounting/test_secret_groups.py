@@ -28,7 +28,7 @@ BOTH = pytest.mark.parametrize("is_removal", [True, False])
 @BOTH
 def test_one_group_is_no_secret(is_removal):
     """The bound is then of the same ratio as the exact distribution."""
-    rounds = [Rounds(0.9, 1 / 20, 20, 4), Rounds(0.9, 1 / 20, 7, 1)]
+    rounds = [Rounds(1.2, 1 / 20, 20, 4), Rounds(1.2, 1 / 20, 7, 1)]
     found, exact = bound(rounds, (1.0,), delta=1e-5, is_removal=is_removal)
     assert found == exact  # The margin is cut off at what is known.
     estimate, _ = bound(rounds, (1.0,), delta=1e-5, is_removal=is_removal, is_rough=True)
