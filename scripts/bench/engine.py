@@ -103,7 +103,8 @@ LARGE_WORKS = {
     "vit-base": Work("vit", IMAGE, layers=12, hidden=768, heads=12, vocabulary=0, length=224, batch=32),
     "gpt2": Work("gpt2", LM, layers=12, hidden=768, heads=12, vocabulary=50_257, length=512, batch=8),
     "llama-1b-lora": Work("llama", LM, 16, 2048, 32, 128_256, length=512, batch=4, lora_r=8, options=LLAMA_1B),
-    "qwen-7b-lora": Work("qwen2", LM, 28, 3584, 28, 152_064, 512, 16, 16, "all-linear", QWEN_7B),
+    # Four examples, so that 80 GiB hold three such models in one process.
+    "qwen-7b-lora": Work("qwen2", LM, 28, 3584, 28, 152_064, 512, 4, 16, "all-linear", QWEN_7B),
 }
 ALL_WORKS = WORKS | LARGE_WORKS
 TINY = {
