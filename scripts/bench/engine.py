@@ -4,10 +4,11 @@
     python -m scripts.bench.engine --works roberta-full,vit-full --engines book_keeping,opacus --pairs 10
     python -m scripts.bench.engine --device cuda --precision bf16 --works roberta-base,llama-1b-lora --pairs 100
 
-A step is a forward and a backward pass that leave a gradient in `p.grad`: of the mean loss for `plain`, the sum of the
-clipped per-sample gradients for an engine. There is no noise and no optimizer; `training.py` has both. A plain and a
-private step make a pair; the result is the median of the pairs' ratios, with its quartiles. Memory is the most that a few
-steps add to model and batch, in a fresh process for each. Models have random weights, and nothing is downloaded.
+A step is a forward and a backward pass that leave a gradient in `p.grad`: of the model's own loss for `plain`, the sum of
+the clipped per-sample gradients for an engine, whose losses are computed as in a training. There is no noise and no
+optimizer; `training.py` has both. A plain and a private step make a pair; the result is the median of the pairs' ratios,
+with its quartiles. Memory is the most that a few steps add to model and batch, in a fresh process for each. Models have
+random weights, and nothing is downloaded. `GradSampleModule` and `ghost clipping` are Opacus, as it comes.
 
 On a CPU under Linux a step may spend more time on allocating memory than on privacy: glibc returns freed blocks to the
 system, which costs page faults in the next step. With `--heap keep` it keeps them in both kinds of steps, as CUDA's
@@ -16,24 +17,29 @@ allocator, jemalloc and tcmalloc do; `--heap return` is glibc's default. Memory 
 
 import contextlib
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    PretrainedConfig,
     set_seed,
 )
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.losses import classification_losses
-from doppler_hf.privacy.token_losses import token_losses
+from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from scripts.bench.measure import (
@@ -97,11 +103,21 @@ LARGE_WORKS = {
     "vit-base": Work("vit", IMAGE, layers=12, hidden=768, heads=12, vocabulary=0, length=224, batch=32),
     "gpt2": Work("gpt2", LM, layers=12, hidden=768, heads=12, vocabulary=50_257, length=512, batch=8),
     "llama-1b-lora": Work("llama", LM, 16, 2048, 32, 128_256, length=512, batch=4, lora_r=8, options=LLAMA_1B),
-    "qwen-7b-lora": Work("qwen2", LM, 28, 3584, 28, 152_064, 512, 16, 16, "all-linear", QWEN_7B),
+    # Four examples, so that 80 GiB hold three such models in one process.
+    "qwen-7b-lora": Work("qwen2", LM, 28, 3584, 28, 152_064, 512, 4, 16, "all-linear", QWEN_7B),
 }
 ALL_WORKS = WORKS | LARGE_WORKS
-TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 64, "length": 32, "batch": 4, "options": ()}
+TINY = {
+    "layers": 1,
+    "hidden": 16,
+    "heads": 2,
+    "vocabulary": 64,
+    "length": 32,
+    "batch": 4,
+    "options": (("num_key_value_heads", 1),),
+}
 MEMORY_STEPS = 3
+PEERS = ("GradSampleModule", "ghost clipping")
 
 
 @dataclass
@@ -109,7 +125,7 @@ class BenchArguments:
     """The settings of the measurement."""
 
     works: str = field(default=",".join(WORKS), metadata={"help": f"Of {', '.join(ALL_WORKS)}; comma separated."})
-    engines: str = field(default="book_keeping", metadata={"help": "Engines of ClippedGradients, comma separated."})
+    engines: str = field(default="book_keeping", metadata={"help": f"Of ClippedGradients, or {', '.join(PEERS)}."})
     norm_rule: str = field(default="auto", metadata={"help": "auto, ghost or direct; for book_keeping only."})
     views: int = field(default=1, metadata={"help": "How many rows of a batch are views of one example."})
     pairs: int = field(default=30, metadata={"help": "How many pairs of steps."})
@@ -127,23 +143,29 @@ class BenchArguments:
     output: str | None = field(default=None, metadata={"help": "File to which every result is added as a line of JSON."})
 
 
-def build(work: Work, *, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a model in training mode and a batch, the same ones at every call."""
-    set_seed(0)
+def config_of(work: Work) -> PretrainedConfig:
+    """Return the configuration of a work's model."""
     if work.head is IMAGE:
         inputs = {"image_size": work.length}
     else:  # GPT-2's own special tokens lie outside a smaller vocabulary
         inputs = {"vocab_size": work.vocabulary, "bos_token_id": 0, "eos_token_id": 0}
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         work.model_type,
+        use_cache=False,  # as transformers' Trainer sets it
         num_hidden_layers=work.layers,
         hidden_size=work.hidden,
         num_attention_heads=work.heads,
         **{"intermediate_size": 4 * work.hidden} | inputs | dict(work.options),
     )
-    model = work.head.from_config(config)
-    lora = LoraArguments(lora_r=work.lora_r, lora_target_modules=work.lora_target_modules)
-    model = add_lora(model, lora, task_type="CAUSAL_LM" if work.head is LM else "SEQ_CLS").to(device).train()
+
+
+def build(work: Work, *, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model in training mode and a batch, the same ones at every call."""
+    set_seed(0)
+    with torch.device(device):
+        model = work.head.from_config(config_of(work))
+        lora = LoraArguments(lora_r=work.lora_r, lora_target_modules=work.lora_target_modules)
+        model = add_lora(model, lora, task_type="CAUSAL_LM" if work.head is LM else "SEQ_CLS").train()
     if work.head is IMAGE:
         batch = {"pixel_values": torch.randn(work.batch, 3, work.length, work.length)}
     else:
@@ -153,13 +175,23 @@ def build(work: Work, *, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {name: tensor.to(device) for name, tensor in batch.items()}
 
 
+def in_precision(batch: dict[str, Tensor], precision: str) -> torch.autocast:
+    """Return the context of a forward pass."""
+    return torch.autocast(batch["labels"].device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
 def losses_of(model: nn.Module, batch: dict[str, Tensor], *, precision: str = "float32") -> Tensor:
-    """Return one loss per example, shape (batch,); of a language model, the mean over the example's own tokens."""
-    with torch.autocast(batch["labels"].device.type, torch.bfloat16, enabled=precision == "bf16"):
-        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-        if logits.ndim == 2:
-            return classification_losses(logits, batch["labels"])
-        return token_losses(logits, batch["labels"], shift=True)
+    """Return one loss per example as a training does, shape (batch,): logits are computed for some tokens at a time."""
+    with in_precision(batch, precision):
+        return per_sample_losses(model, batch, base_model=without_adapters(model))
+
+
+def losses_of_all_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the same losses from all logits at once, as whoever takes Opacus writes it."""
+    if logits.ndim == 2:
+        return F.cross_entropy(logits, labels, reduction="none")
+    of_tokens = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return of_tokens.view(len(labels), -1).mean(dim=1)
 
 
 @contextlib.contextmanager
@@ -168,10 +200,15 @@ def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], args: Benc
 
     def plain() -> None:
         model.zero_grad(set_to_none=True)  # as Transformers does
-        losses_of(model, batch, precision=args.precision).mean().backward()
+        with in_precision(batch, args.precision):
+            loss = model(**batch).loss
+        loss.backward()
 
     if engine == "plain":
         yield plain
+        return
+    if engine in PEERS:
+        yield opacus_step(engine, model, batch, args)
         return
 
     options: dict[str, Any] = {"norm_rule": args.norm_rule} if engine == "book_keeping" else {}
@@ -187,10 +224,43 @@ def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], args: Benc
         yield private
 
 
-def paired_seconds(work: Work, engine: str, args: BenchArguments) -> np.ndarray:
-    """Return the seconds of plain and of private steps, made in turn on two equal models, shape (pairs, 2)."""
+def opacus_step(kind: str, model: nn.Module, batch: dict[str, Tensor], args: BenchArguments) -> Callable[[], None]:
+    """Return a step of Opacus that clips and adds up, without noise."""
+    is_ghost = kind == "ghost clipping"
+    labels = batch["labels"]
+    if "position_ids" in inspect.signature(without_adapters(model).forward).parameters:
+        # Opacus needs a row for each example; of RoBERTa the first positions are of padding.
+        first = model.config.pad_token_id + 1 if model.config.model_type == "roberta" else 0
+        places = torch.arange(first, first + batch["input_ids"].shape[1], device=batch["input_ids"].device)
+        batch = batch | {"position_ids": places.repeat(len(batch["input_ids"]), 1)}
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    hooked = (GradSampleModuleFastGradientClipping if is_ghost else GradSampleModule)(model)
+    trained = [parameter for parameter in hooked.parameters() if parameter.requires_grad]
+    optimizer = (DPOptimizerFastGradientClipping if is_ghost else DPOptimizer)(
+        torch.optim.SGD(trained), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=len(labels)
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with in_precision(batch, args.precision):
+            losses = losses_of_all_logits(hooked(**inputs).logits, labels)
+        if is_ghost:
+            hooked.enable_hooks()
+            DPTensorFastGradientClipping(hooked, optimizer, losses).backward()
+            optimizer.accumulate()
+        else:
+            losses.mean().backward()
+            optimizer.clip_and_accumulate()
+        for parameter in trained:
+            parameter.grad = parameter.summed_grad
+
+    return step
+
+
+def paired_seconds(work: Work, engines: Sequence[str], args: BenchArguments) -> np.ndarray:
+    """Return the seconds of plain steps and of each engine's, in turn on equal models, shape (pairs, 1 + engines)."""
     with contextlib.ExitStack() as stack:
-        steps = [stack.enter_context(stepping(kind, *build(work, device=args.device), args)) for kind in ("plain", engine)]
+        steps = [stack.enter_context(stepping(kind, *build(work, device=args.device), args)) for kind in ("plain", *engines)]
         return seconds_in_turn(*steps, pairs=args.pairs, device=args.device)
 
 
@@ -212,7 +282,7 @@ def peak_memory(work: Work, engine: str, args: BenchArguments) -> float:
 
 def measure(name: str, work: Work, engine: str, args: BenchArguments, *, plain_mib: float) -> dict[str, Any]:
     """Return time and memory of one engine on one work, and the settings of the measurement."""
-    seconds = paired_seconds(work, engine, args)
+    seconds = paired_seconds(work, [engine], args)
     q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
     plain_s, private_s = np.median(seconds, axis=0).tolist()
     return {

@@ -4,12 +4,12 @@
     python -m scripts.bench.gpu --works step,noise --models roberta-base
     python -m scripts.bench.gpu --device cpu --scale tiny --results out/try.jsonl --page out/try.md
 
-First the tests marked `gpu`; then the time of a private forward and backward pass against a plain one, its memory, a whole
-step with noise and optimizer, the noise, and the optimizer: what `engine.py`, `noise.py` and `optimizer.py` measure. Models
-have random weights, and nothing is downloaded. Each row is measured in a process of its own, so that one that runs out of
-memory, or crashes, leaves the others as they are. An interrupted run goes on with the rows that are missing or have failed;
-rows of another device, commit, version or setting do not count. The exit status is 1 if a test or a row has failed; being
-out of memory is a result.
+First the tests marked `gpu`; then the time of a private forward and backward pass against a plain one and Opacus, its
+memory, a whole step with noise and optimizer, its waits for the device, the noise, and the optimizer: what `engine.py`,
+`noise.py` and `optimizer.py` measure. Models have random weights, and nothing is downloaded. Each row is measured in a
+process of its own, so that one that runs out of memory, or crashes, leaves the others as they are. An interrupted run goes
+on with the rows that are missing or have failed; rows of another device, commit, version or setting do not count. The exit
+status is 1 if a test or a row has failed; being out of memory is a result, as is a model that Opacus does not support.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,10 +36,10 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench import engine, gpu_page, noise, optimizer
-from scripts.bench.measure import append_json_line, chosen, in_fresh_process, quartiles, seconds_in_turn
+from scripts.bench.measure import WARM_UP, append_json_line, chosen, in_fresh_process, quartiles, seconds_in_turn
 
 ROOT = Path(__file__).parents[2]
-WORKS = ("tests", "pass", "memory", "step", "noise", "optimizer")
+WORKS = ("tests", "pass", "peer", "memory", "step", "waits", "noise", "optimizer")
 WAYS = ("csprng", "philox", "csprng ahead", "csprng safe")
 KINDS = optimizer.WORKS["filters"] | optimizer.WORKS["galore"]
 MOST_DRAWS = 10  # the slowest way takes seconds for each
@@ -116,11 +117,14 @@ def measurements(args: GpuArguments) -> dict[str, Callable[[], Row]]:
     of_optimizer = optimizer.BenchArguments(pairs=args.pairs, scale=args.scale, **common)
     found: dict[str, Callable[[], Row]] = {"tests/gpu": functools.partial(outcome_of_tests, args.tests)}
     for name, work in models.items():
-        for kind in ("plain", PRIVATE):
+        for kind in ("plain", PRIVATE, *engine.PEERS):
             memory = functools.partial(engine.peak_memory, work, kind, settings)
             found[f"memory/{name} {kind}"] = functools.partial(mebibytes, memory)
-        found[f"pass/{name}"] = functools.partial(times, functools.partial(engine.paired_seconds, work, PRIVATE, settings))
-        found[f"step/{name}"] = functools.partial(times, functools.partial(step_seconds, work, settings))
+        found[f"pass/{name}"] = functools.partial(rates, work, [PRIVATE], settings)
+        for peer in engine.PEERS:
+            found[f"peer/{name} {peer}"] = functools.partial(rates, work, [PRIVATE, peer], settings)
+        found[f"step/{name}"] = functools.partial(rates_of_steps, work, settings)
+        found[f"waits/{name}"] = functools.partial(waits, work, settings)
     for name in WAYS:
         found[f"noise/{name}"] = functools.partial(
             times, functools.partial(noise.paired_seconds, noise.WAYS[name], of_noise)
@@ -135,9 +139,50 @@ def measurements(args: GpuArguments) -> dict[str, Callable[[], Row]]:
     return found
 
 
+def rates(work: engine.Work, engines: Sequence[str], settings: engine.BenchArguments) -> Row:
+    """Return the times of passes: of the last engine against plain ones, and of the first as `ours`."""
+    seconds = engine.paired_seconds(work, engines, settings)
+    return of_times(seconds[:, [0, -1]]) | {"ours": of_times(seconds[:, :2]), "examples": work.batch}
+
+
+def rates_of_steps(work: engine.Work, settings: engine.BenchArguments) -> Row:
+    """Return the times of whole steps, and how many examples each has."""
+    with whole_steps(work, settings) as steps:
+        seconds = seconds_in_turn(*steps, pairs=settings.pairs, device=settings.device)
+    return of_times(seconds) | {"examples": work.batch}
+
+
+def waits(work: engine.Work, settings: engine.BenchArguments) -> Row:
+    """Return where a plain and a private whole step wait for the device, each place as often as it does."""
+    with whole_steps(work, settings) as steps:
+        for step in steps * WARM_UP:
+            step()
+        plain, private = (waits_of(step, device=settings.device) for step in steps)
+    return {"plain": plain, "private": private}
+
+
+def waits_of(step: Callable[[], None], *, device: str) -> list[str]:
+    """Return the file and line of each wait for CUDA of which torch warns; a CPU has none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    found = [warning for warning in caught if "called a synchronizing CUDA operation" in str(warning.message)]
+    return [f"{Path(warning.filename).name}:{warning.lineno}" for warning in found]
+
+
 def times(paired: Callable[[], np.ndarray]) -> Row:
-    """Return the ratio of two times that were taken in turn, the second of the first, and both in seconds."""
-    seconds = paired()
+    """Return the ratio of two times that were taken in turn, and both."""
+    return of_times(paired())
+
+
+def of_times(seconds: np.ndarray) -> Row:
+    """Return the ratio of two columns of times, the second of the first, and the median of both in seconds."""
     q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
     first, second = np.median(seconds, axis=0).tolist()
     return {"ratio": ratio, "ratio_quartiles": [q1, q3], "first_s": first, "second_s": second}
@@ -188,12 +233,6 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def step_seconds(work: engine.Work, settings: engine.BenchArguments) -> np.ndarray:
-    """Return the seconds of plain and of private whole steps, made in turn, shape (pairs, 2)."""
-    with whole_steps(work, settings) as steps:
-        return seconds_in_turn(*steps, pairs=settings.pairs, device=settings.device)
-
-
 def outcome_of_tests(path: str) -> Row:
     """Run the tests that are marked `gpu`, all of them, and return how many passed, which failed, and how many were skipped.
 
@@ -227,6 +266,8 @@ def measured(measure: Callable[[], Row], *, threads: int) -> Row:
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError):
             return {"out_of_memory": True}
+        if isinstance(error, NotImplementedError):  # by Opacus, of models that it does not support
+            return {"unsupported": str(error)}
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0]}"}
 

@@ -25,7 +25,8 @@ def page(here: Row, rows: Rows) -> str:
         "# On a GPU",
         "\n".join(
             [
-                "- **Question:** what do a private pass, step, noise and optimizer cost on a GPU, and do the tests pass?",
+                "- **Question:** what do a private pass, step, noise and optimizer cost on a GPU, beside Opacus, and do the "
+                "tests pass?",
                 "- **Command:** `make gpu`",
                 f"- **Seeds:** random weights, one initialisation; {here['pairs']} pairs of steps (of noise at most 10) in "
                 "turn in one process, medians, quartiles in brackets.",
@@ -39,20 +40,36 @@ def page(here: Row, rows: Rows) -> str:
         f"Marked `gpu`: {said(rows.get('tests/gpu'), outcome)}.",
         *section(
             "Forward and backward pass",
-            "Per-sample clipping and summing under bf16 autocast, without noise and optimizer, against the same without "
-            "privacy. Memory is the most that three steps add to model and batch (`torch.cuda.max_memory_allocated`).",
-            "| model | time, of plain | ms: plain → private | memory, of plain | MiB: plain → private |",
+            "Per-sample clipping and summing under bf16 autocast, without noise and optimizer, against a pass with the "
+            "model's own loss. Memory is the most that three steps add to model and batch "
+            "(`torch.cuda.max_memory_allocated`).",
+            "| model | time, of plain | examples a second: plain → private | memory, of plain | MiB: plain → private |",
             (
-                f"| {name} | {said(row, ratio)} | {said(row, milliseconds)} | {memory_ratio(rows, name)} | "
+                f"| {name} | {said(row, ratio)} | {said(row, examples)} | {memory_ratio(rows, name)} | "
                 f"{said(rows.get(f'memory/{name} plain'), mib)} → {said(rows.get(f'memory/{name} {PRIVATE}'), mib)} |"
                 for name, row in of_work("pass", rows)
             ),
         ),
         *section(
+            "Beside Opacus",
+            "The same passes of plain, ours and Opacus, in turn in one process: `GradSampleModule` keeps the gradient of "
+            "each example, ghost clipping runs backward twice. Opacus computes all logits at once.",
+            "| model, Opacus' way | its time, of plain | ours, of plain | examples a second: plain → Opacus | its MiB |",
+            (
+                f"| {name} | {said(row, ratio)} | {said(row, lambda row: ratio(row['ours']))} | {said(row, examples)} | "
+                f"{said(rows.get(f'memory/{name}'), mib)} |"
+                for name, row in of_work("peer", rows)
+            ),
+        ),
+        *section(
             "Whole step",
-            "The same with noise, filter (`momentum`) and AdamBC, against a plain step with fused AdamW.",
-            "| model | time, of plain | ms: plain → private |",
-            (f"| {name} | {said(row, ratio)} | {said(row, milliseconds)} |" for name, row in of_work("step", rows)),
+            "The same with noise, filter (`momentum`) and AdamBC, against a plain step with fused AdamW. Waits for the "
+            "device are those of one step of which `torch.cuda.set_sync_debug_mode` warns; it does not see all.",
+            "| model | time, of plain | examples a second: plain → private | waits: plain → private |",
+            (
+                f"| {name} | {said(row, ratio)} | {said(row, examples)} | {said(rows.get(f'waits/{name}'), waits)} |"
+                for name, row in of_work("step", rows)
+            ),
         ),
         *section(
             "Noise",
@@ -91,6 +108,8 @@ def said(row: Row | None, figure: Callable[[Row], str]) -> str:
         return "not run"
     if row.get("out_of_memory"):
         return "out of memory"
+    if "unsupported" in row:
+        return f"not supported ({row['unsupported']})".replace("|", "/")
     if "error" in row:
         return f"failed ({row['error']})".replace("|", "/")
     return figure(row)
@@ -105,6 +124,17 @@ def ratio(row: Row) -> str:
 def milliseconds(row: Row) -> str:
     """Return both times."""
     return f"{1000 * row['first_s']:.3g} → {1000 * row['second_s']:.3g}"
+
+
+def examples(row: Row) -> str:
+    """Return how many examples a second both times are."""
+    return f"{row['examples'] / row['first_s']:,.1f} → {row['examples'] / row['second_s']:,.1f}"
+
+
+def waits(row: Row) -> str:
+    """Return how often a plain and a private step wait, and where the private one does."""
+    places = f" ({', '.join(f'`{place}`' for place in sorted(set(row['private'])))})" if row["private"] else ""
+    return f"{len(row['plain'])} → {len(row['private'])}{places}"
 
 
 def mib(row: Row) -> str:
@@ -127,6 +157,6 @@ def outcome(row: Row) -> str:
 
 def in_short(row: Row) -> str:
     """Return a row in one line, whatever it is of."""
-    figures = {"tests": outcome, "memory": mib}
+    figures = {"tests": outcome, "memory": mib, "waits": waits}
     work = row["row"].split("/")[0]
     return said(row, figures.get(work, lambda row: f"{ratio(row)}, {milliseconds(row)} ms"))

@@ -31,8 +31,8 @@ from scripts.bench.measure import append_json_line, chosen, settings
 EPS = torch.finfo(torch.float32).eps
 RAISED = 1 + RAISED_BY * EPS
 BANDS = (3, 10, 30, 100, 1e3, 1e4, math.inf)
-LONG = (("max_position_embeddings", 4098), ("use_cache", False))
-GPT2 = Work("gpt2", LM, 2, 64, 2, 50_257, 128, 1, options=(("n_positions", 4098), ("use_cache", False)))
+LONG = (("max_position_embeddings", 4098),)
+GPT2 = Work("gpt2", LM, 2, 64, 2, 50_257, 128, 1, options=(("n_positions", 4098),))
 LLAMA = Work("llama", LM, 2, 64, 2, 50_257, 128, 1, options=LONG)
 ROBERTA = Work("roberta", TEXT, 4, 128, 2, 50_265, 128, 1, options=LONG)
 VIT = Work("vit", IMAGE, 4, 192, 3, 0, 224, 1)
