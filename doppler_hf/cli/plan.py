@@ -23,21 +23,16 @@ from rich.table import Column, Table
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, trade_off
-from doppler_hf.reports.noise_shapes import ShapedRun, shapes_of_equal_epsilon, taken_by_training
+from doppler_hf.reports.planned_noise import taken_by_training
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
 READING: Final = (
-    "noise_std: noise per coordinate of the mean gradient of one step. averaged: of the average over all steps. Where it "
+    "noise: per coordinate of the average gradient of the whole run, without shaping, which may lower it. Where it "
     "stops falling, larger batches and more epochs no longer help. B·T: the cost in time. See docs/guides/choosing.md."
-)
-SHAPES: Final = (
-    "Relative to white noise of equal ε: end, the noise that stays in the weights without feedback; step, of one step; "
-    "loop, in the weights with it, by which a training chooses noise_shape and filter, for a rate that falls linearly."
 )
 MOST_PRINTED: Final = 8  # coefficients of a strategy
 PLAIN: Final[dict[str, Any]] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0)}
-FILTERED: Final = " filtered: noise_std·√Σκ², what the filter leaves of noise_std."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,21 +70,16 @@ def run(args: argparse.Namespace) -> int:
         console.print(attack_in_words([releases], epsilon=facts["epsilon"]))
     target = Target(facts["target_epsilon"], facts["delta"])
     table = alternatives(planned, target, epochs=epochs)
-    shapes = shapes_of_equal_epsilon(planned, target, low_pass_filter=low_pass_filter)
     title = (
-        f"White noise: ε = {target.epsilon:.4g}, δ = {target.delta:.3g}, N = {planned.num_examples:,}, "
+        f"Runs of equal ε = {target.epsilon:.4g}, δ = {target.delta:.3g}, N = {planned.num_examples:,}, "
         f"C = {planned.max_grad_norm:g}"
     )
     if args.json:
         cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
-        shaped = [{**each._asdict(), "shape": str(each.shape)} for each in shapes]
-        everything = {**facts, "alternatives": cells, "noise_shapes": shaped}
-        print(json.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps({**facts, "alternatives": cells}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        console.print(alternatives_table(table, planned, low_pass_filter, title=title))
-        console.print(READING + (FILTERED if low_pass_filter != PAPER_FILTERS["none"] else ""))
-        console.print(shapes_table(shapes, low_pass_filter))
-        console.print(SHAPES)
+        console.print(alternatives_table(table, planned, title=title))
+        console.print(READING)
     if args.plot is not None:
         plot_planned_runs(table, planned, args.plot, title=title)
     return 0
@@ -175,34 +165,16 @@ def facts_table(facts: dict[str, Any]) -> Table:
     return table
 
 
-def alternatives_table(
-    table: dict[float, list[PlannedRun]], planned: PlannedRun, low_pass_filter: LowPassFilter, *, title: str
-) -> Table:
+def alternatives_table(table: dict[float, list[PlannedRun]], planned: PlannedRun, *, title: str) -> Table:
     """Lay out the runs of equal ε, with an arrow at the one that was asked for."""
-    filtered = low_pass_filter != PAPER_FILTERS["none"]
-    columns = ["", "epochs", "B", "T", "σ", "noise_std", *(["filtered"] if filtered else []), "averaged", "B·T"]
+    columns = ["", "epochs", "batch size B", "steps T", "noise", "B·T"]
     laid_out = Table(*[Column(name, justify="right") for name in columns], title=title, **PLAIN)
     for epochs, runs in table.items():
         for other in runs:
-            deviations = [other.noise_std, *([other.filtered_noise_std(low_pass_filter)] if filtered else [])]
             laid_out.add_row(
                 *("→" if other is planned else "", f"{epochs:.4g}", f"{other.expected_batch_size:,}", f"{other.steps:,}"),
-                *(f"{other.noise_multiplier:#.4g}", *(f"{each:.2e}" for each in (*deviations, other.average_noise_std))),
-                f"{other.examples_processed:,}",
+                *(f"{other.average_noise_std:.2e}", f"{other.examples_processed:,}"),
                 style="bold" if other is planned else None,
             )
         laid_out.add_section()
     return laid_out
-
-
-def shapes_table(shapes: list[ShapedRun], low_pass_filter: LowPassFilter) -> Table:
-    """Lay out the run with other shapes of the noise."""
-    filtered = low_pass_filter != PAPER_FILTERS["none"]
-    names = ("σ", "end", "step", *(["filtered"] if filtered else []), "loop")
-    columns = [Column("noise_shape"), *(Column(name, justify="right") for name in names)]
-    table = Table(*columns, title=f"Shapes of the noise, with the filter {low_pass_filter}", **PLAIN)
-    for each in shapes:
-        numbers = (each.end, each.step, *([each.filtered] if filtered else []))
-        loop = "unstable" if each.loop is None else f"{each.loop:.2f}"
-        table.add_row(str(each.shape), f"{each.noise_multiplier:#.4g}", *(f"{number:.2f}" for number in numbers), loop)
-    return table

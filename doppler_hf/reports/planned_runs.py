@@ -19,6 +19,8 @@ Unknown = Literal["epsilon", "noise_multiplier", "epochs", "batch_size"]
 # No run is longer. A search that gets here has a budget that sets no limit.
 MAX_STEPS: Final = 10_000_000
 
+# A few hundredths of the data: see docs/guides/choosing.md.
+FIRST_SHARE: Final = 0.04
 BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)
 EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
 
@@ -110,26 +112,31 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         if self.num_examples < 2:
-            raise ValueError(f"num_examples must be at least 2, got {self.num_examples}. Give the size of the training set.")
+            raise ValueError(
+                f"--num-examples must be at least 2, got {self.num_examples}. Give the size of the training set."
+            )
         for name in ("epsilon", "noise_multiplier", "epochs", "max_steps", "batch_size", "max_grad_norm"):
             value = vars(self)[name]
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a finite number > 0, got {value}.")
+                raise ValueError(f"--{name.replace('_', '-')} must be a finite number > 0, got {value}.")
         if self.delta is not None and not 0 < self.delta * self.num_examples < 1:
             # A mechanism that publishes one of the N examples at random satisfies DP with a larger δ.
             raise ValueError(
-                f"delta must be positive and less than 1/N = {1 / self.num_examples:.3g}, got {self.delta:g}. Leave it out "
-                "for N^-1.1."
+                f"--delta must be positive and less than 1/N = {1 / self.num_examples:.3g}, got {self.delta:g}. Leave it "
+                "out for N^-1.1."
             )
         if self.batch_size is not None and self.batch_size > self.num_examples:
-            raise ValueError(f"batch_size must be at most {self.num_examples}, got {self.batch_size}. Lower batch_size.")
+            raise ValueError(f"--batch-size must be at most {self.num_examples}, got {self.batch_size}. Lower it.")
         if self.epochs is not None and self.max_steps is not None:
             both = f"{self.epochs} and {self.max_steps}"
-            raise ValueError(f"Only one of epochs and max_steps may be set, got {both}. Leave one out.")
+            raise ValueError(f"Only one of --epochs and --max-steps may be set, got {both}. Leave one out.")
         if len(self._unknowns) != 1:
-            given = f"without {' and '.join(self._unknowns)}" if self._unknowns else "all four"
-            four = "epsilon, noise_multiplier, epochs (or max_steps) and batch_size"
-            raise ValueError(f"Three of {four} must be set, got {given}. The fourth follows.")
+            flags = [f"--{name.replace('_', '-')}" for name in self._unknowns]
+            given = f"without {' and '.join(flags)}" if flags else "all four"
+            four = "--epsilon, --noise-multiplier, --epochs (or --max-steps) and --batch-size"
+            first = max(1, round(FIRST_SHARE * self.num_examples))
+            mend = f" Begin with --batch-size {first}." if "batch_size" in self._unknowns else ""
+            raise ValueError(f"Three of {four} must be set, got {given}.{mend} The fourth follows.")
 
     @property
     def _unknowns(self) -> list[Unknown]:
@@ -202,14 +209,14 @@ class PlanRequest:
             at_most *= 4
         else:
             raise ValueError(
-                f"With noise_multiplier={self.noise_multiplier} even {steps} steps cost less than epsilon={self.epsilon}. "
-                "Lower noise_multiplier, or give epochs and leave noise_multiplier out."
+                f"With --noise-multiplier {self.noise_multiplier} even {steps} steps cost less than --epsilon "
+                f"{self.epsilon}. Lower --noise-multiplier, or give --epochs and leave it out."
             )
         if steps == 0:
             raise ValueError(
-                f"With noise_multiplier={self.noise_multiplier} and batch_size={batch_size} one step costs ε = "
-                f"{self._cost(batch_size, 1):.4g}, more than epsilon={self.epsilon}. Raise noise_multiplier or epsilon, or "
-                "lower batch_size."
+                f"With --noise-multiplier {self.noise_multiplier} and --batch-size {batch_size} one step costs ε = "
+                f"{self._cost(batch_size, 1):.4g}, more than --epsilon {self.epsilon}. Raise --noise-multiplier "
+                "or --epsilon, or lower --batch-size."
             )
         return steps
 
@@ -218,8 +225,8 @@ class PlanRequest:
         if batch_size is None:
             least = self._cost(1, self._steps(1))
             raise ValueError(
-                f"With noise_multiplier={self.noise_multiplier} even batch_size=1 costs ε = {least:.4g}, more than "
-                f"epsilon={self.epsilon}. Raise noise_multiplier or epsilon, or shorten the run."
+                f"With --noise-multiplier {self.noise_multiplier} even --batch-size 1 costs ε = {least:.4g}, more than "
+                f"--epsilon {self.epsilon}. Raise --noise-multiplier or --epsilon, or shorten the run."
             )
         return batch_size
 

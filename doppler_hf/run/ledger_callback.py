@@ -29,7 +29,7 @@ from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learn
 from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
-from doppler_hf.run.summary import print_end, print_start
+from doppler_hf.run.summary import print_end, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
 
 LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
@@ -263,6 +263,8 @@ class PrivacyCallback(TrainerCallback):
             speaks, self._is_running = self.speaks_for(model), False
             if speaks and self._leave(model) and state.is_world_process_zero:
                 self.ledger.save(args.output_dir)
+            if state.is_world_process_zero and not self.ledger.runs[-1].is_closed:
+                print_interruption(self.ledger, args)
 
     def _leave(self, model: nn.Module) -> bool:
         # Before the first step they are the user's own, with which another training may begin.

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from transformers.trainer_utils import get_last_checkpoint
+
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import terms_in_words
@@ -79,6 +81,19 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
             f"The model may not have learnt: its accuracy, {last['eval_accuracy']:.3g}, is not above {majority:.3g}, the "
             "share of the most frequent class of the evaluation set. See docs/start/troubleshooting.md#it-does-not-learn."
         )
+
+
+def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) -> None:
+    """Print what a run that did not come to its end has spent, and how to go on."""
+    last = get_last_checkpoint(args.output_dir)
+    print(
+        f"\nInterrupted. Privacy spent so far: {spent_in_words(ledger, args)}, kept in {args.output_dir}/{LEDGER_NAME}. "
+        + (
+            "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'."
+            if last is None
+            else f"trainer.train(resume_from_checkpoint=True) goes on from {last}. Steps after it are made again and count."
+        )
+    )
 
 
 def drowned(noise: float, *, num_trained: int) -> list[str]:

@@ -33,7 +33,7 @@ class RandomModel:
         base: The model without them.
 
     Raises:
-        ValueError: If there is no such configuration, or the length does not fit the task.
+        ValueError: If there is no such configuration, or the length does not fit the task or the model.
     """
 
     def __init__(self, name: str, *, task: str, length: int | None, lora: LoraArguments, device: str) -> None:
@@ -45,6 +45,11 @@ class RandomModel:
             config = AutoConfig.from_pretrained(name)
         except OSError as error:
             raise ValueError(f"--model must be a hub name or a folder with a config.json, got {name!r}: {error}") from error
+        positions = getattr(config, "max_position_embeddings", None)
+        if length and positions and length > positions:
+            raise ValueError(
+                f"--length must be at most the model's {positions} positions, got {length}. Give --length {positions}."
+            )
         self._config, self._length = config, length
         self._generator = torch.Generator().manual_seed(0)
         head, task_type = TASKS[task]

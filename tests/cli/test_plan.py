@@ -123,7 +123,7 @@ def test_what_was_solved_for_is_marked(left_out, row, capsys):
 @pytest.mark.usefixtures("one_cell")
 def test_delta_that_permits_publishing_an_example_is_refused(capsys):
     assert main([*WORDS, "--delta", "0.0005"]) == 2
-    assert "delta must be positive and less than 1/N = 0.0005, got 0.0005. Leave it out" in capsys.readouterr().err
+    assert "--delta must be positive and less than 1/N = 0.0005, got 0.0005. Leave it out" in capsys.readouterr().err
     assert rows(printed([*WORDS, "--delta", "0.0004"], capsys))["δ"] == "0.0004"
 
 
@@ -142,10 +142,10 @@ def test_picture_is_written(ending, tmp_path, capsys):
         (["--low-pass-filter", "b=0.5"], "The DC gain sum(b)/sum(a) must be 1, got 0.5. Multiply b by 2"),
         (
             ["--noise-multiplier", "1"],
-            "Three of epsilon, noise_multiplier, epochs (or max_steps) and batch_size must be set, got all",
+            "Three of --epsilon, --noise-multiplier, --epochs (or --max-steps) and --batch-size must be set, got all",
         ),
-        (["--batch-size", "3000"], "batch_size must be at most 2000, got 3000. Lower batch_size."),
-        (["--epsilon", "-1"], "epsilon must be a finite number > 0, got -1.0."),
+        (["--batch-size", "3000"], "--batch-size must be at most 2000, got 3000. Lower it."),
+        (["--epsilon", "-1"], "--epsilon must be a finite number > 0, got -1.0."),
     ],
 )
 def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, capsys):
@@ -154,3 +154,12 @@ def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, c
     assert captured.out == ""
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("one_cell")
+def test_a_batch_size_is_proposed_where_it_is_missing(capsys):
+    words = ["plan", "--num-examples", "3668", "--epochs", "2", "--epsilon", "4"]
+    assert main(words) == 2
+    refusal = capsys.readouterr().err
+    assert "got without --noise-multiplier and --batch-size. Begin with --batch-size 147." in refusal
+    assert rows(printed([*words, *re.search(r"(--batch-size) (147)", refusal).groups()], capsys))["expected batch size B"]

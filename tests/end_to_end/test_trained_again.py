@@ -108,7 +108,7 @@ def test_another_weight_filter_is_refused(tmp_path):
     trained(trainer_of(tmp_path / "new", weight_filter="momentum:beta=0.9"))
 
 
-def test_an_interrupted_training_is_begun_anew(tmp_path):
+def test_an_interrupted_training_says_what_is_spent_and_is_begun_anew(tmp_path, capsys):
     class Interrupted(Recorder):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2 and len(self.gradients) == 2:
@@ -117,7 +117,11 @@ def test_an_interrupted_training_is_begun_anew(tmp_path):
     trainer = trainer_of(tmp_path, callbacks=[Interrupted()], low_pass_filter="momentum", weight_filter="momentum:beta=0.5")
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    said = capsys.readouterr().out
+    assert f"Interrupted. Privacy spent so far: ε = {trainer.privacy.epsilon():.4g}, δ = " in said
+    assert "There is no checkpoint: a new run adds its ε." in said
     assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=6)
+    assert "Interrupted" not in capsys.readouterr().out
 
 
 # --- an optimizer and a schedule of the user's own ------------------------------------------------------------------------

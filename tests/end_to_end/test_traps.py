@@ -133,7 +133,7 @@ def test_trap_06_resuming_draws_new_noise_and_keeps_the_account(tmp_path):
     assert resumed.privacy.epsilon() == pytest.approx(spent, rel=1e-9)
 
 
-def test_trap_07_training_stops_before_the_budget_is_overrun(tmp_path):
+def test_trap_07_training_stops_before_the_budget_is_overrun(tmp_path, capsys):
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=8, save_strategy="steps", save_steps=4)
     trainer = trainer_of(tmp_path, **options)
 
@@ -145,8 +145,10 @@ def test_trap_07_training_stops_before_the_budget_is_overrun(tmp_path):
     trainer.add_callback(Crash())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    last = tmp_path / "out" / "checkpoint-4"
+    assert f"trainer.train(resume_from_checkpoint=True) goes on from {last}." in capsys.readouterr().out
     resumed = trainer_of(tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    resumed.train(resume_from_checkpoint=True)
     ledger = resumed.privacy.ledger
     sigma = resumed.private_run.statement.noise_multiplier
     unclamped = get_epsilon(noise_multiplier=sigma, sample_rate=1 / 3, steps=ledger.steps_run, delta=24**-1.1)

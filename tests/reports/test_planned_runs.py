@@ -53,7 +53,7 @@ def test_largest_batch_size_is_that_of_a_search_of_all(num_examples, epochs, mon
     for target in [*costs, 1.001 * max(costs), *(0.999 * cost for cost in costs)]:
         request = PlanRequest(num_examples=num_examples, noise_multiplier=1.0, epochs=epochs, epsilon=target)
         if target < min(costs):
-            with pytest.raises(ValueError, match="even batch_size=1 costs"):
+            with pytest.raises(ValueError, match="even --batch-size 1 costs"):
                 request.solve()
         else:
             expected = max(batch_size for batch_size, cost in enumerate(costs, start=1) if cost <= target)
@@ -92,15 +92,15 @@ def test_each_number_is_found_again_from_the_other_three(unknown):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epsilon": None, "epochs": None}, "must be set, got without epsilon and epochs"),
+        ({"epsilon": None, "epochs": None}, "must be set, got without --epsilon and --epochs"),
         ({}, "must be set, got all four"),
-        ({"epsilon": None, "max_steps": 10}, r"epochs and max_steps may be set, got 2\.0 and 10\."),
-        ({"epsilon": None, "num_examples": 1}, "num_examples must be at least 2, got 1. Give the size"),
-        ({"epsilon": None, "batch_size": 1001}, "batch_size must be at most 1000, got 1001. Lower"),
-        ({"epsilon": None, "epochs": math.nan}, "epochs must be a finite number > 0, got nan"),
-        ({"epochs": None, "epsilon": math.inf}, "epsilon must be a finite number > 0, got inf"),
-        ({"epsilon": None, "delta": 1.0}, r"delta must be positive and less than 1/N = .*, got 1\."),
-        ({"epsilon": None, "delta": math.nan}, r"delta must be positive and .*, got nan"),
+        ({"epsilon": None, "max_steps": 10}, r"--epochs and --max-steps may be set, got 2\.0 and 10\."),
+        ({"epsilon": None, "num_examples": 1}, "--num-examples must be at least 2, got 1. Give the size"),
+        ({"epsilon": None, "batch_size": 1001}, "--batch-size must be at most 1000, got 1001. Lower"),
+        ({"epsilon": None, "epochs": math.nan}, "--epochs must be a finite number > 0, got nan"),
+        ({"epochs": None, "epsilon": math.inf}, "--epsilon must be a finite number > 0, got inf"),
+        ({"epsilon": None, "delta": 1.0}, r"--delta must be positive and less than 1/N = .*, got 1\."),
+        ({"epsilon": None, "delta": math.nan}, r"--delta must be positive and .*, got nan"),
     ],
 )
 def test_requests_without_a_meaning_are_refused(change, message):
@@ -111,11 +111,11 @@ def test_requests_without_a_meaning_are_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epochs": None, "noise_multiplier": 0.1}, "batch_size=100 one step costs ε = .*Raise noise_multiplier"),
-        ({"batch_size": None, "noise_multiplier": 0.1}, "even batch_size=1 costs ε = .*Raise noise_multiplier"),
+        ({"epochs": None, "noise_multiplier": 0.1}, "--batch-size 100 one step costs ε = .*Raise --noise-multiplier"),
+        ({"batch_size": None, "noise_multiplier": 0.1}, "even --batch-size 1 costs ε = .*Raise --noise-multiplier"),
         (
             {"epochs": None, "noise_multiplier": 1e4, "batch_size": 1},
-            "even 4096000 steps cost less than .*Lower noise_mul",
+            "even 4096000 steps cost less than .*Lower --noise-mul",
         ),
     ],
 )
