@@ -33,8 +33,7 @@ def print_start(
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
     who = "record" if args.privacy_unit_column is None else "user"
-    turns = "" if statement.groups == 1 else f", from {statement.groups} groups in turn"
-    shape = "independent in each step" if statement.groups == 1 else f"partly cancels over {statement.groups} steps"
+    shape = "white" if statement.groups == 1 else f"banded, {statement.groups} steps"
     chosen = " (auto)" if args.noise_shape == "auto" else ""
     resumed = f"; resumed at step {first_step:,}" if first_step else ""
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
@@ -49,11 +48,11 @@ def print_start(
         watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")
     lines = (
         ("privacy", f"at the end {spent_in_words(ledger, args, further_steps=run.affordable_steps)}"),
+        ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}"),
         (
-            "data",
-            f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{turns}{resumed}",
+            "noise",
+            f"noise multiplier {statement.effective_noise_multiplier:.4g}; shape: {shape}{chosen}; filter: {filter_words}",
         ),
-        ("noise", f"noise multiplier {statement.effective_noise_multiplier:.4g}, {shape}{chosen}; filter: {filter_words}"),
         ("learning rate", f"{rate_words}; optimizer: {optimizer_in_words(args)}"),
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
         *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
@@ -108,10 +107,10 @@ def drowned(noise: float, *, num_trained: int) -> list[str]:
 
 
 def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, further_steps: int = 0) -> str:
-    """Return ε so far or after `further_steps` more, δ, the accountant, and what is protected."""
+    """Return ε so far or after `further_steps` more, δ, and what is protected."""
     epsilon, statement = ledger.epsilon(further_steps=further_steps), ledger.statement
     column = args.privacy_unit_column
     who = "one record" if column is None else f"one user (all records with the same {column!r})"
     if ledger.why_not_private is not None:
         return f"ε = {'∞' if math.isinf(epsilon) else f'{epsilon:.4g}'}: NOT PRIVATE, {ledger.why_not_private}"
-    return f"ε = {epsilon:.4g}, δ = {statement.target_delta:.3g} for {who} (accountant: {statement.accountant})"
+    return f"ε = {epsilon:.4g}, δ = {statement.target_delta:.3g} for {who}"

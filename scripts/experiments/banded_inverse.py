@@ -86,7 +86,7 @@ def noises(inverse: Array, run: PlannedRun, loop: ClosedLoop, *, epsilon: float,
 
 
 def noises_of_bands(bands: int, run: PlannedRun, loop: ClosedLoop, *, epsilon: float, delta: float) -> tuple[float, float]:
-    """Return the same of a banded strategy with the σ that reaches the same ε; infinite if there is none."""
+    """Return the noises of a banded strategy with the σ that reaches the same ε; infinite if there is none."""
     shape = NoiseShape.banded(bands)
     sigma = noise_multiplier_if_any(
         shape.c, target_epsilon=epsilon, target_delta=delta, sample_rate=run.sample_rate, steps=run.steps

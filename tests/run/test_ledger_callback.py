@@ -296,7 +296,7 @@ def test_a_refusal_loses_nothing(tmp_path):
         (dict(), {}),
         (
             dict(noise_multiplier=None, target_epsilon=8.0, noise_shape="banded:bands=2", low_pass_filter="auto"),
-            {"noise": "noise multiplier {sigma}, partly cancels over 2 steps; filter: none (auto)"},
+            {"noise": "noise multiplier {sigma}; shape: banded, 2 steps; filter: none (auto)"},
         ),
         (
             dict(report_train_loss="none", learning_rate=None),
@@ -312,13 +312,12 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     ledger, (begin, end) = trainer.privacy.ledger, re.split("^{.*}$", capsys.readouterr().out, flags=re.M | re.S)
     statement, rate = ledger.statement, trainer.optimizer.optimizer.defaults["lr"]
     sigma = f"{statement.effective_noise_multiplier:.4g}"
-    spent = f"ε = {ledger.epsilon():.4g}, δ = {400**-1.1:.3g} for one record (accountant: pld)"
-    turns = f", from {statement.groups} groups in turn" if statement.groups > 1 else ""
-    noise = changed.get("noise", "noise multiplier {sigma}, independent in each step (auto); filter: none (auto)")
+    spent = f"ε = {ledger.epsilon():.4g}, δ = {400**-1.1:.3g} for one record"
+    noise = changed.get("noise", "noise multiplier {sigma}; shape: white (auto); filter: none (auto)")
     watch = "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it"
     lines = {
         "privacy": f"at the end {spent}",
-        "data": f"400 records; 4 random batches of 128 on average{turns}",
+        "data": "400 records; 4 random batches of 128 on average",
         "noise": noise.format(sigma=sigma),
         "learning rate": f"{rate:.3g}{changed.get('rate', ' (as given)')}; optimizer: adam_bc",
         "trained": "{0:,} of {0:,} parameters".format(trainer.model.num_parameters()),
