@@ -34,6 +34,7 @@ from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
+from doppler_hf.run.typical_norm import typical_norm
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -175,6 +176,7 @@ class DopplerTrainer(AroundSteps):
                 check_loss=self._check_loss,
                 loader=dataloader,
                 rows_per_loss=self.rows_per_loss,
+                typical_norm=typical_norm(self.model, has_own_loss=self._has_own_loss),
                 sharding=self._sharding,
             )
         return values
@@ -196,8 +198,7 @@ class DopplerTrainer(AroundSteps):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        has_own_loss = type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
-        refuse_values_beyond(self.model, dataset, collate=collator, has_own_loss=has_own_loss)
+        refuse_values_beyond(self.model, dataset, collate=collator, has_own_loss=self._has_own_loss)
         return self.private_run.loader(dataset, collator)
 
     def _training_collator(self) -> Collator:
@@ -252,8 +253,12 @@ class DopplerTrainer(AroundSteps):
         with self.compute_loss_context_manager():
             return self.compute_per_sample_loss(self.model, inputs)
 
+    @property
+    def _has_own_loss(self) -> bool:
+        return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
+
     def _check_loss(self, inputs: Any, tolerance: float) -> None:
-        if type(self).compute_per_sample_loss is DopplerTrainer.compute_per_sample_loss:
+        if not self._has_own_loss:
             inputs = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
                 refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)

@@ -185,6 +185,7 @@ class PrivateRun:
         check_loss: CheckLoss,
         loader: Any,
         rows_per_loss: int,
+        typical_norm: float,
         sharding: Sharding,
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
@@ -195,6 +196,7 @@ class PrivateRun:
             check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
             loader: The private loader, of whose examples some are used for the check.
             rows_per_loss: As in `ClippedGradients`.
+            typical_norm: As in `ClippedGradients`.
             sharding: Where the weights lie.
 
         Raises:
@@ -221,6 +223,7 @@ class PrivateRun:
             model,
             max_grad_norm=statement.per_sample_max_grad_norm,
             clipping=statement.clipping,
+            typical_norm=typical_norm,
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,

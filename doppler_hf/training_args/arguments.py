@@ -75,7 +75,8 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     clipping: Clipping = HfArg(
         default="automatic",
-        help="automatic: scale every example's gradient to about C. vanilla: shorten only gradients above C.",
+        help="automatic: scale every example's gradient to C, but a classifier's small ones in proportion. vanilla: "
+        "shorten only gradients above C.",
     )
     clipping_quantile: float | None = HfArg(
         default=None,

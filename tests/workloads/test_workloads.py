@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 KIND_OF_FOLDER = {"glue": "glue", "causal_lm": "causal_lm", "image": "images"}
 # TRL prepares its data itself, in its own trainer, so that such recipes are of none of these kinds.
 RECIPES = [path for path in sorted(ROOT.glob("recipes/*/*.yaml")) if path.parent.name in KIND_OF_FOLDER]
+OF_PRIVACY = ["clipping", "low_pass_filter", "noise_shape", "per_sample_max_grad_norm", "target_epsilon"]
 DIGITS = ["--dataset_name=digits", "--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]
 
 
@@ -243,7 +244,7 @@ def test_the_column_of_units_of_images_reaches_the_trainer(common, tmp_path, fla
         ("causal_lm/yelp-gpt2-lora-eps8", "dataset_dir=here", ["validation_split"]),
         ("glue/sst2-minilm-lora-all-eps3", "lora_r=0", ["lora_target_modules"]),
         ("image/mnist-scattering-eps3", "model_name_or_path=vit", ["image_size", "scattering"]),
-        ("glue/sst2-minilm-lora-all-eps3", "disable_dp=true", ["clipping", "per_sample_max_grad_norm", "target_epsilon"]),
+        ("glue/sst2-lp-adambc-eps3", "disable_dp=true", OF_PRIVACY),
     ],
 )
 def test_a_flag_overrules_what_it_leaves_without_effect_in_the_recipe(caplog, tmp_path, path, flag, left_out):

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_matmul_precision
-from doppler_hf.privacy.clipping.clip_factors import Clipping, clip_factors, num_within, raised
+from doppler_hf.privacy.clipping.clip_factors import SMALLEST_TYPICAL_NORM, Clipping, clip_factors, num_within, raised
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.groups import Names, in_groups
 from doppler_hf.privacy.clipping.norms import Squares
@@ -35,6 +35,7 @@ class ClippedGradients:
             names and checkpoints stay as they are.
         max_grad_norm: C, the most that one example contributes.
         clipping: "vanilla" or "automatic".
+        typical_norm: γ of automatic clipping of all parameters together; see `clip_factors`.
         granularity: "flat" or "per_layer".
         engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
             ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
@@ -70,6 +71,7 @@ class ClippedGradients:
         *,
         max_grad_norm: float = 1.0,
         clipping: Clipping = "vanilla",
+        typical_norm: float = SMALLEST_TYPICAL_NORM,
         granularity: Granularity = "flat",
         engine: Engine = "book_keeping",
         norm_rule: NormRule = "auto",
@@ -90,6 +92,7 @@ class ClippedGradients:
         self._model = model
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
+        self._typical_norm = typical_norm if granularity == "flat" else SMALLEST_TYPICAL_NORM
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
@@ -270,7 +273,12 @@ class ClippedGradients:
         are_all = not self.on_accelerator and bool(finite.all())
         found = {}
         for group, norms in norms_of.items():
-            factors = clip_factors(raised(norms, self._coarsest), max_grad_norm=bound, clipping=self._clipping)
+            factors = clip_factors(
+                raised(norms, self._coarsest),
+                max_grad_norm=bound,
+                clipping=self._clipping,
+                typical_norm=self._typical_norm,
+            )
             factors = factors if weights is None else factors * weights.to(factors).nan_to_num(nan=0.0).clamp(0.0, 1.0)
             found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
         return found

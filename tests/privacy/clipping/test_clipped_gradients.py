@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.clip_factors import AUTOMATIC_CLIPPING_GAMMA, clip_factors
+from doppler_hf.privacy.clipping.clip_factors import clip_factors
 
 
 def test_factors_at_zero_and_at_the_bound():
@@ -16,7 +16,10 @@ def test_factors_at_zero_and_at_the_bound():
         clip_factors(norms, max_grad_norm=2.0, clipping="vanilla"), torch.tensor([1.0, 1.0, 1.0, 0.5])
     )
     torch.testing.assert_close(
-        clip_factors(norms, max_grad_norm=2.0, clipping="automatic"), 2.0 / (norms + AUTOMATIC_CLIPPING_GAMMA)
+        clip_factors(norms, max_grad_norm=2.0, clipping="automatic"), torch.tensor([200.0, 2.0, 1.0, 0.5])
+    )
+    torch.testing.assert_close(
+        clip_factors(norms, max_grad_norm=2.0, clipping="automatic", typical_norm=2.0), torch.tensor([1.0, 1.0, 1.0, 0.5])
     )
 
 

@@ -1,0 +1,80 @@
+"""The typical norm of a classifier's gradients: near that of real ones, and of use where one class is frequent."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.clipping.clip_factors import SMALLEST_TYPICAL_NORM
+from doppler_hf.run.typical_norm import typical_norm
+from tests.support.trainers import Recorder, trained, trainer_of
+
+SMALL = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_labels=3)
+TEXT = dict(vocab_size=50, max_position_embeddings=20, **SMALL)
+GPT2 = GPT2Config(vocab_size=50, n_embd=64, n_layer=1, n_head=2, num_labels=3, pad_token_id=0)
+
+
+def inputs_of(model):
+    if isinstance(model, ViTForImageClassification):
+        return {"pixel_values": torch.randn(8, 3, 16, 16)}
+    return {"input_ids": torch.randint(2, 50, (8, 10)), "attention_mask": torch.ones(8, 10, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    "model_of",
+    [
+        lambda: BertForSequenceClassification(BertConfig(**TEXT)),
+        lambda: RobertaForSequenceClassification(RobertaConfig(**TEXT)),
+        lambda: GPT2ForSequenceClassification(GPT2),
+        lambda: ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **SMALL)),
+    ],
+)
+def test_the_norm_is_near_that_of_real_gradients_of_the_head(model_of):
+    torch.manual_seed(0)
+    model = model_of()
+    head = model.score if hasattr(model, "score") else model.classifier
+    head = getattr(head, "out_proj", head)
+    model.requires_grad_(False)
+    head.requires_grad_(True)
+    with ClippedGradients(model) as clipped:
+        logits = model(**inputs_of(model)).logits
+        norms = clipped.backward(F.cross_entropy(logits, torch.randint(3, (8,)), reduction="none"))
+    assert typical_norm(model, has_own_loss=False) == 64**0.5 / 2
+    assert 0.2 < norms.median() / typical_norm(model, has_own_loss=False) < 3
+
+
+def test_nothing_is_said_of_other_models_losses_and_heads():
+    classifier = BertForSequenceClassification(BertConfig(**TEXT))
+    assert typical_norm(classifier, has_own_loss=True) == SMALLEST_TYPICAL_NORM
+    for model in (BertForTokenClassification(BertConfig(**TEXT)), GPT2LMHeadModel(GPT2), classifier.requires_grad_(False)):
+        assert typical_norm(model, has_own_loss=False) == SMALLEST_TYPICAL_NORM
+    adapted = get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    assert typical_norm(adapted, has_own_loss=False) == 64**0.5 / 2
+
+
+def test_automatic_clipping_of_a_training_is_vanilla_at_the_typical_norm(tmp_path):
+    def first_gradient(name, **clipping):
+        torch.manual_seed(0)
+        trainer = trainer_of(
+            tmp_path / name, callbacks=[recorder := Recorder()], noise_multiplier=0.0, noise_seed=0, max_steps=1, **clipping
+        )
+        trained(trainer)
+        return recorder.gradients[0], typical_norm(trainer.model, has_own_loss=False)
+
+    automatic, norm = first_gradient("automatic", clipping="automatic")
+    vanilla, _ = first_gradient("vanilla", clipping="vanilla", per_sample_max_grad_norm=norm)
+    assert automatic.norm() > 0
+    torch.testing.assert_close(automatic * norm, vanilla)
