@@ -8,7 +8,8 @@ same σ. Noise thus takes each weight on a random walk, over the whole run by
 with η the first rate, u the least denominator in units of a step's noise, r the schedule, and S the size of Σ_t r_t·noise_t
 in these units: √(Σ_t r_t²) for white noise. Among tuned rates the best was always the smallest of three. The first gives
 about the same walk √d·δ of all d weights together. The second gives about the same step η/(u·s) for a gradient as large as
-white noise, or in a short run the same path, the step times Σ_t r_t. The third is for LoRA on two matrices: the walks of
+white noise, or in a short run the same path, the step times Σ_t r_t; with LoRA a smaller step, as a large one at the
+beginning may ruin the features that were pretrained. The third is for LoRA on two matrices: the walks of
 both factors together add to a layer's weights as much as the weights' own size. Contributions of L layers are independent
 and grow with √L; shortening both walks to (2/L)^¼ keeps their product where it was. A layer also turns f inputs of size 1
 into √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
@@ -34,12 +35,13 @@ from doppler_hf.run.choices import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import without_rate_rule
 
-# √d·δ; √f·δ, and that of a layer of the data themselves; η/(u·s); the path of short runs, at steps that are at most so
-# large; and f times the change of a weight in a step, if all gradients are the same.
+# √d·δ; √f·δ, and that of a layer of the data themselves; η/(u·s), and that with adapters; the path of short runs, at steps
+# that are at most so large; and f times the change of a weight in a step, if all gradients are the same.
 LONGEST_WALK: Final = 70.0
 LARGEST_OUTPUT: Final = 5.0
 LARGEST_OUTPUT_OF_DATA: Final = 12.0
 LARGEST_STEP: Final = 0.022
+LARGEST_STEP_OF_ADAPTERS: Final = 0.015
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
 LARGEST_CHANGE: Final = 9.0
@@ -95,6 +97,8 @@ def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *,
         floor = DEFAULT_FLOOR_FRACTION if own is None else own / (white * size) ** 2
         least = math.sqrt(floor)
     step = max(LARGEST_STEP, min(SHORTEST_PATH / math.fsum(rates), LARGEST_OF_FEW))
+    if any(factor.weight.requires_grad for layer in adapted_layers(model) for factor in layer.lora_B.values()):
+        step = LARGEST_STEP_OF_ADAPTERS
     noise = statement.noise_multiplier * math.sqrt(num_trained)
     the_same = statement.expected_batch_size / noise if noise else math.inf
     changes = [LARGEST_CHANGE / (layer.inputs * min(the_same, least * size)) for layer in layers if not layer.is_first]
