@@ -21,11 +21,14 @@ from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.clipping.refused_layers import modes_kept
 from doppler_hf.privacy.pair_losses import (
     PAIR_LOSSES,
+    REFERENCES,
+    WITHOUT_REFERENCE,
     collate_pairs,
     lengths_of_answers,
     log_ratios,
     pair_losses,
     references_of,
+    side_by_side,
 )
 from doppler_hf.run.around import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
@@ -45,7 +48,7 @@ _NOT_PRIVATE: Final = {
     **trl_checks.NOT_PRIVATE,
 }
 # An argument → the losses that read it.
-_OF_LOSSES: Final = {"label_smoothing": ("robust", "exo_pair"), "discopop_tau": ("discopop",)}
+_OF_LOSSES: Final = {"label_smoothing": ("robust", "exo_pair"), "discopop_tau": ("discopop",), "simpo_gamma": ("simpo",)}
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
@@ -62,6 +65,7 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         help="Whether to compute the reference's log-probabilities once, before training. Always true with privacy. With "
         "disable_dp TRL's False.",
     )
+    simpo_gamma: float = HfArg(default=0.5, help="The margin γ of loss_type='simpo', which is β times the paper's γ/β.")
     non_private_learning_rate = DPOConfig.learning_rate
 
     def __post_init__(self) -> None:
@@ -81,8 +85,8 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         if others or not self.loss_type:
             raise ValueError(
                 f"The loss_type must be of {', '.join(PAIR_LOSSES)} with differential privacy, got "
-                f"{', '.join(others) or 'none'}. TRL's others sort the log-ratios of a batch, so that no pair has a loss of "
-                "its own. Set one of these, or several."
+                f"{', '.join(others) or 'none'}. TRL's others look at a whole batch, so that no pair has a loss of its "
+                "own. Set one of these, or several."
             )
         if not self.beta > 0:
             raise ValueError(f"beta must be > 0, got {self.beta}. Usual is 0.1.")
@@ -112,9 +116,10 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     """
 
     args: DopplerDPOConfig
-    inherited_compute_loss = DPOTrainer.compute_loss
+    loss_types: list[str]
     create_model_card = with_privacy_section(DPOTrainer.create_model_card)
     rows_per_loss = len(_ANSWERS)
+    _of_other_trainers = WITHOUT_REFERENCE - {"sft"}
 
     def __init__(
         self,
@@ -153,6 +158,8 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
                 "the reference's log-probabilities to other processes in a file beside it. Save it with save_to_disk(), and "
                 "load it with load_from_disk()."
             )
+        if WITHOUT_REFERENCE.issuperset(self.loss_types):
+            return dataset.map(lambda row: dict.fromkeys(REFERENCES, 0.0))
         model = self.ref_model or self.model
         with modes_kept(model):
             model.eval()  # a reference has no dropout
@@ -176,9 +183,28 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             beta=self.beta,
             label_smoothing=self.label_smoothing,
             discopop_tau=self.args.discopop_tau,
+            simpo_gamma=self.args.simpo_gamma,
         )
 
     default_per_sample_loss = compute_per_sample_loss
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a batch in an evaluation as TRL, which has not all of our losses but all of our figures."""
+        if self.args.disable_dp or not self._of_other_trainers.intersection(self.loss_types):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        own, self.loss_types = self.loss_types, ["sigmoid"] * len(self.loss_types)
+        try:
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.loss_types = own
+        loss = self.compute_per_sample_loss(model, side_by_side(inputs)).mean()
+        return (loss, found[1]) if return_outputs else loss
+
+    inherited_compute_loss = compute_loss
 
 
 def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:

@@ -33,17 +33,26 @@ class _Pairs:
     chosen: Float[Tensor, " pairs"]  # log π − log ref of an answer
     rejected: Float[Tensor, " pairs"]
     mean: Float[Tensor, " pairs"]  # the difference of both, each divided by the tokens of its answer
-    likelihood: Float[Tensor, " pairs"]  # log π of the chosen answer, divided by its tokens
+    policy_margin: Float[Tensor, " pairs"]  # the difference of log π
+    likelihoods: tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]  # log π of each, divided by its tokens
     beta: float
     share: float  # of pairs that are labelled wrongly
     tau: float
+    gamma: float
 
     @property
     def margin(self) -> Float[Tensor, " pairs"]:
         return self.chosen - self.rejected
 
+    @property
+    def log_odds(self) -> Float[Tensor, " pairs"]:
+        # At log π = 0, as of an answer that was cut off, the odds would be infinite.
+        odds = [each - torch.log(-torch.expm1(each.clamp(max=-1e-6))) for each in self.likelihoods]
+        return odds[0] - odds[1]
 
-# By TRL's names, as in its `DPOTrainer`; those that it lists beside sort the log-ratios of a batch.
+
+# By TRL's names, as in its `DPOTrainer`; those that it lists beside sort the log-ratios of a batch. Those without a
+# reference are of its CPOTrainer and ORPOTrainer, less the likelihood that these add, which is "sft".
 PAIR_LOSSES: Final[dict[str, Callable[[_Pairs], Float[Tensor, " pairs"]]]] = {
     "sigmoid": lambda p: -F.logsigmoid(p.beta * p.margin),
     "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.mean),
@@ -66,15 +75,23 @@ PAIR_LOSSES: Final[dict[str, Callable[[_Pairs], Float[Tensor, " pairs"]]]] = {
     "discopop": lambda p: torch.lerp(
         -F.logsigmoid(p.beta * p.margin), torch.exp(-p.beta * p.margin), torch.sigmoid(p.beta * p.margin / p.tau)
     ),
-    "sft": lambda p: -p.likelihood,
+    "sft": lambda p: -p.likelihoods[0],
+    "cpo": lambda p: -F.logsigmoid(p.beta * p.policy_margin),
+    "simpo": lambda p: -F.logsigmoid(p.beta * (p.likelihoods[0] - p.likelihoods[1]) - p.gamma),
+    "orpo": lambda p: -p.beta * F.logsigmoid(p.log_odds),
 }
+WITHOUT_REFERENCE: Final = {"sft", "cpo", "simpo", "orpo"}
 
 
 def collate_pairs(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
     """Collate pairs as TRL does, all chosen answers before all rejected ones, and put the two rows of each side by side."""
+    return side_by_side(collator(examples))
+
+
+def side_by_side(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the two rows of each pair of TRL's batch side by side."""
     return {
-        name: value if name in REFERENCES else value.unflatten(0, (2, -1)).transpose(0, 1)
-        for name, value in collator(examples).items()
+        name: value if name in REFERENCES else value.unflatten(0, (2, -1)).transpose(0, 1) for name, value in inputs.items()
     }
 
 
@@ -109,11 +126,12 @@ def pair_losses(
     beta: float,
     label_smoothing: float = 0.0,
     discopop_tau: float = 0.05,
+    simpo_gamma: float = 0.5,
 ) -> Float[Tensor, " pairs"]:
     """Return the loss of each pair: the weighted sum of the given `PAIR_LOSSES`.
 
     `label_smoothing` is for "robust" and "exo_pair": the share of pairs whose labels are taken to be the wrong way round,
-    below ½. `discopop_tau` is for "discopop". An answer's `references` are for "sft" alone, which has none in it.
+    below ½. `discopop_tau` is for "discopop", `simpo_gamma` for "simpo", `references` for losses that have none.
 
     Example:
         >>> zeros = torch.zeros(1, 2)
@@ -122,7 +140,17 @@ def pair_losses(
     """
     # Sensitivity: every term is of one pair's two rows, and of what the reference said of these.
     chosen, rejected = ratios.unbind(dim=1)
-    of_tokens = ratios / lengths
-    mean, likelihood = of_tokens[:, 0] - of_tokens[:, 1], (chosen + references[:, 0]) / lengths[:, 0]
-    pairs = _Pairs(chosen, rejected, mean, likelihood, beta=beta, share=label_smoothing, tau=discopop_tau)
+    of_tokens, policy = ratios / lengths, ratios + references
+    first, second = (policy / lengths).unbind(dim=1)
+    pairs = _Pairs(
+        chosen=chosen,
+        rejected=rejected,
+        mean=of_tokens[:, 0] - of_tokens[:, 1],
+        policy_margin=policy[:, 0] - policy[:, 1],
+        likelihoods=(first, second),
+        beta=beta,
+        share=label_smoothing,
+        tau=discopop_tau,
+        gamma=simpo_gamma,
+    )
     return torch.stack([weight * PAIR_LOSSES[name](pairs) for name, weight in weights]).sum(dim=0)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from datasets import Dataset
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.pair_losses import PAIR_LOSSES
+from doppler_hf.privacy.pair_losses import PAIR_LOSSES, lengths_of_answers, log_ratios, references_of, side_by_side
 from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
 from tests.support.tiers import further
@@ -20,6 +21,8 @@ from tests.support.trainers import weights
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
 from trl import DPOConfig, DPOTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
 from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer
 
@@ -30,6 +33,7 @@ FORMATS = {
     "conversation": (chat.conversational_preferences, LORA, lambda q, a: (f"<|user|>{q}<|assistant|>", a)),
 }
 REFERENCES = "ref_chosen_logps", "ref_rejected_logps"
+OF_OTHER_TRAINERS = ["cpo", "simpo", "orpo"]
 
 
 arguments = functools.partial(arguments_of, cls=DopplerDPOConfig)
@@ -97,10 +101,11 @@ def test_losses_are_trls_of_each_pair_alone(tmp_path, name, options):
 
 
 def test_each_loss_of_a_pair_is_trls(tmp_path):
-    trainer = in_double(tmp_path, max_length=40, loss_type=[*PAIR_LOSSES], label_smoothing=0.1, discopop_tau=0.3)
+    known = [kind for kind in PAIR_LOSSES if kind not in OF_OTHER_TRAINERS]
+    trainer = in_double(tmp_path, max_length=40, loss_type=known, label_smoothing=0.1, discopop_tau=0.3)
     model, rows = trainer.model.eval(), [*trainer._remove_unused_columns(trainer.train_dataset)][:4]
     trainer.loss_weights = [1.0]
-    for kind in PAIR_LOSSES:
+    for kind in known:
         trainer.loss_types = [kind]
         ours = trainer.compute_per_sample_loss(model, trainer._training_collator()(rows))
         trls = torch.stack([trainer.compute_loss(model, trainer.data_collator([row])) for row in rows])
@@ -108,10 +113,40 @@ def test_each_loss_of_a_pair_is_trls(tmp_path):
         torch.testing.assert_close(ours, trls.double(), rtol=1e-4, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}")
 
 
+@pytest.mark.parametrize("kind", OF_OTHER_TRAINERS)
+def test_losses_without_a_reference_are_those_of_trls_other_trainers(tmp_path, kind):
+    """Whose functions of log-probabilities ask their trainer for numbers alone; the rest of a training is as ever."""
+    trainer = in_double(
+        tmp_path, max_length=40, loss_type=kind, beta=0.3, **({"simpo_gamma": 0.8} if kind == "simpo" else {})
+    )
+    model, rows = trainer.model.eval(), [*trainer._remove_unused_columns(trainer.train_dataset)][:4]
+    inputs = trainer._training_collator()(rows)
+    assert not references_of(inputs).any()
+    policy, lengths = log_ratios(model, inputs), lengths_of_answers(inputs)
+    other = SimpleNamespace(
+        alpha=0.0, beta=0.3, simpo_gamma=0.8, label_smoothing=0.0, accelerator=trainer.accelerator,
+        loss_type="simpo" if kind == "simpo" else "sigmoid",
+    )  # fmt: skip
+    of_trl = ORPOTrainer.odds_ratio_loss if kind == "orpo" else CPOTrainer.cpo_loss
+    losses, *_ = of_trl(other, *(policy if kind == "cpo" else policy / lengths).unbind(dim=1))
+    expected = -losses if kind == "orpo" else losses  # which its trainer subtracts
+    torch.testing.assert_close(trainer.compute_per_sample_loss(model, inputs), expected.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_without_a_reference_trains_and_is_evaluated(tmp_path):
+    trainer = trainer_of(tmp_path, loss_type=["orpo", "sft"], eval_strategy="steps", eval_steps=1)
+    chat.assert_trains_privately(trainer, evaluated={"eval_rewards/margins", "eval_rewards/accuracies"})
+    metrics, inputs = trainer.evaluate(), trainer.data_collator([*trainer.eval_dataset])
+    with torch.no_grad():
+        losses = trainer.compute_per_sample_loss(trainer.model.eval(), side_by_side(inputs))
+    assert metrics["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("prompt", {}),
+        ("prompt", dict(loss_type=["simpo"])),
         ("prompt", dict(privacy_unit_column="judge", per_device_train_batch_size=1, clip_unit_mean=True)),
     ],
 )
@@ -170,7 +205,13 @@ def test_defaults_are_those_of_trl_and_ours(tmp_path):
         values = {field.name: field.default for field in dataclasses.fields(cls)}
         return values | {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
 
-    changed = {"learning_rate": None, "max_grad_norm": None, "optim": None, "precompute_ref_log_probs": None}
+    changed = {
+        "learning_rate": None,
+        "max_grad_norm": None,
+        "optim": None,
+        "precompute_ref_log_probs": None,
+        "simpo_gamma": 0.5,
+    }
     assert defaults(DopplerDPOConfig) == defaults(DopplerTrainingArguments) | defaults(DPOConfig) | changed
     private, stock = arguments(tmp_path), arguments(tmp_path, disable_dp=True)
     assert (private.learning_rate, private.precompute_ref_log_probs) == (None, True)
@@ -218,7 +259,7 @@ REFUSED = {
 OTHERS = {
     "precompute_ref_log_probs must be True": dict(precompute_ref_log_probs=False),
     "The loss_type must be of sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
-    "apo_zero, apo_down, discopop, sft with differential privacy, got aot, aot_unpaired. TRL's others sort": (
+    "apo_zero, apo_down, discopop, sft, cpo, simpo, orpo with differential privacy, got aot, aot_unpaired. TRL's": (
         dict(loss_type=["aot", "sigmoid", "aot_unpaired"])
     ),
     "discopop_tau=0.1 has no effect with loss_type=['sigmoid']. Set 'discopop'": dict(discopop_tau=0.1),

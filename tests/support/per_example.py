@@ -59,7 +59,7 @@ def median_norm(gradients):
 
 def clip_factor(norm, *, bound, clipping):
     if clipping == "automatic":
-        return bound / (norm + 0.01)
+        return bound / max(norm, 0.01)
     return bound / norm if norm > bound else 1.0
 
 
