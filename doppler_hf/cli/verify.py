@@ -187,7 +187,7 @@ def terms_table(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> Ta
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
     delta, target = statement.target_delta, statement.target_epsilon
     spent = recompute(ledger.history, private=ledger.private, delta=delta, target=target)
-    end = "closed" if last.is_closed else f"not closed: at least {last.steps_released:,} of them were run"
+    end = "to its end" if last.is_closed else f"interrupted: at least {last.steps_released:,} of them were run"
     table = Table(title="Privacy ledger", show_header=False)
     for row in (
         *terms_in_words(ledger),
@@ -207,5 +207,5 @@ def guarantee_in_words(ledger: PrivacyLedger) -> str:
     statement = ledger.statement
     return (
         f"({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for {statement.unit_of_privacy} after "
-        f"{ledger.steps_run:,} steps, by {statement.accountant}."
+        f"{ledger.steps_run:,} steps."
     )

@@ -43,13 +43,11 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
     output = said(capsys)
     # A run that was resumed begins a round of its own.
     epsilon = get_total_epsilon([Releases(1.0, 0.05, 7), Releases(1.0, 0.05, 3)], delta=1e-5)
-    assert output.startswith(
-        f"VERIFIED: ({epsilon:.4g}, 1e-05)-differential privacy for one example after 10 steps, by pld."
-    )
+    assert output.startswith(f"VERIFIED: ({epsilon:.4g}, 1e-05)-differential privacy for one example after 10 steps.")
     assert "NOT VERIFIED" not in output
     for shown in (
         head, "an attack on the model with 1 % false positives", "at step 6", "add or remove one unit",
-        "1,000 (public, not protected)", "a test", "10 (closed)",
+        "1,000 (public, not protected)", "a test", "10 (to its end)",
         "the training loss, which was logged without noise", "Without --head", "steps planned 10", "target ε 8",
     ):  # fmt: skip
         assert shown in output, shown
@@ -74,8 +72,8 @@ def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, c
     ledger.save(tmp_path)
     assert check(tmp_path) == 0
     output = said(capsys)
-    assert "10 (not closed: at least 4 of them were run)" not in output  # at_most was 4
-    assert "4 (not closed: at least 4 of them were run)" in output
+    assert "10 (interrupted: at least 4 of them were run)" not in output  # at_most was 4
+    assert "4 (interrupted: at least 4 of them were run)" in output
     assert "after 4 steps" in output
 
 
@@ -288,7 +286,7 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
     for text in ("first", "second"):  # those of a checkpoint that Transformers has copied, or the last ones
         (tmp_path / "model.safetensors").write_text(text)
         assert check(tmp_path) == 0
-        assert re.match(r"VERIFIED: .*by pld\. Of the weights in model\.safetensors\. Privacy ledger", said(capsys))
+        assert re.match(r"VERIFIED: .* steps\. Of the weights in model\.safetensors\. Privacy ledger", said(capsys))
     (tmp_path / "model.safetensors").unlink()
     assert check(tmp_path) == 0
-    assert re.match(r"VERIFIED: .*by pld\. Of no weights, since none lie beside it: copy .*\. Privacy ledger", said(capsys))
+    assert re.match(r"VERIFIED: .* steps\. Of no weights, since none lie beside it: copy .*\. Privacy ledger", said(capsys))

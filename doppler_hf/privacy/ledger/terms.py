@@ -65,7 +65,7 @@ def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return the terms, what was spent under them, and the software that did it, each with its name."""
     last = ledger.runs[-1]
-    exact = "" if last.is_closed else ", counted ahead: the training is not closed"
+    exact = "" if last.is_closed else ", counted ahead: the training was interrupted"
     return [
         *terms_in_words(ledger),
         (f"ε by {ledger.statement.accountant}", f"{ledger.epsilon():.4g}"),
