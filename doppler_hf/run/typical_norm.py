@@ -22,6 +22,6 @@ def typical_norm(model: nn.Module, *, has_own_loss: bool) -> float:
     heads = [
         layer.in_features
         for layer in model.modules()
-        if isinstance(layer, nn.Linear) and layer.weight.requires_grad and layer.out_features == base.num_labels
+        if isinstance(layer, nn.Linear) and layer.weight.requires_grad and layer.out_features == base.config.num_labels
     ]
     return heads[-1] ** 0.5 / 2 if heads else SMALLEST_TYPICAL_NORM

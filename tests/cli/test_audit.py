@@ -88,7 +88,7 @@ def test_options_go_before_the_recipe_too_and_fields_after_it(recipe, capsys, tm
         == 0
     )
     shown = flat(capsys.readouterr().out)
-    assert "noise multiplier 50, " in shown
+    assert "noise multiplier 50; " in shown
     assert "canaries │ 37 dirac" in shown
 
 
